@@ -187,5 +187,5 @@ def _signature(batch: Microbatch) -> tuple[object, ...]:
     shapes = {name: (x.shape, x.dtype) for name, x in _inputs(batch).items()}
     layout = batch.layout
     # Attention blocks and index maps are captured; they depend only on document boundaries.
-    form = (layout.cut, layout.rank, layout.rows, layout.documents)
+    form = (layout.sharding, layout.rank, layout.rows, layout.documents)
     return shapes, (*form, layout.sample_length)

@@ -19,20 +19,20 @@ from math import inf
 import torch
 
 from megatron.core.comm import all_reduce
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.blockwise import PAIRS_WORTH_A_BLOCK, worth_blocks
 from megatron.core.context_parallel.comm_type import ALL_TO_ALL, choose
-from megatron.core.context_parallel.cut import (
+from megatron.core.context_parallel.layout import documents_of
+from megatron.core.context_parallel.sequence_sharding import (
     DOCUMENTS,
     ROW,
     AttentionWork,
     Costs,
     Documents,
-    cut_documents,
+    attention_work,
     joined_documents,
-    work_of,
+    shard_documents,
 )
-from megatron.core.context_parallel.layout import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.device import pin
 from megatron.core.models.gpt import GPTConfig
@@ -61,7 +61,7 @@ class Choice:
 
     row: AttentionWork
     apart: AttentionWork
-    cut: SequenceCut | None
+    cut: SequenceSharding | None
 
 
 class PackedCuts:
@@ -93,7 +93,7 @@ class PackedCuts:
         self._seen = {"window": window, "by_heads": by_heads}
         self._multiple, self._agree = multiple, agree
 
-    def of(self, documents: Documents) -> SequenceCut | None:
+    def of(self, documents: Documents) -> SequenceSharding | None:
         """Return the split of one row that concatenates all rows, document by document; None splits
         each row as one sequence. Ranks that must agree call it together.
 
@@ -104,27 +104,29 @@ class PackedCuts:
             return None
         if self._agree is None:
             return self.choice(documents).cut
-        apart = cut_documents(documents, self.size, multiple=self._multiple)
+        apart = shard_documents(documents, self.size, multiple=self._multiple)
         costs = self._costs(*self._attention_work(documents, apart))
         *costs, tokens = self._agree([*costs, apart.padded[-1]])
         if not costs[1] < costs[0]:
             return None
-        return cut_documents(documents, self.size, multiple=self._multiple, at_least=round(tokens))
+        return shard_documents(
+            documents, self.size, multiple=self._multiple, at_least=round(tokens)
+        )
 
     def choice(self, documents: Documents) -> Choice:
         """Return the split that this rank would choose on its own, and the work of both splits."""
-        apart = cut_documents(documents, self.size, multiple=self._multiple)
+        apart = shard_documents(documents, self.size, multiple=self._multiple)
         works = self._attention_work(documents, apart)
         row, apart_cost = self._costs(*works)
         return Choice(*works, apart if apart_cost < row else None)
 
     def _attention_work(
-        self, documents: Documents, apart: SequenceCut
+        self, documents: Documents, apart: SequenceSharding
     ) -> tuple[AttentionWork, AttentionWork]:
-        row = SequenceCut.of(documents[0][-1], self.size)
+        row = SequenceSharding.of(documents[0][-1], self.size)
         return (
-            work_of(row, documents, **self._seen),
-            work_of(apart, [joined_documents(documents)], **self._seen),
+            attention_work(row, documents, **self._seen),
+            attention_work(apart, [joined_documents(documents)], **self._seen),
         )
 
     def _costs(self, row: AttentionWork, apart: AttentionWork) -> tuple[float, float]:
@@ -175,7 +177,7 @@ def costs_of(model: GPTConfig, tp: int) -> Costs:
     return Costs(
         token=6.0 * product_weights(model, model.vocab_size) / tp,
         pair=pair / tp,
-        piece=pair / tp / heads * PAIRS_WORTH_A_BLOCK,
+        sub_sequence=pair / tp / heads * PAIRS_WORTH_A_BLOCK,
     )
 
 
@@ -278,7 +280,7 @@ class Layouts:
             if cut is not None:
                 return self._apart(batch, cut)
         return SequenceLayout.make(
-            SequenceCut.of(length, self._context.size),
+            SequenceSharding.of(length, self._context.size),
             self._context.rank,
             rows=rows,
             positions=batch.positions,
@@ -287,7 +289,7 @@ class Layouts:
             masks_by_ids=masks_by_ids,
         )
 
-    def _apart(self, batch: GPTBatch, cut: SequenceCut) -> SequenceLayout:
+    def _apart(self, batch: GPTBatch, cut: SequenceSharding) -> SequenceLayout:
         """Return the layout of one row that concatenates all samples, split document by
         document."""
         ids, positions = batch.document_ids, batch.positions

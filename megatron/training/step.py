@@ -561,6 +561,6 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
         return "none", "none"
     ahead = [gatherer.reshards for gatherer in engine.gatherers if gatherer.prefetch]
     gathers = "none" if not ahead else "each" if any(ahead) else "once"
-    if engine.placement.gradient or any(bucket.each_microbatch for bucket in engine.buckets):
+    if engine.placement.gradient or any(bucket.every_microbatch for bucket in engine.buckets):
         return gathers, "each"
     return gathers, "once" if engine.config.overlap_grad_reduce else "none"

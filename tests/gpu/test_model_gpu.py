@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Solo,
@@ -133,7 +133,7 @@ def packed(model, engine, device, *, masks_by_ids=False):
     tokens, labels, weights, _ = batch(model.config, CPU)
     ids = torch.stack([torch.arange(128) >= border for border in (50, 101)]).int()
     rows = {"document_ids": ids, "masks_by_ids": masks_by_ids, "device": device}
-    layout = SequenceLayout.make(SequenceCut.of(128, 1), 0, rows=2, **rows)
+    layout = SequenceLayout.make(SequenceSharding.of(128, 1), 0, rows=2, **rows)
     tokens, labels, weights = (x.contiguous().to(device) for x in (tokens, labels, weights))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout, blockwise
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding, blockwise
 from megatron.core.context_parallel.blockwise import attention_blocks
 from megatron.core.ops.attention import Mask, attention, fused
 from megatron.core.ops.backend_choice import add_product_
@@ -224,7 +224,7 @@ def test_attention_by_the_fused_kernels(device, fused_calls, case, deterministic
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_the_fused_kernels_block_by_block(device, fused_calls, window):
     """The rank with the row's middle attends to the keys of all, as in a ring."""
-    cut, features = SequenceCut.of(1024, 2), 128
+    cut, features = SequenceSharding.of(1024, 2), 128
     layout = SequenceLayout.make(cut, 1, rows=BATCH, device=device)
     blocks = layout.blocks(None, window)
     shapes = [(1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS, HEADS)]
@@ -303,14 +303,14 @@ def attention_output(q, k, v, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_attention_block_by_block(device, dtype, window):
-    cut = SequenceCut.of(SEQUENCE, 2)
+    cut = SequenceSharding.of(SEQUENCE, 2)
     documents = [
         [0, SEQUENCE // 3, 2 * SEQUENCE // 3, SEQUENCE],
         [0, SEQUENCE // 7 + 10, SEQUENCE],
     ]
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     parts = [random_tensor(device, *shape).to(dtype) for shape in shapes]
-    places = torch.tensor(cut.places(1), device=device)
+    places = torch.tensor(cut.row_indices(1), device=device)
     found = []
     for kind in (dtype, torch.float64):  # the kernel, and the reference in fp64
         query, key, value, grad = (x.to(kind) for x in parts)
@@ -319,7 +319,7 @@ def test_attention_block_by_block(device, dtype, window):
             blocks = attention_blocks(
                 cut.runs(1), cut.runs(other), rows=BATCH, documents=documents, window=window
             )
-            own = torch.tensor(cut.places(other), device=device)
+            own = torch.tensor(cut.row_indices(other), device=device)
             plans.append((blocks, key[own], value[own]))
             result = blockwise.forward(
                 query, *plans[-1][1:], blocks, scale=0.1, window=window, into=result

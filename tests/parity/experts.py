@@ -172,7 +172,7 @@ def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
     cut = cut_of(row)
     for rank in range(cp):
         whole = cp == 1 and row["documents"] == "whole"
-        places = torch.arange(SEQUENCE) if whole else torch.tensor(cut.places(rank))
+        places = torch.arange(SEQUENCE) if whole else torch.tensor(cut.row_indices(rank))
         numbers = (places.unsqueeze(1) * batch + torch.arange(batch)).flatten()
         numbers[places.repeat_interleave(batch) < 0] = -1
         rows = -(-len(numbers) // tp)

@@ -49,9 +49,9 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "a convolution borrows tokens of the document before": (
         "context_parallel.layout",
-        "_lent",
-        "less = max(0, begin - (top + piece.row))",
-        "less = 0",
+        "_halo_ranges",
+        "skipped = max(0, begin - (top + transfer.row))",
+        "skipped = 0",
         {**_DELTA, "linear_mode": "segments", "documents": "packed"},
     ),
     "gradients of states are multiplied by what is not transposed": (

@@ -122,7 +122,7 @@ def _owners(row: Row) -> list[int]:
     """Return the rank of each place of a row."""
     found = [-1] * SEQUENCE
     for rank in range(row["cp"]):
-        for place in cut_of(row).places(rank):
+        for place in cut_of(row).row_indices(rank):
             if place >= 0:
                 found[place] = rank
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.context_parallel.sequence_sharding import SequenceSharding
 from megatron.core.models.gpt import MTPTargets, shift_targets
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
@@ -82,7 +82,7 @@ def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
     if batch.document_ids is None:
         return batch
     layout = SequenceLayout.make(
-        SequenceCut.of(SEQUENCE, 1),
+        SequenceSharding.of(SEQUENCE, 1),
         0,
         rows=batch.tokens.shape[0],
         positions=batch.positions,
@@ -95,10 +95,10 @@ def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
     return Part(*columns, batch.sample_ids, layout=layout, mtp_targets=batch.mtp_targets)
 
 
-def cut_of(row: Row) -> SequenceCut:
+def cut_of(row: Row) -> SequenceSharding:
     """Return how rows of tokens lie over the ranks."""
     padded = row["documents"] == "padded"
-    return SequenceCut.of(
+    return SequenceSharding.of(
         SEQUENCE,
         row["cp"],
         order=row["order"],
@@ -137,7 +137,7 @@ def in_rows(row: Row, local: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a rank's numbers [b, s/cp] at their places [b, s], 0 where other ranks have them."""
     if row["cp"] == 1 and row["documents"] == "whole":
         return local
-    places = torch.tensor(cut_of(row).places(rank))
+    places = torch.tensor(cut_of(row).row_indices(rank))
     kept = places >= 0
     whole = local.new_zeros(local.shape[0], SEQUENCE)
     whole[:, places[kept]] = local[:, kept]

@@ -238,7 +238,7 @@ FAULTS = {
     ),
     "copies of a key head keep their own gradients": (
         "context_parallel.attention",
-        "_collected",
+        "_sum_copies",
         "x.unflatten(2, (groups, copies)).sum(3)",
         "x.unflatten(2, (groups, copies)).select(3, 0)",
         {"tp": 1, "cp": 2, "engine": "a2a", "groups": 1},

@@ -27,7 +27,11 @@ import torch.distributed as dist
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.comm_type import ENGINES
-from megatron.core.context_parallel.cut import SequenceCut, cut_documents, work_of
+from megatron.core.context_parallel.sequence_sharding import (
+    SequenceSharding,
+    attention_work,
+    shard_documents,
+)
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -52,7 +56,7 @@ class LongStep:
         engine: str,
         row: torch.Tensor,
         *,
-        cut: SequenceCut | None = None,
+        cut: SequenceSharding | None = None,
         bounds: tuple[int, ...] | None = None,
     ) -> None:
         config = DataParallelConfig()
@@ -65,7 +69,7 @@ class LongStep:
         )
         self.engine = DataParallel(self.model.store, groups, config=config)
         group = groups["cp"]
-        cut = SequenceCut.of(shape.sequence, group.size) if cut is None else cut
+        cut = SequenceSharding.of(shape.sequence, group.size) if cut is None else cut
         ids = None
         if bounds is not None:
             ids = torch.bucketize(
@@ -163,16 +167,22 @@ def raced_cuts(
     return found
 
 
-def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceCut]:
+def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceSharding]:
     """Return both cuts of a row of documents."""
-    return {"row": SequenceCut.of(bounds[-1], world), "documents": cut_documents([bounds], world)}
+    return {
+        "row": SequenceSharding.of(bounds[-1], world),
+        "documents": shard_documents([bounds], world),
+    }
 
 
 def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
     """Race the cut by documents against that by row, with documents of 3/4 and 1/4 of a row."""
     bounds = (0, 3 * shape.sequence // 4, shape.sequence)
     ranks = gloo_ranks.run(raced_cuts, world, shape, bounds, rounds)
-    pairs = {name: work_of(cut, [bounds]).imbalance for name, cut in cuts_of(bounds, world).items()}
+    pairs = {
+        name: attention_work(cut, [bounds]).imbalance
+        for name, cut in cuts_of(bounds, world).items()
+    }
     # Of each round what the slowest rank takes: seconds, and seconds of its processor.
     slowest = {
         name: [

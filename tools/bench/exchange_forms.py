@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from megatron.core.comm import all_to_all
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.all_to_all import gather_heads, scatter_heads
 from megatron.core.process_groups import Group
 
@@ -42,7 +42,7 @@ class Form:
     """
 
     def __init__(
-        self, cut: SequenceCut, group: Group, *, sections: Sequence[int], heads: int
+        self, cut: SequenceSharding, group: Group, *, sections: Sequence[int], heads: int
     ) -> None:
         self.cut, self.group, self.sections, self.heads = cut, group, tuple(sections), heads
 
@@ -68,7 +68,7 @@ class Form:
 class Ours(Form):
     """One all-to-all of columns that lie head after head; one gather."""
 
-    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+    def __init__(self, cut: SequenceSharding, group: Group, **shape) -> None:
         super().__init__(cut, group, **shape)
         self.layout = SequenceLayout.make(cut, group.rank, rows=1)
 
@@ -92,7 +92,7 @@ class Unfolded(Form):
     """One all-to-all, and one pass for each thing that is then out of place: heads of sections,
     ranks, sequences, rows and columns; autograd differentiates each."""
 
-    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+    def __init__(self, cut: SequenceSharding, group: Group, **shape) -> None:
         super().__init__(cut, group, **shape)
         self.order = torch.tensor(cut.inverse())
         self.undo = torch.empty_like(self.order)
@@ -118,12 +118,12 @@ class Unfolded(Form):
 class PerSequence(Form):
     """An all-to-all for each section of each sequence."""
 
-    def __init__(self, cut: SequenceCut, group: Group, **shape) -> None:
+    def __init__(self, cut: SequenceSharding, group: Group, **shape) -> None:
         super().__init__(cut, group, **shape)
         bounds, size = cut.bounds, group.size
         self.lengths = [(b - a) // size for a, b in pairwise(bounds)]
         self.orders = [
-            torch.tensor(SequenceCut.of(length * size, size, order=cut.order).inverse())
+            torch.tensor(SequenceSharding.of(length * size, size, order=cut.order).inverse())
             for length in self.lengths
         ]
         self.undos = [torch.argsort(order) for order in self.orders]

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.all_to_all import Placed
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
+from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
@@ -70,7 +70,7 @@ class HybridStep:
             backend=replace(LOCAL, linear_mode="headwise"),
         )
         self.engine = DataParallel(self.model.store, groups, config=settings)
-        self.cut = SequenceCut.of(
+        self.cut = SequenceSharding.of(
             total, group.size, cu_seqlens=range(0, total + 1, total // sequences)
         )
         self.layout = SequenceLayout.make(self.cut, group.rank, rows=1)
@@ -89,7 +89,7 @@ class HybridStep:
 
 
 @contextlib.contextmanager
-def per_sequence(cut: SequenceCut, group: Group) -> Iterator[None]:
+def per_sequence(cut: SequenceSharding, group: Group) -> Iterator[None]:
     """Let recurrent layers exchange each section of each sequence by itself."""
     ratio = DELTA.num_value_heads // DELTA.num_key_heads
     keys = DELTA.key_channels
@@ -100,7 +100,7 @@ def per_sequence(cut: SequenceCut, group: Group) -> Iterator[None]:
         return torch.cat(form.moved(x[:, 0].split(sections, -1)), -1), None
 
     def gather_heads(y, layout, group):
-        return Placed(form.back(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
+        return RecurrenceOutput(form.back(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
 
     with (
         mock.patch.object(mixer, "scatter_heads", scatter_heads),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut
+from megatron.core.context_parallel import SequenceSharding
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import FORMS, Form, Ours, PerSequence, Unfolded
@@ -79,7 +79,7 @@ def measured(
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for count in sequences:
         total = tokens * world
-        cut = SequenceCut.of(total, world, cu_seqlens=range(0, total + 1, total // count))
+        cut = SequenceSharding.of(total, world, cu_seqlens=range(0, total + 1, total // count))
         layers = {
             form.__name__: Layer(
                 form(cut, groups["cp"], sections=SECTIONS, heads=HEADS),

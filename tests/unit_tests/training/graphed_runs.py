@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import Recorder
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
@@ -123,7 +123,7 @@ def of_rank(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[M
     """Return this context-parallel rank's part of microbatches."""
     group, found = groups["cp"], []
     for b in batches:
-        layout = SequenceLayout.make(SequenceCut.of(12, group.size), group.rank, rows=2)
+        layout = SequenceLayout.make(SequenceSharding.of(12, group.size), group.rank, rows=2)
         parts = (layout.local(x) for x in (b.tokens, b.labels, b.loss_mask))
         found.append(Microbatch(*parts, layout.with_samples(b.layout.sample_ids)))
     return found

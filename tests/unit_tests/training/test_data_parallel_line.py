@@ -131,7 +131,7 @@ def gathered_bytes(rank: int, world: int, tied: bool) -> tuple[list[float], floa
         engine.finish()
         engine.start_param_sync()
         hook.on_step_end(Progress(), None)  # type: ignore[arg-type]
-    (gatherer,) = (found for found in engine.gatherers if found.leases)
+    (gatherer,) = (found for found in engine.gatherers if found.reshards)
     return [bytes_in(line)[-1] for line in said], float(gatherer.counts.peak_bytes)
 
 

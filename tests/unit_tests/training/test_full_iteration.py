@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
@@ -264,7 +264,7 @@ def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
     found = []
     for b in batches:
         rows = {name: getattr(b.layout, name).t() for name in ("positions", "document_ids")}
-        cut = SequenceCut.of(b.tokens.shape[1], 1)
+        cut = SequenceSharding.of(b.tokens.shape[1], 1)
         layout = SequenceLayout.make(cut, 0, rows=2, **rows)
         layout = layout.with_samples(b.layout.sample_ids)
         found.append(dataclasses.replace(b, layout=layout))

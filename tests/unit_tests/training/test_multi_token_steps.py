@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel, MTPTargets, take_mean_mtp_losses
 from megatron.core.models.layer_pattern import StageSplit
@@ -29,7 +29,7 @@ MICROBATCHES = 3
 def local_part(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
     """Return a context-parallel rank's tokens of a microbatch."""
     rows = {"positions": batch.positions, "document_ids": batch.document_ids}
-    layout = SequenceLayout.make(SequenceCut.of(LENGTH, size), rank, rows=ROWS, **rows)
+    layout = SequenceLayout.make(SequenceSharding.of(LENGTH, size), rank, rows=ROWS, **rows)
     parts = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
     whole = (x for x in vars(batch.mtp_targets).values() if x is not None)
     mtp_targets = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)

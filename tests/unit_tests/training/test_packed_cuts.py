@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel.cut import Costs
+from megatron.core.context_parallel.sequence_sharding import Costs
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows, positions_within
@@ -152,7 +152,7 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
     """Take a step of two microbatches and evaluate two more, of all lanes together."""
     step, cuts, lanes = step_of(case, groups), None, groups["samples"]
     if groups["cp"].size > 1:
-        costs = Costs(token=0.0, pair=1.0, piece=0.0)
+        costs = Costs(token=0.0, pair=1.0, sub_sequence=0.0)
         agree = agreement(groups, case.model, "allgather", CPU)
         assert (agree is None) == (case.ep == 1)
         cuts = PackedCuts(case.cut, case.cp, costs=costs, multiple=case.tp, agree=agree)
@@ -165,8 +165,8 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
         batch_sizes=BatchSizes.constant(2 * MICRO),
     )
     depths, count = case.model.mtp_num_layers, 2 // lanes.size
-    made = take(batches, count, CPU, layouts=layouts, mtp_num_layers=depths)
-    apart = [batch.layout.cut.is_padded for batch in made]
+    made = take(batches, count, CPU, layouts=layouts, depths=depths)
+    apart = [batch.layout.sharding.is_padded for batch in made]
     with trace(groups) as records:
         loss = step(made, lr=0.3, weight_decay=0.0).loss
     pieces = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel.cut import Costs
+from megatron.core.context_parallel.sequence_sharding import Costs
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows, positions_within
@@ -203,7 +203,7 @@ def trained(
     )
     cuts = None
     if case.cp > 1:
-        cuts = PackedCuts(case.cut, case.cp, costs=Costs(token=0.0, pair=1.0, piece=0.0))
+        cuts = PackedCuts(case.cut, case.cp, costs=Costs(token=0.0, pair=1.0, sub_sequence=0.0))
     layouts = Layouts(groups["cp"], CPU, bounds=True, cuts=cuts)
     batches = GPTBatches(
         Rows(length, marks=marks),

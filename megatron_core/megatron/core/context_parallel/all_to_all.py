@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all context parallelism: the tokens of whole rows for 1/cp of the heads, and back.
+"""All-to-all context parallelism: exchange sequence sharding for head sharding, and back.
 
-Attention (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509) and recurrences exchange tokens
-for heads alike: `all_to_all_cp2hp` scatters heads and gathers tokens, `all_to_all_hp2cp` reverses
-it. A head is consecutive columns, so the split over ranks is a plain one, and there is one
-all-to-all each way, however many sequences are packed.
+Attention (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509) and recurrences both use it:
+`all_to_all_cp2hp` scatters heads and gathers tokens, `all_to_all_hp2cp` reverses it. The columns of
+a head are contiguous, so there is one all-to-all in each direction, however many sequences are
+packed.
 
-Attention sorts the received tokens by place. A recurrence keeps them in the received order: on the
-way there `PackingIndices` give the indices of the packed tokens; on the way back a gather puts
-tokens in the order that ranks receive. So the kernels that read the result, the prologue or the
-norm and gate of a mixer, apply the order in their loads.
+Attention sorts the received tokens by row index. A recurrence keeps them in the received order:
+`PackingIndices` are the gather indices of the packed tokens, and before the reverse all-to-all a
+gather puts tokens in the order that the ranks expect. The kernels that read the result, the prologue or
+the norm and gate of a mixer, apply the gather indices in their loads.
 """
 
 from __future__ import annotations
@@ -55,52 +55,54 @@ def all_to_all_hp2cp(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """What came out of a recurrence for s · b tokens and n heads, or units of them, as stored.
+class RecurrenceOutput:
+    """The output of a recurrence for s · b tokens and n heads, in storage order.
 
     Args:
-        rows: [m, n/parts, ...].
-        places: of the s · b · parts parts of tokens, which of `rows` each is; None: in their order.
-        parts: in how many each token's heads are; part by part, so many heads after another.
+        rows: [m, n/shards, ...].
+        indices: gather indices into `rows` of the s · b · shards head shards of all tokens; None if
+            they are in order.
+        head_shards: number of shards of each token's heads.
     """
 
     rows: torch.Tensor
-    places: PackingIndices | None = None
-    parts: int = 1
+    indices: PackingIndices | None = None
+    head_shards: int = 1
 
     @property
     def order(self) -> torch.Tensor | None:
-        """int64 [s · b · parts], the row of each part of a token, -1 of padding."""
-        return None if self.places is None else self.places.tokens
+        """int64 [s · b · shards], the row of each head shard of a token, -1 for padding."""
+        return None if self.indices is None else self.indices.tokens
 
-    def split_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Return parts of tokens [s · b · parts, n/parts, ...], a view of x [s, b, n, ...]."""
-        return x.unflatten(2, (self.parts, -1)).flatten(0, 2)
+    def split_head_shards(self, x: torch.Tensor) -> torch.Tensor:
+        """Return head shards [s · b · shards, n/shards, ...], a view of x [s, b, n, ...]."""
+        return x.unflatten(2, (self.head_shards, -1)).flatten(0, 2)
 
     def joined(self) -> torch.Tensor:
-        """Return tokens in their order, [s · b, n, ...], zero where padding is."""
-        rows = self.rows if self.places is None else self.places.unpack(self.rows)
-        return rows.unflatten(0, (-1, self.parts)).flatten(1, 2)
+        """Return tokens in order, [s · b, n, ...], zero for padding."""
+        rows = self.rows if self.indices is None else self.indices.unpack(self.rows)
+        return rows.unflatten(0, (-1, self.head_shards)).flatten(1, 2)
 
 
 def scatter_heads(
     x: torch.Tensor, layout: SequenceLayout, group: Group
 ) -> tuple[torch.Tensor, PackingIndices | None]:
-    """Give this rank the tokens of whole rows, for its share of the heads.
+    """Exchange this rank's tokens with all heads for the tokens of whole rows with 1/cp of the
+    heads.
 
     Args:
         x: [s/cp, b, n, w], this rank's tokens, w columns for each of n heads; may be a slice of the
             last dimension.
-        layout: of these tokens.
+        layout: layout of the tokens.
         group: cp; rank r gets heads r · n/cp to (r + 1) · n/cp.
 
     Returns:
-        (rows [cp · s/cp · b, n/cp, w], a view of `x` on one rank; places, which of them the tokens
-        of all rows are, one document after another, as `layout.whole_rows` packs them; None: they
-        lie so).
+        (rows [cp · s/cp · b, n/cp, w], a view of `x` on a single rank; gather indices of the packed
+        tokens of all rows, document by document, see `layout.whole_rows`; None if the rows have
+        this order).
 
     Raises:
-        ValueError: heads that do not divide over the ranks, or tokens that the layout does not fit.
+        ValueError: heads that do not divide over the ranks, or a layout of other tokens.
     """
     rows = _rows(x.shape[0], x.shape[1], layout, group)
     if x.shape[2] % group.size:
@@ -109,57 +111,59 @@ def scatter_heads(
             "linear-cp-mode segments"
         )
     gathered = x.flatten(0, 1) if group.size == 1 else apply_function(_ScatterHeads, x, group)
-    return gathered, rows.places
+    return gathered, rows.indices
 
 
-def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Placed:
-    """Give this rank its own tokens back, for all heads: undo `scatter_heads`.
+def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> RecurrenceOutput:
+    """Exchange the tokens of whole rows with 1/cp of the heads for this rank's tokens with all
+    heads: undo `scatter_heads`.
 
     Args:
         y: [t, n/cp, ...], packed.
-        layout: as for `scatter_heads`.
+        layout: see `scatter_heads`.
         group: cp.
 
     Returns:
-        s/cp · b tokens of n heads, each in cp parts, zero or -1 where padding is.
+        s/cp · b tokens of n heads in cp head shards, zero or -1 for padding.
 
     Raises:
-        ValueError: tokens that the layout does not fit.
+        ValueError: a layout of other tokens.
     """
     length = layout.positions.shape[0]
     rows = _rows(length, _batch(y, layout), layout, group)
     if group.size == 1:
-        return Placed(y, rows.places)
-    return Placed(
+        return RecurrenceOutput(y, rows.indices)
+    return RecurrenceOutput(
         apply_function(_GatherHeads, y, rows, group), _received(rows, group.size), group.size
     )
 
 
 def _received(rows: PackedTokens, ranks: int) -> PackingIndices | None:
-    """Return where the parts of tokens are in what comes from all ranks, made once."""
+    """Return the gather indices of head shards of tokens in the all-to-all's output, made once."""
     count = rows.length * rows.batch
     moved = rows.sequences.to_device
 
     def make() -> PackingIndices | None:
-        # Rank after rank, of each all tokens; row i is part i // tokens of token i % tokens.
-        lies = np.arange(count).reshape(-1, ranks).T.reshape(-1)
-        return PackingIndices.of(lies, count, moved)
+        # The output has all tokens of rank 0's heads, then of rank 1's heads, ...: row i is head
+        # shard i // tokens of token i % tokens.
+        indices = np.arange(count).reshape(-1, ranks).T.reshape(-1)
+        return PackingIndices.of(indices, count, moved)
 
     return rows.sequences.cached(("received", ranks), make)
 
 
 def _batch(y: torch.Tensor, layout: SequenceLayout) -> int:
-    """Return b: the layout's, or how many of its rows the tokens make."""
+    """Return b: the layout's, or the number of rows of its length in the tokens."""
     if layout.rows is not None:
         return layout.rows
-    length = layout.positions.shape[0] if layout.cut is None else layout.cut.length
+    length = layout.positions.shape[0] if layout.sharding is None else layout.sharding.length
     if y.shape[0] % length:
         raise ValueError(f"{y.shape[0]} tokens are no rows of {length}")
     return y.shape[0] // length
 
 
 def _rows(length: int, batch: int, layout: SequenceLayout, group: Group) -> PackedTokens:
-    """Return how the tokens of whole rows are packed; they must be those of the group's ranks."""
+    """Return the packing of whole rows; raise ValueError if the layout is for another group."""
     rows = layout.whole_rows(batch)
     if rows.length != length * group.size:
         raise ValueError(

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a sequence sharded over cp ranks: ring, all-gather and all-to-all.
 
-Every rank has the queries, keys and values of its own tokens, and its queries attend to keys of
-other ranks. An engine brings them together. Blocks of queries and keys that see each other are then
-attended one by one and merged by their log-sum-exp (`blockwise`), the same way in all engines.
+Every rank has the queries, keys and values of its own tokens, and its queries attend to keys of all
+ranks. An engine exchanges them. Blocks of queries and keys with visible pairs are then attended one
+by one and merged by their log-sum-exp (`blockwise`), in the same way for all engines.
 
-| engine | forward moves | backward moves | keeps of other ranks |
+| engine | forward sends | backward sends | memory for other ranks' tokens |
 |---|---|---|---|
-| p2p | keys and values, step by step | them again, and their gradients | one rank's at a time |
-| all_gather | keys and values at once | them again; gradients reduced | all at a time |
-| a2a | q, k, v and the output: shards heads, not the sequence | their gradients | nothing |
+| p2p | keys and values, step by step | keys, values and their gradients | one rank |
+| all_gather | keys and values at once | keys and values; gradients reduce-scattered | all ranks |
+| a2a | q, k, v and the output: shards heads, not the sequence | their gradients | none |
 
-p2p, or ring: at step i rank r has the keys and values of rank r - i, attends to what its queries
-see of them and merges the result; meanwhile they are sent on to rank r + 1. In backward keys and
-values go round the ring again, followed by the sums of their gradients, which need one more step to
-return to their rank. Liu et al. 2023 (arXiv 2310.01889), in the zigzag order of Brandon et al. 2023
-(2311.09431).
+p2p, or ring: at step i rank r has the keys and values of rank r - i, attends to them and merges the
+result, while it sends them to rank r + 1. In backward keys and values go round the ring again,
+followed by the sums of their gradients, which need one more step to return to their rank. Liu et
+al. 2023 (arXiv 2310.01889), in the zigzag order of Brandon et al. 2023 (2311.09431).
 
 all_gather: keys and values are gathered before attention, and again for backward. Llama 3
 (2407.21783), section 3.3.2.
 
-a2a: each rank attends over whole rows with a share of the heads; one all-to-all before moves the
-sharding from sequence to heads, one after moves it back. With fewer key heads than ranks,
-consecutive ranks get copies of one; the gradients of copies are summed on the head's own rank.
-DeepSpeed Ulysses (2309.14509).
+a2a: each rank attends over whole rows with 1/cp of the heads. An all-to-all before attention moves
+the sharding from the sequence to the heads, an all-to-all after it moves it back. With fewer key
+heads than ranks, consecutive ranks get copies of a key head, and the gradients of the copies are
+summed on the rank of the head. DeepSpeed Ulysses (2309.14509).
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Attend:
-    """One attention over a split sequence.
+    """Options of one attention over a sharded sequence.
 
     Args:
-        layout: of the microbatch; its split gives the tokens of each rank.
+        layout: layout of the microbatch, with the tokens of each rank.
         group: cp.
         scale: factor on the logits, usually 1 / sqrt(d).
-        window: a query at place q sees only keys k with q - k < window.
-        dropout: drops probabilities.
-        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.backend_choice`.
+        window: a query at row index q sees only keys k with q - k < window.
+        dropout: dropout of the probabilities.
+        cpu_dtype: dtype of matrix products of 16-bit operands on a CPU, see `ops.backend_choice`.
     """
 
     layout: SequenceLayout
@@ -78,7 +77,8 @@ class Attend:
     cpu_dtype: torch.dtype | None = None
 
     def blocks(self, key_rank: int | None) -> tuple[AttentionBlock, ...]:
-        """Return the blocks of this rank's queries and one rank's keys, of whole rows' if None."""
+        """Return the blocks of this rank's queries and one rank's keys; None: keys of whole
+        rows."""
         joined = self.window is None and self.dropout is None
         return self.layout.blocks(key_rank, self.window, joined=joined)
 
@@ -91,7 +91,8 @@ class Attend:
         *,
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) of these blocks, merged into what is there if `into` is given."""
+        """Return (out, lse) of `blocks`, merged into the result `into` of earlier blocks if
+        given."""
         return blockwise.forward(
             query,
             key,
@@ -111,9 +112,9 @@ class Attend:
         result: tuple[torch.Tensor, torch.Tensor],
         *,
         blocks: tuple[AttentionBlock, ...],
-        wide: bool = False,
+        fp32_sums: bool = False,
     ) -> Tensors:
-        """Return (dq, dk, dv) of these blocks, as sums of fp32 if `wide`; `result` is the complete
+        """Return (dq, dk, dv) of `blocks`, in fp32 if `fp32_sums`; `result` is the complete
         (out, lse)."""
         return blockwise.backward(
             grad,
@@ -123,16 +124,16 @@ class Attend:
             scale=self.scale,
             window=self.window,
             dropout=self.dropout,
-            wide=wide,
+            fp32_sums=fp32_sums,
             cpu_dtype=self.cpu_dtype,
         )
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """forward out = attention of own queries to all keys; dgrad through the keys and values of all,
-    whose gradients are summed over the ranks; wgrad (sinks) of own queries.
+    """forward out = attention of local queries to all keys; dgrad through all keys and values, with
+    a reduce-scatter of their gradients; wgrad (sinks) of local queries.
 
-    Saves its own q, k, v, out and lse.
+    Saves the local q, k, v, out and lse.
     """
 
     @staticmethod
@@ -164,15 +165,15 @@ class AllGatherAttention(torch.autograd.Function):
 
 
 def _blocks(attend: Attend) -> tuple[AttentionBlock, ...]:
-    """Return the blocks of own queries and what `_gathered` returns."""
+    """Return the blocks of local queries and the keys of `_gathered`."""
     return attend.blocks(None if attend.group.size > 1 else 0)
 
 
 def _gathered(
     key: torch.Tensor, value: torch.Tensor, attend: Attend
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of whole rows [s, b, g, d] in the order of their places; one
-    rank's own as stored."""
+    """Return the keys and values of whole rows [s, b, g, d] in the order of the row. A single rank
+    returns its own in local order."""
     if attend.group.size == 1:
         return key, value
     key_value = all_gather(torch.cat([key, value], dim=2), attend.group)  # [cp · s/cp, b, 2g, d]
@@ -182,18 +183,18 @@ def _gathered(
 
 class AllToAllAttention(torch.autograd.Function):
     """forward out = attention of all queries to all keys for 1/cp of the heads; dgrad and wgrad
-    (sinks) likewise. Saves q, k, v, out and lse of its heads, and the sinks."""
+    (sinks) for the same heads. Saves q, k, v, out and lse of its heads, and the sinks."""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, attend: Attend):
         cp, groups = attend.group.size, key.shape[2]
-        copies = [_spread(x, cp) for x in (key, value)]  # [s/cp, b, cp · g', d]
+        copies = [_repeat_heads(x, cp) for x in (key, value)]  # [s/cp, b, cp · g', d]
         q, k, v = _to_heads([query, *copies], attend)  # [s, b, n/cp or g', d]
-        attend = replace(attend, dropout=_own_heads(attend, q.shape[2]))
+        attend = replace(attend, dropout=_local_dropout(attend, q.shape[2]))
         blocks = attend.layout.row_blocks(attend.window)
-        own_sinks = None if sinks is None else _local_sinks(sinks, attend)
+        local_sinks = None if sinks is None else _local_sinks(sinks, attend)
         out, lse = attend.forward(q, k, v, blocks)
-        out, lse = blockwise.finish(out, lse, own_sinks, dtype=query.dtype)
+        out, lse = blockwise.finish(out, lse, local_sinks, dtype=query.dtype)
         ctx.attend, ctx.groups = attend, groups
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return _to_sequence([out], attend)[0]
@@ -202,22 +203,22 @@ class AllToAllAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         attend: Attend = ctx.attend
-        (whole,) = _to_heads([grad.contiguous()], attend)  # [s, b, n/cp, d]
+        (d_out,) = _to_heads([grad.contiguous()], attend)  # [s, b, n/cp, d]
         blocks = attend.layout.row_blocks(attend.window)
-        grads = attend.backward(whole, (q, k, v), (out, lse), blocks=blocks)
+        grads = attend.backward(d_out, (q, k, v), (out, lse), blocks=blocks)
         d_sinks = None
         if sinks is not None:
             d_sinks = torch.zeros_like(sinks)
             _local_sinks(d_sinks, attend).copy_(
-                sink_gradient(whole, out, lse, _local_sinks(sinks, attend))
+                sink_gradient(d_out, out, lse, _local_sinks(sinks, attend))
             )
         d_query, *copies = _to_sequence(list(grads), attend)
-        d_key, d_value = (_collected(x, ctx.groups) for x in copies)
+        d_key, d_value = (_sum_copies(x, ctx.groups) for x in copies)
         return d_query, d_key, d_value, d_sinks, None
 
 
 def _to_heads(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
-    """Turn [s/cp, b, cp · x, d] into [s, b, x, d] in the order of places, in one exchange."""
+    """Turn [s/cp, b, cp · x, d] into [s, b, x, d] in the order of the row, in one all-to-all."""
     # [s/cp, b, cp, x, d] each, joined to [s/cp, b, cp, x..., d]
     head_shards = [t.unflatten(2, (attend.group.size, -1)) for t in tensors]
     joined = torch.cat(head_shards, dim=3).flatten(2, 3)
@@ -227,21 +228,21 @@ def _to_heads(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]
 
 
 def _to_sequence(tensors: list[torch.Tensor], attend: Attend) -> list[torch.Tensor]:
-    """Turn [s, b, x, d] in the order of places into [s/cp, b, cp · x, d], in one exchange."""
+    """Turn [s, b, x, d] in the order of the row into [s/cp, b, cp · x, d], in one all-to-all."""
     joined = attend.layout.to_ranks(torch.cat(tensors, dim=2))  # [cp · s/cp, b, x..., d]
     received = all_to_all_hp2cp(joined, attend.group)  # [s/cp, b, cp, x..., d]
     sizes = [t.shape[2] for t in tensors]
     return [tensor.flatten(2, 3).contiguous() for tensor in received.split(sizes, dim=3)]
 
 
-def _spread(x: torch.Tensor, cp: int) -> torch.Tensor:
-    """Repeat heads [s/cp, b, g, d] so that each of cp ranks gets as many: [s/cp, b, cp · g', d]."""
+def _repeat_heads(x: torch.Tensor, cp: int) -> torch.Tensor:
+    """Repeat heads [s/cp, b, g, d] until they divide over cp ranks: [s/cp, b, cp · g', d]."""
     num_sent_heads = cp * sent_groups(x.shape[2], cp)
     copies = num_sent_heads // x.shape[2]
     return x if copies == 1 else x.repeat_interleave(copies, dim=2)
 
 
-def _collected(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _sum_copies(x: torch.Tensor, groups: int) -> torch.Tensor:
     """Sum the copies of each head: [s/cp, b, cp · g', d] to [s/cp, b, g, d]."""
     copies = x.shape[2] // groups
     return x if copies == 1 else x.unflatten(2, (groups, copies)).sum(3)
@@ -252,7 +253,7 @@ def _local_sinks(sinks: torch.Tensor, attend: Attend) -> torch.Tensor:
     return sinks.chunk(attend.group.size)[attend.group.rank]
 
 
-def _own_heads(attend: Attend, heads: int):
+def _local_dropout(attend: Attend, heads: int):
     """Return the dropout of this rank's heads."""
     if attend.dropout is None:
         return None
@@ -261,10 +262,11 @@ def _own_heads(attend: Attend, heads: int):
 
 
 class RingAttention(torch.autograd.Function):
-    """forward out = merge of attention to one rank's keys after the other's; dgrad likewise, the
-    gradients of keys and values summed on their way round, in fp32; wgrad (sinks) of own queries.
+    """forward out = merge of the attention to each rank's keys in turn; dgrad in the same order,
+    with fp32 sums of the gradients of keys and values sent round the ring; wgrad (sinks) of local
+    queries.
 
-    Saves its own q, k, v, out and lse.
+    Saves the local q, k, v, out and lse.
     """
 
     @staticmethod
@@ -273,12 +275,12 @@ class RingAttention(torch.autograd.Function):
         pair = torch.stack([key, value])  # [2, s/cp, b, g, d]
         result = None
         for step in range(group.size):
-            onward = _Onward.start(pair, group) if step < group.size - 1 else None
+            kv_transfer = _RingTransfer.start(pair, group) if step < group.size - 1 else None
             blocks = attend.blocks((group.rank - step) % group.size)
             if blocks or result is None:
                 result = attend.forward(query, pair[0], pair[1], blocks, into=result)
-            if onward is not None:
-                pair = onward.wait()
+            if kv_transfer is not None:
+                pair = kv_transfer.wait()  # after the attention, which overlaps with the transfer
         assert result is not None
         out, lse = blockwise.finish(*result, sinks, dtype=query.dtype)
         ctx.attend = attend
@@ -294,48 +296,52 @@ class RingAttention(torch.autograd.Function):
         sum_dtype = accumulation_dtype(query.dtype)
         d_query = torch.zeros(query.shape, dtype=sum_dtype, device=query.device)
         sums = torch.zeros(pair.shape, dtype=sum_dtype, device=pair.device)
-        homeward: _Onward | None = None
+        grad_transfer: _RingTransfer | None = None
         for step in range(group.size):
-            onward = _Onward.start(pair, group) if step < group.size - 1 else None
+            kv_transfer = _RingTransfer.start(pair, group) if step < group.size - 1 else None
             blocks = attend.blocks((group.rank - step) % group.size)
             d_pair = None
             if blocks:
-                d_own, *d_pair = attend.backward(
-                    grad, (query, pair[0], pair[1]), (out, lse), blocks=blocks, wide=True
+                d_query_block, *d_pair = attend.backward(
+                    grad, (query, pair[0], pair[1]), (out, lse), blocks=blocks, fp32_sums=True
                 )
-                d_query += d_own
-            if homeward is not None:
-                sums = homeward.wait()
+                d_query += d_query_block
+            if grad_transfer is not None:
+                sums = grad_transfer.wait()
             if d_pair is not None:
                 sums[0] += d_pair[0]
                 sums[1] += d_pair[1]
             if group.size > 1:
-                homeward = _Onward.start(sums, group)
-            if onward is not None:
-                pair = onward.wait()
-        if homeward is not None:
-            sums = homeward.wait()
+                grad_transfer = _RingTransfer.start(sums, group)
+            if kv_transfer is not None:
+                pair = kv_transfer.wait()
+        if grad_transfer is not None:
+            sums = grad_transfer.wait()
         d_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
         d_key, d_value = sums.to(key.dtype)
         return d_query.to(query.dtype), d_key, d_value, d_sinks, None
 
 
-class _Onward:
-    """A tensor on its way to the next rank, and another like it coming from the one before."""
+class _RingTransfer:
+    """A send of a tensor to the next rank, and a receive of the same shape from the previous
+    rank."""
 
     def __init__(self, sent: Pending, received: Pending) -> None:
         self._sent, self._received = sent, received
 
     @staticmethod
-    def start(tensor: torch.Tensor, group: Group) -> _Onward:
-        """Send `tensor`, which must be left alone until `wait`."""
-        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        room = torch.empty_like(tensor)
-        messages = [P2PMessage(tensor, after, sends=True), P2PMessage(room, before, sends=False)]
-        return _Onward(*exchange_async(messages, group))
+    def start(tensor: torch.Tensor, group: Group) -> _RingTransfer:
+        """Start both; `tensor` must not be written until `wait`."""
+        next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        recv_buffer = torch.empty_like(tensor)
+        messages = [
+            P2PMessage(tensor, next_rank, sends=True),
+            P2PMessage(recv_buffer, prev_rank, sends=False),
+        ]
+        return _RingTransfer(*exchange_async(messages, group))
 
     def wait(self) -> torch.Tensor:
-        """Return what came."""
+        """Return the received tensor."""
         received = self._received.wait()
         self._sent.wait()
         return received
@@ -360,27 +366,29 @@ def context_attention(
     Args:
         query: [s/cp, b, n, d].
         key, value: [s/cp, b, g, d], g dividing n.
-        attend: the layout, split over the ranks of the group, and the rules. On one rank it attends
-            to its own keys, document by document.
-        engine: "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
+        attend: options, with a layout for the ranks of the group. A single rank attends to its own
+            keys, document by document.
+        engine: "p2p", "all_gather", "a2a", or "auto" for the engine with the least communication.
         sinks: [n], learned logits.
 
     Raises:
-        ValueError: a layout that is split for other ranks, heads that do not divide for a2a.
+        ValueError: a layout for other ranks, or heads that do not divide for a2a.
     """
     layout, group = attend.layout, attend.group
-    cut = layout.cut
-    if cut is None or cut.size != group.size or layout.rank != group.rank:
+    sharding = layout.sharding
+    if sharding is None or sharding.size != group.size or layout.rank != group.rank:
         layout_text = (
-            "is not cut" if cut is None else f"is cut for rank {layout.rank} of {cut.size}"
+            "is not cut"
+            if sharding is None
+            else f"is cut for rank {layout.rank} of {sharding.size}"
         )
         raise ValueError(
             f"the layout {layout_text}, group {group.name} is rank {group.rank} of {group.size}: "
             "make it for this group"
         )
-    if query.shape[0] != cut.local_length:
-        raise ValueError(f"{query.shape[0]} queries, the layout has {cut.local_length} here")
-    name = ALL_GATHER  # of one rank: no collective
+    if query.shape[0] != sharding.local_length:
+        raise ValueError(f"{query.shape[0]} queries, the layout has {sharding.local_length} here")
+    name = ALL_GATHER  # a single rank needs no collective
     if group.size > 1:
         shape = attention_shape(query, key)
         name = layout.once((engine, shape), lambda: choose(engine, shape, group.size).engine)
@@ -388,7 +396,7 @@ def context_attention(
 
 
 def attention_shape(query: torch.Tensor, key: torch.Tensor) -> AttentionShape:
-    """Return the shape by which an engine is chosen."""
+    """Return the shape for the choice of an engine."""
     tokens, rows, heads, features = query.shape
     return AttentionShape(
         tokens=tokens,

@@ -6,11 +6,10 @@
 (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). A block is one call of the op.
 Given the complete out and lse, backward is a sum over blocks.
 
-A query sees the keys of its own document, under a causal mask none after itself, in a window none
-too far before itself. The visible pairs of two ranks' tokens are divided into squares on the
-diagonal, where the order within the block matters, and rectangles, where it does not. So a row that
-is split over ranks or packed with documents needs no mask but the op's own, and no pair of two
-documents is ever computed.
+A query sees the keys of its own document: with a causal mask no later key, with a window no key
+before the window. The visible pairs of two ranks' tokens are divided into causal squares on the
+diagonal and full rectangles. So a row that is split over ranks or packed with documents needs only
+the masks of the attention op, and no pair across documents is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.context_parallel.cut import Run
+from megatron.core.context_parallel.sequence_sharding import TokenRange
 from megatron.core.ops.attention import Mask, functions_of, reference
 from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
@@ -33,15 +32,16 @@ from megatron.core.ops.dropout import AttentionDropout
 
 @dataclass(frozen=True, order=True)
 class AttentionBlock:
-    """Rows, queries and keys of which every pair is visible, but for order and window.
+    """A block of queries and keys: every pair is visible, except by causality and window.
 
     Args:
         row0, row1: rows of the batch, [row0, row1).
         q0, q1: local indices of the queries, [q0, q1).
         k0, k1: local indices of the keys, [k0, k1).
-        q_place, k_place: place of the first query and of the first key; the others follow.
-        causal: whether a query sees no key after itself; the block is then a square on the
-            diagonal. False: every pair is visible but for the window.
+        q_row_start, k_row_start: row index of the first query and of the first key; the other
+            tokens are contiguous.
+        causal: a query sees no later key, and the block is a square on the diagonal. False: every
+            pair is visible, except by the window.
     """
 
     row0: int
@@ -50,63 +50,64 @@ class AttentionBlock:
     q1: int
     k0: int
     k1: int
-    q_place: int
-    k_place: int
+    q_row_start: int
+    k_row_start: int
     causal: bool
 
 
-class Visits(NamedTuple):
-    """Where the blocks of one attention are in a tensor [s, b, ...], in their order.
+class TileList(NamedTuple):
+    """The tiles of a tensor [s, b, ...] that the blocks of one attention read or write, in order.
 
     Args:
-        places: (row0, row1, first, last) of each block.
-        is_first: of each block, whether none before overlaps it: its result is stored, not added.
-        covers: whether those cover the tensor; where they do not, it must start from zeros.
+        tiles: (row0, row1, first, last) of each block.
+        is_first: for each block, no earlier tile overlaps its tile: its result is stored, not
+            added.
+        covers: the first tiles cover the tensor; otherwise it must be initialised with zeros.
     """
 
-    places: tuple[tuple[int, int, int, int], ...]
+    tiles: tuple[tuple[int, int, int, int], ...]
     is_first: tuple[bool, ...]
     covers: bool
 
 
 class Blocks(tuple[AttentionBlock, ...]):
-    """Blocks of one attention, and what all layers need to know of them, found once.
+    """Blocks of one attention with their tile lists, computed once for all layers.
 
     Args:
-        blocks: in the order in which they are attended.
+        blocks: blocks in the order of computation.
     """
 
     def __init__(self, blocks: Iterable[AttentionBlock] = ()) -> None:
         del blocks  # the tuple has them already
-        #: How often visits were worked out.
-        self.visits_made = 0
-        self._visits: dict[tuple[str, int, int], Visits] = {}
+        #: Number of computed tile lists.
+        self.tile_lists_made = 0
+        self._tile_lists: dict[tuple[str, int, int], TileList] = {}
 
     @staticmethod
     def of(blocks: Sequence[AttentionBlock]) -> Blocks:
-        """Return the blocks themselves where they are Blocks already."""
+        """Return `blocks` as Blocks; no copy if they are Blocks already."""
         return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
-    def visits(self, side: Literal["query", "key"], rows: int, length: int) -> Visits:
-        """Return where the blocks are in all queries or all keys; work it out the first time.
+    def tile_list(self, side: Literal["query", "key"], rows: int, length: int) -> TileList:
+        """Return the tiles of the blocks in all queries or all keys, computed once.
 
         Args:
-            side: whose tensors, values being keys.
+            side: tensors of queries, or of keys and values.
             rows: b.
             length: s, of the queries or the keys.
         """
         key = (side, rows, length)
-        if key not in self._visits:
+        if key not in self._tile_lists:
             is_query = side == "query"
             ranges = [(x.row0, x.row1, *((x.q0, x.q1) if is_query else (x.k0, x.k1))) for x in self]
-            self._visits[key] = _visits(ranges, rows, length)
-            self.visits_made += 1
-        return self._visits[key]
+            self._tile_lists[key] = _tile_list(ranges, rows, length)
+            self.tile_lists_made += 1
+        return self._tile_lists[key]
 
 
 def attention_blocks(
-    queries: Sequence[Run],
-    keys: Sequence[Run],
+    queries: Sequence[TokenRange],
+    keys: Sequence[TokenRange],
     *,
     rows: int,
     documents: Sequence[Sequence[int]] | None = None,
@@ -114,28 +115,28 @@ def attention_blocks(
     window: int | None = None,
     joined: bool = False,
 ) -> Blocks:
-    """Return blocks that hold every visible (row, query, key) once; none without a visible pair.
+    """Return blocks that contain every visible (row, query, key) once, and no empty block.
 
     Args:
-        queries, keys: what the two ranks hold.
+        queries, keys: token ranges of the two ranks.
         rows: b.
-        documents: of each row, where its documents begin and end by place, [0, ..., s]; None is
-            one document a row. Rows next to each other that agree share blocks.
-        causal: a query sees no key after itself.
-        window: a query at place q sees only keys k with q - k < window.
-        joined: let rectangles of several runs grow together. `q_place` and `k_place` then hold for
-            the first query and key only: for an op that does not count in places, so without
-            window and without dropout.
+        documents: cumulative lengths of the documents of each row, [0, ..., s]; None is one
+            document per row. Adjacent rows with equal documents share blocks.
+        causal: a query sees no later key.
+        window: a query at row index q sees only keys k with q - k < window.
+        joined: join adjacent rectangles of several token ranges. `q_row_start` and `k_row_start`
+            are then valid for the first query and key only, so neither window nor dropout, which
+            depend on row indices, are possible.
 
     Raises:
         ValueError: documents that do not cover the rows, or options that do not fit.
     """
     _check(rows, documents, window, joined)
     queries, keys = _merged(queries), _merged(keys)
-    end = max((run.end for run in (*queries, *keys)), default=0)
+    end = max((run.row_end for run in (*queries, *keys)), default=0)
     blocks: list[AttentionBlock] = []
     row0 = 0
-    for bounds, same in groupby(_borders(rows, documents, end)):
+    for bounds, same in groupby(_document_bounds(rows, documents, end)):
         row1 = row0 + len(list(same))
         pairs = _pairs(_split(queries, bounds), _split(keys, bounds))
         for query, key in pairs:
@@ -153,51 +154,52 @@ def attention_blocks(
 
 
 @dataclass(frozen=True)
-class _TokenRange:
-    """Tokens of one document that follow each other on their rank and in their row."""
+class _DocumentRange:
+    """Tokens of one document that are contiguous on their rank and in their row."""
 
     start: int
     length: int
-    place: int
+    row_start: int
 
     @property
-    def end(self) -> int:
-        return self.place + self.length
+    def row_end(self) -> int:
+        return self.row_start + self.length
 
-    def between(self, start: int, end: int) -> _TokenRange:
-        """Return the tokens of it at places [first, end); its length is not positive if none."""
-        start, end = max(start, self.place), min(end, self.end)
-        return _TokenRange(self.start + start - self.place, end - start, start)
+    def between(self, start: int, end: int) -> _DocumentRange:
+        """Return the tokens with row indices in [start, end); the length is <= 0 if there are
+        none."""
+        start, end = max(start, self.row_start), min(end, self.row_end)
+        return _DocumentRange(self.start + start - self.row_start, end - start, start)
 
 
-def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with those in one that follow each other: documents decide, not sequences."""
-    merged: list[Run] = []
+def _merged(runs: Sequence[TokenRange]) -> list[TokenRange]:
+    """Return the token ranges with contiguous ones joined: blocks depend on documents only."""
+    merged: list[TokenRange] = []
     for run in runs:
         previous = merged[-1] if merged else None
-        if previous is not None and (previous.stop, previous.end) == (run.start, run.place):
+        if previous is not None and (previous.stop, previous.row_end) == (run.start, run.row_start):
             merged[-1] = replace(previous, length=previous.length + run.length)
         else:
             merged.append(run)
     return merged
 
 
-def _split(runs: Sequence[Run], bounds: Sequence[int]) -> dict[int, list[_TokenRange]]:
-    """Return the parts of the runs in each document, by its number."""
-    ranges: dict[int, list[_TokenRange]] = {}
+def _split(runs: Sequence[TokenRange], bounds: Sequence[int]) -> dict[int, list[_DocumentRange]]:
+    """Return the intersections of the token ranges with each document, by its number."""
+    ranges: dict[int, list[_DocumentRange]] = {}
     for run in runs:
-        run_range = _TokenRange(run.start, run.length, run.place)
-        document = bisect_right(bounds, run.place) - 1
-        for number in range(document, bisect_left(bounds, run.end)):
+        run_range = _DocumentRange(run.start, run.length, run.row_start)
+        document = bisect_right(bounds, run.row_start) - 1
+        for number in range(document, bisect_left(bounds, run.row_end)):
             token_range = run_range.between(bounds[number], bounds[number + 1])
             ranges.setdefault(number, []).append(token_range)
     return ranges
 
 
 def _pairs(
-    queries: dict[int, list[_TokenRange]], keys: dict[int, list[_TokenRange]]
-) -> Iterator[tuple[_TokenRange, _TokenRange]]:
-    """Yield every pair of parts of one document."""
+    queries: dict[int, list[_DocumentRange]], keys: dict[int, list[_DocumentRange]]
+) -> Iterator[tuple[_DocumentRange, _DocumentRange]]:
+    """Yield every pair of query and key ranges of one document."""
     for number, query_ranges in queries.items():
         for query in query_ranges:
             for key in keys.get(number, ()):
@@ -205,33 +207,35 @@ def _pairs(
 
 
 def _visible(
-    query: _TokenRange, key: _TokenRange
-) -> Iterator[tuple[_TokenRange, _TokenRange, bool]]:
-    """Yield a causal square where queries and keys are the same tokens, and the rectangles left.
+    query: _DocumentRange, key: _DocumentRange
+) -> Iterator[tuple[_DocumentRange, _DocumentRange, bool]]:
+    """Yield the causal square of the tokens in both ranges, and the remaining visible rectangles.
 
-    With queries that begin before the keys, or keys that end after the queries, those see nothing.
+    Queries before the first key, and keys after the last query, have no visible pair.
     """
-    start, end = max(query.place, key.place), min(query.end, key.end)
+    start, end = max(query.row_start, key.row_start), min(query.row_end, key.row_end)
     if start >= end:  # no token in common: all of the keys are before the queries, or none
-        if key.end <= query.place:
+        if key.row_end <= query.row_start:
             yield query, key, False
         return
     if end - start == 1:  # one token in common: the keys after it are left out, the rest is whole
-        yield query.between(start, query.end), key.between(key.place, end), False
+        yield query.between(start, query.row_end), key.between(key.row_start, end), False
         return
     yield query.between(start, end), key.between(start, end), True
-    yield query.between(start, query.end), key.between(key.place, start), False
-    yield query.between(end, query.end), key.between(start, end), False
+    yield query.between(start, query.row_end), key.between(key.row_start, start), False
+    yield query.between(end, query.row_end), key.between(start, end), False
 
 
-def _reached(query: _TokenRange, key: _TokenRange, window: int) -> tuple[_TokenRange, _TokenRange]:
-    """Leave out the queries that are too far after all keys, and the keys none of them reaches."""
-    query = query.between(query.place, key.end - 1 + window)
-    return query, key.between(query.place - window + 1, key.end)
+def _reached(
+    query: _DocumentRange, key: _DocumentRange, window: int
+) -> tuple[_DocumentRange, _DocumentRange]:
+    """Drop the queries whose windows contain no key, and the keys in no window."""
+    query = query.between(query.row_start, key.row_end - 1 + window)
+    return query, key.between(query.row_start - window + 1, key.row_end)
 
 
 def _block(
-    rows: tuple[int, int], query: _TokenRange, key: _TokenRange, causal: bool
+    rows: tuple[int, int], query: _DocumentRange, key: _DocumentRange, causal: bool
 ) -> AttentionBlock:
     return AttentionBlock(
         *rows,
@@ -239,19 +243,19 @@ def _block(
         query.start + query.length,
         key.start,
         key.start + key.length,
-        query.place,
-        key.place,
+        query.row_start,
+        key.row_start,
         causal,
     )
 
 
 def _join(blocks: list[AttentionBlock], low: str, high: str) -> list[AttentionBlock]:
-    """Let blocks grow over those that go on where they end in [low, high) and agree in the rest.
+    """Join blocks that are adjacent in [low, high) and equal in all other fields.
 
-    Squares only grow over rows: no two share queries or keys. Places are not compared along the
-    range that grows.
+    Squares are joined over rows only, because no two squares share queries or keys. Row indices
+    are not compared along the joined range.
     """
-    ignored = {"k0": "k_place", "q0": "q_place"}.get(low)
+    ignored = {"k0": "k_row_start", "q0": "q_row_start"}.get(low)
     names = [n for n in AttentionBlock.__dataclass_fields__ if n not in (low, high, ignored)]
     growing: dict[tuple, AttentionBlock] = {}
     finished: list[AttentionBlock] = []
@@ -267,10 +271,10 @@ def _join(blocks: list[AttentionBlock], low: str, high: str) -> list[AttentionBl
     return finished + list(growing.values())
 
 
-def _borders(
+def _document_bounds(
     rows: int, documents: Sequence[Sequence[int]] | None, end: int
 ) -> list[tuple[int, ...]]:
-    """Return where each row's documents begin and end, empty ones left out."""
+    """Return the cumulative lengths of each row's documents, without empty documents."""
     if documents is None:
         return [(0, end)] * rows
     row_bounds = []
@@ -286,8 +290,8 @@ def _borders(
     return row_bounds
 
 
-def _visits(ranges: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> Visits:
-    """Return the visits of blocks at (row0, row1, first, last) of a tensor [length, rows, ...]."""
+def _tile_list(ranges: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> TileList:
+    """Return the tile list of tiles (row0, row1, first, last) of a tensor [length, rows, ...]."""
     seen = np.zeros((rows, length), dtype=bool)
     is_first, covered = [], 0
     for row0, row1, start, stop in ranges:
@@ -295,7 +299,7 @@ def _visits(ranges: Sequence[tuple[int, int, int, int]], rows: int, length: int)
         is_first.append(not region.any())
         covered += region.size if is_first[-1] else 0
         region[:] = True
-    return Visits(tuple(ranges), tuple(is_first), covered == seen.size)
+    return TileList(tuple(ranges), tuple(is_first), covered == seen.size)
 
 
 def _check(
@@ -323,7 +327,7 @@ PAIRS_WORTH_A_BLOCK = 10_000
 
 
 class _Rule(NamedTuple):
-    """What all blocks of an attention share."""
+    """Options of all blocks of an attention."""
 
     scale: float
     window: int | None
@@ -332,12 +336,12 @@ class _Rule(NamedTuple):
 
 
 def worth_blocks(count: int, *, rows: int, length: int, heads: int) -> bool:
-    """Say whether causal attention on a CPU is faster in blocks than with a mask by document ids.
+    """Return whether causal attention on a CPU is faster in blocks than with a document mask.
 
     Documents of 64 tokens in rows of 256 to 1024 are 3 to 9 times faster in blocks.
 
     Args:
-        count: of blocks: of documents, where rows are whole.
+        count: number of blocks, which is the number of documents in whole rows.
         rows: b.
         length: s.
         heads: n/tp.
@@ -357,19 +361,20 @@ def forward(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the keys of all blocks; a query that is in none gets out 0 and lse -inf.
+    """Attend to the keys of all blocks; a query without a block gets out 0 and lse -inf.
 
     Args:
         query: [s_q, b, n, d].
         key: [s_k, b, g, d].
         value: [s_k, b, g, d].
-        blocks: which queries see which keys, every pair in one block; `Blocks` keep what is worked
-            out of them for the next call.
+        blocks: the visible pairs, each in one block; `Blocks` cache their tile lists for the next
+            call.
         scale: factor on the logits.
-        window: a query at place q sees only keys k with q - k < window.
-        dropout: drops probabilities, by place.
-        into: a former result over other keys; this one is merged into it, in place.
-        cpu_dtype: what a CPU multiplies 16-bit operands in, see `ops.backend_choice.matmul_dtype`.
+        window: a query at row index q sees only keys k with q - k < window.
+        dropout: dropout of probabilities, a function of the row indices.
+        into: a result over other keys, into which this result is merged in place.
+        cpu_dtype: dtype of matrix products of 16-bit operands on a CPU, see
+            `ops.backend_choice.matmul_dtype`.
 
     Returns:
         (out [s_q, b, n, d], lse [b, n, s_q]), both fp32 (fp64 for fp64): see `finish`.
@@ -381,7 +386,7 @@ def forward(
     if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
         return _block_forward(query, key, value, blocks[0], rule)
     if into is None:
-        _, is_first, is_full = Blocks.of(blocks).visits("query", query.shape[1], query.shape[0])
+        _, is_first, is_full = Blocks.of(blocks).tile_list("query", query.shape[1], query.shape[0])
         out = torch.empty(query.shape, dtype=sum_dtype, device=query.device)
         lse = torch.empty((*query.shape[1:3], query.shape[0]), dtype=sum_dtype, device=query.device)
         if not is_full:
@@ -389,15 +394,15 @@ def forward(
             lse.fill_(-math.inf)
     else:
         is_first, (out, lse) = (False,) * len(blocks), into
-    for block, is_first_visit in zip(blocks, is_first, strict=True):
+    for block, is_first_tile in zip(blocks, is_first, strict=True):
         block_out, block_lse = _block_forward(query, key, value, block, rule)
         rows, queries = slice(block.row0, block.row1), slice(block.q0, block.q1)
-        whole, whole_lse = out[queries, rows], lse[rows, :, queries]
-        if is_first_visit:
-            whole.copy_(block_out)
-            whole_lse.copy_(block_lse)
+        block_slice, lse_slice = out[queries, rows], lse[rows, :, queries]
+        if is_first_tile:
+            block_slice.copy_(block_out)
+            lse_slice.copy_(block_lse)
         else:
-            merge(whole, whole_lse, block_out, block_lse)
+            merge(block_slice, lse_slice, block_out, block_lse)
     return out, lse
 
 
@@ -413,10 +418,10 @@ def backward(
     scale: float,
     window: int | None = None,
     dropout: AttentionDropout | None = None,
-    wide: bool = False,
+    fp32_sums: bool = False,
     cpu_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Differentiate the attention to the keys of these blocks; sums over blocks are fp32.
+    """Differentiate the attention to the keys of `blocks`; sums over blocks are fp32.
 
     Args:
         grad_out: [s_q, b, n, d].
@@ -425,55 +430,58 @@ def backward(
         value: [s_k, b, g, d].
         out: [s_q, b, n, d], the complete output: of all blocks of all ranks, and of sinks.
         lse: [b, n, s_q], the complete log-sum-exp.
-        blocks: those of the forward pass that lie between these queries and keys.
-        scale, window, dropout, cpu_dtype: those of the forward pass.
-        wide: return the sums as they are, in fp32 (fp64 for fp64), to be added to others.
+        blocks: the forward pass's blocks of these queries and keys.
+        scale, window, dropout, cpu_dtype: options of the forward pass.
+        fp32_sums: return unrounded sums in fp32 (fp64 for fp64), which are added to other sums.
 
     Returns:
-        (dq, dk, dv), shaped like query, key and value, in their dtype or wide.
+        (dq, dk, dv), shaped like query, key and value, in their dtype or fp32.
     """
-    kind = accumulation_dtype(query.dtype) if wide else query.dtype
+    kind = accumulation_dtype(query.dtype) if fp32_sums else query.dtype
     shortest = min((block.q1 - block.q0 for block in blocks), default=0)
     if window is not None or dropout is not None:
         shortest = 0  # by chunks, which compute in fp32
     dtype = reference.backward_dtype(query, shortest, cpu_dtype)
-    fast = [x.to(dtype) for x in (grad_out, query, key, value, out)]
+    operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]
     rule = _Rule(scale, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
-        return tuple(x.to(kind) for x in _block_backward(fast, lse, blocks[0], rule))
+        return tuple(x.to(kind) for x in _block_backward(operands, lse, blocks[0], rule))
     blocks = Blocks.of(blocks)
-    sums, visits = [], []
+    sums, tile_lists = [], []
     for x, side in ((query, "query"), (key, "key"), (value, "key")):
-        visits.append(blocks.visits(side, x.shape[1], x.shape[0]))
-        make = torch.empty if visits[-1].covers else torch.zeros
+        tile_lists.append(blocks.tile_list(side, x.shape[1], x.shape[0]))
+        make = torch.empty if tile_lists[-1].covers else torch.zeros
         sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
     for index, block in enumerate(blocks):
-        block_grads = _block_backward(fast, lse, block, rule)
-        for total, block_grad, visit in zip(sums, block_grads, visits, strict=True):
-            row0, row1, start, stop = visit.places[index]
+        block_grads = _block_backward(operands, lse, block, rule)
+        for total, block_grad, tile_list in zip(sums, block_grads, tile_lists, strict=True):
+            row0, row1, start, stop = tile_list.tiles[index]
             target = total[start:stop, row0:row1]
-            target.copy_(block_grad) if visit.is_first[index] else target.add_(block_grad)
+            target.copy_(block_grad) if tile_list.is_first[index] else target.add_(block_grad)
     return tuple(x.to(kind) for x in sums)
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+    out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
 ) -> None:
-    """Merge attention to other keys into (out, lse), in place; exact where either saw no key.
+    """Merge attention to new keys into (out, lse), in place; exact if one of them saw no key.
 
     Args:
         out: [s_q, b, n, d], fp32 or fp64.
         lse: [b, n, s_q], -inf where nothing was seen; out is 0 there.
-        other: [s_q, b, n, d], to be merged.
-        other_lse: [b, n, s_q].
+        new_out: [s_q, b, n, d], to be merged.
+        new_lse: [b, n, s_q].
     """
-    # exp(lse_i - total) by the difference of the two, which keeps its digits where both are large.
-    # What saw nothing on either side has no difference, and no output to weigh.
-    ahead = (lse - other_lse).nan_to_num_(0.0, math.inf, -math.inf)  # [b, n, s_q]
-    torch.logaddexp(lse, other_lse, out=lse)
-    keep, take = (x.permute(2, 0, 1)[..., None] for x in (ahead.sigmoid(), ahead.neg_().sigmoid_()))
+    # exp(lse_i - total) is computed from the difference of the two, which stays accurate if both
+    # are large. inf - inf is NaN for queries that saw no key on either side; their outputs are 0.
+    lse_difference = (lse - new_lse).nan_to_num_(0.0, math.inf, -math.inf)  # [b, n, s_q]
+    torch.logaddexp(lse, new_lse, out=lse)
+    weight, new_weight = (
+        x.permute(2, 0, 1)[..., None]
+        for x in (lse_difference.sigmoid(), lse_difference.neg_().sigmoid_())
+    )
     # Not lerp: it is one pass and 15 times slower than these two (torch 2.13, [1024, 4, 8, 64]).
-    out.mul_(keep).addcmul_(other, take)
+    out.mul_(weight).addcmul_(new_out, new_weight)
 
 
 def finish(
@@ -483,9 +491,10 @@ def finish(
     *,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let sinks [n] take their probability, once, after all keys; return out in `dtype`, and lse.
+    """Add sinks [n] to the softmax, once, after all keys; return out in `dtype`, and lse.
 
-    Their gradient is `ops.attention.reference.sink_gradient` of the complete out and lse.
+    The gradient of the sinks is `ops.attention.reference.sink_gradient` of the complete out and
+    lse.
     """
     if sinks is not None:
         out, lse = reference.add_sinks(out, lse, sinks)
@@ -545,27 +554,28 @@ def _block_backward(
 
 
 def _mask(block: AttentionBlock, rule: _Rule) -> Mask:
-    """Return the op's rule of one block, without a window that hides none of its pairs.
+    """Return the mask of one block, without a window if all its pairs are inside the window.
 
-    Dropout counts in places of a sample, which has all documents of a block, and so all its tokens.
+    Row indices count from the start of the sample, as dropout does. A block is in one document, and
+    so in one sample.
     """
     window, dropout = rule.window, rule.dropout
     sample_start = (
         _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
     )
     if window is not None:
-        farthest = block.q_place + block.q1 - block.q0 - 1 - block.k_place
+        farthest = block.q_row_start + block.q1 - block.q0 - 1 - block.k_row_start
         window = window if farthest >= window else None
     return Mask(
         causal=block.causal,
         window=window,
-        query_start=block.q_place - sample_start,
-        key_start=block.k_place - sample_start,
+        query_start=block.q_row_start - sample_start,
+        key_start=block.k_row_start - sample_start,
     )
 
 
 def _of_block(dropout: AttentionDropout | None, block: AttentionBlock) -> AttentionDropout | None:
-    """Return the dropout of a block's rows of the batch, or of the sample that it is of."""
+    """Return the dropout of a block's rows of the batch, or of its sample."""
     if dropout is None:
         return None
     samples = slice(block.row0, block.row1)
@@ -575,14 +585,14 @@ def _of_block(dropout: AttentionDropout | None, block: AttentionBlock) -> Attent
 
 
 def _sample(dropout: AttentionDropout, block: AttentionBlock) -> int:
-    """Return the number of the sample in its row that a block is of."""
-    return 0 if dropout.sample_length is None else block.q_place // dropout.sample_length
+    """Return the number of a block's sample in its row."""
+    return 0 if dropout.sample_length is None else block.q_row_start // dropout.sample_length
 
 
 def _holds_all(block: AttentionBlock, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
-    """Say whether a block holds all queries [s_q, b, ...] and, if given, all keys [s_k, b, ...]."""
+    """Return whether a block has all queries [s_q, b, ...] and all given keys [s_k, b, ...]."""
     keys = (block.k0, block.k1) if key is None else (0, key.shape[0])
     whole = AttentionBlock(
-        0, query.shape[1], 0, query.shape[0], *keys, block.q_place, block.k_place, False
+        0, query.shape[1], 0, query.shape[0], *keys, block.q_row_start, block.k_row_start, False
     )
     return replace(block, causal=False) == whole

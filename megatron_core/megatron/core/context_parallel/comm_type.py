@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine brings queries and keys together, chosen by communication volume. Pure arithmetic.
+"""Choice of the context-parallel attention engine by communication volume. Pure arithmetic.
 
-Per layer and rank, forward and backward, with t = s/cp local tokens of b rows, d features a head
-and cp - 1 of cp shards leaving the rank:
+Volume per layer and rank, forward and backward, with t = s/cp local tokens of b rows, d features
+per head and cp - 1 of cp shards leaving the rank:
 
     ring        2 (cp-1) steps of keys and values, and cp steps of their gradients in fp32
-    all_gather  twice the keys and values of the others, once the gradients of theirs
-    all_to_all  (cp-1)/cp of q, k, v, the output and the gradients of all four
+    all_gather  keys and values of the other ranks twice, their gradients once
+    all_to_all  (cp-1)/cp of q, k, v, the output and the gradients of these four
 
-Grouped keys make the first two cheap, many ranks make the third cheap: it moves 1/cp of each head.
-The ring never moves least, since its sums travel in fp32; it is for long rows, of which all_gather
-holds all keys and values at a time and the ring those of two ranks. Only the user knows that limit.
+Grouped-query attention makes ring and all_gather cheap; many ranks make all_to_all cheap, because
+it moves 1/cp of each head. The ring never moves the least, because it sends fp32 sums. It is for
+long rows: all_gather holds the keys and values of all ranks at a time, the ring those of two ranks.
+Only the user knows this memory limit.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ ENGINES = (RING, ALL_GATHER, ALL_TO_ALL)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """What one rank attends.
+    """The shape of one rank's attention.
 
     Args:
-        tokens: local ones of a row, s/cp, padding included.
+        tokens: local tokens of a row, s/cp, with padding.
         rows: b.
         heads: local query heads, n/tp.
         groups: local key heads, g/tp.
-        features: of a head, d.
-        element_bytes: of an activation.
+        features: features of a head, d.
+        element_bytes: bytes of an element of an activation.
     """
 
     tokens: int
@@ -49,11 +50,11 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class CommTypeChoice:
-    """An engine, and why.
+    """An engine and the reason for its choice.
 
     Args:
         engine: one of `ENGINES`.
-        why: one line.
+        why: the reason, one line.
     """
 
     engine: str
@@ -70,7 +71,7 @@ def head_problem(heads: int, groups: int, cp: int) -> str | None:
 
 
 def sent_groups(groups: int, cp: int) -> int:
-    """Return the key heads that each rank gets under all_to_all, copies included."""
+    """Return the key heads of each rank under all_to_all, with copies."""
     return max(1, groups // cp)
 
 
@@ -93,7 +94,7 @@ def moved_bytes(engine: str, shape: AttentionShape, cp: int) -> int:
 
 
 def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
-    """Return the engine that is asked for, or with "auto" the one that moves least.
+    """Return the requested engine, or for "auto" the engine with the least communication.
 
     Raises:
         ValueError: an unknown engine, or heads that do not divide for all_to_all.
@@ -119,6 +120,6 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
 
 
 def explain(engine: str, shape: AttentionShape, cp: int) -> str:
-    """Say in one line which engine is used and why."""
+    """Return one line with the chosen engine and the reason."""
     choice = choose(engine, shape, cp)
     return f"context parallel {cp} by {choice.engine}: {choice.why}"

@@ -2,20 +2,20 @@
 """SequenceLayout: how the tokens of a microbatch are distributed over context-parallel ranks.
 
 `make` computes everything on the host, once per microbatch: index maps between whole rows and each
-rank's tokens, in both directions; where each row's documents begin; on first use the blocks of
-attention. What layers need on the device is copied there asynchronously; nothing is read back. The
-maps use NumPy: torch's multithreaded versions take far longer where threads share a core.
+rank's tokens, in both directions; the documents of each row; on first use the blocks of attention.
+Tensors for layers are copied to the device asynchronously, and nothing is read back. The maps use
+NumPy: torch's multithreaded versions take far longer if threads share a core.
 
 `PackedTokens` packs the tokens of rows for a recurrence, document after document, and unpacks them.
 One gather undoes the split over ranks, drops padding, and turns columns of rows into rows of
 columns. The inverse map is known, so backward gathers too: no additions and no scatter.
 
-`OwnPieces` are the sub-sequences that a rank holds, and how those of all ranks continue each other.
-A piece is the intersection of a run and a document. Pieces follow each other in the order of the
-local tokens, row after row. A piece that begins where its document does starts from zero; another
-continues the piece before it, which is on another rank, since a rank joins adjacent runs. So only
-the last piece of a run is continued, and only the first continues another. This is computed on the
-host for all ranks alike, so a state that no rank needs is not sent.
+`LocalSequences` are the local sub-sequences of a rank, and the state transfers between all ranks. A
+local sub-sequence is the intersection of a token range with a document; they are in the order of
+the local tokens, row by row. A sub-sequence at the start of its document starts from a zero state.
+Any other continues a sub-sequence of another rank, because a rank joins contiguous token ranges. So
+only the last sub-sequence of a token range exports its state, and only the first receives one. All
+ranks compute this on the host, so a state that no rank needs is not sent.
 
 `ContextParallel` names the ranks that share the tokens of a row, and their attention engine.
 """
@@ -33,7 +33,7 @@ import torch
 
 from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
 from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, head_problem
-from megatron.core.context_parallel.cut import PADDING, Run, SequenceCut
+from megatron.core.context_parallel.sequence_sharding import PADDING, SequenceSharding, TokenRange
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
@@ -41,45 +41,43 @@ from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.process_groups import Group
 
 
-def columns_of(cut: SequenceCut, rank: int) -> torch.Tensor:
-    """Return the place of each token that a rank holds, int64 [s/cp], `PADDING` where none is.
+def local_columns(sharding: SequenceSharding, rank: int) -> torch.Tensor:
+    """Return the row index of each token of a rank, int64 [s/cp], `PADDING` for padding.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: a rank that does not exist.
     """
-    index, place = _indices_and_places(
-        [(run.start, run.length, run.place) for run in cut.runs(rank)]
+    index, row_index = _indices_and_row_indices(
+        [(run.start, run.length, run.row_start) for run in sharding.runs(rank)]
     )
-    columns = np.full(cut.local_length, PADDING, dtype=np.int64)
-    columns[index] = place
+    columns = np.full(sharding.local_length, PADDING, dtype=np.int64)
+    columns[index] = row_index
     return torch.from_numpy(columns)
 
 
-def inverse_of(cut: SequenceCut) -> torch.Tensor | None:
-    """Return where each place is among the tokens gathered from all ranks, int64 [s].
-
-    None if they are gathered in the order of places, without padding.
-    """
+def inverse_index(sharding: SequenceSharding) -> torch.Tensor | None:
+    """Return the index of each token of the row among the tokens gathered from all ranks, int64
+    [s]; None if these are in the order of the row, without padding."""
     runs = [
-        (run.start + rank * cut.local_length, run.length, run.place)
-        for rank in range(cut.size)
-        for run in cut.runs(rank)
+        (run.start + rank * sharding.local_length, run.length, run.row_start)
+        for rank in range(sharding.size)
+        for run in sharding.runs(rank)
     ]
-    if not cut.is_padded and all(start == place for start, _, place in runs):
+    if not sharding.is_padded and all(start == row_start for start, _, row_start in runs):
         return None
-    index, place = _indices_and_places(runs)
+    index, row_index = _indices_and_row_indices(runs)
     inverse = np.empty_like(index)
-    inverse[place] = index
+    inverse[row_index] = index
     return torch.from_numpy(inverse)
 
 
 def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
-    """Return the columns of rows that a rank holds.
+    """Return a rank's columns of rows.
 
     Args:
         x: [b, s, ...] on the host.
-        columns: int64 [s/cp], from `columns_of`.
-        fill: what padding gets.
+        columns: int64 [s/cp], from `local_columns`.
+        fill: value of padding.
 
     Returns:
         [b, s/cp, ...].
@@ -93,25 +91,25 @@ def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.T
 
 
 def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return where the documents of each row begin and end by place, [0, ..., s].
+    """Return the cumulative lengths of the documents of each row, [0, ..., s].
 
     Args:
-        ids: int [b, s], not falling along a row.
+        ids: int [b, s], not decreasing along a row.
 
     Raises:
-        ValueError: ids that fall.
+        ValueError: ids that decrease.
     """
     documents = []
     for row, numbers in enumerate(ids):
-        borders = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        document_ids = numbers[np.concatenate(([0], borders))].tolist()  # the id of each document
-        for at, (before, after) in zip(borders.tolist(), pairwise(document_ids), strict=True):
+        starts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        document_ids = numbers[np.concatenate(([0], starts))].tolist()  # the id of each document
+        for column, (before, after) in zip(starts.tolist(), pairwise(document_ids), strict=True):
             if after < before:
                 raise ValueError(
-                    f"document_ids of row {row} fall from {before} to {after} at column {at}: "
+                    f"document_ids of row {row} fall from {before} to {after} at column {column}: "
                     "number documents along the row"
                 )
-        documents.append((0, *borders.tolist(), len(numbers)))
+        documents.append((0, *starts.tolist(), len(numbers)))
     return tuple(documents)
 
 
@@ -119,19 +117,19 @@ def ids_of(bounds: Sequence[int], rows: int) -> torch.Tensor:
     """Return the number of each token's document, int32 [b, s], the same in each row.
 
     Args:
-        bounds: where documents begin and end by place, [0, ..., s].
+        bounds: cumulative lengths of the documents, [0, ..., s].
         rows: b.
     """
     ids = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     return torch.from_numpy(ids).expand(rows, -1)
 
 
-def _indices_and_places(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+def _indices_and_row_indices(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """Return (index, place) of each token of runs (first index, length, first place), int64."""
-    start, length, place = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    start, length, row_start = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     before = np.repeat(length.cumsum() - length, length)  # tokens of earlier runs
     within = np.arange(before.size) - before
-    return np.repeat(start, length) + within, np.repeat(place, length) + within
+    return np.repeat(start, length) + within, np.repeat(row_start, length) + within
 
 
 _Map = TypeVar("_Map")
@@ -139,54 +137,54 @@ _Map = TypeVar("_Map")
 
 @dataclass(eq=False)
 class _Plans:
-    """Blocks by what they were made for, and how often any were made; likewise maps of tokens, and
-    what layers chose by what they send."""
+    """Caches of a layout, shared by its copies: blocks of attention, index maps of tokens, and the
+    communication types that layers chose."""
 
-    made: int = 0
+    plans_made: int = 0
     maps: dict[tuple, object] = field(default_factory=dict)
     _blocks: dict[tuple, Blocks] = field(default_factory=dict)
     _choices: dict[tuple, str] = field(default_factory=dict)
 
     def get(self, key: tuple, make: Callable[[], Blocks]) -> Blocks:
-        """Return what was made for `key`; make it the first time."""
+        """Return the blocks of `key`; compute them the first time."""
         if key not in self._blocks:
             self._blocks[key] = make()
-            self.made += 1
+            self.plans_made += 1
         return self._blocks[key]
 
     def map(self, key: tuple, make: Callable[[], _Map]) -> _Map:
-        """Return the map that was made for `key`; make it the first time."""
+        """Return the map of `key`; compute it the first time."""
         if key not in self.maps:
             self.maps[key] = make()
         return self.maps[key]  # type: ignore[return-value]
 
     def choice(self, key: tuple, choose: Callable[[], str]) -> str:
-        """Return what was chosen for `key`; choose the first time."""
+        """Return the choice for `key`; choose the first time."""
         if key not in self._choices:
             self._choices[key] = choose()
         return self._choices[key]
 
     @property
-    def visits_made(self) -> int:
-        return sum(blocks.visits_made for blocks in self._blocks.values())
+    def tile_lists_made(self) -> int:
+        return sum(blocks.tile_lists_made for blocks in self._blocks.values())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PagedRows:
-    """Rows with a past, of one step of generation: their new tokens are packed, row after row.
+    """The rows of one step of generation, with cached tokens: the new tokens are packed.
 
-    Rows that have one new token come first; recurrent mixers take these on in place.
+    Decode rows, with one new token, come first; recurrent mixers update their states in place.
 
     Args:
-        batch: where the keys and values of each row lie, for attention.
-        slot_mapping: int64 [t], the slot of the cache that each new token takes.
-        state_slots: int64 [b], where the states of each row are.
-        decode_rows: how many rows have one new token.
-        prefill: the new tokens of the others, one sequence a row; None if there are none.
-        most_tokens: new tokens of the data-parallel rank that has most, of those that share
-            experts; None where there are no others.
-        graph: that records the step, if one does: attention is called at each replay then, with
-            the `batch` and the `slot_mapping` of that step.
+        batch: block tables of the keys and values of each row, for attention.
+        slot_mapping: int64 [t], the cache slot of each new token.
+        state_slots: int64 [b], the slot of each row's recurrent states.
+        decode_rows: number of decode rows.
+        prefill: the new tokens of the other rows, one sequence per row; None without prefill.
+        most_tokens: maximum number of new tokens over the data-parallel ranks that share experts;
+            None on a single rank.
+        graph: the graph that records the step, if any: each replay then calls attention with its
+            `batch` and `slot_mapping`.
     """
 
     batch: PagedBatch
@@ -200,43 +198,42 @@ class PagedRows:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """What layers need to know of the tokens apart from their values; the one description of rows.
+    """The metadata of a microbatch's tokens for all layers.
 
-    Without a split a rank has whole rows; s/cp is then s. Of rows with a past, whose keys and
-    values or states a cache has, the new tokens are packed: b is 1, s the new tokens of all rows,
-    and `paged` says which are whose.
+    Without context parallelism a rank has whole rows, and s/cp is s. In generation, where a cache
+    has earlier keys and values or states, the new tokens of all rows are packed: b is 1, s their
+    number, and `paged` describes the rows.
 
     Args:
         positions: int64 [s/cp] or [s/cp, b], each token's position in its sequence; 0 for padding.
-        document_ids: int [s, b], or None if nothing is masked by ids: every token sees all
-            earlier ones, or `blocks` know the documents.
-        sample_ids: int64 [samples], the global number of each, or None outside training: dropout is
-            a function of it and of the place in the sample. Each row is one but for
-            `sample_length`.
-        places: int64 [s/cp], each token's place in its row, -1 for padding; None where that is its
-            position.
-        cut: how rows are split over the context-parallel ranks; None if that was never requested.
-        rank: this one of them.
-        rows: b, known with a split.
-        documents: of each row, where its documents begin and end by place, [0, ..., s]; None is
-            one document a row.
-        columns: int64 [s/cp] on the host: the column of a row that each local token is.
-        inverse: int64 [s], where each place is among the tokens gathered from all ranks; None where
-            they are gathered in the order of the row.
-        padding: bool [s/cp, b], True for tokens that hold no data: the end of a packed row, what a
-            split over ranks adds, all of a microbatch that only keeps a rank busy. Routers leave
-            them out of every count, loss and capacity, and experts take none of them. None is no
-            padding.
-        sample_length: tokens of each sample, where the one row holds several, one after another;
-            None where each row is a sample.
-        paged: the rows of a step of generation; None while training.
+        document_ids: int [s, b]; None without a document mask: every token sees all earlier ones,
+            or `blocks` contain the documents.
+        sample_ids: int64 [samples], the global number of each sample; None outside training.
+            Dropout is a function of this number and of the position in the sample. Each row is a
+            sample, unless `sample_length` is given.
+        row_indices: int64 [s/cp], each token's index in its row, -1 for padding; None if it equals
+            the position.
+        sharding: the split of rows over the context-parallel ranks; None for whole rows.
+        rank: this context-parallel rank.
+        rows: b; None if unknown.
+        documents: cumulative lengths of the documents of each row, [0, ..., s]; None is one
+            document per row.
+        columns: int64 [s/cp] on the host: the row index of each local token.
+        inverse: int64 [s], the index of each token of the row among the tokens gathered from all
+            ranks; None if these are in the order of the row.
+        padding: bool [s/cp, b], True for padding tokens: the end of a packed row, padding of the
+            split, or a padding microbatch. Routers exclude them from counts, losses and capacity,
+            and they are not routed to experts. None is no padding.
+        sample_length: tokens of each sample, if the only row is a concatenation of samples; None if
+            each row is a sample.
+        paged: the rows of a step of generation; None in training.
     """
 
     positions: torch.Tensor
     document_ids: torch.Tensor | None = None
     sample_ids: torch.Tensor | None = None
-    places: torch.Tensor | None = None
-    cut: SequenceCut | None = None
+    row_indices: torch.Tensor | None = None
+    sharding: SequenceSharding | None = None
     rank: int = 0
     rows: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
@@ -256,26 +253,26 @@ class SequenceLayout:
         sample_ids: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> SequenceLayout:
-        """Return the layout of whole rows, without a split; several documents are masked by ids.
+        """Return the layout of whole rows; several documents are masked by ids.
 
         Args:
             length: s.
             positions: int64 [b, s], each token's position in its document; None is 0 … s-1.
             document_ids: int [b, s]; None lets every token see all earlier ones.
             sample_ids: int64 [b]; None turns dropout off.
-            device: of what is made here.
+            device: of new tensors.
         """
-        places = torch.arange(length, device=device)
+        row_indices = torch.arange(length, device=device)
         return SequenceLayout(
-            positions=places if positions is None else positions.t().contiguous(),
+            positions=row_indices if positions is None else positions.t().contiguous(),
             document_ids=None if document_ids is None else document_ids.t().contiguous(),
             sample_ids=sample_ids,
-            places=places,
+            row_indices=row_indices,
         )
 
     @staticmethod
     def make(
-        cut: SequenceCut,
+        sharding: SequenceSharding,
         rank: int,
         *,
         rows: int,
@@ -285,57 +282,57 @@ class SequenceLayout:
         masks_by_ids: bool = False,
         device: torch.device | None = None,
     ) -> SequenceLayout:
-        """Return the layout of this rank's part of rows that are split over ranks.
+        """Return the layout of this rank's tokens of rows that are split over ranks.
 
         Args:
-            cut: of every row. Sequences that it splits separately are documents.
+            sharding: of every row. Sequences that it splits separately are documents.
             rank: the context-parallel rank.
             rows: b.
             positions: int64 [b, s] on the host, each token's position in its document; None is its
-                place in the row.
-            document_ids: int [b, s] on the host, not falling along a row; None is one document for
-                each sequence that is split separately.
+                row index.
+            document_ids: int [b, s] on the host, not decreasing along a row; None is one document
+                for each separately split sequence.
             sample_ids: int64 [b] on the host; None turns dropout off.
-            masks_by_ids: keep document ids of this rank's tokens, for one call of an op that masks
-                by them; -1 for padding. The blocks do without.
-            device: where layers work.
+            masks_by_ids: include the document ids of this rank's tokens, for an op that masks by
+                them; -1 for padding. Blocks do not need them.
+            device: of the tensors for layers.
 
         Raises:
-            ValueError: no such rank, tensors that do not fit or are not on the host, ids that fall,
-                or a document in two sequences that are split separately.
+            ValueError: a rank that does not exist, tensors of another shape or not on the host,
+                ids that decrease, or a document in two separately split sequences.
         """
         inputs = {"positions": positions, "document_ids": document_ids}
         for name, tensor in inputs.items():
-            _check(name, tensor, (rows, cut.length))
+            _check(name, tensor, (rows, sharding.length))
         _check("sample_ids", sample_ids, (rows,))
         documents = None
         if document_ids is not None:
             documents = documents_of(document_ids.numpy())
-            _check_sequences(documents, cut)
-        elif len(cut.bounds) > 2:
-            documents = (cut.bounds,) * rows
+            _check_sequences(documents, sharding)
+        elif len(sharding.bounds) > 2:
+            documents = (sharding.bounds,) * rows
         device = torch.device("cpu") if device is None else device
-        columns = columns_of(cut, rank)  # [s/cp]
-        places = _moved(columns, device)
-        local = places
+        columns = local_columns(sharding, rank)  # [s/cp]
+        row_indices = _moved(columns, device)
+        local = row_indices
         if positions is not None:
             local = _moved(take_columns(positions, columns, 0).t(), device)  # [s/cp, b]
-        elif cut.is_padded:
+        elif sharding.is_padded:
             local = _moved(columns.clamp(min=0), device)
         ids = None
         if masks_by_ids and documents is not None:
-            ids = ids_of(cut.bounds, rows) if document_ids is None else document_ids
+            ids = ids_of(sharding.bounds, rows) if document_ids is None else document_ids
             ids = _moved(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
         padding = None
-        if cut.is_padded:
+        if sharding.is_padded:
             padding = _moved((columns == PADDING).unsqueeze(1).expand(-1, rows), device)
-        inverse = inverse_of(cut)
+        inverse = inverse_index(sharding)
         return SequenceLayout(
             positions=local,
             document_ids=ids,
             sample_ids=None if sample_ids is None else _moved(sample_ids, device),
-            places=places,
-            cut=cut,
+            row_indices=row_indices,
+            sharding=sharding,
             rank=rank,
             rows=rows,
             documents=documents,
@@ -345,36 +342,36 @@ class SequenceLayout:
         )
 
     def with_samples(self, sample_ids: torch.Tensor | None) -> SequenceLayout:
-        """Return the layout for these samples, with all that was worked out for this one.
+        """Return the layout for other samples; it shares the caches of this layout.
 
         Args:
-            sample_ids: int64 [samples] where layers work; None turns dropout off.
+            sample_ids: int64 [samples] on the device of layers; None turns dropout off.
         """
         return self._with(sample_ids=sample_ids)
 
     def holding_samples(self, length: int) -> SequenceLayout:
-        """Return the layout of the same row, which holds several samples, one after another.
+        """Return the layout of the same row as a concatenation of samples.
 
         Args:
             length: tokens of each sample.
 
         Raises:
-            ValueError: several rows, or a row of other tokens than those of whole samples.
+            ValueError: several rows, or a row whose length is no multiple of `length`.
         """
-        cut = self._known_cut()
-        if self.rows != 1 or length < 1 or cut.length % length:
+        sharding = self._require_sharding()
+        if self.rows != 1 or length < 1 or sharding.length % length:
             raise ValueError(
-                f"{self.rows} rows of {cut.length} tokens hold no samples of {length}: give one "
-                "row of whole samples"
+                f"{self.rows} rows of {sharding.length} tokens hold no samples of {length}: give "
+                "one row of whole samples"
             )
         return self._with(sample_length=length)
 
     def with_padding(self, padding: torch.Tensor) -> SequenceLayout:
-        """Return the layout of the same tokens, of which more are padding, with all that was worked
-        out for this one.
+        """Return the layout of the same tokens with additional padding tokens; it shares the caches
+        of this layout.
 
         Args:
-            padding: bool [s/cp, b] where layers work. What a split has added stays padding.
+            padding: bool [s/cp, b] on the device of layers. Padding of the split stays padding.
 
         Raises:
             ValueError: another shape or dtype.
@@ -391,9 +388,8 @@ class SequenceLayout:
         return self._with(padding=padding)
 
     def with_tensors(self, **tensors: torch.Tensor) -> SequenceLayout:
-        """Return the layout of rows with other `positions`, `document_ids`, `sample_ids` or
-        `padding`, whose documents begin at the same places, with all that was worked out for this
-        one."""
+        """Return the layout with other `positions`, `document_ids`, `sample_ids` or `padding`, but
+        the same documents; it shares the caches of this layout."""
         return self._with(**tensors)
 
     def _with(self, **changes: object) -> SequenceLayout:
@@ -403,7 +399,7 @@ class SequenceLayout:
 
     @property
     def rows_with_past(self) -> PagedRows:
-        """Return `paged`. Raises ValueError for a layout without."""
+        """Return `paged`. Raises ValueError if it is None."""
         if self.paged is None:
             raise ValueError(
                 "a cache needs a layout that says where it keeps each row: give `paged`, see "
@@ -413,50 +409,53 @@ class SequenceLayout:
 
     @property
     def sample_numbers(self) -> torch.Tensor | None:
-        """Return the sample of each token among those of the row, int64 [s/cp], some of them for
-        padding; None where each row is a sample."""
+        """Return the number of each token's sample in the row, int64 [s/cp], any number for
+        padding; None if each row is a sample."""
         length = self.sample_length
-        if length is None or self.places is None:
+        if length is None or self.row_indices is None:
             return None
-        places = self.places
-        return self._plans.map(("sample numbers", length), lambda: places.clamp(min=0) // length)
+        row_indices = self.row_indices
+        return self._plans.map(
+            ("sample numbers", length), lambda: row_indices.clamp(min=0) // length
+        )
 
     @property
-    def sample_places(self) -> torch.Tensor:
-        """Return each token's place in its sample, int64 [s/cp] or [s/cp, b], below 0 for
+    def sample_positions(self) -> torch.Tensor:
+        """Return each token's index in its sample, int64 [s/cp] or [s/cp, b], below 0 for
         padding."""
-        places, length = self.places, self.sample_length
-        if places is None:
+        row_indices, length = self.row_indices, self.sample_length
+        if row_indices is None:
             return self.positions
         if length is None:
-            return places
+            return row_indices
         return self._plans.map(
-            ("sample places", length), lambda: torch.where(places < 0, places, places % length)
+            ("sample places", length),
+            lambda: torch.where(row_indices < 0, row_indices, row_indices % length),
         )
 
     @property
     def plans_made(self) -> int:
-        """Return how often blocks were worked out; however many layers ask, once for each kind."""
-        return self._plans.made
+        """Return the number of computed block lists: one for each kind, not for each layer."""
+        return self._plans.plans_made
 
     @property
-    def visits_made(self) -> int:
-        """Return how often it was worked out where blocks are among queries or keys: at most once
-        for each of the two and each kind of blocks."""
-        return self._plans.visits_made
+    def tile_lists_made(self) -> int:
+        """Return the number of computed tile lists: at most one of queries and one of keys for each
+        kind of blocks."""
+        return self._plans.tile_lists_made
 
     @property
     def maps_made(self) -> int:
-        """Return how often maps of tokens were made; however many layers ask, once each kind."""
+        """Return the number of computed index maps: one for each kind, not for each layer."""
         return len(self._plans.maps)
 
     def once(self, key: tuple, choose: Callable[[], str]) -> str:
-        """Return what layers chose for `key` by what they send, once for this layout."""
+        """Return the communication type for `key`, chosen once for this layout."""
         return self._plans.choice(key, choose)
 
     def cu_seqlens(self, batch: int) -> tuple[torch.Tensor, int]:
-        """Return where documents begin in whole rows that lie one after the other, int32
-        [documents + 1], and the tokens of the longest one; made once.
+        """Return the cumulative lengths of all documents in the concatenation of whole rows, int32
+        [documents + 1], and the length of the longest document; computed once.
 
         Args:
             batch: b.
@@ -467,7 +466,7 @@ class SequenceLayout:
         return self._plans.map(("cu_seqlens", batch), lambda: cu_seqlens(self, batch))
 
     def whole_rows(self, batch: int) -> PackedTokens:
-        """Return how the tokens of whole rows are packed for a recurrence, made once.
+        """Return the packing of the tokens of whole rows for a recurrence, computed once.
 
         Args:
             batch: b.
@@ -477,102 +476,106 @@ class SequenceLayout:
         """
         return self._plans.map(("whole rows", batch), lambda: whole_rows(self, batch))
 
-    def own_pieces(self, batch: int) -> OwnPieces:
-        """Return this rank's parts of documents and how all ranks' go on: likewise, made once."""
-        return self._plans.map(("own pieces", batch), lambda: own_pieces(self, batch))
+    def local_sequences(self, batch: int) -> LocalSequences:
+        """Return this rank's local sub-sequences, computed once."""
+        return self._plans.map(("own pieces", batch), lambda: local_sequences(self, batch))
 
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.
 
         Args:
-            x: [b, s] or [b, s, ...] on the host; one sample a row also where one row holds several.
-            fill: what padding gets.
+            x: [b, s] or [b, s, ...] on the host; one sample per row, also if the layout's row is a
+                concatenation of samples.
+            fill: value of padding.
 
         Returns:
-            [b, s/cp] or [b, s/cp, ...], b = 1 where a row holds all samples; `x` itself where
-            nothing is split.
+            [b, s/cp] or [b, s/cp, ...], with b = 1 for a concatenation of samples; `x` itself if
+            rows are not split.
 
         Raises:
             ValueError: rows of another length, or not on the host.
         """
-        if self.cut is None or self.columns is None:
+        if self.sharding is None or self.columns is None:
             return x
         if x.ndim < 2:
-            raise ValueError(f"rows of shape {tuple(x.shape)}: give [b, {self.cut.length}]")
+            raise ValueError(f"rows of shape {tuple(x.shape)}: give [b, {self.sharding.length}]")
         if self.sample_length is not None:
-            samples = self.cut.length // self.sample_length
+            samples = self.sharding.length // self.sample_length
             _check("samples", x, (samples, self.sample_length, *x.shape[2:]))
             x = x.flatten(0, 1).unsqueeze(0)  # [1, s, ...]
-        _check("rows", x, (x.shape[0], self.cut.length, *x.shape[2:]))
-        if self.cut.size == 1 and not self.cut.is_padded:
+        _check("rows", x, (x.shape[0], self.sharding.length, *x.shape[2:]))
+        if self.sharding.size == 1 and not self.sharding.is_padded:
             return x
         return take_columns(x, self.columns, fill)
 
     def blocks(
         self, key_rank: int | None, window: int | None = None, *, joined: bool = False
     ) -> Blocks:
-        """Return the blocks of this rank's queries and one rank's keys, made once.
+        """Return the blocks of this rank's queries and one rank's keys, computed once.
 
         Args:
-            key_rank: who holds the keys; None is the keys of whole rows in the order of places, as
-                `to_rows` returns them.
-            window: a query at place q sees only keys k with q - k < window.
+            key_rank: the rank of the keys; None is the keys of whole rows in the order of the row,
+                as `to_rows` returns them.
+            window: a query at row index q sees only keys k with q - k < window.
             joined: see `attention_blocks`.
 
         Raises:
-            ValueError: a layout without a split, no such rank, or a window below 1.
+            ValueError: a layout without a sharding, a rank that does not exist, or a window below
+                1.
         """
-        cut = self._known_cut()
+        sharding = self._require_sharding()
         return self._plan(
             ("rank", key_rank, window, joined),
-            lambda: cut.runs(self.rank),
-            lambda: _whole(cut) if key_rank is None else cut.runs(key_rank),
+            lambda: sharding.runs(self.rank),
+            lambda: _whole(sharding) if key_rank is None else sharding.runs(key_rank),
         )
 
     def row_blocks(self, window: int | None = None) -> Blocks:
-        """Return the blocks of all queries and all keys of whole rows, in the order of places.
+        """Return the blocks of all queries and all keys of whole rows, in the order of the row.
 
         Args:
-            window: a query at place q sees only keys k with q - k < window.
+            window: a query at row index q sees only keys k with q - k < window.
 
         Raises:
-            ValueError: a layout without a split, or a window below 1.
+            ValueError: a layout without a sharding, or a window below 1.
         """
-        cut = self._known_cut()
-        return self._plan(("rows", window, False), lambda: _whole(cut), lambda: _whole(cut))
+        sharding = self._require_sharding()
+        return self._plan(
+            ("rows", window, False), lambda: _whole(sharding), lambda: _whole(sharding)
+        )
 
     def to_rows(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Bring what was gathered from all ranks into the order of places; padding goes.
+        """Bring tokens gathered from all ranks into the order of the row, without padding.
 
         Args:
             gathered: [cp · s/cp, ...], the tokens of rank 0, then of rank 1, ...
 
         Returns:
-            [s, ...]; `gathered` itself where that is its order.
+            [s, ...]; `gathered` itself if it has this order.
         """
-        self._check_length(gathered, self._known_cut().padded[-1])
+        self._check_length(gathered, self._require_sharding().padded[-1])
         return gathered if self.inverse is None else gathered.index_select(0, self.inverse)
 
     def to_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """Bring whole rows into the order that all ranks' tokens are gathered in: undo `to_rows`.
+        """Bring whole rows into the order of the ranks, to scatter them: undo `to_rows`.
 
         Args:
-            rows: [s, ...] in the order of places.
+            rows: [s, ...] in the order of the row.
 
         Returns:
-            [cp · s/cp, ...], zero where padding is; `rows` itself where that is its order.
+            [cp · s/cp, ...], zero for padding; `rows` itself if it has this order.
         """
-        cut = self._known_cut()
-        self._check_length(rows, cut.length)
+        sharding = self._require_sharding()
+        self._check_length(rows, sharding.length)
         if self.inverse is None:
             return rows
-        shape = (cut.padded[-1], *rows.shape[1:])
-        gathered = rows.new_zeros(shape) if cut.is_padded else rows.new_empty(shape)
+        shape = (sharding.padded[-1], *rows.shape[1:])
+        gathered = rows.new_zeros(shape) if sharding.is_padded else rows.new_empty(shape)
         return gathered.index_copy_(0, self.inverse, rows)
 
-    def _known_cut(self) -> SequenceCut:
-        if self.cut is not None:
-            return self.cut
+    def _require_sharding(self) -> SequenceSharding:
+        if self.sharding is not None:
+            return self.sharding
         problem = "this layout has no cut"
         if self.document_ids is not None:
             problem += ", and of its documents only ids: blocks need where they begin (cu_seqlens)"
@@ -581,10 +584,10 @@ class SequenceLayout:
     def _plan(
         self,
         key: tuple,
-        queries: Callable[[], Sequence[Run]],
-        keys: Callable[[], Sequence[Run]],
+        queries: Callable[[], Sequence[TokenRange]],
+        keys: Callable[[], Sequence[TokenRange]],
     ) -> Blocks:
-        """Return blocks from the plans; `key` is (name, ..., window, joined)."""
+        """Return cached blocks; `key` is (name, ..., window, joined)."""
         *_, window, joined = key
         return self._plans.get(
             key,
@@ -604,9 +607,9 @@ class SequenceLayout:
             raise ValueError(f"{x.shape[0]} tokens in {tuple(x.shape)}, the layout has {length}")
 
 
-def _whole(cut: SequenceCut) -> tuple[Run, ...]:
-    """Return a whole row in the order of places."""
-    return (Run(0, cut.length, 0),)
+def _whole(sharding: SequenceSharding) -> tuple[TokenRange, ...]:
+    """Return a whole row as one token range."""
+    return (TokenRange(0, sharding.length, 0),)
 
 
 def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
@@ -622,14 +625,14 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on `device`; the host does not wait."""
+    """Copy a host tensor to `device` from pinned memory, without synchronising the host."""
     return pin(tensor.contiguous(), device).to(device, non_blocking=True)
 
 
-def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> None:
-    """Raise ValueError where a document is in two sequences that are split separately."""
+def _check_sequences(documents: Sequence[Sequence[int]], sharding: SequenceSharding) -> None:
+    """Raise ValueError if a document is in two separately split sequences."""
     for row, bounds in enumerate(documents):
-        crossed = sorted(set(cut.bounds) - set(bounds))
+        crossed = sorted(set(sharding.bounds) - set(bounds))
         if crossed:
             raise ValueError(
                 f"a document of row {row} goes on over place {crossed[0]}, where cu_seqlens cuts "
@@ -638,21 +641,22 @@ def _check_sequences(documents: Sequence[Sequence[int]], cut: SequenceCut) -> No
 
 
 class PackedTokens:
-    """Which tokens of [n, b, ...] are packed, in which order, and which sequences they make.
+    """A packing of tokens of [n, b, ...] into sequences.
 
-    Made on the host, once; the maps are copied to the device without waiting.
+    It is computed on the host, once; index maps are copied to the device asynchronously.
 
     Args:
-        places: int64 [t] on the host, where each packed token is: column · b + row. None twice
-            the same; what is in none is padding.
-        bounds: where sequences of packed tokens begin and end, [0, ..., t].
+        indices: int64 [t] on the host, the index of each packed token, column · b + row, without
+            duplicates. Tokens that are not listed are padding.
+        bounds: cumulative lengths of the packed sequences, [0, ..., t].
         length: n.
         batch: b.
-        device: where layers work.
+        device: of the tensors for layers.
 
     Attributes:
-        sequences: the packed tokens, on the device.
-        places: of the packed tokens among [n · b, ...]; None where they are all, as stored.
+        sequences: the packed sequences, on the device.
+        indices: gather indices of the packed tokens in [n · b, ...]; None if they are all tokens in
+            storage order.
 
     Raises:
         ValueError: bounds of another number of tokens.
@@ -660,7 +664,7 @@ class PackedTokens:
 
     def __init__(
         self,
-        places: np.ndarray,
+        indices: np.ndarray,
         bounds: Sequence[int],
         *,
         length: int,
@@ -668,33 +672,33 @@ class PackedTokens:
         device: torch.device | str = "cpu",
     ) -> None:
         self.sequences = Sequences(bounds, device=device)
-        if self.sequences.tokens != len(places):
+        if self.sequences.tokens != len(indices):
             raise ValueError(
-                f"bounds end at {self.sequences.tokens}, there are {len(places)} tokens: the last "
+                f"bounds end at {self.sequences.tokens}, there are {len(indices)} tokens: the last "
                 "is their number"
             )
         self.length, self.batch = length, batch
-        self.places = PackingIndices.of(places, length * batch, self.sequences.to_device)
+        self.indices = PackingIndices.of(indices, length * batch, self.sequences.to_device)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [t, ...] from x [n, b, ...]; a view where that is the order in memory."""
+        """Return [t, ...] from x [n, b, ...]; a view if the tokens are in storage order."""
         self._check("pack", x, (self.length, self.batch))
         flat = x.flatten(0, 1)
-        return flat if self.places is None else self.places.pack(flat)
+        return flat if self.indices is None else self.indices.pack(flat)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, b, ...] from x [t, ...], zero where padding is; a view like `pack`'s."""
+        """Return [n, b, ...] from x [t, ...], zero for padding; a view if `pack` returns a view."""
         self._check("unpack", x, (self.sequences.tokens,))
-        return self._rows(x if self.places is None else self.places.unpack(x))
+        return self._rows(x if self.indices is None else self.indices.unpack(x))
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `pack` does, for ops that have a backward of their own."""
+        """Pack outside of autograd, for ops that have a backward of their own."""
         flat = x.flatten(0, 1)
-        return flat if self.places is None else self.places.pack_no_grad(flat)
+        return flat if self.indices is None else self.indices.pack_no_grad(flat)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `unpack` does, for ops that have a backward of their own."""
-        return self._rows(x if self.places is None else self.places.unpack_no_grad(x))
+        """Unpack outside of autograd, for ops that have a backward of their own."""
+        return self._rows(x if self.indices is None else self.indices.unpack_no_grad(x))
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, b, ...], a view of [n · b, ...]."""
@@ -707,34 +711,35 @@ class PackedTokens:
 
 
 def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
-    """Return the tokens of whole rows among what is gathered from all ranks, [cp · s/cp, b].
+    """Return the packing of whole rows from tokens gathered from all ranks, [cp · s/cp, b].
 
-    Row follows row, and in each its tokens in the order of places; padding is left out. Documents
-    are sequences.
+    Rows are concatenated in the order of the row, without padding. Documents are sequences.
 
     Args:
-        layout: of this rank; without a split, of whole rows.
+        layout: layout of this rank.
         batch: b.
 
     Raises:
-        ValueError: rows of another number than the layout's, or documents known by ids alone.
+        ValueError: a layout of another number of rows, or with documents known only by ids.
     """
     documents = known_documents(layout, batch)
-    cut, width = layout.cut, layout.positions.shape[0]
-    length, gathered = (width, width) if cut is None else (cut.length, cut.padded[-1])
-    inverse = None if cut is None else inverse_of(cut)
+    sharding, width = layout.sharding, layout.positions.shape[0]
+    length, gathered = (
+        (width, width) if sharding is None else (sharding.length, sharding.padded[-1])
+    )
+    inverse = None if sharding is None else inverse_index(sharding)
     columns = np.arange(length) if inverse is None else inverse.numpy()
-    places = columns * batch + np.arange(batch)[:, None]  # [b, s]
+    indices = columns * batch + np.arange(batch)[:, None]  # [b, s]
     bounds = [0]
     for row, ends in enumerate(documents):
         bounds += [row * length + end for end in ends[1:]]
     return PackedTokens(
-        places.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
+        indices.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
     )
 
 
 def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
-    """Return what `SequenceLayout.cu_seqlens` says."""
+    """Return the result of `SequenceLayout.cu_seqlens`."""
     bounds = [0]
     for row in known_documents(layout, batch):
         start = bounds[-1]
@@ -744,10 +749,10 @@ def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
 
 
 def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
-    """Return where the documents of each row begin and end by place, [0, ..., s].
+    """Return the cumulative lengths of the documents of each row, [0, ..., s].
 
     Raises:
-        ValueError: rows of another number than the layout's, or documents known by ids alone.
+        ValueError: a layout of another number of rows, or with documents known only by ids.
     """
     if layout.rows not in (None, batch):
         raise ValueError(f"{batch} rows of tokens, the layout is of {layout.rows}: make it for all")
@@ -759,19 +764,20 @@ def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int
         )
     if layout.documents is not None:
         return layout.documents
-    length = layout.positions.shape[0] if layout.cut is None else layout.cut.length
+    length = layout.positions.shape[0] if layout.sharding is None else layout.sharding.length
     return ((0, length),) * batch
 
 
 @dataclass(frozen=True)
-class Link:
-    """A document that goes on from one rank's piece to another's.
+class StateTransfer:
+    """A document that continues from a local sub-sequence of one rank on another rank: the state at
+    its end is passed on.
 
     Args:
-        source: the rank that holds the piece before.
-        export: number of that piece among those of `source` that are continued.
-        target: the rank that holds the piece after.
-        entry: number of that piece among those of `target` that continue others.
+        source: the rank of the earlier sub-sequence.
+        export: number of this sub-sequence among the exported ones of `source`.
+        target: the rank of the later sub-sequence.
+        entry: number of this sub-sequence among the continuing ones of `target`.
     """
 
     source: int
@@ -780,229 +786,238 @@ class Link:
     entry: int
 
 
-Chain = tuple[Link, ...]
-"""Links one after the other: the piece after each is the one before the next."""
+TransferChain = tuple[StateTransfer, ...]
+"""Consecutive transfers of a document: the target of each is the source of the next."""
 
 
 @dataclass(frozen=True)
-class PieceHalo:
-    """The `width` tokens before each piece, of its own document: who sends which to whom.
+class SequenceHalo:
+    """The exchange of the `width` tokens before each local sub-sequence, in the same document.
 
     Args:
-        send_index: int64 [n], the packed tokens to send, by receiving rank.
-        send_counts, receive_counts: how many go to each rank, and come from it.
-        take: int64 [N · width], which received token each row of the halo is; the number of those
-            received where there is none.
-        place: int64 [m], the row of the halo that each received token is.
+        send_index: int64 [n], the packed tokens to send, sorted by receiving rank.
+        send_counts, receive_counts: number of tokens to send to and to receive from each rank.
+        take: int64 [N · width], the received token of each halo row; the number of received tokens
+            for an empty row.
+        halo_rows: int64 [m], the halo row of each received token.
     """
 
     send_index: torch.Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     take: torch.Tensor
-    place: torch.Tensor
+    halo_rows: torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Lent:
-    """Tokens of one row of the batch that a run borrows: where they are at both ends."""
+class _HaloRange:
+    """Tokens of one row of the batch for the halo of a token range, on source and target."""
 
     source: int
     target: int
     row: int
     run: int
-    first: int
+    first_row: int
     start: int
     length: int
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Order what one rank sends another, at both of them alike."""
-        return self.row, self.run, self.first
+        """Sort key of the tokens between two ranks, the same on both."""
+        return self.row, self.run, self.first_row
 
 
-class OwnPieces(PackedTokens):
-    """The pieces of a rank, made once for a microbatch; they are packed as its sequences.
+class LocalSequences(PackedTokens):
+    """The local sub-sequences of a rank, computed once per microbatch; packed as its sequences.
 
     Args:
-        cut: of every row.
-        rank: whose pieces.
-        documents: of each row, where its documents begin and end by place, [0, ..., s].
-        device: where layers work.
+        sharding: the split of every row.
+        rank: the context-parallel rank.
+        documents: cumulative lengths of the documents of each row, [0, ..., s].
+        device: of the tensors for layers.
 
     Attributes:
-        exports: own pieces that others continue; `export_slots` of the rank that has most.
-        entries: own pieces that continue others; `entry_slots` of the rank that has most.
-        chains: the links of all ranks.
+        exports: local sub-sequences that another rank continues.
+        entries: local sub-sequences that continue another rank's.
+        export_slots, entry_slots: maximum number of exports and of entries over all ranks.
+        chains: the state transfers of all ranks.
     """
 
     def __init__(
         self,
-        cut: SequenceCut,
+        sharding: SequenceSharding,
         rank: int,
         *,
         documents: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> None:
-        self.cut, self.rank = cut, rank
-        self._documents, self._runs = documents, cut.runs(rank)
-        self._firsts: dict[tuple[int, int], int] = {}  # (row, run): its first piece
-        lasts: dict[tuple[int, int], int] = {}
+        self.sharding, self.rank = sharding, rank
+        self._documents, self._runs = documents, sharding.runs(rank)
+        self._first_sequences: dict[tuple[int, int], int] = {}  # (row, run): its first piece
+        last_sequences: dict[tuple[int, int], int] = {}
         bounds = [0]
-        for row, borders in enumerate(documents):
+        for row, document_bounds in enumerate(documents):
             for number, run in enumerate(self._runs):
-                self._firsts[row, number] = len(bounds) - 1
-                for length in _lengths(run, borders):
+                self._first_sequences[row, number] = len(bounds) - 1
+                for length in _lengths(run, document_bounds):
                     bounds.append(bounds[-1] + length)
-                lasts[row, number] = len(bounds) - 2
+                last_sequences[row, number] = len(bounds) - 2
         batch = len(documents)
-        columns = _numbers_of([(run.start, run.length) for run in self._runs])
-        places = columns * batch + np.arange(batch)[:, None]  # [b, tokens of a row]
+        columns = _concat_ranges([(run.start, run.length) for run in self._runs])
+        indices = columns * batch + np.arange(batch)[:, None]  # [b, tokens of a row]
         super().__init__(
-            places.reshape(-1),
+            indices.reshape(-1),
             bounds if len(bounds) > 1 else (0, 0),
-            length=cut.local_length,
+            length=sharding.local_length,
             batch=batch,
             device=device,
         )
-        ends = _Ends(cut)
-        self.chains: tuple[Chain, ...] = tuple(
-            chain for row, borders in enumerate(documents) for chain in ends.chains(row, borders)
+        builder = _ChainBuilder(sharding)
+        self.chains: tuple[TransferChain, ...] = tuple(
+            chain
+            for row, document_bounds in enumerate(documents)
+            for chain in builder.chains(row, document_bounds)
         )
-        self.exports = tuple(lasts[key] for key in ends.exports[rank])
-        self.entries = tuple(self._firsts[key] for key in ends.entries[rank])
-        self.export_slots = max(map(len, ends.exports))
-        self.entry_slots = max(map(len, ends.entries))
+        self.exports = tuple(last_sequences[key] for key in builder.exports[rank])
+        self.entries = tuple(self._first_sequences[key] for key in builder.entries[rank])
+        self.export_slots = max(map(len, builder.exports))
+        self.entry_slots = max(map(len, builder.entries))
 
     @property
     def crossed(self) -> bool:
-        """Return whether any document continues on another rank; all ranks return the same."""
+        """Return whether any document continues on another rank; the same on all ranks."""
         return bool(self.chains)
 
     @property
     def chained(self) -> bool:
-        """Return whether any piece both continues another and is continued."""
+        """Return whether a document is on three or more ranks, so that a state is passed on."""
         return any(len(chain) > 1 for chain in self.chains)
 
-    def halo(self, width: int) -> PieceHalo:
-        """Return who lends the `width` tokens before each piece, made once.
+    def halo(self, width: int) -> SequenceHalo:
+        """Return the exchange of the `width` tokens before each sub-sequence, computed once.
 
         Raises:
             ValueError: a negative width.
         """
         return self.sequences.cached(("halo", width), lambda: self._halo(width))
 
-    def _halo(self, width: int) -> PieceHalo:
-        lent = list(_lent(self.cut, width, self._documents, rank=self.rank))
-        sent = sorted((p for p in lent if p.source == self.rank), key=lambda p: (p.target, p.order))
-        got = sorted((p for p in lent if p.target == self.rank), key=lambda p: (p.source, p.order))
+    def _halo(self, width: int) -> SequenceHalo:
+        ranges = list(_halo_ranges(self.sharding, width, self._documents, rank=self.rank))
+        sent = [x for x in ranges if x.source == self.rank]
+        sent.sort(key=lambda x: (x.target, x.order))
+        received = [x for x in ranges if x.target == self.rank]
+        received.sort(key=lambda x: (x.source, x.order))
         starts = [run.start for run in self._runs]
         before = [0, *accumulate(run.length for run in self._runs)]  # packed tokens of a row
         send = []
-        for piece in sent:
-            run = bisect_right(starts, piece.start) - 1
-            start = piece.row * before[-1] + before[run] + piece.start - starts[run]
-            send.append((start, piece.length))
-        places = [
-            (self._firsts[piece.row, piece.run] * width + piece.first, piece.length)
-            for piece in got
+        for halo_range in sent:
+            run = bisect_right(starts, halo_range.start) - 1
+            start = halo_range.row * before[-1] + before[run] + halo_range.start - starts[run]
+            send.append((start, halo_range.length))
+        filled = [
+            (self._first_sequences[x.row, x.run] * width + x.first_row, x.length) for x in received
         ]
-        place = _numbers_of(places)
-        take = np.full(self.sequences.count * width, len(place), dtype=np.int64)
-        take[place] = np.arange(len(place))
-        ranks = range(self.cut.size)
+        halo_rows = _concat_ranges(filled)
+        take = np.full(self.sequences.count * width, len(halo_rows), dtype=np.int64)
+        take[halo_rows] = np.arange(len(halo_rows))
+        ranks = range(self.sharding.size)
         moved = self.sequences.to_device
-        return PieceHalo(
-            moved(_numbers_of(send)),
+        return SequenceHalo(
+            moved(_concat_ranges(send)),
             tuple(sum(p.length for p in sent if p.target == rank) for rank in ranks),
-            tuple(sum(p.length for p in got if p.source == rank) for rank in ranks),
+            tuple(sum(p.length for p in received if p.source == rank) for rank in ranks),
             moved(take),
-            moved(place),
+            moved(halo_rows),
         )
 
 
-def own_pieces(layout: SequenceLayout, batch: int) -> OwnPieces:
-    """Return the pieces of a layout's rank; without a split, of whole rows.
+def local_sequences(layout: SequenceLayout, batch: int) -> LocalSequences:
+    """Return the local sub-sequences of a layout's rank, which are documents for whole rows.
 
     Args:
-        layout: of this rank.
+        layout: layout of this rank.
         batch: b.
 
     Raises:
-        ValueError: rows of another number than the layout's, or documents known by ids alone.
+        ValueError: a layout of another number of rows, or with documents known only by ids.
     """
     documents = known_documents(layout, batch)
-    device, cut = layout.positions.device, layout.cut
-    if cut is None:
-        cut = SequenceCut.of(layout.positions.shape[0], 1)
-    return OwnPieces(cut, layout.rank, documents=documents, device=device)
+    device, sharding = layout.positions.device, layout.sharding
+    if sharding is None:
+        sharding = SequenceSharding.of(layout.positions.shape[0], 1)
+    return LocalSequences(sharding, layout.rank, documents=documents, device=device)
 
 
-class _Ends:
-    """The ends of runs over which documents go on, numbered for each rank as they are met: row
-    after row, by place. All ranks meet them in this order."""
+class _ChainBuilder:
+    """Numbers the exports and entries of every rank in the order of rows and row indices, the same
+    on all ranks."""
 
-    def __init__(self, cut: SequenceCut) -> None:
+    def __init__(self, sharding: SequenceSharding) -> None:
         owned = [
             (run, number, rank)
-            for rank in range(cut.size)
-            for number, run in enumerate(cut.runs(rank))
+            for rank in range(sharding.size)
+            for number, run in enumerate(sharding.runs(rank))
         ]
-        self._owned = sorted(owned, key=lambda run_owner: run_owner[0].place)
-        self.exports: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]  # (row, run)
-        self.entries: list[list[tuple[int, int]]] = [[] for _ in range(cut.size)]
+        self._owned = sorted(owned, key=lambda run_owner: run_owner[0].row_start)
+        self.exports: list[list[tuple[int, int]]] = [[] for _ in range(sharding.size)]  # (row, run)
+        self.entries: list[list[tuple[int, int]]] = [[] for _ in range(sharding.size)]
 
-    def chains(self, row: int, borders: Sequence[int]) -> Iterator[Chain]:
-        """Yield the chains of a row, whose documents have these borders."""
-        links: list[Link] = []
-        for (run, number, source), (behind, next_number, target) in pairwise(self._owned):
-            following = borders[bisect_right(borders, run.place)]  # the border after its first
-            if links and following <= run.end:
+    def chains(self, row: int, bounds: Sequence[int]) -> Iterator[TransferChain]:
+        """Yield the chains of state transfers of a row, from its cumulative document lengths."""
+        links: list[StateTransfer] = []
+        for (run, number, source), (following, next_number, target) in pairwise(self._owned):
+            next_bound = bounds[bisect_right(bounds, run.row_start)]  # end of its first document
+            if links and next_bound <= run.row_end:
                 yield tuple(links)
                 links = []
-            if behind.place == borders[bisect_left(borders, behind.place)]:
+            if following.row_start == bounds[bisect_left(bounds, following.row_start)]:
                 continue
             exports, entries = self.exports[source], self.entries[target]
-            links.append(Link(source, len(exports), target, len(entries)))
+            links.append(StateTransfer(source, len(exports), target, len(entries)))
             exports.append((row, number))
             entries.append((row, next_number))
         if links:
             yield tuple(links)
 
 
-def _lengths(run: Run, borders: Sequence[int]) -> list[int]:
-    """Return the lengths of the pieces that documents make of a run."""
-    inner = borders[bisect_right(borders, run.place) : bisect_left(borders, run.end)]
-    return [end - start for start, end in pairwise((run.place, *inner, run.end)) if end > start]
+def _lengths(run: TokenRange, bounds: Sequence[int]) -> list[int]:
+    """Return the lengths of the local sub-sequences of a token range."""
+    inner = bounds[bisect_right(bounds, run.row_start) : bisect_left(bounds, run.row_end)]
+    return [
+        end - start for start, end in pairwise((run.row_start, *inner, run.row_end)) if end > start
+    ]
 
 
-def _lent(
-    cut: SequenceCut, width: int, documents: Sequence[Sequence[int]], *, rank: int
-) -> Iterator[_Lent]:
-    """Yield what a rank lends and borrows, of all rows, less what is of earlier documents."""
-    places = [[run.place for run in cut.runs(target)] for target in range(cut.size)]
-    pieces = [piece for piece in cut.halo(width).pieces if rank in (piece.source, piece.target)]
-    for row, borders in enumerate(documents):
-        for piece in pieces:
-            place = places[piece.target][piece.run]
-            top = place - width  # the place of the halo's first row
+def _halo_ranges(
+    sharding: SequenceSharding, width: int, documents: Sequence[Sequence[int]], *, rank: int
+) -> Iterator[_HaloRange]:
+    """Yield the halo tokens that a rank sends and receives for all rows, without tokens of earlier
+    documents."""
+    row_starts = [
+        [run.row_start for run in sharding.runs(target)] for target in range(sharding.size)
+    ]
+    transfers = [x for x in sharding.halo(width).transfers if rank in (x.source, x.target)]
+    for row, bounds in enumerate(documents):
+        for transfer in transfers:
+            row_start = row_starts[transfer.target][transfer.run]
+            top = row_start - width  # row index of the first halo row
             # Rows before the document of the run's first token are left out.
-            begin = borders[bisect_right(borders, place) - 1]
-            less = max(0, begin - (top + piece.row))
-            if less < piece.length:
-                yield _Lent(
-                    source=piece.source,
-                    target=piece.target,
+            begin = bounds[bisect_right(bounds, row_start) - 1]
+            skipped = max(0, begin - (top + transfer.row))
+            if skipped < transfer.length:
+                yield _HaloRange(
+                    source=transfer.source,
+                    target=transfer.target,
                     row=row,
-                    run=piece.run,
-                    first=piece.row + less,
-                    start=piece.start + less,
-                    length=piece.length - less,
+                    run=transfer.run,
+                    first_row=transfer.row + skipped,
+                    start=transfer.start + skipped,
+                    length=transfer.length - skipped,
                 )
 
 
-def _numbers_of(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the numbers of parts (first, length), one after another."""
+def _concat_ranges(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the concatenation of ranges (first, length)."""
     if not ranges:
         return np.zeros(0, dtype=np.int64)
     return np.concatenate([np.arange(start, start + length) for start, length in ranges])
@@ -1010,13 +1025,14 @@ def _numbers_of(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """How the sequences of a model are split over ranks.
+    """Context parallelism of a model.
 
     Args:
         group: cp.
-        engine: of attention, "p2p", "all_gather", "a2a", or "auto" for the one that moves least.
-        linear_mode: of recurrent mixers, "headwise", "segments", or "auto" likewise.
-        cpu_dtype: what a CPU multiplies 16-bit queries and keys in, see `ops.backend_choice`.
+        engine: attention engine: "p2p", "all_gather", "a2a", or "auto" for the least communication.
+        linear_mode: mode of recurrent mixers: "headwise", "segments", or "auto" for the least
+            communication.
+        cpu_dtype: dtype of matrix products of 16-bit operands on a CPU, see `ops.backend_choice`.
     """
 
     group: Group = field(default_factory=lambda: Group.single("cp"))
@@ -1026,7 +1042,7 @@ class ContextParallel:
 
 
 def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
-    """List what keeps an engine from attending over cp ranks, with the fix.
+    """Return the reasons why an engine cannot run on cp ranks, each with its fix.
 
     Args:
         engine: "p2p", "all_gather", "a2a" or "auto".

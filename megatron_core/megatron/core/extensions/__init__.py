@@ -29,8 +29,8 @@ MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 
-#: Gather format (`weight_gather.gather_format`) whose bytes a recipe multiplies directly. There is none for
-#: scales of earlier steps (delayed) or of 128 elements (blockwise).
+#: Gather format (`weight_gather.gather_format`) whose bytes a recipe multiplies directly. There is
+#: none for scales of earlier steps (delayed) or of 128 elements (blockwise).
 GATHERED: Mapping[str, str] = MappingProxyType(
     {"tensorwise": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 )

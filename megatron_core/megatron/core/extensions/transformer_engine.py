@@ -691,7 +691,7 @@ class Matrices:
 
 
 def _add_written_gradient(whole: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool) -> None:
-    """Add TE's gradient to the main_grad, unless TE wrote to the main_grad itself."""
+    """Add the gradient from TE to `main_grad`, unless TE wrote to `main_grad` itself."""
     if whole.data_ptr() != main_grad.data_ptr():
         main_grad.add_(whole)
 

@@ -143,7 +143,7 @@ class HiddenDropout(nn.Module):
         if layout.sample_ids is None:
             return x
         # Not the positions: those of a row's documents repeat, and would drop the same features.
-        positions, numbers = layout.sample_places, layout.sample_numbers
+        positions, numbers = layout.sample_positions, layout.sample_numbers
         samples = layout.sample_ids
         if numbers is not None:
             samples = samples.index_select(0, numbers).unsqueeze(1)  # [s, 1]

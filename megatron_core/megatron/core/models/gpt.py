@@ -71,7 +71,7 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
         tokens: int64 [b, s/cp].
         context: the ranks that share the tokens of a row.
     """
-    cut, length = layout.cut, layout.positions.shape[0]
+    cut, length = layout.sharding, layout.positions.shape[0]
     if context.size > 1 and cut is None:
         raise ValueError(
             f"{context.size} context parallel ranks need a layout with a cut: give "

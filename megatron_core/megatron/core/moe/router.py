@@ -290,9 +290,9 @@ class Share:
     def num_sequences(self) -> int:
         """Number of sequences of the microbatch."""
         layout = self._layout
-        if layout.sample_length is None or layout.cut is None:
+        if layout.sample_length is None or layout.sharding is None:
             return self.batch
-        return layout.cut.length // layout.sample_length
+        return layout.sharding.length // layout.sample_length
 
     @property
     def num_tokens(self) -> int | torch.Tensor:
@@ -302,7 +302,7 @@ class Share:
     @property
     def positions(self) -> torch.Tensor:
         """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
-        positions = self._layout.sample_places  # [s]
+        positions = self._layout.sample_positions  # [s]
         assert positions.ndim == 1, "layouts with sample ids have one place per column"
         return positions[(self._numbers // self.batch).clamp(max=len(positions) - 1)]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.cut import ZIGZAG
+from megatron.core.context_parallel.sequence_sharding import ZIGZAG
 from megatron.core.ssm.mixer_config import (
     AUTO,
     HEADWISE,
@@ -81,7 +81,7 @@ class LinearShape:
         Raises:
             ValueError: a layout without a split.
         """
-        cut = layout.cut
+        cut = layout.sharding
         if cut is None:
             raise ValueError("this layout is not cut over ranks: make it by SequenceLayout.make")
         return replace(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.backend import LayerBuild
-from megatron.core.context_parallel.all_to_all import Placed
+from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
@@ -101,10 +101,10 @@ class GatedDeltaNet(RecurrentMixer):
         self.norm_weight = build.store.declare(normed, ones)
         self.output = build.row_linear(f"{name}.output", values)
 
-    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
+    def gated(self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return [s, b, H V], see `RecurrentMixer.gated`."""
         gate, gradient = slice_of(gate)
-        heads = out.split_parts(gate).unflatten(-1, (self.unit_layout.heads, -1))
+        heads = out.split_head_shards(gate).unflatten(-1, (self.unit_layout.heads, -1))
         normed = gated_rms_norm(
             out.rows,
             ProjectionSlice(heads, gradient),

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from megatron.core.backend import LayerBuild
 from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
-from megatron.core.context_parallel.all_to_all import Placed
+from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
 from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
@@ -101,18 +101,18 @@ class Mamba2(RecurrentMixer):
         self.norm_weight = build.store.declare(normed, ones)
         self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)
 
-    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
+    def gated(self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return [s, b, H P], see `RecurrentMixer.gated`."""
         gate, gradient = slice_of(gate)
         size = self._group_size
-        if size is None or out.parts > 1 or gate.shape[-1] % size:
+        if size is None or out.head_shards > 1 or gate.shape[-1] % size:
             joined = gate.flatten(2).flatten(0, 1)
             normed = self._normed(out.joined().flatten(1), joined)
         else:
             weight = self.norm_weight.stored()
             normed = gated_rms_norm(
                 out.rows.flatten(2),
-                ProjectionSlice(out.split_parts(gate), gradient),
+                ProjectionSlice(out.split_head_shards(gate), gradient),
                 weight._replace(value=weight.value.view(self.units, -1)),
                 eps=self.epsilon,
                 order=GATE_FIRST,

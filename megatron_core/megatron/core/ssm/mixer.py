@@ -35,7 +35,7 @@ from torch import nn
 
 from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.all_to_all import Placed, gather_heads, scatter_heads
+from megatron.core.context_parallel.all_to_all import RecurrenceOutput, gather_heads, scatter_heads
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
@@ -244,7 +244,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     def over_tokens(
         self, columns: torch.Tensor | ProjectionSlice, layout: SequenceLayout
-    ) -> Placed:
+    ) -> RecurrenceOutput:
         """Return what comes out of the recurrence, of u units of r heads, from [s, b, u, w]."""
         group, (units, gradient) = self.context.group, slice_of(columns)
         if group.size > 1 and self._mode(units, layout) == SEGMENTS:
@@ -298,11 +298,11 @@ class RecurrentMixer(nn.Module, ABC):
             return_conv_state=return_conv_state,
         )
 
-    def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> Placed:
+    def _in_segments(self, units: torch.Tensor, layout: SequenceLayout) -> RecurrenceOutput:
         """Return what comes out of the recurrence over this rank's own tokens."""
         group, part = self.context.group, Part()
-        pieces = layout.own_pieces(units.shape[1])
-        source, packing = units.flatten(0, 1), pieces.places
+        pieces = layout.local_sequences(units.shape[1])
+        source, packing = units.flatten(0, 1), pieces.indices
         before = halo_rows(
             source,
             pieces,
@@ -318,7 +318,7 @@ class RecurrentMixer(nn.Module, ABC):
             self.recurrence, inputs, pieces, group, keep_states=self.keep_states
         )
         out = self.added(out, inputs, part).unflatten(1, (self.units, -1))
-        return Placed(out, packing)
+        return RecurrenceOutput(out, packing)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -344,11 +344,11 @@ class RecurrentMixer(nn.Module, ABC):
             found.append(self.decoded(units[:first, 0], gate[:first, 0], slots, cache))
         if rows.prefill is not None:
             out = self._swept(units[first:, 0], rows.prefill, rows.state_slots[first:], cache)
-            found.append(self.gated(Placed(out), gate[first:]).flatten(0, 1))
+            found.append(self.gated(RecurrenceOutput(out), gate[first:]).flatten(0, 1))
         return (found[0] if len(found) == 1 else torch.cat(found)).unsqueeze(1)
 
     @abstractmethod
-    def gated(self, out: Placed, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
+    def gated(self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
         """Return what is projected out [s, b, H V] of what came out of the recurrence, behind norm
         and gate [s, b, u, r V]."""
 

@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional
 
 from megatron.core.comm.collectives import all_gather, all_to_all
-from megatron.core.context_parallel.layout import OwnPieces, PieceHalo
+from megatron.core.context_parallel.layout import LocalSequences, SequenceHalo
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import (
     Recurrence,
@@ -180,7 +180,7 @@ class Links:
     chained: bool
 
     @staticmethod
-    def of(pieces: OwnPieces, group: Group) -> Links:
+    def of(pieces: LocalSequences, group: Group) -> Links:
         """Return how own pieces hang together with those of other ranks."""
         sequences, rank = pieces.sequences, pieces.rank
         exports, entries = pieces.export_slots, pieces.entry_slots
@@ -238,7 +238,7 @@ class _SegmentCall:
 def recur_in_segments(
     recurrence: Recurrence,
     inputs: RecurrenceInputs,
-    pieces: OwnPieces,
+    pieces: LocalSequences,
     group: Group,
     *,
     keep_states: bool = False,
@@ -391,18 +391,18 @@ def _last_gradients(call: _SegmentCall, kept: _Kept, grad: torch.Tensor) -> torc
     return links.last.states(gathered, kept.between, transposed=True)
 
 
-def _check(pieces: OwnPieces, group: Group) -> None:
+def _check(pieces: LocalSequences, group: Group) -> None:
     """Raise ValueError where pieces are not those of this rank of the group."""
-    if pieces.cut.size != group.size or pieces.rank != group.rank:
+    if pieces.sharding.size != group.size or pieces.rank != group.rank:
         raise ValueError(
-            f"the pieces are those of rank {pieces.rank} of {pieces.cut.size}, group {group.name} "
-            f"is rank {group.rank} of {group.size}: make the layout for this group"
+            f"the pieces are those of rank {pieces.rank} of {pieces.sharding.size}, group "
+            f"{group.name} is rank {group.rank} of {group.size}: make the layout for this group"
         )
 
 
 def halo_rows(
     x: torch.Tensor,
-    pieces: OwnPieces,
+    pieces: LocalSequences,
     group: Group,
     *,
     width: int,
@@ -444,7 +444,7 @@ class _Halo(torch.autograd.Function):
     """forward: exchange rows that others need; dgrad: their gradients back, summed. Saves none."""
 
     @staticmethod
-    def forward(ctx, x, halo: PieceHalo, group: Group, width: int, channels: int):
+    def forward(ctx, x, halo: SequenceHalo, group: Group, width: int, channels: int):
         ctx.halo, ctx.group, ctx.shape, ctx.channels = halo, group, x.shape, channels
         received = all_to_all(
             x[..., :channels].index_select(0, halo.send_index),
@@ -457,9 +457,9 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        halo: PieceHalo = ctx.halo
+        halo: SequenceHalo = ctx.halo
         back = all_to_all(
-            grad.flatten(0, 1).index_select(0, halo.place),
+            grad.flatten(0, 1).index_select(0, halo.halo_rows),
             ctx.group,
             send_counts=halo.receive_counts,
             receive_counts=halo.send_counts,

@@ -21,7 +21,7 @@ def pair_count(blocks: Iterable[AttentionBlock], *, window: int | None = None) -
         pairs = queries * (queries + 1) // 2 if block.causal else queries * keys
         if window is not None:
             # Query number i does not see the first i + ahead keys; each query sees one at least.
-            ahead = block.q_place - block.k_place - window + 1
+            ahead = block.q_row_start - block.k_row_start - window + 1
             pairs -= _triangle(ahead + queries - 1) - _triangle(ahead - 1)
         count += (block.row1 - block.row0) * pairs
     return count

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from megatron.core.context_parallel import SequenceCut
+from megatron.core.context_parallel import SequenceSharding
 
 SIZES = (1, 2, 3, 4, 8)
 
@@ -25,11 +25,11 @@ class CutCase:
     def total(self) -> int:
         return sum(self.lengths)
 
-    def cut(self) -> SequenceCut:
+    def cut(self) -> SequenceSharding:
         """Return the cut under test."""
         bounds = None if self.whole else cumulative(self.lengths)
         padded = cumulative(self.padded) if self.padded != self.lengths else None
-        return SequenceCut.of(
+        return SequenceSharding.of(
             self.total, self.size, order=self.order, cu_seqlens=bounds, padded_cu_seqlens=padded
         )
 

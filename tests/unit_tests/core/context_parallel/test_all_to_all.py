@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.all_to_all import gather_heads, scatter_heads
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
@@ -37,8 +37,8 @@ class Case:
     apart: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
 
-    def cut(self, size: int) -> SequenceCut:
-        return SequenceCut.of(
+    def cut(self, size: int) -> SequenceSharding:
+        return SequenceSharding.of(
             self.length,
             size,
             order=self.order,
@@ -93,12 +93,12 @@ def exchanged(rank: int, world: int):
     heads = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
     for name, case in CASES.items():
         layout = SequenceLayout.make(case.cut(world), rank, rows=ROWS, document_ids=case.ids())
-        real = layout.places >= 0
+        real = layout.row_indices >= 0
         x, d_x = whole("x", case, WIDTH), whole("d_x", case, WIDTH)
         y, d_y = whole("y", case, 2), whole("d_y", case, 2)
 
         def here(rows, layout=layout, real=real):  # large numbers where there is padding
-            return torch.where(real[:, None, None, None], rows[layout.places], 1e3)
+            return torch.where(real[:, None, None, None], rows[layout.row_indices], 1e3)
 
         bad = []
         with trace(groups) as records:
@@ -142,7 +142,7 @@ def counted(rank: int, world: int):
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     found = {}
     for count in (1, 4, 64):
-        cut = SequenceCut.of(256, world, cu_seqlens=range(0, 257, 256 // count))
+        cut = SequenceSharding.of(256, world, cu_seqlens=range(0, 257, 256 // count))
         layout = SequenceLayout.make(cut, rank, rows=1)
         x = torch.randn(256 // world, 1, HEADS, WIDTH, requires_grad=True)
         weight = torch.randn(HEADS // world, WIDTH, 4)
@@ -183,7 +183,7 @@ def test_one_rank_packs_only(batch):
 def unfit(rank: int, world: int):
     """Return what is said of what does not fit."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    group, layout = groups["cp"], SequenceLayout.make(SequenceCut.of(8, world), rank, rows=1)
+    group, layout = groups["cp"], SequenceLayout.make(SequenceSharding.of(8, world), rank, rows=1)
     calls = {
         "heads": lambda: scatter_heads(torch.ones(4, 1, 3, 2), layout, group),
         "tokens": lambda: scatter_heads(torch.ones(8, 1, 4, 2), layout, group),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron.core.context_parallel import SequenceCut
+from megatron.core.context_parallel import SequenceSharding
 from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
-from megatron.core.context_parallel.cut import Run
+from megatron.core.context_parallel.sequence_sharding import TokenRange
 from tests.unit_tests.core.context_parallel.pair_count import pair_count
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
 
@@ -25,7 +25,7 @@ class Question:
 
     case: CutCase
     query_rank: int
-    keys: tuple[Run, ...]
+    keys: tuple[TokenRange, ...]
     key_places: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...] | None
     rows: int
@@ -66,7 +66,7 @@ class Question:
         return seen
 
 
-def random_runs(rng: random.Random, total: int) -> tuple[Run, ...]:
+def random_runs(rng: random.Random, total: int) -> tuple[TokenRange, ...]:
     """Draw parts of a row that lie anyhow, with gaps between."""
     borders = sorted({0, total, *(rng.randrange(total + 1) for _ in range(rng.choice([1, 3, 6])))})
     parts = list(itertools.pairwise(borders))
@@ -74,23 +74,23 @@ def random_runs(rng: random.Random, total: int) -> tuple[Run, ...]:
     found, start = [], 0
     for first, end in parts[: rng.randrange(1, len(parts) + 1)]:
         start += rng.choice([0, 0, 2])
-        found.append(Run(start, end - first, first))
+        found.append(TokenRange(start, end - first, first))
         start += end - first
     return tuple(found)
 
 
-def random_keys(rng: random.Random, case: CutCase) -> tuple[tuple[Run, ...], list[int]]:
+def random_keys(rng: random.Random, case: CutCase) -> tuple[tuple[TokenRange, ...], list[int]]:
     """Draw keys: those of a rank, of whole rows, or some; with the place of each, -1 for none."""
     kind = rng.choice(["rank", "rank", "whole", "any"])
     if kind == "rank":
         rank = rng.randrange(case.size)
         return case.cut().runs(rank), case.columns()[rank]
     if kind == "whole":
-        return (Run(0, case.total, 0),), list(range(case.total))
+        return (TokenRange(0, case.total, 0),), list(range(case.total))
     runs = random_runs(rng, case.total)
     places = [-1] * runs[-1].stop
     for run in runs:
-        places[run.start : run.stop] = range(run.place, run.end)
+        places[run.start : run.stop] = range(run.row_start, run.row_end)
     return runs, places
 
 
@@ -128,11 +128,11 @@ QUESTIONS = [random_question(random.Random(seed)) for seed in range(200)]
 def shown(question: Question, block: AttentionBlock) -> np.ndarray:
     """Return which pairs [q, k] of a block it shows, as an op that gets nothing but the block."""
     queries, keys = block.q1 - block.q0, block.k1 - block.k0
-    query = np.arange(queries)[:, None] + block.q_place
-    key = np.arange(keys) + block.k_place
+    query = np.arange(queries)[:, None] + block.q_row_start
+    key = np.arange(keys) + block.k_row_start
     seen = np.ones((queries, keys), dtype=bool)
     if block.causal:
-        assert (queries, block.q_place) == (keys, block.k_place), question
+        assert (queries, block.q_row_start) == (keys, block.k_row_start), question
         seen &= key <= query
     if question.window is not None:
         seen &= query - key < question.window
@@ -165,12 +165,14 @@ def test_places_of_a_block_are_those_of_its_tokens():
     for question in QUESTIONS:
         query, key = question.places()
         for block in question.blocks():
-            assert (query[block.q0], key[block.k0]) == (block.q_place, block.k_place), question
+            assert (query[block.q0], key[block.k0]) == (block.q_row_start, block.k_row_start), (
+                question
+            )
             if not question.joined:
                 checked += 1
-                places = block.q_place + np.arange(block.q1 - block.q0)
+                places = block.q_row_start + np.arange(block.q1 - block.q0)
                 assert np.array_equal(query[block.q0 : block.q1], places), question
-                places = block.k_place + np.arange(block.k1 - block.k0)
+                places = block.k_row_start + np.arange(block.k1 - block.k0)
                 assert np.array_equal(key[block.k0 : block.k1], places), question
     assert checked > 300
 
@@ -196,8 +198,8 @@ def test_no_two_rectangles_make_one():
             if (a.row0, a.row1) != (b.row0, b.row1):
                 continue
             looked += 1
-            queries = a.q_place + a.q1 - a.q0 == b.q_place or question.joined
-            keys = a.k_place + a.k1 - a.k0 == b.k_place or question.joined
+            queries = a.q_row_start + a.q1 - a.q0 == b.q_row_start or question.joined
+            keys = a.k_row_start + a.k1 - a.k0 == b.k_row_start or question.joined
             tall = queries and (a.k0, a.k1, a.q1) == (b.k0, b.k1, b.q0)
             wide = keys and (a.q0, a.q1, a.k1) == (b.q0, b.q1, b.k0)
             assert not tall, (question, a, b)
@@ -211,7 +213,7 @@ def test_dense_zigzag_has_few_blocks(cp, joined):
     """Own keys: two squares and what lies between. Keys before: all queries see the first chunk.
     Keys behind: the second chunk of queries sees both."""
     chunk = 4
-    cut = SequenceCut.of(2 * cp * chunk, cp)
+    cut = SequenceSharding.of(2 * cp * chunk, cp)
     for rank, other in itertools.product(range(cp), repeat=2):
         blocks = attention_blocks(cut.runs(rank), cut.runs(other), rows=2, joined=joined)
         squares = [block for block in blocks if block.causal]
@@ -240,7 +242,7 @@ def test_zigzag_gives_every_rank_the_same_work(cp):
             for rank in range(cp)
         ]
         for order in ("zigzag", "contiguous")
-        for cut in [SequenceCut.of(length, cp, order=order)]
+        for cut in [SequenceSharding.of(length, cp, order=order)]
     }
     pairs = rows * length * (length + 1) // 2
     assert work["zigzag"] == [pairs // cp] * cp
@@ -249,8 +251,8 @@ def test_zigzag_gives_every_rank_the_same_work(cp):
 
 
 def test_keys_of_whole_rows_cost_two_blocks_a_run():
-    cut = SequenceCut.of(16, 2)
-    whole = (Run(0, 16, 0),)
+    cut = SequenceSharding.of(16, 2)
+    whole = (TokenRange(0, 16, 0),)
     assert attention_blocks(cut.runs(0), whole, rows=1) == (
         AttentionBlock(0, 1, 0, 4, 0, 4, 0, 0, True),
         AttentionBlock(0, 1, 4, 8, 0, 12, 12, 0, False),
@@ -265,7 +267,7 @@ def test_keys_of_whole_rows_cost_two_blocks_a_run():
 
 def test_document_across_token_range_boundaries():
     """Documents 0-5 and 6-15 of 16 tokens; rank 0 of 2 holds places 0-3 and 12-15."""
-    cut = SequenceCut.of(16, 2)
+    cut = SequenceSharding.of(16, 2)
     blocks = attention_blocks(cut.runs(0), cut.runs(1), rows=1, documents=[[0, 6, 6, 16]])
     assert blocks == (AttentionBlock(0, 1, 4, 8, 2, 8, 12, 6, False),)
     blocks = attention_blocks(cut.runs(1), cut.runs(0), rows=1, documents=[[0, 6, 6, 16]])
@@ -273,7 +275,7 @@ def test_document_across_token_range_boundaries():
 
 
 def test_adjacent_sequences_merge_unless_documents_split_them():
-    runs = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 12]).runs(0)
+    runs = SequenceSharding.of(12, 1, cu_seqlens=[0, 5, 12]).runs(0)
     assert len(runs) == 2
     assert attention_blocks(runs, runs, rows=1) == (AttentionBlock(0, 1, 0, 12, 0, 12, 0, 0, True),)
     parted = attention_blocks(runs, runs, rows=1, documents=[[0, 5, 12]])
@@ -284,10 +286,12 @@ def test_adjacent_sequences_merge_unless_documents_split_them():
 
 
 def test_rows_that_agree_share_blocks():
-    run = (Run(0, 12, 0),)
+    run = (TokenRange(0, 12, 0),)
     same, other = [0, 5, 12], [0, 5, 9, 12]
     blocks = attention_blocks(run, run, rows=4, documents=[same, [0, 5, 5, 12], other, same])
-    rows = {(b.q_place, b.q1): (b.row0, b.row1) for b in blocks if b.q_place == 0 or b.q1 == 9}
+    rows = {
+        (b.q_row_start, b.q1): (b.row0, b.row1) for b in blocks if b.q_row_start == 0 or b.q1 == 9
+    }
     # The first document is the same in all, the others are not; an empty one changes nothing.
     assert rows == {(0, 5): (0, 4), (5, 9): (2, 3)}
     assert [(b.row0, b.row1) for b in blocks if (b.q0, b.q1) == (5, 12)] == [(0, 2), (3, 4)]
@@ -295,14 +299,14 @@ def test_rows_that_agree_share_blocks():
 
 
 def test_a_window_leaves_out_what_it_does_not_reach():
-    cut = SequenceCut.of(64, 4)  # rank 0: 0-7 and 56-63, rank 1: 8-15 and 48-55
+    cut = SequenceSharding.of(64, 4)  # rank 0: 0-7 and 56-63, rank 1: 8-15 and 48-55
     keys = [attention_blocks(cut.runs(0), cut.runs(r), rows=1, window=4) for r in range(4)]
     assert keys[1] == (AttentionBlock(0, 1, 8, 11, 13, 16, 56, 53, False),)
     assert keys[2:] == [(), ()]
 
 
 def test_queries_start_before_and_end_after_the_keys():
-    query, key = (Run(3, 10, 10),), (Run(0, 4, 12),)  # queries 10-19, keys 12-15
+    query, key = (TokenRange(3, 10, 10),), (TokenRange(0, 4, 12),)  # queries 10-19, keys 12-15
     assert attention_blocks(query, key, rows=1) == (
         AttentionBlock(0, 1, 5, 9, 0, 4, 12, 12, True),
         AttentionBlock(0, 1, 9, 13, 0, 4, 16, 12, False),
@@ -311,7 +315,7 @@ def test_queries_start_before_and_end_after_the_keys():
         AttentionBlock(0, 1, 0, 4, 3, 5, 12, 10, False),
         AttentionBlock(0, 1, 0, 4, 5, 9, 12, 12, True),
     )
-    one = (Run(0, 1, 12),)
+    one = (TokenRange(0, 1, 12),)
     assert attention_blocks(one, query, rows=1) == (
         AttentionBlock(0, 1, 0, 1, 3, 6, 12, 10, False),
     )
@@ -322,7 +326,7 @@ def test_queries_start_before_and_end_after_the_keys():
 
 def test_many_short_documents_take_one_block_each():
     borders = list(range(0, 8193, 8))
-    run = (Run(0, 8192, 0),)
+    run = (TokenRange(0, 8192, 0),)
     blocks = attention_blocks(run, run, rows=1, documents=[borders])
     assert len(blocks) == 1024
     assert pair_count(blocks) == 1024 * 36
@@ -345,7 +349,7 @@ def test_many_short_documents_take_one_block_each():
     ],
 )  # fmt: skip
 def test_incompatible_options_are_reported(options, message):
-    runs = SequenceCut.of(8, 2).runs(0)
+    runs = SequenceSharding.of(8, 2).runs(0)
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_blocks(runs, runs, **options)
 
@@ -359,10 +363,12 @@ def test_visits_say_where_blocks_lie_and_which_is_first_there():
     )
     assert plan == tuple(plan)
     assert Blocks.of(plan) is plan
-    queries, keys = plan.visits("query", 2, 5), plan.visits("key", 2, 5)
+    queries, keys = plan.tile_list("query", 2, 5), plan.tile_list("key", 2, 5)
     assert queries == (((0, 2, 0, 3), (1, 2, 2, 5)), (True, False), False)
     assert keys == (((0, 2, 0, 3), (1, 2, 3, 5)), (True, True), False)
-    assert plan.visits("key", 2, 5) is keys
-    assert plan.visits_made == 2
-    assert Blocks([*plan, AttentionBlock(0, 1, 0, 5, 3, 5, 0, 0, False)]).visits("key", 2, 5).covers
-    assert not Blocks().visits("query", 1, 1).covers
+    assert plan.tile_list("key", 2, 5) is keys
+    assert plan.tile_lists_made == 2
+    assert (
+        Blocks([*plan, AttentionBlock(0, 1, 0, 5, 3, 5, 0, 0, False)]).tile_list("key", 2, 5).covers
+    )
+    assert not Blocks().tile_list("query", 1, 1).covers

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
-from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.context_parallel.sequence_sharding import SequenceSharding
 from megatron.core.ops.attention import attention, reference
 from megatron.core.ops.dropout import AttentionDropout
 from tests.support.nan_memory import nan_memory
@@ -58,7 +58,7 @@ def by_ranks(parts, cut, *, sinks=None, documents=DOCUMENTS, **options):
         (out, lse, dq, dk, dv) in the order of places, and the gradient of sinks if there are any.
     """
     query, key, value, _ = parts
-    ranks = [torch.tensor(cut.places(rank)) for rank in range(cut.size)]
+    ranks = [torch.tensor(cut.row_indices(rank)) for rank in range(cut.size)]
     local = [[x[places.clamp(min=0)] for x in parts] for places in ranks]
     window = options.get("window")
     out, lse = torch.zeros_like(query), torch.zeros(ROWS, HEADS, LENGTH, dtype=torch.float64)
@@ -113,11 +113,11 @@ def whole(parts, sinks=None, *, documents=DOCUMENTS, window=None, dropout=None):
 
 
 CUTS = {
-    "one rank": SequenceCut.of(LENGTH, 1),
-    "zigzag 2": SequenceCut.of(LENGTH, 2),
-    "zigzag 3": SequenceCut.of(LENGTH, 3),
-    "contiguous 4": SequenceCut.of(LENGTH, 4, order="contiguous"),
-    "sequences, padded": SequenceCut.of(
+    "one rank": SequenceSharding.of(LENGTH, 1),
+    "zigzag 2": SequenceSharding.of(LENGTH, 2),
+    "zigzag 3": SequenceSharding.of(LENGTH, 3),
+    "contiguous 4": SequenceSharding.of(LENGTH, 4, order="contiguous"),
+    "sequences, padded": SequenceSharding.of(
         LENGTH, 2, cu_seqlens=[0, 9, 24], padded_cu_seqlens=[0, 12, 28]
     ),
 }
@@ -164,17 +164,22 @@ def shattered(blocks, chance):
         elif kind in ("queries", "keys") and block.causal and queries > 1:
             n = chance.randrange(1, queries)
             q, k = block.q0 + n, block.k0 + n
-            above = {"q0": q, "k0": k, "q_place": block.q_place + n, "k_place": block.k_place + n}
-            beside = {"q0": q, "q_place": block.q_place + n, "k1": k, "causal": False}
+            above = {
+                "q0": q,
+                "k0": k,
+                "q_row_start": block.q_row_start + n,
+                "k_row_start": block.k_row_start + n,
+            }
+            beside = {"q0": q, "q_row_start": block.q_row_start + n, "k1": k, "causal": False}
             changes = ({"q1": q, "k1": k}, above, beside)
             todo += [dataclasses.replace(block, **x) for x in changes]
         elif kind == "queries" and queries > 1:
             n = chance.randrange(1, queries)
-            after = {"q0": block.q0 + n, "q_place": block.q_place + n}
+            after = {"q0": block.q0 + n, "q_row_start": block.q_row_start + n}
             todo += [dataclasses.replace(block, **x) for x in ({"q1": block.q0 + n}, after)]
         elif kind == "keys" and keys > 1:
             n = chance.randrange(1, keys)
-            after = {"k0": block.k0 + n, "k_place": block.k_place + n}
+            after = {"k0": block.k0 + n, "k_row_start": block.k_row_start + n}
             todo += [dataclasses.replace(block, **x) for x in ({"k1": block.k0 + n}, after)]
         else:
             done.append(block)
@@ -210,7 +215,7 @@ def test_dropout_drops_what_the_unsplit_op_drops(make):
 
 
 def test_one_block_of_everything_is_the_op_itself(make, monkeypatch):
-    monkeypatch.setattr(Blocks, "visits", None)
+    monkeypatch.setattr(Blocks, "tile_list", None)
     parts = tensors(make, dtype=torch.float32)
     runs = CUTS["one rank"].runs(0)
     blocks = attention_blocks(runs, runs, rows=ROWS)
@@ -290,7 +295,7 @@ def test_no_blocks_at_all(make):
     assert equal
     equal = bool((lse == -math.inf).all())
     assert equal
-    grads = blockwise.backward(parts[3], *parts[:3], out, lse, (), scale=SCALE, wide=True)
+    grads = blockwise.backward(parts[3], *parts[:3], out, lse, (), scale=SCALE, fp32_sums=True)
     assert all((x == 0).all() and x.dtype == torch.float32 for x in grads)
 
 
@@ -300,7 +305,7 @@ def test_wide_gradients_are_the_sums_before_they_are_rounded(make):
     blocks = attention_blocks(runs, runs, rows=ROWS, documents=DOCUMENTS)
     out, lse = blockwise.forward(*parts[:3], blocks, scale=SCALE)
     wide, rounded = (
-        blockwise.backward(parts[3], *parts[:3], out, lse, blocks, scale=SCALE, wide=wide)
+        blockwise.backward(parts[3], *parts[:3], out, lse, blocks, scale=SCALE, fp32_sums=wide)
         for wide in (True, False)
     )
     for x, y in zip(wide, rounded, strict=True):

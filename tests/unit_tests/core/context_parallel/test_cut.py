@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.core.context_parallel import SequenceCut
-from megatron.core.context_parallel.cut import Run
+from megatron.core.context_parallel import SequenceSharding
+from megatron.core.context_parallel.sequence_sharding import TokenRange
 from tests.unit_tests.core.context_parallel.random_cuts import SIZES, CutCase, random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(200)]
@@ -36,7 +36,7 @@ def _lengths(case: CutCase) -> list[tuple[int, bool]]:
 def test_places_are_those_of_chunks_dealt_out():
     for case in CASES:
         cut, wanted = case.cut(), case.columns()
-        assert [cut.places(rank) for rank in range(case.size)] == wanted, case
+        assert [cut.row_indices(rank) for rank in range(case.size)] == wanted, case
         assert {len(places) for places in wanted} == {cut.local_length}, case
         assert cut.is_padded == (case.lengths != case.padded), case
 
@@ -47,29 +47,34 @@ def test_runs_are_as_long_as_they_can_be_and_hold_no_padding():
         ends = [sum(case.lengths[: i + 1]) for i in range(len(case.lengths))]
         for rank in range(case.size):
             runs = cut.runs(rank)
-            held = [(i, p) for i, p in enumerate(cut.places(rank)) if p >= 0]
-            told = [(r.start + i, r.place + i) for r in runs for i in range(r.length)]
+            held = [(i, p) for i, p in enumerate(cut.row_indices(rank)) if p >= 0]
+            told = [(r.start + i, r.row_start + i) for r in runs for i in range(r.length)]
             assert told == held, case
             for run in runs:
-                assert sum(run.place >= end for end in ends) == run.sequence, case
-                assert (run.stop, run.end) == (run.start + run.length, run.place + run.length)
+                assert sum(run.row_start >= end for end in ends) == run.sequence, case
+                assert (run.stop, run.row_end) == (
+                    run.start + run.length,
+                    run.row_start + run.length,
+                )
             for run, after in pairwise(runs):
-                follows = (run.stop, run.end) == (after.start, after.place)
+                follows = (run.stop, run.row_end) == (after.start, after.row_start)
                 assert not (follows and run.sequence == after.sequence), case
 
 
 def test_one_rank_holds_each_sequence_in_one_run():
-    cut = SequenceCut.of(12, 1, cu_seqlens=[0, 5, 5, 12])  # odd lengths: of one rank nothing is cut
-    assert cut.runs(0) == (Run(0, 5, 0, 0), Run(5, 7, 5, 2))
+    cut = SequenceSharding.of(
+        12, 1, cu_seqlens=[0, 5, 5, 12]
+    )  # odd lengths: of one rank nothing is cut
+    assert cut.runs(0) == (TokenRange(0, 5, 0, 0), TokenRange(5, 7, 5, 2))
     assert cut.inverse() == list(range(12))
-    assert SequenceCut.of(7, 1).runs(0) == (Run(0, 7, 0),)
+    assert SequenceSharding.of(7, 1).runs(0) == (TokenRange(0, 7, 0),)
 
 
 def test_the_last_rank_of_a_zigzag_has_its_two_chunks_in_one_run():
-    cut = SequenceCut.of(16, 4)
+    cut = SequenceSharding.of(16, 4)
     assert [len(cut.runs(rank)) for rank in range(4)] == [2, 2, 2, 1]
-    assert cut.runs(1) == (Run(0, 2, 2), Run(2, 2, 12))
-    assert cut.runs(3) == (Run(0, 4, 6),)
+    assert cut.runs(1) == (TokenRange(0, 2, 2), TokenRange(2, 2, 12))
+    assert cut.runs(3) == (TokenRange(0, 4, 6),)
 
 
 def test_inverse_undoes_the_gathering_of_all_ranks():
@@ -83,7 +88,7 @@ def test_inverse_undoes_the_gathering_of_all_ranks():
 def test_inverse_of_chunks_is_the_zigzag_order(cp):
     """Of chunks of one token: natural chunk n < cp is at 2n, any other at 4cp - 2n - 1."""
     wanted = [*range(0, 2 * cp, 2), *range(2 * cp - 1, 0, -2)]
-    assert SequenceCut.of(2 * cp, cp).inverse() == wanted
+    assert SequenceSharding.of(2 * cp, cp).inverse() == wanted
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
@@ -97,7 +102,7 @@ def test_inverse_of_packed_sequences_matches_formula(cp):
             n, o = divmod(offset, chunk)
             rank, half = (n, 0) if n < cp else (2 * cp - 1 - n, 1)
             wanted.append(rank * cu[-1] // cp + first // cp + half * chunk + o)
-    assert SequenceCut.of(cu[-1], cp, cu_seqlens=cu).inverse() == wanted
+    assert SequenceSharding.of(cu[-1], cp, cu_seqlens=cu).inverse() == wanted
 
 
 def test_halo_brings_the_tokens_before_each_run():
@@ -108,7 +113,7 @@ def test_halo_brings_the_tokens_before_each_run():
         width = (0, 1, 3, 4, case.total)[number % 5]
         halo = cut.halo(width)
         assert halo.width == width
-        assert all(piece.length > 0 for piece in halo.pieces), case
+        assert all(piece.length > 0 for piece in halo.transfers), case
         for target in range(case.size):
             runs = cut.runs(target)
             rows: dict[tuple[int, int], int] = {}
@@ -122,7 +127,7 @@ def test_halo_brings_the_tokens_before_each_run():
             for index, run in enumerate(runs):
                 start = sum(case.lengths[: run.sequence])
                 for row in range(width):
-                    place = run.place - width + row
+                    place = run.row_start - width + row
                     wanted = place if place >= start else None
                     missing += wanted is None
                     assert rows.pop((index, row), None) == wanted, (case, index, row)
@@ -131,22 +136,22 @@ def test_halo_brings_the_tokens_before_each_run():
 
 
 def test_messages_of_a_halo_are_grouped_by_rank():
-    cut = SequenceCut.of(48, 4, cu_seqlens=[0, 16, 48])
+    cut = SequenceSharding.of(48, 4, cu_seqlens=[0, 16, 48])
     for rank in range(4):
         sources = [piece.source for piece in cut.halo(3).received(rank)]
         assert sources == sorted(sources)
 
 
 def test_equal_cuts_are_one_key():
-    one = SequenceCut.of(16, 2, cu_seqlens=[0, 4, 16])
-    same = SequenceCut.of(16, 2, cu_seqlens=(0, 4, 16), padded_cu_seqlens=[0, 4, 16])
+    one = SequenceSharding.of(16, 2, cu_seqlens=[0, 4, 16])
+    same = SequenceSharding.of(16, 2, cu_seqlens=(0, 4, 16), padded_cu_seqlens=[0, 4, 16])
     assert {one: "x"}[same] == "x"
-    assert SequenceCut.of(16, 2) == SequenceCut.of(16, 2, cu_seqlens=[0, 16])
+    assert SequenceSharding.of(16, 2) == SequenceSharding.of(16, 2, cu_seqlens=[0, 16])
     others = [
-        SequenceCut.of(16, 2, cu_seqlens=[0, 8, 16]),
-        SequenceCut.of(16, 2, cu_seqlens=[0, 4, 16], padded_cu_seqlens=[0, 8, 20]),
-        SequenceCut.of(16, 2, order="contiguous", cu_seqlens=[0, 4, 16]),
-        SequenceCut.of(16, 1, cu_seqlens=[0, 4, 16]),
+        SequenceSharding.of(16, 2, cu_seqlens=[0, 8, 16]),
+        SequenceSharding.of(16, 2, cu_seqlens=[0, 4, 16], padded_cu_seqlens=[0, 8, 20]),
+        SequenceSharding.of(16, 2, order="contiguous", cu_seqlens=[0, 4, 16]),
+        SequenceSharding.of(16, 1, cu_seqlens=[0, 4, 16]),
     ]
     assert len({one, *others}) == 5
 
@@ -181,20 +186,20 @@ def test_equal_cuts_are_one_key():
 )  # fmt: skip
 def test_unsplittable_sequence_is_reported(length, size, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        SequenceCut.of(length, size, **options)
+        SequenceSharding.of(length, size, **options)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_out_of_range_is_reported(rank):
     with pytest.raises(ValueError, match=f"rank {rank} of 2 context-parallel ranks"):
-        SequenceCut.of(8, 2).places(rank)
+        SequenceSharding.of(8, 2).row_indices(rank)
 
 
 def test_negative_halo_is_reported():
     with pytest.raises(ValueError, match="a halo of -1 tokens: use 0 or more"):
-        SequenceCut.of(8, 2).halo(-1)
+        SequenceSharding.of(8, 2).halo(-1)
 
 
 def test_cumulative_lengths_are_integers():
     with pytest.raises(ValueError, match=r"cu_seqlens \[0, 4.9, 8\]: give integers"):
-        SequenceCut.of(8, 2, cu_seqlens=[0, 4.9, 8])
+        SequenceSharding.of(8, 2, cu_seqlens=[0, 4.9, 8])

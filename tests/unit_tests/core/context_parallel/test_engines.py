@@ -12,7 +12,7 @@ from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.comm_type import AttentionShape, choose, explain, moved_bytes
-from megatron.core.context_parallel.cut import SequenceCut
+from megatron.core.context_parallel.sequence_sharding import SequenceSharding
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
@@ -29,7 +29,7 @@ class Case:
 
     Args:
         documents: cu_seqlens of each row's documents, by place; None is one a row.
-        cut_documents: cut each document of the (equal) rows by itself.
+        shard_documents: cut each document of the (equal) rows by itself.
         padded: cu_seqlens of these with padding.
     """
 
@@ -40,7 +40,7 @@ class Case:
     groups: int = 2
     order: str = "zigzag"
     documents: tuple[tuple[int, ...], ...] | None = None
-    cut_documents: bool = False
+    shard_documents: bool = False
     padded: tuple[int, ...] | None = None
     window: int | None = None
     sinks: bool = False
@@ -61,10 +61,10 @@ CASES = {
     "window of one": {"window": 1},
     "documents": {"documents": UNEVEN},
     "documents, window, sinks": {"documents": UNEVEN, "window": 4, "sinks": True},
-    "cut documents": {"documents": EQUAL, "cut_documents": True},
+    "cut documents": {"documents": EQUAL, "shard_documents": True},
     "padded documents": {
         "documents": ((0, 5, 24),) * ROWS,
-        "cut_documents": True,
+        "shard_documents": True,
         "padded": (0, 8, 32),
     },
     "sinks": {"sinks": True, "late": True},
@@ -102,10 +102,10 @@ def dropout_of(case: Case) -> AttentionDropout | None:
     )
 
 
-def cut_of(case: Case) -> SequenceCut:
+def cut_of(case: Case) -> SequenceSharding:
     """Return how the rows of a case lie over the ranks."""
-    bounds = case.documents[0] if case.cut_documents and case.documents else None
-    return SequenceCut.of(
+    bounds = case.documents[0] if case.shard_documents and case.documents else None
+    return SequenceSharding.of(
         case.length,
         case.cp,
         order=case.order,
@@ -128,7 +128,7 @@ def attended(rank: int, world: int, case: Case):
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     cut = cut_of(case)
     layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=document_ids(case))
-    places = torch.tensor(cut.places(rank))
+    places = torch.tensor(cut.row_indices(rank))
     inputs = whole(case)
     leaves = {n: _here(inputs[n], places).requires_grad_() for n in ("query", "key", "value")}
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
@@ -183,7 +183,7 @@ def assert_as_whole(case: Case, ranks) -> None:
     for name in ("out", "query", "key", "value"):
         values = torch.full_like(wanted[name], torch.nan)
         for rank, (found, *_) in enumerate(ranks):
-            places = torch.tensor(cut.places(rank))
+            places = torch.tensor(cut.row_indices(rank))
             values[places[places >= 0]] = found[name][places >= 0]
         together[name] = values
     if case.sinks:
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="use auto, p2p, all_gather, a2a"):
         choose("ulysses", shape, 2)
     x = torch.zeros(4, 1, 2, 4)
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1)
     attend = Attend(layout=layout, group=Group.single("cp"), scale=1.0)
     with pytest.raises(ValueError, match=r"is cut for rank 0 of 2, group cp is rank 0 of 1"):
         context_attention(x, x, x, attend=attend)

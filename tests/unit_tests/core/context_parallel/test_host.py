@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
@@ -46,7 +46,7 @@ def reads() -> Iterator[list[str]]:
 def two_layers(rank: int, world: int):
     """Attend in two layers, forward and backward, with every engine; return what the host did."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    cut = SequenceCut.of(LENGTH, world)
+    cut = SequenceSharding.of(LENGTH, world)
     places = torch.arange(LENGTH)
     ids = torch.stack([(places[:, None] >= torch.tensor(x)).sum(1) for x in STARTS])
     found = {}
@@ -65,7 +65,7 @@ def two_layers(rank: int, world: int):
                 for _ in range(2):
                     out = context_attention(out, key, value, attend=attend, engine=engine)
                 torch.autograd.grad(out, leaves, grad)
-            counts.append((layout.plans_made, layout.visits_made))
+            counts.append((layout.plans_made, layout.tile_lists_made))
         found[engine] = (seen, counts)
     with reads() as seen:
         if torch.ones(2).sum() > 1:

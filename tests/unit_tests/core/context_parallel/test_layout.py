@@ -9,16 +9,16 @@ import re
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.blockwise import attention_blocks
-from megatron.core.context_parallel.cut import Run
+from megatron.core.context_parallel.sequence_sharding import TokenRange
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(1000, 1100)]
 META = torch.device("meta")
 
 
-def layouts(cut: SequenceCut, rows: int = 2, **options) -> list[SequenceLayout]:
+def layouts(cut: SequenceSharding, rows: int = 2, **options) -> list[SequenceLayout]:
     """Return the layout of each rank."""
     return [SequenceLayout.make(cut, rank, rows=rows, **options) for rank in range(cut.size)]
 
@@ -39,7 +39,7 @@ def test_ranks_take_their_columns_of_everything():
         for layout, column in zip(made, case.columns(), strict=True):
             places = torch.tensor(column)
             real = places >= 0
-            assert torch.equal(layout.places, places), case
+            assert torch.equal(layout.row_indices, places), case
             assert layout.positions.shape == (len(column), 3), case
             assert torch.equal(layout.positions[real], positions.t()[places[real]]), case
             equal = bool((layout.positions[~real] == 0).all())
@@ -78,29 +78,31 @@ def test_rows_come_back_from_what_all_ranks_hold():
 def test_what_is_in_order_is_not_copied():
     x, gathered = torch.arange(16).view(2, 8), torch.arange(8.0)
     for cut in (
-        SequenceCut.of(8, 1, cu_seqlens=[0, 3, 8]),
-        SequenceCut.of(8, 2, order="contiguous"),
+        SequenceSharding.of(8, 1, cu_seqlens=[0, 3, 8]),
+        SequenceSharding.of(8, 2, order="contiguous"),
     ):
         layout = SequenceLayout.make(cut, 0, rows=2)
         assert layout.to_rows(gathered) is gathered
         assert layout.to_ranks(gathered) is gathered
         assert (layout.local(x) is x) == (cut.size == 1)
-    assert SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2).to_rows(gathered) is not gathered
+    assert (
+        SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=2).to_rows(gathered) is not gathered
+    )
 
 
 def test_document_bounds_are_derived_from_ids():
     ids = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4], [0] * 8, [0, 1, 2, 3, 4, 5, 6, 7]])
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=3, document_ids=ids.int())
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=3, document_ids=ids.int())
     assert layout.documents == ((0, 3, 5, 8), (0, 8), tuple(range(9)))
     assert layout.document_ids is None  # nothing masks by them
-    unsigned = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=3, document_ids=ids.byte())
+    unsigned = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=3, document_ids=ids.byte())
     assert unsigned.documents == layout.documents
 
 
 def test_sequences_that_are_cut_apart_are_documents():
-    cut = SequenceCut.of(12, 2, cu_seqlens=[0, 4, 4, 12])
+    cut = SequenceSharding.of(12, 2, cu_seqlens=[0, 4, 4, 12])
     assert SequenceLayout.make(cut, 0, rows=2).documents == ((0, 4, 4, 12),) * 2
-    assert SequenceLayout.make(SequenceCut.of(12, 1), 0, rows=2).documents is None
+    assert SequenceLayout.make(SequenceSharding.of(12, 1), 0, rows=2).documents is None
     finer = torch.tensor([[0] * 4 + [1] * 3 + [2] * 5])
     layout = SequenceLayout.make(cut, 0, rows=1, document_ids=finer)
     assert layout.documents == ((0, 4, 7, 12),)
@@ -108,21 +110,24 @@ def test_sequences_that_are_cut_apart_are_documents():
 
 def test_document_ids_remain_if_a_mask_needs_them():
     ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
-    cut = SequenceCut.of(8, 2)
+    cut = SequenceSharding.of(8, 2)
     layout = SequenceLayout.make(cut, 0, rows=2, document_ids=ids, masks_by_ids=True)
     assert layout.document_ids.t().tolist() == [[0, 0, 2, 2], [0, 1, 1, 1]]
-    cut = SequenceCut.of(5, 2, cu_seqlens=[0, 2, 2, 5], padded_cu_seqlens=[0, 4, 4, 8])
+    cut = SequenceSharding.of(5, 2, cu_seqlens=[0, 2, 2, 5], padded_cu_seqlens=[0, 4, 4, 8])
     first, second = layouts(cut, masks_by_ids=True)
     assert first.document_ids.t().tolist() == [[0, -1, 2, -1]] * 2
     assert second.document_ids.t().tolist() == [[0, -1, 2, 2]] * 2
-    assert SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2, masks_by_ids=True).documents is None
+    assert (
+        SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=2, masks_by_ids=True).documents
+        is None
+    )
 
 
 def test_blocks_are_those_of_the_runs_and_documents():
     ids = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
     documents = [[0, 5, 16], [0, 16]]
-    cut = SequenceCut.of(16, 2)
-    whole = (Run(0, 16, 0),)
+    cut = SequenceSharding.of(16, 2)
+    whole = (TokenRange(0, 16, 0),)
     for layout in layouts(cut, document_ids=ids):
         own = cut.runs(layout.rank)
         for window in (None, 3):
@@ -134,12 +139,12 @@ def test_blocks_are_those_of_the_runs_and_documents():
             assert layout.row_blocks(window) == attention_blocks(whole, whole, **options)
     dense = SequenceLayout.make(cut, 0, rows=2)
     assert len(dense.blocks(1)) == 1
-    last = SequenceLayout.make(SequenceCut.of(16, 4), 1, rows=2)
+    last = SequenceLayout.make(SequenceSharding.of(16, 4), 1, rows=2)
     assert (len(last.blocks(0)), len(last.blocks(0, joined=True))) == (2, 1)
 
 
 def test_plans_are_built_once_for_all_layers():
-    layout = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2)
+    layout = SequenceLayout.make(SequenceSharding.of(16, 2), 0, rows=2)
     assert layout.plans_made == 0
     first = [layout.blocks(rank) for rank in (0, 1)]
     for _ in range(5):
@@ -158,24 +163,26 @@ def test_plans_are_built_once_for_all_layers():
     ):
         assert ask() is ask()
         assert layout.plans_made == made
-    other = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2)
+    other = SequenceLayout.make(SequenceSharding.of(16, 2), 0, rows=2)
     assert other.plans_made == 0  # nothing is kept outside a layout
 
 
 def test_other_samples_share_what_was_worked_out():
-    layout = SequenceLayout.make(SequenceCut.of(16, 2), 1, rows=2, sample_ids=torch.tensor([4, 6]))
+    layout = SequenceLayout.make(
+        SequenceSharding.of(16, 2), 1, rows=2, sample_ids=torch.tensor([4, 6])
+    )
     blocks = layout.blocks(0)
     other = layout.with_samples(torch.tensor([1, 2]))
     assert (layout.sample_ids.tolist(), other.sample_ids.tolist()) == ([4, 6], [1, 2])
     assert other.blocks(0) is blocks
     assert other.row_blocks() is layout.row_blocks()
     assert layout.plans_made == other.plans_made == 2
-    assert other.places is layout.places
+    assert other.row_indices is layout.row_indices
 
 
 def test_nothing_is_read_back_from_the_device():
     """The meta device has no values: reading one raises."""
-    cut = SequenceCut.of(10, 2, cu_seqlens=[0, 4, 10], padded_cu_seqlens=[0, 4, 12])
+    cut = SequenceSharding.of(10, 2, cu_seqlens=[0, 4, 10], padded_cu_seqlens=[0, 4, 12])
     ids = torch.tensor([[0] * 4 + [1] * 6] * 2)
     layout = SequenceLayout.make(
         cut,
@@ -191,7 +198,7 @@ def test_nothing_is_read_back_from_the_device():
         layout.positions,
         layout.document_ids,
         layout.sample_ids,
-        layout.places,
+        layout.row_indices,
         layout.inverse,
     )
     assert {tensor.device for tensor in moved} == {META}
@@ -207,7 +214,7 @@ def test_whole_rows_need_no_cut():
     layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(2))
     x = torch.arange(16).view(2, 8)
     assert layout.local(x) is x
-    assert (layout.cut, layout.rank, layout.positions.tolist()) == (None, 0, list(range(8)))
+    assert (layout.sharding, layout.rank, layout.positions.tolist()) == (None, 0, list(range(8)))
 
 
 @pytest.mark.parametrize(
@@ -220,20 +227,20 @@ def test_whole_rows_need_no_cut():
         ({"positions": torch.zeros(2, 8, device=META)}, "positions are on meta: give the host's"),
         ({"document_ids": torch.tensor([[0] * 8, [0, 0, 3, 3, 1, 1, 2, 2]])},
          "document_ids of row 1 fall from 3 to 1 at column 4: number documents along the row"),
-        ({"cut": SequenceCut.of(8, 2, cu_seqlens=[0, 4, 8]),
+        ({"cut": SequenceSharding.of(8, 2, cu_seqlens=[0, 4, 8]),
           "document_ids": torch.tensor([[0] * 4 + [1] * 4, [0] * 6 + [1] * 2])},
          "a document of row 1 goes on over place 4, where cu_seqlens cuts sequences apart"),
     ],
 )  # fmt: skip
 def test_mismatched_shapes_are_reported(options, message):
-    options = {"cut": SequenceCut.of(8, 2), "rank": 0, "rows": 2, **options}
+    options = {"cut": SequenceSharding.of(8, 2), "rank": 0, "rows": 2, **options}
     cut, rank = options.pop("cut"), options.pop("rank")
     with pytest.raises(ValueError, match=re.escape(message)):
         SequenceLayout.make(cut, rank, **options)
 
 
 def test_tensors_of_wrong_length_are_reported():
-    layout = SequenceLayout.make(SequenceCut.of(6, 2, padded_cu_seqlens=[0, 8]), 0, rows=2)
+    layout = SequenceLayout.make(SequenceSharding.of(6, 2, padded_cu_seqlens=[0, 8]), 0, rows=2)
     with pytest.raises(ValueError, match=re.escape("rows (2, 4) must be (2, 6)")):
         layout.local(torch.zeros(2, 4))
     with pytest.raises(ValueError, match=re.escape("rows of shape (6,): give [b, 6]")):

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
-from megatron.core.context_parallel.layout import OwnPieces
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
+from megatron.core.context_parallel.layout import LocalSequences
 from tests.unit_tests.core.context_parallel.random_cuts import CutCase, random_case
 
 ROWS = 3
@@ -28,10 +28,10 @@ def drawn(seed: int) -> tuple[CutCase, list[tuple[int, ...]]]:
 CASES = [drawn(seed) for seed in range(120)]
 
 
-def pieces_of(case: CutCase, documents: list[tuple[int, ...]]) -> list[OwnPieces]:
+def pieces_of(case: CutCase, documents: list[tuple[int, ...]]) -> list[LocalSequences]:
     """Return the pieces of each rank."""
     cut = case.cut()
-    return [OwnPieces(cut, rank, documents=documents) for rank in range(case.size)]
+    return [LocalSequences(cut, rank, documents=documents) for rank in range(case.size)]
 
 
 def begin(documents: list[tuple[int, ...]], row: int, place: int) -> int:
@@ -148,7 +148,7 @@ def test_halos_are_the_tokens_before_of_the_same_document(width):
                 before = range(place - width, place)
                 wanted += [(row, other) if other >= first else None for other in before]
             known = [*received, None]
-            take, place = halos[rank].take.tolist(), halos[rank].place.tolist()
+            take, place = halos[rank].take.tolist(), halos[rank].halo_rows.tolist()
             assert [known[i] for i in take] == wanted + [None] * (width if not pieces else 0), case
             assert [take[i] for i in place] == list(range(len(received))), case
             lent += len(received)
@@ -157,17 +157,17 @@ def test_halos_are_the_tokens_before_of_the_same_document(width):
 
 def test_the_layout_makes_them_once():
     ids = torch.tensor([[0] * 5 + [1] * 11, [0] * 16])
-    layout = SequenceLayout.make(SequenceCut.of(16, 2), 0, rows=2, document_ids=ids)
-    pieces = layout.own_pieces(2)
-    assert layout.own_pieces(2) is pieces
-    assert layout.with_samples(None).own_pieces(2) is pieces
+    layout = SequenceLayout.make(SequenceSharding.of(16, 2), 0, rows=2, document_ids=ids)
+    pieces = layout.local_sequences(2)
+    assert layout.local_sequences(2) is pieces
+    assert layout.with_samples(None).local_sequences(2) is pieces
     assert pieces.sequences.lengths == (4, 4, 4, 4)
     assert (pieces.export_slots, pieces.chained) == (2, True)
     assert pieces.halo(3) is pieces.halo(3)
 
 
 def test_without_a_cut_rows_are_pieces():
-    pieces = SequenceLayout.of_rows(6).own_pieces(2)
+    pieces = SequenceLayout.of_rows(6).local_sequences(2)
     assert pieces.sequences.lengths == (6, 6)
     assert not pieces.crossed
 
@@ -175,4 +175,4 @@ def test_without_a_cut_rows_are_pieces():
 def test_documents_given_only_by_ids_are_refused():
     layout = SequenceLayout.of_rows(4, document_ids=torch.tensor([[0, 0, 1, 1]]))
     with pytest.raises(ValueError, match="cu_seqlens"):
-        layout.own_pieces(1)
+        layout.local_sequences(1)

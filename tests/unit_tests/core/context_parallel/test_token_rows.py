@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.layout import PackedTokens
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 
@@ -84,10 +84,10 @@ def test_whole_rows_are_packed_by_row_then_by_document():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 def test_dense_rows_are_a_sequence_each(size, order):
-    cut = SequenceCut.of(24, size, order=order)
+    cut = SequenceSharding.of(24, size, order=order)
     rows = SequenceLayout.make(cut, 0, rows=2).whole_rows(2)
     assert rows.sequences.bounds == (0, 24, 48)
-    held = torch.tensor([place for rank in range(size) for place in cut.places(rank)])
+    held = torch.tensor([place for rank in range(size) for place in cut.row_indices(rank)])
     assert rows.pack(torch.stack([held, held + 50], 1)).tolist() == [
         *range(24),
         *range(50, 74),
@@ -97,7 +97,7 @@ def test_dense_rows_are_a_sequence_each(size, order):
 def test_a_row_of_zigzag_by_hand():
     # Two ranks, chunks of 2: rank 0 holds places 0 1 6 7, rank 1 holds 2 3 4 5.
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1, document_ids=ids)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1, document_ids=ids)
     rows = layout.whole_rows(1)
     packed = rows.pack(torch.tensor([10, 11, 16, 17, 12, 13, 14, 15])[:, None])
     assert packed.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
@@ -128,7 +128,7 @@ def gradients(rows: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("padded", [False, True])
 def test_gather_and_scatter_are_gradients_of_each_other(padded):
     bounds = {"cu_seqlens": [0, 8, 16], "padded_cu_seqlens": [0, 8, 24]} if padded else {}
-    rows = SequenceLayout.make(SequenceCut.of(16, 4, **bounds), 0, rows=2).whole_rows(2)
+    rows = SequenceLayout.make(SequenceSharding.of(16, 4, **bounds), 0, rows=2).whole_rows(2)
     with OpNames() as ops:
         for got, wanted in gradients(rows):
             assert torch.equal(got, wanted)
@@ -139,17 +139,17 @@ def test_gather_and_scatter_are_gradients_of_each_other(padded):
 
 
 def test_tokens_in_order_are_not_copied():
-    layout = SequenceLayout.make(SequenceCut.of(8, 2, order="contiguous"), 0, rows=1)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2, order="contiguous"), 0, rows=1)
     rows, x = layout.whole_rows(1), torch.randn(8, 1, 3)
     assert rows.pack(x).data_ptr() == rows.unpack(rows.pack(x)).data_ptr() == x.data_ptr()
     for got, wanted in gradients(rows):
         assert torch.equal(got, wanted)
-    other = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=1).whole_rows(1)
+    other = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1).whole_rows(1)
     assert other.pack(x).data_ptr() != x.data_ptr()
 
 
 def test_all_layers_share_one_map():
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=2)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=2)
     first = layout.whole_rows(2)
     assert layout.maps_made == 1
     assert layout.with_samples(torch.arange(2)).whole_rows(2) is first
@@ -178,14 +178,14 @@ def test_documents_given_only_by_ids_are_refused():
     ):
         with pytest.raises(ValueError, match="only by their ids: a recurrence needs where"):
             layout.whole_rows(1)
-    cut = SequenceCut.of(4, 1)
+    cut = SequenceSharding.of(4, 1)
     both = SequenceLayout.make(cut, 0, rows=1, document_ids=ids, masks_by_ids=True)
     assert both.document_ids is not None
     assert both.whole_rows(1).sequences.lengths == (2, 2)
 
 
 def test_tokens_that_do_not_fit_are_refused():
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 0, rows=2)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=2)
     with pytest.raises(ValueError, match="3 rows of tokens, the layout is of 2"):
         layout.whole_rows(3)
     rows = layout.whole_rows(2)
@@ -201,8 +201,8 @@ def test_tokens_that_do_not_fit_are_refused():
 def test_every_sequence_divides_by_twice_the_ranks_or_is_named(size):
     bounds = [0, 4 * size, 7 * size, 11 * size]  # the second has 3 cp tokens: chunks of 1.5
     with pytest.raises(ValueError, match=rf"sequence 1 has {3 * size} tokens, .* by {2 * size}"):
-        SequenceCut.of(bounds[-1], size, cu_seqlens=bounds)
+        SequenceSharding.of(bounds[-1], size, cu_seqlens=bounds)
     even = [2 * bound for bound in bounds]
-    rows = SequenceLayout.make(SequenceCut.of(even[-1], size, cu_seqlens=even), 0, rows=1)
+    rows = SequenceLayout.make(SequenceSharding.of(even[-1], size, cu_seqlens=even), 0, rows=1)
     lengths = tuple(end - first for first, end in pairwise(even))
     assert rows.whole_rows(1).sequences.lengths == lengths

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -61,9 +61,9 @@ class Case:
         return dataclasses.replace(CONFIG, attention=attention, hidden_dropout=self.dropout)
 
     @property
-    def cut(self) -> SequenceCut:
+    def cut(self) -> SequenceSharding:
         bounds = {"cu_seqlens": (0, 6, 16), "padded_cu_seqlens": (0, 8, 20)}
-        return SequenceCut.of(LENGTH, self.cp, **(bounds if self.padded else {}))
+        return SequenceSharding.of(LENGTH, self.cp, **(bounds if self.padded else {}))
 
 
 #: What of a microbatch is in its layout.
@@ -182,7 +182,7 @@ def test_every_gradient_is_that_of_one_process(world: int, cases: dict[str, Case
 
 def _check(name, case, found, wanted, gradients) -> None:
     cp_rank, (losses, pieces, plans, kinds) = found
-    places = torch.tensor(case.cut.places(cp_rank))
+    places = torch.tensor(case.cut.row_indices(cp_rank))
     real = places >= 0
     got, reference = {}, {}
     for index, ((_, nll), (_, whole)) in enumerate(zip(losses, wanted, strict=True)):
@@ -209,7 +209,7 @@ def refused(rank: int, world: int) -> None:
     model = GPTModel(CONFIG, groups)
     batch = batch_of(Case(), 0)
     whole = [batch[name] for name in ("tokens", "labels", "token_weights")]
-    cut = SequenceCut.of(LENGTH, world)
+    cut = SequenceSharding.of(LENGTH, world)
     layout = SequenceLayout.make(cut, rank, rows=ROWS)
     local = [layout.local(x) for x in whole]
     with trace(groups) as records:
@@ -241,7 +241,9 @@ def test_documents_match_with_blockwise_attention_or_mask():
         model = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=5)
         moved(model)
         by_ids, by_blocks = (
-            SequenceLayout.make(SequenceCut.of(LENGTH, 1), 0, rows=ROWS, masks_by_ids=ids, **rows)
+            SequenceLayout.make(
+                SequenceSharding.of(LENGTH, 1), 0, rows=ROWS, masks_by_ids=ids, **rows
+            )
             for ids in (True, False)
         )
         with torch.no_grad():
@@ -260,9 +262,9 @@ def test_documents_match_with_blockwise_attention_or_mask():
 def test_a_layout_of_other_ranks_or_rows_is_refused():
     model = GPTModel(CONFIG, ProcessGroupCollection.single())
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    layout = SequenceLayout.make(SequenceCut.of(2 * LENGTH, 2), 1, rows=ROWS)
+    layout = SequenceLayout.make(SequenceSharding.of(2 * LENGTH, 2), 1, rows=ROWS)
     with pytest.raises(ValueError, match=r"cut for rank 1 of 2, this is rank 0 of 1"):
         model(tokens, layout=layout)
-    layout = SequenceLayout.make(SequenceCut.of(LENGTH, 1), 0, rows=ROWS - 1)
+    layout = SequenceLayout.make(SequenceSharding.of(LENGTH, 1), 0, rows=ROWS - 1)
     with pytest.raises(ValueError, match=r"3 rows of tokens, the layout is of 2"):
         model(tokens, layout=layout)

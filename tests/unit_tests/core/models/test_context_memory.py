@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -32,7 +32,7 @@ def kept_bytes(groups: ProcessGroupCollection, engine: str) -> int:
     group = groups["cp"]
     backend = dataclasses.replace(LOCAL, context_engine=engine)
     model = GPTModel(CONFIG, groups, backend=backend)
-    layout = SequenceLayout.make(SequenceCut.of(LENGTH, group.size), group.rank, rows=2)
+    layout = SequenceLayout.make(SequenceSharding.of(LENGTH, group.size), group.rank, rows=2)
     tokens = torch.randint(0, 50, (2, LENGTH), generator=generator(3))
     weights = {h.anchor.untyped_storage().data_ptr() for h in model.store.handles.values()}
     kept: dict[int, int] = {}

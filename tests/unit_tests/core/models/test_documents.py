@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
@@ -38,10 +38,10 @@ BORDERS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
 DOCUMENTS = [(row, *span) for row, ends in enumerate(BORDERS) for span in itertools.pairwise(ends)]
 
 
-def cut_of(cp: int) -> SequenceCut:
+def cut_of(cp: int) -> SequenceSharding:
     """Return rows of 14 cut in zigzag order, padded to 16 for two ranks."""
     padded = None if cp == 1 else (0, 16)
-    return SequenceCut.of(14, cp, cu_seqlens=(0, 14), padded_cu_seqlens=padded)
+    return SequenceSharding.of(14, cp, cu_seqlens=(0, 14), padded_cu_seqlens=padded)
 
 
 def model_of(config: GPTConfig, groups: ProcessGroupCollection, **options) -> GPTModel:
@@ -132,7 +132,7 @@ def test_a_document_changes_no_bit_of_another_on_any_engine(cp):
     for engine in engines:
         whole = torch.full((1 + len(DOCUMENTS), 3, 14), torch.nan)
         for rank, found in enumerate(ranks):
-            places = torch.tensor(cut_of(cp).places(rank))
+            places = torch.tensor(cut_of(cp).row_indices(rank))
             whole[:, :, places[places >= 0]] = found[engine][:, :, places >= 0]
         assert whole.isfinite().all()
         for after, (row, first, last) in zip(whole[1:], DOCUMENTS, strict=True):

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -124,7 +124,7 @@ def trained(case: Case, groups: ProcessGroupCollection):
             known = {name: batch.pop(name) for name in OF_LAYOUT if name in batch}
             layout = SequenceLayout.of_rows(LENGTH, **known)
             if case.cp > 1 and groups["cp"].size > 1:
-                cut = SequenceCut.of(LENGTH, case.cp)
+                cut = SequenceSharding.of(LENGTH, case.cp)
                 layout = SequenceLayout.make(cut, groups["cp"].rank, rows=ROWS, **known)
             loss, nll = model.loss(*(layout.local(x) for x in batch.values()), layout=layout)
             with model.store.defer() if case.split else contextlib.nullcontext() as queue:
@@ -180,7 +180,7 @@ def test_every_gradient_is_that_of_one_process(world: int, cases: dict[str, Case
 
 def _check(name: str, case: Case, found, wanted, gradients) -> None:
     cp_rank, (nlls, pieces, records, waited) = found
-    places = torch.tensor(SequenceCut.of(LENGTH, case.cp).places(cp_rank))
+    places = torch.tensor(SequenceSharding.of(LENGTH, case.cp).row_indices(cp_rank))
     got = {f"nll {index}": nll for index, nll in enumerate(nlls)}
     assert_all_close(got, {f"nll {index}": nll[:, places] for index, nll in enumerate(wanted)})
     assert {weight for weight, _ in pieces} == {weight for weight, _ in gradients}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.dispatch import dispatch
 from megatron.core.moe.router import Share, expert_capacity
@@ -155,7 +155,7 @@ def test_the_host_waits_for_no_padding(limit: str):
 
 
 def test_padding_of_a_split_stays():
-    cut = SequenceCut.of(5, 1, cu_seqlens=(0, 2, 5), padded_cu_seqlens=(0, 4, 9))
+    cut = SequenceSharding.of(5, 1, cu_seqlens=(0, 2, 5), padded_cu_seqlens=(0, 4, 9))
     layout = SequenceLayout.make(cut, 0, rows=2)
     columns = [False, False, True, True, False, False, False, True, True]
     assert layout.padding.tolist() == [[mark] * 2 for mark in columns]

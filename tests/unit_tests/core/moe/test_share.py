@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -97,7 +97,7 @@ def test_three_ranks_number_the_rows_of_a_microbatch(s: int, b: int, sequence_pa
 def padded(rank: int, world: int) -> None:
     """See that padding behind documents is known."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    cut = SequenceCut.of(5, 1, cu_seqlens=(0, 2, 5), padded_cu_seqlens=(0, 4, 9))
+    cut = SequenceSharding.of(5, 1, cu_seqlens=(0, 2, 5), padded_cu_seqlens=(0, 4, 9))
     layout = SequenceLayout.make(cut, 0, rows=3)
     hidden = torch.zeros(9, 3, H)
     share = Share(hidden, layout, region=TensorParallelRegion(groups["tp"]))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
@@ -56,8 +56,8 @@ OPS = {
 def layouts() -> dict[str, SequenceLayout]:
     """Return layouts by name: of rows of documents side by side, of documents and padding."""
     ids = torch.tensor([[0] * 2 + [1] * 7, [0] * 9])
-    packed = SequenceLayout.make(SequenceCut.of(9, 1), 0, rows=2, document_ids=ids)
-    cut = SequenceCut.of(11, 1, cu_seqlens=[0, 3, 11], padded_cu_seqlens=[0, 6, 16])
+    packed = SequenceLayout.make(SequenceSharding.of(9, 1), 0, rows=2, document_ids=ids)
+    cut = SequenceSharding.of(11, 1, cu_seqlens=[0, 3, 11], padded_cu_seqlens=[0, 6, 16])
     return {"packed": packed, "padded": SequenceLayout.make(cut, 0, rows=1)}
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout, blockwise
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding, blockwise
 from megatron.core.ops import attention as ops_attention
 from megatron.core.ops.attention import Mask, attention, explain, fused
 from megatron.core.process_groups import Group
@@ -251,7 +251,7 @@ def test_results_are_those_of_the_reference(monkeypatch, case):
 @pytest.mark.parametrize("window", [None, 11])
 def test_blocks_of_a_ring_take_them_and_merge(monkeypatch, window):
     """Each block's gradients go by the log-sum-exp over all blocks."""
-    cut = SequenceCut.of(LENGTH, 2)
+    cut = SequenceSharding.of(LENGTH, 2)
     layout = SequenceLayout.make(cut, 1, rows=BATCH)
     place = layout.columns
     options = {"scale": 0.2, "window": window}
@@ -360,7 +360,7 @@ def test_layers_pass_on_where_documents_begin():
         backend=backend, layer=None, context=context, scale=1.0, window=None, rate=0.0,
         dropout_key=0, head_offset=0,
     )  # fmt: skip
-    cut, ids = SequenceCut.of(LENGTH, 1), document_ids().t()
+    cut, ids = SequenceSharding.of(LENGTH, 1), document_ids().t()
     known = SequenceLayout.make(cut, 0, rows=BATCH, document_ids=ids, masks_by_ids=True)
     for layout in (known, known, SequenceLayout.of_rows(LENGTH, document_ids=ids)):
         layer(*(x.detach() for x in inputs()), layout)

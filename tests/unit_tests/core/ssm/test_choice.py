@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.ssm.choice import LinearShape, choose_mode, explain, sent_bytes
 
 # Qwen3-Next: 16 key heads, 32 value heads, K = V = 128. Of a token travel, per key head, a query
@@ -121,10 +121,10 @@ def test_explain_says_both_numbers():
 @pytest.mark.parametrize("cp", [2, 4])
 def test_summaries_are_those_that_pieces_send(cp, order):
     for bounds in (None, (0, 16, 16, 48)):
-        cut = SequenceCut.of(48, cp, order=order, cu_seqlens=bounds)
+        cut = SequenceSharding.of(48, cp, order=order, cu_seqlens=bounds)
         layout = SequenceLayout.make(cut, 0, rows=3, device=torch.device("meta"))
         shape = QWEN.with_tokens(layout, 3, element_bytes=4)
-        pieces = layout.own_pieces(3)
+        pieces = layout.local_sequences(3)
         assert (shape.tokens, shape.rows, shape.element_bytes) == (48 // cp, 3, 4)
         assert shape.summaries(cp) == pieces.export_slots
         bare = replace(shape, conv_width=1)

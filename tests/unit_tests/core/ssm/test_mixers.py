@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
@@ -76,7 +76,7 @@ def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Coun
     length = 64 * 2 * world
     bounds = [length * i // sequences for i in range(sequences + 1)]
     ids = torch.bucketize(torch.arange(length), torch.tensor(bounds[1:-1]), right=True)
-    cut = SequenceCut.of(length, world, cu_seqlens=bounds if apart else None)
+    cut = SequenceSharding.of(length, world, cu_seqlens=bounds if apart else None)
     layout = SequenceLayout.make(cut, rank, rows=1, document_ids=ids[None])
     hidden = torch.randn(cut.local_length, 1, HIDDEN, generator=generator(rank))
     hidden.requires_grad_()
@@ -102,7 +102,7 @@ def _choices(rank: int, world: int) -> list[int]:
     the other on one layout, again on the same, on the next."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     layers = [made(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")]
-    layouts = [SequenceLayout.make(SequenceCut.of(16, world), rank, rows=2) for _ in range(2)]
+    layouts = [SequenceLayout.make(SequenceSharding.of(16, world), rank, rows=2) for _ in range(2)]
     found = []
     with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as chosen:
         for layout in (layouts[0], layouts[0].with_samples(torch.arange(2)), layouts[1]):
@@ -177,7 +177,7 @@ def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
     layer, store = made(kind, groups, linear_mode="segments")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
-    cut = SequenceCut.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
+    cut = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
     layout = SequenceLayout.make(cut, rank, rows=1)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3)).requires_grad_()
     out = layer(hidden, layout)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceCut, SequenceLayout
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.ops.causal_conv1d import causal_conv1d
 from megatron.core.ops.gated_delta_rule import delta_recurrence
 from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
@@ -86,9 +86,9 @@ CASES = {
 }
 
 
-def cut_of(case: Case, cp: int) -> SequenceCut:
+def cut_of(case: Case, cp: int) -> SequenceSharding:
     """Return how the rows of a case lie over the ranks."""
-    return SequenceCut.of(
+    return SequenceSharding.of(
         case.length, cp, order=case.order, cu_seqlens=case.bounds, padded_cu_seqlens=case.padded
     )
 
@@ -147,12 +147,12 @@ def passed_on(groups: ProcessGroupCollection, case: Case):
     group = groups["cp"]
     cut = cut_of(case, group.size)
     layout = SequenceLayout.make(cut, group.rank, rows=ROWS, document_ids=document_ids(case))
-    places = torch.tensor(cut.places(group.rank))
+    places = torch.tensor(cut.row_indices(group.rank))
     rows = given(case.length)
     units = local(rows["units"], places).requires_grad_()
     weight = rows["weight"].requires_grad_()
     with trace(groups) as records:
-        pieces = layout.own_pieces(ROWS)
+        pieces = layout.local_sequences(ROWS)
         packed = pieces.pack(units)
         before = packed[..., :CHANNELS]
         halo = halo_rows(before, pieces, group, width=WIDTH - 1)
@@ -212,7 +212,7 @@ def together(case: Case, ranks) -> dict[str, torch.Tensor]:
             (case.length, *ranks[0][0][name].shape[1:]), torch.nan, dtype=torch.float64
         )
         for rank, (local_results, *_) in enumerate(ranks):
-            places = torch.tensor(cut.places(rank))
+            places = torch.tensor(cut.row_indices(rank))
             values[places[places >= 0]] = local_results[name][places >= 0]
         found[name] = values
     found["weight"] = torch.stack([weight for _, weight, *_ in ranks]).sum(0)
@@ -316,11 +316,11 @@ def two_layers(rank: int, world: int):
     layout = SequenceLayout.make(
         cut_of(case, world), rank, rows=ROWS, document_ids=document_ids(case)
     )
-    places = torch.tensor(layout.cut.places(rank))
+    places = torch.tensor(layout.sharding.row_indices(rank))
     x = local(given()["units"], places).bfloat16().requires_grad_()
     for _ in range(2):  # maps are made in the first
         with reads() as seen, trace(groups) as records:
-            pieces = layout.own_pieces(ROWS)
+            pieces = layout.local_sequences(ROWS)
             packed, out = pieces.pack(x), 0.0
             for _ in range(2):
                 halo = halo_rows(packed, pieces, groups["cp"], width=3)
@@ -340,8 +340,8 @@ def test_the_host_never_waits_and_states_travel_in_fp32():
 
 
 def test_what_cannot_be_is_refused():
-    layout = SequenceLayout.make(SequenceCut.of(8, 2), 1, rows=1)
-    pieces = layout.own_pieces(1)
+    layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=1)
+    pieces = layout.local_sequences(1)
     x = torch.zeros(4, GROUPS, KEYS)
     with pytest.raises(ValueError, match="rank 1 of 2, group cp is rank 0 of 1"):
         halo_rows(x, pieces, Group.single("cp"), width=3)

@@ -319,8 +319,8 @@ BUGS = {
     "a column layer multiplies with the part of its input that it kept": (
         "megatron.core.weight_gather.handle",
         "WeightHandle.wgrad",
-        "x if enter is None else enter(x)",
-        "x if enter is None else x.repeat(2, 1, 1)",
+        "x if gather_input is None else gather_input(x)",
+        "x if gather_input is None else x.repeat(2, 1, 1)",
     ),
     "the head forgets the incoming factor": (
         "megatron.core.tensor_parallel.vocab_parallel",

@@ -104,9 +104,11 @@ class StepRecording:
             ValueError: the captured step used weights in another order than the step before it.
         """
         engine = self.engine
+        # Replays write these addresses, so no eager step may acquire them.
         self.buffers += engine.pool.take_free_buffers()
         for gatherer in engine.gatherers:
             self.buffers += gatherer.pool.take_free_buffers()
+        # An unplanned use would have waited for an event that is not part of the graph.
         if num_unplanned_uses(engine) != self._num_unplanned:
             raise ValueError(
                 "the step that was recorded needed weights in another order than the one before "

@@ -279,6 +279,7 @@ class GradientBlock(ABC):
                 f"A weight that a layer uses more than {handle.uses} times in a forward pass must "
                 "be declared with as many uses"
             )
+        # A tied weight gets one gradient per use. Its block is full after all of them.
         self.num_accumulated[handle.name] += 1
         if self.num_accumulated[handle.name] == handle.uses:
             self.num_unfinished -= 1
@@ -292,6 +293,7 @@ class GradientBlock(ABC):
 
     def start_grad_sync(self) -> None:
         """Start the reduction of the accumulated gradients; weights without one count as zero."""
+        # All ranks of the group reduce the block, also those where no weight got a gradient.
         if self._grad_buffer is None:
             self.alloc_main_grads()
         assert self._grad_buffer is not None
@@ -305,7 +307,7 @@ class GradientBlock(ABC):
         if bucket.observe is not None:
             bucket.observe(buffer)
         self._output, self._overwrites_output = bucket.reduction_output(self)
-        if isinstance(bucket.stream, NullStream):
+        if isinstance(bucket.stream, NullStream):  # a single rank: there is nothing to overlap
             self._pending = self._start_reduction(buffer)
         else:
             # Backward fills the buffer on the current stream; the reduction reads it after that.
@@ -325,6 +327,8 @@ class GradientBlock(ABC):
         if self._addends is not None:
             self.bucket.pool.release(self._addends)
             self._addends = None
+        # The first sum of a step was reduced directly into the shard, if the dtypes agree. Later
+        # microbatches are added to it.
         if summed.data_ptr() != output.data_ptr():
             if self._overwrites_output:
                 output.copy_(summed)
@@ -353,6 +357,7 @@ class GradientBlock(ABC):
             return reduce_scatter_fp32_async(buffer, group, out=out, receive_buffer=self._addends)
         if self._overwrites_output and buffer.dtype is output.dtype:
             return reduce_scatter_async(buffer, group, out=output)
+        # In place: the output is this rank's range of the input, which NCCL allows at this offset.
         low, high = self.block.shard_range
         return reduce_scatter_async(buffer, group, out=buffer[low:high])
 
@@ -420,6 +425,8 @@ class MicrobatchGradients(GradientBlock):
 
     def start_grad_sync(self) -> None:
         super().start_grad_sync()
+        # The reduction reads the buffer until `finish_grad_sync`. The next microbatch acquires
+        # another one, so backward does not wait.
         self._reducing_buffer = self._grad_buffer
         self._detach_main_grads()
         self._reset()
@@ -427,6 +434,7 @@ class MicrobatchGradients(GradientBlock):
     def finish_grad_sync(self) -> None:
         super().finish_grad_sync()
         if self._reducing_buffer is not None:
+            # Only now: a reduction in flight reads this memory.
             self.bucket.pool.release(self._reducing_buffer)
             self._reducing_buffer = None
 
@@ -490,6 +498,8 @@ class GradientBucket:
         low, high = bucket.reduced_range
         start, stop = bucket.owned_range
         self._shard: torch.Tensor | None = None
+        # If the outer ranks shard gradients too, the inner sum is a pool buffer that lives until
+        # the outer reduction; otherwise it is persistent.
         self._keeps_shard = not (self.outer.every_microbatch and bucket.outer.size > 1)
         device = bucket.data.device
         if not self._keeps_shard:
@@ -500,6 +510,7 @@ class GradientBucket:
         else:
             (block,) = self.blocks
             assert isinstance(block, StepGradients)
+            # Reduced in place: the shard is a range of the buffer that backward fills.
             self._shard = block.grad_buffer[low:high]
         self.gradients = self._shard[start - low : stop - low]
 
@@ -517,6 +528,8 @@ class GradientBucket:
         """Reset for a new step: its first sums overwrite the shards."""
         self.num_outer_reductions = 0
         self._received.clear()
+        # A persistent shard is reduced once, after `begin_last_microbatch`; a pool buffer in every
+        # microbatch.
         self._expected = None if self._keeps_shard else self._block_offsets
         for block in self.blocks:
             block.begin_step()
@@ -531,13 +544,14 @@ class GradientBucket:
     def reduction_output(self, block: GradientBlock) -> tuple[torch.Tensor, bool]:
         """Return the output of a block's reduction, and whether the sum overwrites it."""
         if not (self._keeps_shard or self._received):
+            # The outer reduction of the previous microbatch still reads its buffer of shards.
             self.finish_outer_grad_sync()
             low, high = self.bucket.reduced_range
             self._shard = self.pool.acquire(high - low, torch.float32)
         start = block.block.start
         overwrites = start not in self._received
         self._received.add(start)
-        if self._expected is not None:
+        if self._expected is not None:  # the outer reduction waits until all have come
             self._expected.discard(start)
         return self._shard_of(block.block), overwrites
 
@@ -565,12 +579,14 @@ class GradientBucket:
         assert self._shard is not None
         output = self.gradients
         if not self._keeps_shard:
+            # A block without a gradient in this microbatch, or frozen, counts as zero.
             for block in bucket.blocks:
                 if block.start not in self._received:
                     self._shard_of(block).zero_()
             last_block = bucket.blocks[-1]
             # The padding of a pool buffer is reduced too.
             self._shard[last_block.start + len(last_block.data) :].zero_()
+            # The first sum is reduced directly into the gradients. Later ones are added to them.
             if self.num_outer_reductions:
                 low = bucket.reduced_range[0]
                 output = self._shard[bucket.owned_range[0] - low : bucket.owned_range[1] - low]
@@ -602,6 +618,7 @@ class GradientBucket:
 
     def abort(self) -> None:
         """Wait for the reductions in flight and release all pool buffers."""
+        # Wait, also after a failure: a collective in flight writes buffers of the pool.
         for block in self.blocks:
             block.abort()
         self.finish_outer_grad_sync()
@@ -649,6 +666,7 @@ class ModelSums:
     def run(self) -> None:
         """Run all all-reduces, each on one concatenated tensor."""
         for group, views in self._sums:
+            # One collective per group: many of these tensors are norm weights of a few kilobytes.
             flat = torch.cat(views)
             all_reduce(flat, group, out=flat)
             torch._foreach_copy_(views, list(flat.split([v.numel() for v in views])))
@@ -761,6 +779,7 @@ class DataParallel:
         self._last_backward_chunks: set[int] = set()
         self._in_flight: deque[GradientBlock] = deque()
         self._outer_bucket: GradientBucket | None = None
+        # Memory for one reduction in flight while backward fills the next buffer.
         limit = max((block.bytes for block in self._blocks if block.counts_in_flight), default=0)
         self._max_in_flight_bytes = limit if config.overlap_grad_reduce else 0
 
@@ -903,6 +922,7 @@ class DataParallel:
         self.set_is_last_backward(last)
         self.segment(BACKWARD)
         loss.backward()
+        # With a queue the weight gradients are not computed yet; the schedule calls this later.
         if self.store.queue is None:
             for model_chunk in self._model_chunks:
                 self.post_backward(model_chunk)
@@ -922,6 +942,8 @@ class DataParallel:
         """
         if self._phase is not _Phase.STEP:
             raise ValueError("finish outside a step: call begin_step() first")
+        # Every rank starts the remaining reductions in the order of the blocks, so that collectives
+        # match although the ranks may have accumulated different gradients.
         in_backward = self.outer_in_backward
         for block in self._blocks:
             if (block.every_microbatch and block.has_gradients) or not block.num_reductions:
@@ -933,6 +955,7 @@ class DataParallel:
         self.outer_in_backward = in_backward
         for bucket in self.buckets:
             bucket.finish_outer_grad_sync()
+        # After the data axes: the all-reduces over model axes sum complete gradients.
         self._sums.run()
         for gatherer in self.gatherers:
             gatherer.finish()
@@ -959,9 +982,10 @@ class DataParallel:
         `force_sync`, all weights are gathered here. Weights stored in shards are gathered here with
         `force_sync` only, because they are resharded immediately.
         """
-        self._unsynced = False
+        self._unsynced = False  # also without any gatherer, where no rank shares an update
         early = self.config.fsdp_all_gather_in_start_param_sync
         for gatherer in self.gatherers:
+            # First of all: every cached weight that other ranks update is stale.
             gatherer.invalidate()
             if force_sync or not (gatherer.prefetch or gatherer.reshards):
                 gatherer.gather_all()
@@ -1010,6 +1034,7 @@ class DataParallel:
             yield
             for gatherer in self.gatherers:
                 gatherer.finish()
+        # Also KeyboardInterrupt: an all-gather in flight must not outlive the evaluation.
         except BaseException:
             for gatherer in self.gatherers:
                 gatherer.abort()
@@ -1061,6 +1086,7 @@ class DataParallel:
 
     def _on_full(self, block: GradientBlock) -> None:
         is_last = block.bucket.model_chunk in self._last_backward_chunks
+        # A persistent buffer accumulates over microbatches; only the last one completes it.
         if not block.every_microbatch and not (is_last and self.config.overlap_grad_reduce):
             return
         self._start_grad_sync(block)
@@ -1079,6 +1105,7 @@ class DataParallel:
     def _wait_for_reductions(self, max_bytes: int) -> None:
         """Wait for the oldest reductions until at most `max_bytes` are in flight; if all blocks of
         a bucket are then reduced, start its reduction over the outer ranks."""
+        # Oldest first: reductions of a communicator finish in the order of their start.
         num_bytes = sum(block.bytes for block in self._in_flight if block.counts_in_flight)
         while self._in_flight and (num_bytes > max_bytes or max_bytes == 0):
             block = self._in_flight.popleft()
@@ -1089,6 +1116,7 @@ class DataParallel:
                 self._start_outer_grad_sync(bucket)
 
     def _start_outer_grad_sync(self, bucket: GradientBucket) -> None:
+        # The outer reduction reads the sums of all blocks.
         for block in bucket.blocks:
             block.finish_grad_sync()
         # At most one outer reduction is in flight, because each has a pool buffer for its shards.

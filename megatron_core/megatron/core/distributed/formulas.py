@@ -244,7 +244,7 @@ def bytes_per_rank(
     weights = gradients = optimizer = Fraction(0)
     for b in buckets:
         axes, of_bucket = b.placement(strategy), element_bytes
-        if b.single_rank:
+        if b.single_rank:  # nothing is reduced, so there is no fp32 shard
             of_bucket = replace(element_bytes, fp32_sum=False)
         num_shards = _num_shards(axes.weight, b.inner, b.outer)
         weights += Fraction(element_bytes.weight * b.numel, num_shards)
@@ -254,6 +254,7 @@ def bytes_per_rank(
                 gradients += element_bytes.gradient * sum(x.numel for x in b.blocks if x.trainable)
             num_shards = _num_shards(axes.optimizer, b.inner, b.outer)
             optimizer += Fraction(element_bytes.optimizer * b.numel, num_shards)
+    # Weights over gtp are gathered one by one, others by unit: two separate budgets.
     over_gtp = [b for b in buckets if b.gtp]
     gathered, reducing = _transient_over_gtp(
         over_gtp,
@@ -342,6 +343,7 @@ def collectives_per_step(
         inner, _, _ = bucket.group_names(axes)
         inner_reduction, _ = _reductions(axes, bucket, element_bytes)
         if block.trainable:
+            # An fp32 sum of bf16 gradients is an all-to-all and a local sum.
             scatter = "all_to_all" if element_bytes.fp32_sum else "reduce_scatter"
             kind = scatter if inner_reduction.scatter else "all_reduce"
             count = microbatches if inner_reduction.every_microbatch else 1
@@ -361,6 +363,7 @@ def collectives_per_step(
             continue
         if outer_reduction.scatter:
             add("all_gather", outer, element_bytes.weight * shard, num_ranks=bucket.outer)
+        # Shards accumulate in fp32; gradients that are reduced in place keep their dtype.
         fp32 = axes.gradient or element_bytes.fp32_sum
         kind = "reduce_scatter" if outer_reduction.scatter else "all_reduce"
         size = (_FP32_BYTES if fp32 else element_bytes.gradient) * shard

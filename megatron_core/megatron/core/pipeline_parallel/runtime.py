@@ -96,11 +96,12 @@ class AutogradWorker:
         if self._defer is None:
             return self._run(chunk, microbatch, hidden)
         if hidden is not None:
-            hidden.requires_grad_()
+            hidden.requires_grad_()  # a leaf: its gradient is sent to the previous stage
         output = self._run(chunk, microbatch, hidden)
         # The edge keeps the graph alive without the output's memory.
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._saved[chunk, microbatch] = hidden, edge
+        # Detached, so that releasing it after its send frees its memory; contiguous for NCCL.
         return output.detach().contiguous()
 
     def backward(
@@ -111,10 +112,12 @@ class AutogradWorker:
         hidden, edge = self._saved.pop((chunk, microbatch))
         if split:
             assert self._defer is not None
+            # One queue per chunk and microbatch: W of another microbatch may run in between.
             with self._defer() as queue:
                 _run_backward(edge, grad)
             self._queues[chunk, microbatch] = queue
         else:
+            # Before backward: the engine reduces each bucket as its last gradient is accumulated.
             if microbatch == self._last_microbatch:
                 self._engine.begin_last_backward(chunk)
             _run_backward(edge, grad)
@@ -125,12 +128,14 @@ class AutogradWorker:
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that a split `backward` has deferred."""
+        # With split backward, the last gradients of the step are accumulated here, not in I.
         if microbatch == self._last_microbatch:
             self._engine.begin_last_backward(chunk)
         self._queues.pop((chunk, microbatch)).drain()
 
     def gather(self, chunk: int, microbatch: int) -> None:
         """Start the all-gathers of a chunk's next use: backward if its forward has run."""
+        # A saved input means that forward has run and backward has not.
         use = BACKWARD if (chunk, microbatch) in self._saved else FORWARD
         self._engine.prefetch(segment_name(use, chunk))
 
@@ -249,8 +254,11 @@ class Executor:
             backward_transfers = [
                 action for action in actions if action.kind not in FORWARD_TRANSFERS
             ]
+            # Both ends start the batches in this order; a fixed order of communicators avoids
+            # deadlocks of NCCL kernels that wait for each other on one device.
             self._exchange(forward_transfers, self.group)
             self._exchange(backward_transfers, self.backward_group)
+        # The tensors of these sends must stay alive until the peer has received them.
         for sending in self._sending.values():
             while sending:
                 sending.popleft().wait()
@@ -284,6 +292,7 @@ class Executor:
             self.worker.reduce(chunk, microbatch)
 
     def _received(self, kind: ActionKind, action: Action) -> torch.Tensor:
+        # The compute stream waits for the receive; the host goes on.
         return self._receiving.pop((kind, action.chunk, action.microbatch)).wait()
 
     def _exchange(self, actions: Sequence[Action], group: Group) -> None:
@@ -292,6 +301,7 @@ class Executor:
         for action in actions:
             key = (action.kind, action.chunk, action.microbatch)
             if action.kind in SENDS:
+                # Popped: the pending send is now the only owner of the output.
                 tensor = self._outputs.pop(key)
             else:
                 tensor = self.worker.recv_buffer(action.microbatch)
@@ -315,6 +325,7 @@ class Executor:
             # A wait here would make the compute stream wait for the peer. The host polls instead.
             # It may run ahead of its GPU by a whole step, and without a bound it would keep the
             # tensors of all sends of the step alive.
+            # In order: transfers of a communicator complete in the order of their start.
             while sending and sending[0].is_completed():
                 sending.popleft()
             while len(sending) > self.schedule.stages + 1:

@@ -178,8 +178,10 @@ def make_schedule(
     if name == "1f1b":
         ranks = (_one_forward_one_backward(stages - r - 1, microbatches) for r in range(stages))
     elif name == "interleaved":
+        # The smallest valid group has the shortest warmup, and so the least activation memory.
         size = group_size or _group_sizes(stages, microbatches)[0]
         table = _schedule_table(microbatches, chunks, size)
+        # The warmup covers all chunks but the last, for one group of microbatches.
         num_extra_warmup = (chunks - 1) * size
         ranks = (
             _interleaved(2 * (stages - r - 1) + num_extra_warmup, table, chunks)
@@ -258,6 +260,8 @@ def _one_forward_one_backward(num_warmup: int, microbatches: int) -> list[Action
     """Return the 1F1B list of a rank with `num_warmup` forwards before its steady state."""
     num_warmup = min(num_warmup, microbatches)
     actions = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_warmup)]
+    # Steady state, and without further forwards the cooldown. Forward comes first in a pair: the
+    # next stage waits for its output.
     for microbatch in range(microbatches):
         if num_warmup + microbatch < microbatches:
             actions.append(Action(ActionKind.FORWARD, 0, num_warmup + microbatch))
@@ -285,6 +289,7 @@ def _interleaved(num_warmup: int, table: list[tuple[int, int]], chunks: int) -> 
     for position, (chunk, microbatch) in enumerate(table):
         if num_warmup + position < len(table):
             actions.append(Action(ActionKind.FORWARD, *table[num_warmup + position]))
+        # Backward enters the model at the last chunk.
         actions.append(Action(ActionKind.BACKWARD, chunks - 1 - chunk, microbatch))
     return actions
 
@@ -298,6 +303,7 @@ def _zero_bubble(num_warmup: int, microbatches: int, delay: int) -> list[Action]
     num_warmup = min(num_warmup, microbatches)
     actions = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_warmup)]
     for microbatch in range(microbatches):
+        # I first: the previous stage waits for its input gradient.
         actions.append(Action(ActionKind.INPUT_GRADIENT, 0, microbatch))
         if microbatch >= delay:
             actions.append(Action(ActionKind.WEIGHT_GRADIENT, 0, microbatch - delay))

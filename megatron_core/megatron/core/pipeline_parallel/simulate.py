@@ -81,6 +81,7 @@ class DependencyGraph:
         self._dependencies: dict[Node, list[Node | str]] = {}
         self._batches: dict[Node, int] = {}
         self._inputs: list[tuple[Node, Node | str]] = []
+        # Batches first: a transfer depends on the batches of both its ranks.
         if rendezvous:
             for rank in range(schedule.stages):
                 self._add_batches(rank)
@@ -98,6 +99,7 @@ class DependencyGraph:
             for dependency in dependencies:
                 if isinstance(dependency, Node):
                     dependents[dependency].append(node)
+        # Kahn's algorithm. A dependency that is a text is never met, and blocks its node.
         missing = {node: len(dependencies) for node, dependencies in self._dependencies.items()}
         starts = dict.fromkeys(self._dependencies, 0.0)
         spans: dict[Node, tuple[float, float]] = {}
@@ -145,6 +147,7 @@ class DependencyGraph:
         for index, action in enumerate(self._schedule.ranks[rank]):
             node = Node("do", rank, index)
             if action.kind not in TRANSFERS:
+                # Any other action ends the batches of both directions.
                 is_open.clear()
                 compute = [node] if action.kind in COMPUTES else compute
                 continue
@@ -160,6 +163,7 @@ class DependencyGraph:
                 self._add(Node("batch end", rank, batch), 0.0, [])
                 is_open.add(is_forward)
                 last_batch[is_forward] = batch
+            # NCCL completes a batch as a whole: every transfer of it delays the end.
             self._batches[node] = last_batch[is_forward]
             self._dependencies[Node("batch end", rank, last_batch[is_forward])].append(node)
 
@@ -176,6 +180,7 @@ class DependencyGraph:
             elif action.kind in TRANSFERS:
                 dependencies = self._transfer(node, action, compute)
             else:
+                # Gathers follow one another on a communicator, reductions on another one.
                 dependencies = [*compute, *previous[action.kind]]
                 previous[action.kind] = [node]
                 if action.kind is ActionKind.GATHER:
@@ -197,10 +202,12 @@ class DependencyGraph:
             source = self._schedule.next_stage(rank, chunk)
             receive = Action(ActionKind.RECEIVE_BACKWARD, chunk, microbatch)
             inputs.append(self._find(rank, Action(ActionKind.FORWARD, chunk, microbatch)))
+        # The embedding reads tokens, and the loss is computed on the last stage.
         if source is None:
             return inputs
         if self._explicit and source[0] != rank:
             arrival = self._find(rank, receive)
+            # Under rendezvous the compute waits for all transfers of the batch.
             if arrival in self._batches:
                 arrival = Node("batch end", rank, self._batches[arrival])
         else:
@@ -238,10 +245,12 @@ class DependencyGraph:
         reached = compute
         if node in self._batches:
             reached = [Node("batch", node.rank, self._batches[node])]
+        # A receive ends with its send, and takes no time of its own.
         if action.kind not in SENDS:
             return [*reached, match]
         kind = ActionKind.FORWARD if action.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD
         inputs = [*reached, self._producer(node.rank, action.chunk, kind, action.microbatch)]
+        # Rendezvous: a send also waits until the peer has reached the batch of the receive.
         if node in self._batches:
             has_batch = match in self._batches
             inputs.append(Node("batch", match.rank, self._batches[match]) if has_batch else match)
@@ -315,7 +324,7 @@ class Times:
                 values = (self.reduce,)
             case ActionKind.SEND_FORWARD | ActionKind.SEND_BACKWARD:
                 values = (self.transfer,)
-            case _:
+            case _:  # receives: the send has the duration of the transfer
                 values = ()
         return sum((v if isinstance(v, (int, float)) else v[virtual_stage] for v in values), 0.0)
 
@@ -412,6 +421,7 @@ def _max_overlap(intervals: Iterable[tuple[float, float]]) -> int:
         for time, change in ((start, 1), (end, -1))
     ]
     count = max_count = 0
+    # At equal times ends (-1) sort before starts (+1): half-open intervals do not overlap there.
     for _, change in sorted(changes):
         count += change
         max_count = max(max_count, count)
@@ -453,6 +463,7 @@ def check(schedule: Schedule) -> list[str]:
         errors += _order_errors(schedule)
     errors += _weight_traffic_errors(lists, ActionKind.GATHER, _NEEDS_WEIGHTS)
     errors += _weight_traffic_errors(lists, ActionKind.REDUCE, _MAKES_GRADIENTS)
+    # Only for lists without errors: a missing action would be reported as a deadlock as well.
     if not errors:
         for rendezvous in (False, True):
             try:
@@ -469,7 +480,7 @@ class _RankList:
         self.schedule, self.rank, self.actions = schedule, rank, schedule.ranks[rank]
         self.index_of: dict[Action, int] = {}
         for index, action in enumerate(self.actions):
-            self.index_of.setdefault(action, index)
+            self.index_of.setdefault(action, index)  # the first of duplicates
         self.counts = Counter(self.actions)
         self.kinds = {action.kind for action in self.actions}
 
@@ -570,7 +581,7 @@ def _order_errors(schedule: Schedule) -> Iterator[str]:
             if peer is not None:
                 between[rank, peer[0], action.kind in FORWARD_TRANSFERS].append((rank, action))
     for low, high, is_forward in sorted(between):
-        if low > high:
+        if low > high:  # both orders of a pair are keys
             continue
         matches = [schedule.matching_transfer(*x) for x in between[high, low, is_forward]]
         for (_, action), match in zip(between[low, high, is_forward], matches, strict=False):
@@ -593,6 +604,8 @@ def _weight_traffic_errors(
     if not num_actions:
         return
     for rank, walk in enumerate(walks):
+        # The intended placement is the one with the closer number of actions, so that a single
+        # missing action is reported as such.
         if abs(num_actions - num_chunks) <= abs(num_actions - num_computes):
             problems = _once_per_chunk(walk, kind, computes)
         else:
@@ -609,10 +622,13 @@ def _once_per_chunk(
     for index, action in enumerate(walk):
         if action.kind in computes:
             first_compute.setdefault(action.chunk, index)
+    # Gathers are compared with the first compute of a chunk, reductions with the last: their lists
+    # are reversed.
     for chunk, index in sorted(first_compute.items()):
         expected = Action(kind, chunk, walk[index].microbatch)
         indices = [i for i, a in enumerate(walk) if a.kind is kind and a.chunk == chunk]
         between = walk[indices[0] : index] if indices else ()
+        # Computes in between would delay a reduction, but give a gather time to overlap.
         delayed = kind is ActionKind.REDUCE and any(a.kind in COMPUTES for a in between)
         if [walk[i] for i in indices] != [expected]:
             names = " ".join(str(walk[i]) for i in indices) or "nothing"

@@ -48,9 +48,11 @@ def with_transfers(schedule: Schedule) -> Schedule:
     outputs: list[tuple[int, int, int]] = []
     for rank, ends in enumerate(_end_times(schedule)):
         for index, (action, end) in enumerate(zip(schedule.ranks[rank], ends, strict=True)):
+            # A compute has the position of its start, its output the position of its end.
             timed[rank].append((end - _units(action.kind), 1, 0, action))
             if action.kind is not ActionKind.WEIGHT_GRADIENT:
                 outputs.append((end, rank, index))
+    # Numbered over all ranks, so that both ends of a transfer have the same number.
     outputs.sort()
     for number, (end, rank, index) in enumerate(outputs):
         compute = schedule.ranks[rank][index]
@@ -108,9 +110,11 @@ def _end_times(schedule: Schedule) -> list[list[int]]:
                 break
             clock = outputs[key] = max(clock, *inputs) + _units(kind)
             ends.append(clock)
+            # Wake the rank that may wait for this output. A weight gradient has no consumer.
             if blocked[consumer]:
                 blocked[consumer] = False
                 ready.append(consumer)
+    # A blocked rank waits for an output that no list computes, or ranks wait for each other.
     if any(blocked):
         simulate(schedule, Times())  # raises the DeadlockError, with its text
     return end_times
@@ -160,6 +164,7 @@ def _with_traffic(actions: tuple[Action, ...], gathers: str, reduces: str) -> It
         if gathers == "each" and action.kind is not ActionKind.WEIGHT_GRADIENT:
             before.setdefault(index, []).append(gather)
         elif gathers == "once" and action.chunk not in gathered:
+            # One compute earlier, so that the all-gather overlaps with it.
             gathered.add(action.chunk)
             before.setdefault(previous_compute, []).append(gather)
         previous_compute = index
@@ -169,6 +174,7 @@ def _with_traffic(actions: tuple[Action, ...], gathers: str, reduces: str) -> It
             last_of_chunk[action.chunk] = index
             if reduces != "none":
                 after[index] = Action(ActionKind.REDUCE, action.chunk, action.microbatch)
+    # Reductions follow the transfers after their compute: peers wait for the transfers only.
     reductions: list[Action] = []
     for index, action in enumerate(actions):
         if action.kind not in TRANSFERS:

@@ -107,6 +107,8 @@ class BufferLayout:
             offset = -(-offset // member_alignment) * member_alignment
             members.append(Member(name, tuple(shape), offset))
             offset = members[-1].stop
+        # Equal shards: an all-gather and a reduce-scatter exchange the same number of elements
+        # with every rank, so the buffer is padded at its end.
         _, numel = shard_range(offset, num_shards, num_shards - 1, quantum=shard_alignment)
         return BufferLayout(tuple(members), numel, num_shards)
 
@@ -182,6 +184,8 @@ class BucketBlock:
         self.views: dict[str, torch.Tensor] = {}
         self.gatherer: BlockGatherer | None = None
         self.index = bucket.index
+        # With 1-D scale blocks the block of backward, constructed below, replaces this one as
+        # `backward_block`.
         for handle in handles:
             handle.backward_block = self
             if forward:
@@ -203,6 +207,7 @@ class BucketBlock:
         if not bucket.sharded:
             self.attach(self.data)
         if bucket.single_rank:
+            # No gatherer resets `ready` of this block, so handles may bypass it.
             for handle in handles:
                 handle.unsharded_param = self.views[handle.name]
 
@@ -278,6 +283,7 @@ class BucketBlock:
 
     def reshard(self) -> None:
         """Drop the views of the unsharded buffer, whose memory may be reused after this."""
+        # A view that stayed would read whatever the pool stores in this buffer next.
         self.ready, self.encoded = False, None
         self.views.clear()
 
@@ -387,17 +393,22 @@ class Bucket:
         layouts = [self._layout(handles, alignment, formats) for handles in plan.blocks]
         stored = [x.numel // x.num_shards if self.sharded else x.numel for x in layouts]
         length = -(-sum(stored) // alignment) * alignment
+        # Padding is zero: it is gathered and encoded with the weights, and the largest magnitude
+        # of a shard covers it.
         self.data = torch.zeros(length, dtype=plan.blocks[0][0].dtype, device=device)
         starts = [sum(stored[:i]) for i in range(len(stored))]
         self.blocks = [
             BucketBlock(self, handles, layout=layout, start=start, formats=formats)
             for handles, layout, start in zip(plan.blocks, layouts, starts, strict=True)
         ]
+        # A bucket stored whole is reduce-scattered if the optimizer state is sharded. A sharded
+        # bucket stores its reduced range only.
         start, stop = 0, len(self.data)
         if plan.placement.optimizer and not self.sharded:
             start, stop = self.blocks[0].shard_range
         self.reduced_range = start, stop
         if self.outer_shards:
+            # The outer reduce-scatter divides this rank's shard once more.
             numel = (stop - start) // groups.outer.size
             start += numel * groups.outer.rank
             stop = start + numel
@@ -615,12 +626,14 @@ def bucket_plans(
         members, placement = open_handles.pop(key), key[-1]
         del open_bytes[key]
         if placement.weight == GTP:
+            # Each weight is gathered by itself, just before its matrix product.
             blocks = [[handle] for handle in members]
         else:
             blocks = [sorted(members, key=lambda h: not h.sharding.weight_decay)]
         closed.append(BucketPlan(unit, blocks, model_chunk, placement))
 
     def reduced_bytes(handle: WeightHandle, placement: Placement) -> int:
+        # fp32 bytes, whatever the dtype: buckets are then the same for every gradient dtype.
         shards = grid.size(handle.sharding.gtp_axis) if placement.weight == GTP else 1
         return 4 * math.prod(handle.shape) // shards
 

@@ -159,6 +159,7 @@ class GatherFormat(ABC):
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=shard.device)
         self._check_encoded(out, size)
+        # fp32 on the device: a scale that is read on the host would synchronise.
         scale = self._weight_scale(amax)
         for elements, scales, quantized in self._block_rows(shard, out):
             self._encode(elements, scales, quantized, scale)
@@ -291,6 +292,8 @@ class GatherFormat(ABC):
         spans = [(height, min(step, full - i)) for i in range(0, full, step)]
         if rows > full * height:
             spans.append((rows - full * height, 1))
+        # Block rows of full height in groups of a cache's size on a CPU, all at once on a GPU. A
+        # last block row of fewer rows has fewer bytes, so it is a group of its own.
         start = 0
         for height, count in spans:
             stop = start + count * (scale_bytes + height * row_bytes)
@@ -570,7 +573,7 @@ def _block_amax(elements: torch.Tensor, width: int) -> torch.Tensor:
     bits = elements.view(torch.int32 if is_fp32 else torch.int16)
     bits = bits & (0x7FFFFFFF if is_fp32 else 0x7FFF)
     bits = bits.amax(1) if bits.shape[1] > 1 else bits.squeeze(1)  # [n, c]
-    if width > 1:
+    if width > 1:  # zeros are neutral to a maximum of magnitudes
         bits = pad(bits, (0, -bits.shape[1] % width)).unflatten(1, (-1, width)).amax(2)
     return bits if is_fp32 else bits.to(torch.int32) << 16  # bf16 is the upper half of fp32
 

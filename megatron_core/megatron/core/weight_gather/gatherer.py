@@ -358,6 +358,7 @@ class Gatherer:
         self.stream.wait_stream(current_stream(self.pool.device))
         plan = self._plan(program)
         self._program = _Program(program, plan)
+        # All-gathers that the end of the last step started stay; all other blocks make room.
         early = set(self.in_flight if plan is None else plan.prologue)
         for index in [i for i in self._gathered if i not in early] if self.reshards else ():
             self._reshard(index)
@@ -397,7 +398,7 @@ class Gatherer:
             previous = self._traces.get(name)
             if previous is None or (trace and trace != previous):
                 self._traces[name] = trace
-                self._plans.clear()
+                self._plans.clear()  # any program may contain this segment
 
     def check_order(self) -> None:
         """Check that all ranks of a shard group used the blocks in the same order in this step.
@@ -406,6 +407,7 @@ class Gatherer:
             ValueError: the orders differ, so all-gathers of different blocks were matched.
         """
         order = repr(sorted(self._program.traces.items())).encode()
+        # Python's hash() differs between processes. Seven bytes fit into an int64.
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
         local_digest = torch.tensor([digest], device=self.pool.device)
         gather_groups = [bucket.groups.gather for bucket in self.buckets.values()]
@@ -427,6 +429,8 @@ class Gatherer:
     def unshard(self, block: BucketBlock) -> None:
         """Wait until a block is unsharded and attach it; the previously used block may be
         resharded."""
+        # The previous block stays in memory, but is no longer ready: its next use must come
+        # through this method, which advances the plan and records the trace.
         if self._current is not None and self.reshards:
             self._current.ready = False
         again = self._current is block and block.index in self._gathered
@@ -489,6 +493,7 @@ class Gatherer:
     def gather_all(self) -> None:
         """Gather every block in the order of forward and wait; sharded blocks are resharded."""
         self._start_stale_outer_all_gathers()
+        # Buckets are in the order of backward, so the reverse is the order of forward.
         for block in reversed(self.blocks):
             if not block.ready and block.index not in self._gathered:
                 self._start_all_gather(block)
@@ -548,6 +553,7 @@ class Gatherer:
             return False
         step = planned[program.cursor]
         program.cursor += 1
+        # Reshard first: the all-gathers reuse these buffers, and together they stay in the budget.
         for index in step.reshard if self.reshards else ():
             self._reshard(index)
         self._prefetch(step.all_gather)
@@ -608,6 +614,7 @@ class Gatherer:
         gathered.pending = None
         if gathered.encoded is not None:
             block.decode(gathered.encoded, gathered.unsharded, amax=self._amax.get(block.name))
+            # The encoded buffer is free after the decoding kernels of the current stream.
             self.pool.release(gathered.encoded)
             gathered.encoded = None
 
@@ -619,7 +626,7 @@ class Gatherer:
             shard = torch.empty(block.encoded_bytes, dtype=torch.uint8, device=block.data.device)
             self._encoded[block.index] = _Encoded(block, shard)
         encoded = self._encoded[block.index]
-        if encoded.is_current:
+        if encoded.is_current:  # the same bytes serve all gathers of a step
             return encoded.bytes
         if block.gather_format.needs_amax and block.name not in self._amax:
             self._reduce_amax(block.bucket.groups.gather)
@@ -638,6 +645,7 @@ class Gatherer:
         missing = [b for bucket in buckets for b in bucket.blocks if b.name not in self._amax]
         for bucket in {block.bucket.index: block.bucket for block in missing}.values():
             self._finish_outer_all_gather(bucket)
+        # One all-reduce for all blocks: a small collective costs its latency.
         largest = torch.stack([shard_amax(block.shard) for block in missing])
         all_reduce(largest, group, op="max", out=largest)
         self._amax |= zip((block.name for block in missing), largest, strict=True)

@@ -61,6 +61,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         handle, runs = ctx.handle, ctx.runs
+        # A reduction after the experts passes expanded gradients, with stride 0.
         grad = grad.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:

@@ -282,6 +282,8 @@ class WeightHandle:
             out: output buffer [..., o]; outside of autograd only. None allocates one.
         """
         if torch.is_grad_enabled():
+            # The anchor is an argument of its own: autograd looks for tensors that require a
+            # gradient among the arguments of `apply` only.
             if bias is None:
                 return _apply_linear(x, self.param, self)
             return _apply_linear(x, self.param, self, bias, bias.param)
@@ -322,6 +324,7 @@ class WeightHandle:
         gathered weight is packed at every use and not cached.
         """
         weight, packed = self.get(), self._packed
+        # `is_of` compares torch's version counter, which every in-place update increases.
         if packed is None or not packed.is_of(weight):
             packed = PackedMatrix(weight)
             if self.unsharded_param is not None:
@@ -365,6 +368,8 @@ class WeightHandle:
         if torch.is_grad_enabled():
             return record_function(_Use, self.param, self, dtype, True)
         if self.unsharded_param is None:
+            # A copy even in the same dtype: the gathered buffer is reused after the block is
+            # resharded, while the caller still holds the tensor.
             return self.get().to(dtype or self.dtype, copy=True)
         return (
             self.unsharded_param
@@ -419,9 +424,11 @@ class WeightHandle:
         if runs_now and self.gradients is not None and not torch.is_grad_enabled():
             self._accumulate_wgrad(grad, x)  # a closure would double the host time of this path
             return
+        # Detached: a queued closure must not keep the microbatch's graph and activations alive.
         grad, x = grad.detach(), x.detach()
 
         def run() -> None:
+            # A queue is drained outside of backward, where grad mode may be on.
             with torch.no_grad():
                 self._accumulate_wgrad(grad, x if gather_input is None else gather_input(x))
 
@@ -475,6 +482,7 @@ class WeightHandle:
             ValueError: there is no gradient buffer.
         """
         self._check_receives()
+        # The kernel may write main_grad itself only while it holds no gradient to add to.
         main_grad = self._get_main_grad()
         return main_grad if self.overwrite_main_grad else torch.empty_like(main_grad)
 
@@ -496,6 +504,7 @@ class WeightHandle:
     def _run_or_defer(self, run: Callable[[], None]) -> None:
         if not self._check_receives():
             return
+        # First in, first out keeps the summation order of a tied weight.
         if self.deferral.queue is not None:
             self.deferral.queue.push(run)
         else:
@@ -505,7 +514,7 @@ class WeightHandle:
         """Return `main_grad`, allocated at the first gradient of its block."""
         if self.gradients is None:  # no engine: a single process
             return self._get_param_grad()
-        if self.main_grad is None:
+        if self.main_grad is None:  # a pool buffer per microbatch, acquired at its first gradient
             self.gradients.alloc_main_grads()
         assert self.main_grad is not None
         return self.main_grad
@@ -519,6 +528,8 @@ class WeightHandle:
         return param.grad
 
     def _mark_accumulated(self) -> None:
+        # Before the notification: the last gradient of a block starts its reduction, which zeroes
+        # every main_grad that is still marked for overwriting.
         self.overwrite_main_grad = False
         if self.gradients is not None:
             self.gradients.grad_accumulated(self)
@@ -530,6 +541,7 @@ class WeightHandle:
             grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, o], [t, h]
         if grad.dtype is not dtype or x.dtype is not dtype:
             grad, x = grad.to(dtype), x.to(dtype)
+        # Accumulates in the matrix product (beta = 1): dW is never a tensor of its own.
         add_product_(main_grad, grad.t(), x, overwrite=self.overwrite_main_grad)
         self._mark_accumulated()
 
@@ -586,6 +598,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         handle, dx = ctx.handle, None
+        # dgrad first: it reads the unsharded weight, and the weight gradient below may complete
+        # the block and start its reduction.
         if ctx.needs_input_grad[0]:
             dx = handle.dgrad(grad)
         accumulate_linear_grads(handle, ctx.bias, grad, x)

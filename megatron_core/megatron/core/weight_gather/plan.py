@@ -100,6 +100,8 @@ def compile_plan(
     residents = _Residents(block_uses, sizes, budget)
     limit = prefetch_bytes if prefetch else None
     uses = tuple(residents.plan_use(position, limit) for position in range(len(block_uses)))
+    # The all-gathers of the first use may start before the step, as soon as the optimizer has
+    # written the shards.
     prologue: tuple[int, ...] = ()
     if uses and prefetch:
         prologue = uses[0].all_gather
@@ -216,12 +218,15 @@ class _Residents:
             self._make_room(self.sizes[block], position, reshards)
             self._add(block, all_gathers)
         elif self.bytes > self.budget:
+            # A block larger than the budget was in use before. Its excess ends here.
             self._make_room(0, position, reshards)
         if prefetch_bytes is not None:
             for candidate in self._window(position, prefetch_bytes):
                 if candidate in self.resident:
                     continue
                 at = self.next_use[candidate]
+                # Later candidates are used even later and may evict less. Stop at the first that
+                # does not fit, so that all-gathers start in the order of use.
                 if not self._make_room(self.sizes[candidate], at, reshards, all_or_nothing=True):
                     break
                 self._add(candidate, all_gathers)
@@ -243,6 +248,7 @@ class _Residents:
             if candidate in seen:
                 continue
             seen.add(candidate)
+            # The next block is always prefetched. Blocks of 0 bytes are gathered in place.
             if self.sizes[candidate]:
                 beyond += 0 if is_next else self.sizes[candidate]
                 is_next = False
@@ -263,6 +269,7 @@ class _Residents:
         while room < 0 and self.eviction_heap and -self.eviction_heap[0][0] > use:
             entry = heapq.heappop(self.eviction_heap)
             at, candidate = -entry[0], entry[1]
+            # A stale entry is dropped here: heapq cannot remove entries from the middle.
             if candidate in self.resident and self.next_use[candidate] == at:
                 evicted.append(entry)
                 room += self.sizes[candidate]

@@ -239,8 +239,10 @@ class WeightStore:
                 handle = stored_range.handle
                 numel = stored_range.stop - stored_range.start
                 stored = bucket.data[stored_range.offset : stored_range.offset + numel]
+                # A view: the optimizer and checkpoints write the bucket, and never the parameter.
                 stored = stored if bucket.sharded else stored.view(handle.shape)
                 handle.param = WeightParameter.of(handle, stored)
+                # Several ranks need an engine, which reduces gradients.
                 handle.uses_param_grad = self.groups.grid.world_size == 1
                 self._stored[handle.name] = bucket, stored_range
                 if storage.initialize:
@@ -266,6 +268,7 @@ class WeightStore:
         bucket, stored_range = self._stored[handle.name]
         if stored_range.start == stored_range.stop:
             return []
+        # Views of the storage: loading a checkpoint writes the weights in place.
         flat = handle.param.detach().view(-1)
         replicas = _replicas(self, handle, bucket.placement.weight)
         return [
@@ -286,6 +289,7 @@ class WeightStore:
         Raises:
             ValueError: a name that no layer declared, or a weight that has a gradient buffer.
         """
+        # After an engine is built the weight has a main_grad, and other ranks expect its gradient.
         for name in names:
             if name not in self.handles:
                 raise ValueError(f"no weight {name!r} to freeze: see the names in store.handles")
@@ -331,6 +335,7 @@ class WeightStore:
         return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
 
     def _initialize(self, handle: WeightHandle) -> None:
+        # Values depend on logical indices, so that every sharding starts from the same weights.
         for chunk in self.chunks(handle):
             fill_(
                 chunk.tensor,
@@ -425,6 +430,7 @@ def owned_range(
         replicas = _replicas(store, handle, sharded_axes)
         for box in range_boxes(store.boxes(handle), owned.start, owned.stop):
             box = replace(box, start=box.start + owned.offset, replica_ranks=replicas[box.name])
+            # A weight replicated over tp or cp is counted once in a norm.
             if box.counted:
                 _extend(counted, box.start, box.stop)
             boxes.append(box)

@@ -8,8 +8,8 @@ packed.
 
 Attention sorts the received tokens by row index. A recurrence keeps them in the received order:
 `PackingIndices` are the gather indices of the packed tokens, and before the reverse all-to-all a
-gather puts tokens in the order that the ranks expect. The kernels that read the result, the prologue or
-the norm and gate of a mixer, apply the gather indices in their loads.
+gather puts tokens in the order that the ranks expect. The kernels that read the result, the
+prologue or the norm and gate of a mixer, apply the gather indices in their loads.
 """
 
 from __future__ import annotations

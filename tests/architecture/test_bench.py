@@ -15,7 +15,7 @@ from tools.bench.__main__ import BENCHES
 from tools.bench.data_parallel import check_losses, over_ranks
 from tools.bench.data_parallel import ratio as step_ratio
 from tools.bench.data_parallel_steps import Timing, batch_of
-from tools.bench.ours import config_of
+from tools.bench.mcore_step import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, cpu_name, format_table, machine, verdict

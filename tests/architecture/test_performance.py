@@ -85,7 +85,7 @@ def test_the_page_and_the_bench_promise_the_same_of_training():
     assert step.endswith("50 % of the data sheet's peak")
     row = page["the same on one row of 32,768 tokens"]
     assert row.startswith("45 % of the data sheet's peak")
-    bench, measured = Mock(), {gpu_train.OURS: Mock(), gpu_train.LONG: Mock()}
+    bench, measured = Mock(), {gpu_train.MCORE: Mock(), gpu_train.LONG: Mock()}
     bench.sized.side_effect = lambda full, rehearsed: full
     with (
         patch.object(gpu_train, "race", return_value=[measured]),
@@ -204,7 +204,7 @@ def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys, monkeypatch)
 
     def good(bench):
         calls = {"ours": lambda: None, "other": other}
-        bench.race("sum", calls, moved_bytes=32.0, flops=1.0, each=2, targets=["other >= 1"])
+        bench.race("sum", calls, moved_bytes=32.0, flops=1.0, count=2, targets=["other >= 1"])
 
     def bad(bench):
         require_same("two", torch.ones(2), torch.tensor([1.0, 1.1]), 0.05)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every benchmark and print one table.
 
-python -m tools.bench                  all of them: half an hour on two cores, 43 min with --peers
-python -m tools.bench --quick          all of them, fewer repeats, smaller shapes: about 8 min
+python -m tools.bench                  all benchmarks: 30 min on two cores, 43 min with --peers
+python -m tools.bench --quick          all benchmarks, fewer repeats, smaller shapes: about 8 min
 python -m tools.bench --quick data startup
 python -m tools.bench --peers          megatron-core too; the first time it is installed
 """
@@ -37,7 +37,7 @@ BENCHES = (
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,16 +47,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.benches) - set(BENCHES):
         parser.error(f"unknown bench {', '.join(sorted(unknown))}: one of {', '.join(BENCHES)}")
-    found: list[Row] = []
+    table_rows: list[Row] = []
     begun = time.perf_counter()
     for name in arguments.benches or BENCHES:
         start = time.perf_counter()
         module = importlib.import_module(f"tools.bench.{name}")
         extra = {"peers": True} if arguments.peers and name == "train" else {}
-        found += module.rows(arguments.quick, **extra)
+        table_rows += module.rows(arguments.quick, **extra)
         print(f"bench: {name}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    taken = f"{(time.perf_counter() - begun) / 60:.1f} minutes{', --quick' * arguments.quick}"
-    print(f"{machine()}; {taken}\n\n{format_table(found)}")
+    duration = f"{(time.perf_counter() - begun) / 60:.1f} minutes{', --quick' * arguments.quick}"
+    print(f"{machine()}; {duration}\n\n{format_table(table_rows)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what saving in the background costs a run that trains.
+"""Measure the cost of a background save for a training run.
 
     python -m tools.bench.background_save [--repeats 7] [--folder DIR]
 
-Each repeat does three things, in an order that turns: train some steps, save as training waits for
-it, and save in the background while steps go on until it has committed. Held up is training while
-it is in `save` and `synchronize_staging`; its speed is that of whole steps against those without a
-save, so copying, digesting and writing all count.
+Each repeat does three things, in rotating order: train some steps, save synchronously, and save in
+the background while training continues until the commit. Training is blocked during `save` and
+`settle`. Its speed during the save is the rate of whole steps relative to steps without a save, so
+copying, hashing and writing all count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from tools.bench.ours import training_parts
+from tools.bench.mcore_step import training_parts
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
@@ -109,37 +109,39 @@ def many(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
 
 
 def measure(repeats: int, folder: Path | None, shape: Shape = SHAPE) -> list[Row]:
-    """Measure a large state, that of a model of `shape`, and one of many small chunks."""
-    found: list[Row] = []
+    """Measure a large state, the state of a model of `shape`, and a state of many small chunks."""
+    table_rows: list[Row] = []
     megabytes = f"{shape.parameters * 12 / 1e6:.0f} MB"
     cases = ((partial(large, shape), megabytes), (many, f"{SMALL_CHUNKS} chunks of 16 bytes"))
     for make, what in cases:
         with tempfile.TemporaryDirectory(dir=folder, prefix="background-save-") as root:
             seconds = _race(make, Path(root), repeats)
-        held = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]
+        blocked = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]
         speed = [p / d for p, d in zip(seconds["step"], seconds["during"], strict=True)]
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        found += [
-            _row(f"{what}: held up, ms / saving at once", medians, ("held", "sync"), held),
+        table_rows += [
+            _row(f"{what}: held up, ms / saving at once", medians, ("held", "sync"), blocked),
             _row(f"{what}: step meanwhile, ms / without", medians, ("during", "step"), speed),
             _row(f"{what}: from begin to commit, ms / at once", medians, ("commit", "sync"), None),
         ]
-    return found
+    return table_rows
 
 
 def _row(
     what: str, medians: dict[str, float], names: tuple[str, str], ratios: Sequence[float] | None
 ) -> Row:
-    ours, peer = (1000.0 * medians[name] for name in names)
+    mcore, peer = (1000.0 * medians[name] for name in names)
     if ratios is None:
         return Row(
-            bench="background_save", what=what, ours=ours, peer=peer, ratio=ours / peer, target=""
+            bench="background_save", what=what, ours=mcore, peer=peer, ratio=mcore / peer, target=""
         )
     target = "<= 0.1" if names[0] == "held" else ">= 0.9"
     if names[0] == "during":
         what = f"{what} (ratio of speeds)"
     ratio = statistics.median(ratios)
-    return Row(bench="background_save", what=what, ours=ours, peer=peer, ratio=ratio, target=target)
+    return Row(
+        bench="background_save", what=what, ours=mcore, peer=peer, ratio=ratio, target=target
+    )
 
 
 def _race(
@@ -153,7 +155,7 @@ def _race(
     saver = AsyncSaver(root / "background", chunks, coordinator=Solo())
     saver.wait()
     trained.settle = saver.synchronize_staging
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds_by_variant: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):  # the first round warms up
         seconds: dict[str, float] = {}
 
@@ -172,12 +174,12 @@ def _race(
             trained.held_seconds, count = 0.0, 0
             start = time.perf_counter()
             saver.save(repeat, {})
-            held = time.perf_counter() - start
+            blocked = time.perf_counter() - start
             while not (reports := saver.finished()):
                 step()
                 count += 1
             seconds["during"] = (time.perf_counter() - start) / count
-            seconds["held"] = held + trained.held_seconds
+            seconds["held"] = blocked + trained.held_seconds
             seconds["commit"] = reports[0].seconds
             if reports[0].error is not None:
                 raise RuntimeError(reports[0].error)
@@ -189,9 +191,9 @@ def _race(
             shutil.rmtree(root / name / f"iter_{repeat:07d}")
         if repeat:
             for name, value in seconds.items():
-                found[name].append(value)
+                seconds_by_variant[name].append(value)
     saver.close()
-    return found
+    return seconds_by_variant
 
 
 if __name__ == "__main__":

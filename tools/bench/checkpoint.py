@@ -80,25 +80,25 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
         folder: where to write; None is the system's temporary folder.
         clock: "wall" or "cpu".
     """
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for world in (1, 2):
         times = _on_ranks(_bulk, world, (megabytes, repeats, clock), folder)
         for kind, peer, target in BULK:
             pairs = times[kind]
             what = f"{kind} {megabytes} MB, {world} process{'es' * (world > 1)}, MB/s / {peer}"
-            found.append(
+            table_rows.append(
                 Row(
                     bench="checkpoint",
                     what=what,
-                    ours=megabytes / statistics.median(ours for ours, _ in pairs),
+                    ours=megabytes / statistics.median(mcore for mcore, _ in pairs),
                     peer=megabytes / statistics.median(plain for _, plain in pairs),
-                    ratio=statistics.median(plain / ours for ours, plain in pairs),
+                    ratio=statistics.median(plain / mcore for mcore, plain in pairs),
                     target=target,
                 )
             )
     for world, count in ((2, 2000), (4, 5000)):
         times = _on_ranks(_tiny, world, (count, repeats, clock), folder)
-        found += [
+        table_rows += [
             Row(
                 bench="checkpoint",
                 what=f"{kind} {count} chunks of 16 bytes on {world} ranks, s",
@@ -109,7 +109,7 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
             )
             for kind in ("save", "load")
         ]
-    return found
+    return table_rows
 
 
 def _bulk(
@@ -189,17 +189,17 @@ def _tiny(
 
 
 def _pair(
-    ours: Callable[[], None], plain: Callable[[], None], barrier: Any, step: int, clock: str
+    mcore: Callable[[], None], plain: Callable[[], None], barrier: Any, step: int, clock: str
 ) -> tuple[float, float]:
     """Time both, in an order that changes from step to step."""
     seconds = {}
-    for way in (ours, plain) if step % 2 else (plain, ours):
+    for way in (mcore, plain) if step % 2 else (plain, mcore):
         os.sync()
         barrier.wait()
         begin = CLOCKS[clock]()
         way()
         seconds[way] = CLOCKS[clock]() - begin
-    return seconds[ours], seconds[plain]
+    return seconds[mcore], seconds[plain]
 
 
 def _on_ranks(
@@ -221,22 +221,22 @@ def _on_ranks(
         ]
         for process in ranks:
             process.start()
-        found = dict(queue.get() for _ in ranks)
+        times_by_rank = dict(queue.get() for _ in ranks)
         for process in ranks:
             process.join()
     return {
         kind: [
             tuple(map(max, zip(*ranks, strict=True)))
-            for ranks in zip(*(found[rank][kind] for rank in range(world)), strict=True)
+            for ranks in zip(*(times_by_rank[rank][kind] for rank in range(world)), strict=True)
         ]
-        for kind in found[0]
+        for kind in times_by_rank[0]
     }
 
 
 def _rank_main(
-    job: Callable[..., Times], rank: int, world: int, barrier: Any, queue: Any, *rest: Any
+    job: Callable[..., Times], rank: int, world: int, barrier: Any, queue: Any, *args: Any
 ) -> None:
-    port, root, settings = rest
+    port, root, settings = args
     torch.set_num_threads(1)
     coordinator: Coordinator = Solo()
     if world > 1:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: what a long row costs on several ranks, beside one.
+"""Context parallelism: the cost of a long row on several ranks, relative to one.
 
 python -m tools.bench.context_parallel        every engine on 2 and 4 gloo ranks, 8,192 tokens
 python -m tools.bench.context_parallel --tokens 4096 --ranks 2 --engine p2p
 python -m tools.bench.context_parallel --packed    documents of 3/4 and 1/4 of a row, cut both ways
 
 Forward and backward of a small model over one row. The single process and the ranks take turns;
-each process has one thread. A ratio is tokens per second and unit of compute, beside the single
-process, so 1 is no loss: `ms` counts the processors that the ranks can use at a time, `cpu ms` the
-processor seconds of all ranks, which other work on the machine sways less. Packed rows compare the
-cut by documents with that by row, on the same ranks, by what their slowest rank takes; attention is
-by all-gather, since an engine that cuts heads is even by either cut.
+each process has one thread. A ratio is tokens per second and unit of compute, relative to the
+single process, so 1 is no loss: `ms` counts the cores that the ranks can use at a time, `cpu ms`
+the CPU seconds of all ranks, which depend less on other work of the machine. Packed rows compare
+the cut by documents with the cut by row, on the same ranks, by the time of the slowest rank;
+attention uses all-gather, since an engine that splits heads is balanced with either cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks, shapes
-from tools.bench.ours import config_of
+from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
@@ -101,47 +101,47 @@ def measured(
     steps = {name: LongStep(shape, groups, name, row) for name in engines}
     if rank == 0:
         steps["one"] = LongStep(shape, ProcessGroupCollection.single(), "auto", row)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    timings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for index in range(WARMUP_ROUNDS + rounds):
         for name in ("one", *engines):
             dist.barrier()
-            taken = steps[name]() if name in steps else (0.0, 0.0, 0.0)
+            timing = steps[name]() if name in steps else (0.0, 0.0, 0.0)
             dist.barrier()
             if index >= WARMUP_ROUNDS and name in steps:
-                found[name].append(taken)
-    return found
+                timings[name].append(timing)
+    return timings
 
 
 def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> list[Row]:
     """Race the engines on some ranks against one process."""
     ranks = gloo_ranks.run(measured, world, shape, engines, rounds)
-    one = ranks[0]["one"]
+    single = ranks[0]["one"]
     processors = min(world, len(os.sched_getaffinity(0)))
-    found = []
+    table_rows = []
     for name in engines:
         steps = list(zip(*(rank[name] for rank in ranks), strict=True))
-        for alone, step in zip(one, steps, strict=True):
-            loss = sum(part for *_, part in step)
+        for alone, step in zip(single, steps, strict=True):
+            loss = sum(partial_loss for *_, partial_loss in step)
             if abs(loss - alone[2]) > LOSS_ERROR * abs(alone[2]):
                 raise ValueError(f"{name}: the loss is {loss}, alone it is {alone[2]}")
         wall = [max(seconds for seconds, *_ in step) for step in steps]
         cpu = [sum(used for _, used, _ in step) for step in steps]
-        for unit, ours, alone, share in (
-            ("ms", wall, [s for s, *_ in one], processors),
-            ("cpu ms of all ranks", cpu, [u for _, u, _ in one], 1),
+        for unit, mcore, alone, share in (
+            ("ms", wall, [s for s, *_ in single], processors),
+            ("cpu ms of all ranks", cpu, [u for _, u, _ in single], 1),
         ):
-            pairs = zip(alone, ours, strict=True)
-            found.append(
+            pairs = zip(alone, mcore, strict=True)
+            table_rows.append(
                 Row(
                     bench="context_parallel",
                     what=f"{world} ranks: {unit}, {name}, {shape.sequence} tokens",
-                    ours=1e3 * statistics.median(ours),
+                    ours=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(alone),
                     ratio=statistics.median(a / b / share for a, b in pairs),
                     target=TARGET,
                 )
             )
-    return found
+    return table_rows
 
 
 def raced_cuts(
@@ -156,15 +156,15 @@ def raced_cuts(
         name: LongStep(shape, groups, "all_gather", row, cut=cut, bounds=bounds)
         for name, cut in cuts_of(bounds, world).items()
     }
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    timings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
     for index in range(WARMUP_ROUNDS + rounds):
         for name, step in steps.items():
             dist.barrier()
-            taken = step()
+            timing = step()
             dist.barrier()
             if index >= WARMUP_ROUNDS:
-                found[name].append(taken)
-    return found
+                timings[name].append(timing)
+    return timings
 
 
 def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceSharding]:
@@ -194,10 +194,10 @@ def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
     losses = {name: sum(rank[name][0][2] for rank in ranks) for name in pairs}
     if abs(losses["documents"] - losses["row"]) > LOSS_ERROR * abs(losses["row"]):
         raise ValueError(f"the loss is {losses['documents']} by documents, {losses['row']} by row")
-    found = []
+    table_rows = []
     for kind, unit in enumerate(("ms", "cpu ms of the slowest rank")):
         row, documents = ([step[kind] for step in slowest[name]] for name in ("row", "documents"))
-        found.append(
+        table_rows.append(
             Row(
                 bench="context_parallel",
                 what=(
@@ -210,20 +210,20 @@ def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
                 target=PACKED_TARGET,
             )
         )
-    return found
+    return table_rows
 
 
 def rows(quick: bool) -> list[Row]:
     """Measure every engine on 2 ranks and, unless `quick`, on 4."""
     shape = replace(SHAPES["S"], layers=2, batch=1, sequence=4096 if quick else 8192)
-    found = []
+    table_rows = []
     for world in (2,) if quick else (2, 4):
-        found += rows_of(world, shape, ENGINES, 3 if quick else 7)
-    return found + packed_rows(2, shape, 3 if quick else 7)
+        table_rows += rows_of(world, shape, ENGINES, 3 if quick else 7)
+    return table_rows + packed_rows(2, shape, 3 if quick else 7)
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

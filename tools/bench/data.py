@@ -59,8 +59,8 @@ Case = tuple[str, str, Callable[[], float]]
 def _writing(folder: Path) -> list[Case]:
     random = np.random.default_rng(0)
     lengths = random.integers(1, 2 * SEQUENCE_LENGTH, TOKENS // SEQUENCE_LENGTH)
-    narrow = random.integers(0, VOCAB_SIZE, lengths.sum(), dtype=np.uint16)
-    wide = narrow.astype(np.int64)
+    uint16_tokens = random.integers(0, VOCAB_SIZE, lengths.sum(), dtype=np.uint16)
+    int64_tokens = uint16_tokens.astype(np.int64)
 
     def write(tokens: np.ndarray, name: str) -> float:
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
@@ -68,8 +68,8 @@ def _writing(folder: Path) -> list[Case]:
         return len(tokens) / 1e6
 
     return [
-        ("write .bin/.idx, uint16 tokens, Mtok/s", ">= 74", lambda: write(narrow, "narrow")),
-        ("write .bin/.idx, int64 tokens, Mtok/s", ">= 74", lambda: write(wide, "wide")),
+        ("write .bin/.idx, uint16 tokens, Mtok/s", ">= 74", lambda: write(uint16_tokens, "narrow")),
+        ("write .bin/.idx, int64 tokens, Mtok/s", ">= 74", lambda: write(int64_tokens, "wide")),
     ]
 
 
@@ -139,12 +139,14 @@ def _encoding(folder: Path, most_bytes: int) -> list[Case]:
         size += len(text.encode())
         if size > most_bytes:
             break
-    part = folder / "part.jsonl"
-    part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    sample_file = folder / "part.jsonl"
+    sample_file.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     tokenizer = train_bpe(texts[:4000], VOCAB_SIZE, folder / "tokenizer.json")
     config = PreprocessConfig(
         overwrite=True,
-        input=(str(part),),
+        input=(str(sample_file),),
         output_prefix=str(folder / "encoded"),
         tokenizer_model=str(folder / "tokenizer.json"),
     )
@@ -173,7 +175,7 @@ def memory_rows(gigabytes: float) -> list[Row]:
         For each tokenizer, the peak of all processes together in the last quarter of the work
         against that in the second, in MB.
     """
-    found = []
+    table_rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_corpus(folder / "corpus.jsonl")
@@ -193,7 +195,7 @@ def memory_rows(gigabytes: float) -> list[Row]:
             quarter = len(sizes) // 4
             early, late = max(sizes[quarter : 2 * quarter]), max(sizes[-quarter:])
             what = f"preprocess {gigabytes:g} GB, {kind}, at {speed:.0f} MB/s: peak MB late / early"
-            found.append(
+            table_rows.append(
                 Row(
                     bench="data", what=what, ours=late, peer=early, ratio=late / early,
                     target="<= 1.1",
@@ -201,7 +203,7 @@ def memory_rows(gigabytes: float) -> list[Row]:
             )  # fmt: skip
             for path in folder.glob(f"{kind}.*"):
                 path.unlink()
-    return found
+    return table_rows
 
 
 def _watched(arguments: list[str]) -> tuple[list[float], float]:
@@ -225,28 +227,30 @@ def _resident_mb(process: int) -> float:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    own = sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    return own / 1e3 + sum(_resident_mb(int(child)) for child in children)
+    process_kb = sum(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")
+    )
+    return process_kb / 1e3 + sum(_resident_mb(int(child)) for child in children)
 
 
 def measure(cases: list[Case], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
     """Run the cases in turns until the time is up.
 
     Args:
-        cases: what to run.
-        seconds: of all of them together; each runs at least three times.
+        cases: the cases.
+        seconds: time limit of all cases together; each case runs at least three times.
         clock: reads the seconds that count.
 
     Returns:
-        The rates of each, by round.
+        The rates of each case, by round.
     """
     rates: list[list[float]] = [[] for _ in cases]
     end = time.perf_counter() + seconds
     while len(rates[-1]) < 3 or time.perf_counter() < end:
-        for (_, _, work), found in zip(cases, rates, strict=True):
+        for (_, _, work), case_rates in zip(cases, rates, strict=True):
             begin = clock()
             amount = work()
-            found.append(amount / (clock() - begin))
+            case_rates.append(amount / (clock() - begin))
     return rates
 
 
@@ -257,7 +261,7 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
         quick: three rounds only, and a quarter of the text to encode.
         clock: reads the seconds that count.
     """
-    found = []
+    table_rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         writing = _writing(folder)
@@ -265,17 +269,18 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
         encoding = _encoding(folder, ENCODED_BYTES // 4 if quick else ENCODED_BYTES)
         cases = [*writing, *_indexing(), *_reading(folder), *encoding]
         rates = measure(cases, 0.0 if quick else 30.0, clock)
-        for (what, target, _), ours in zip(cases, rates, strict=True):
-            median = statistics.median(ours)
-            found.append(
+        for (what, target, _), mcore in zip(cases, rates, strict=True):
+            median = statistics.median(mcore)
+            table_rows.append(
                 Row(bench="data", what=what, ours=median, peer=None, ratio=None, target=target)
             )
         # Encoding, the last case, against the library's own call, the one before it.
-        found[-1]["peer"] = statistics.median(rates[-2])
-        found[-1]["ratio"] = statistics.median(
-            mine / theirs for mine, theirs in zip(rates[-1], rates[-2], strict=True)
+        table_rows[-1]["peer"] = statistics.median(rates[-2])
+        table_rows[-1]["ratio"] = statistics.median(
+            mcore_rate / peer_rate
+            for mcore_rate, peer_rate in zip(rates[-1], rates[-2], strict=True)
         )
-    return found
+    return table_rows
 
 
 def _cpu_seconds() -> float:
@@ -292,12 +297,12 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=float, metavar="GB", help="preprocess a large file instead"
     )
-    given = parser.parse_args()
-    if given.memory:
-        print(format_table(memory_rows(given.memory)))
+    options = parser.parse_args()
+    if options.memory:
+        print(format_table(memory_rows(options.memory)))
         return
-    clock = _cpu_seconds if given.clock == "cpu" else time.perf_counter
-    print(format_table(rows(given.quick, clock)))
+    clock = _cpu_seconds if options.clock == "cpu" else time.perf_counter
+    print(format_table(rows(options.quick, clock)))
 
 
 if __name__ == "__main__":

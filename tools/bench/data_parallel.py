@@ -5,12 +5,12 @@ python -m tools.bench.data_parallel                        every race on 2 and o
 python -m tools.bench.data_parallel --ranks 2 --rounds 60 --race no_shard/ddp
 python -m tools.bench.data_parallel --profile optim_grads_params
 python -m tools.bench.data_parallel --latency 5            prefetch against none on a slow link
-python -m tools.bench.data_parallel --machinery            what a weight costs on one rank
+python -m tools.bench.data_parallel --machinery            the cost of a weight on one rank
 python -m tools.bench.data_parallel --exchange             our collectives against gloo's own
 
 Both sides live in the same processes and take turns step by step, with process groups of their
 own. A ratio is the median over rounds of ours / theirs of the slower rank's seconds, so below 1 is
-faster. `cpu` is the same of the processor seconds of all ranks: what is left on a busy machine.
+faster. `cpu` is the ratio of the CPU seconds of all ranks, which is valid on a busy machine too.
 Every loss of every step must agree, or the race stops.
 """
 
@@ -28,7 +28,7 @@ from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import exchange, gloo_ranks, machinery, slow_link
 from tools.bench.data_parallel_steps import (
-    OurStep,
+    McoreStep,
     TimedStep,
     Timing,
     TorchStep,
@@ -45,7 +45,7 @@ RACES = {
     "optim_grads_params/fsdp2": "<= 0.9",
     "gtp/fsdp2": "<= 0.95",
 }
-OURS = {
+MCORE = {
     "no_shard": DataParallelConfig(strategy="no_shard"),
     "optim": DataParallelConfig(strategy="optim", overlap_param_gather=True),
     "optim_grads": DataParallelConfig(strategy="optim_grads", overlap_param_gather=True),
@@ -71,37 +71,39 @@ def build(names: Sequence[str], shape: Shape, groups: ProcessGroupCollection) ->
     Raises:
         ValueError: a name that is no strategy of ours and no peer.
     """
-    source = OurStep(shape, groups, config=OURS["no_shard"], bucket_bytes=BUCKET_BYTES).model
+    source = McoreStep(shape, groups, config=MCORE["no_shard"], bucket_bytes=BUCKET_BYTES).model
     wraps: dict[str, Callable] = {
         "ddp": partial(ddp, bucket_bytes=BUCKET_BYTES),
         "fsdp2": fsdp2,
         "local": lambda plain: plain,
     }
-    found: dict[str, object] = {}
+    steps: dict[str, object] = {}
     for name in names:
         if name in wraps:
-            found[name] = TorchStep(shape, source, wrap=wraps[name])
-        elif name in OURS:
-            own = over_gtp(groups) if name in OVER_GTP else groups
-            found[name] = OurStep(shape, own, config=OURS[name], bucket_bytes=BUCKET_BYTES)
+            steps[name] = TorchStep(shape, source, wrap=wraps[name])
+        elif name in MCORE:
+            step_groups = over_gtp(groups) if name in OVER_GTP else groups
+            steps[name] = McoreStep(
+                shape, step_groups, config=MCORE[name], bucket_bytes=BUCKET_BYTES
+            )
         else:
-            raise ValueError(f"variant {name!r}: use {', '.join((*OURS, *PEERS))}")
-    return found
+            raise ValueError(f"variant {name!r}: use {', '.join((*MCORE, *PEERS))}")
+    return steps
 
 
 def over_gtp(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """Return the groups of the same ranks where all of them are on the gtp axis."""
+    """Return the groups of the same ranks with all ranks on the gtp axis."""
     world = groups.grid.world_size
     return ProcessGroupCollection.create(RankGrid(world_size=world, gtp=world), rank=groups.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What is raced, and how.
+    """The variants of a race, and its settings.
 
     Args:
-        names: the variants; a ratio is that of the first two.
-        rounds: steps of each that count.
+        names: the variants; the ratio compares the first two.
+        rounds: measured steps of each variant.
         shape: the model, and the batch of each rank.
     """
 
@@ -121,7 +123,7 @@ def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
     shape, names, rounds = course.shape, course.names, course.rounds
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     steps: dict[str, TimedStep] = {n: v.step for n, v in build(names, shape, groups).items()}
-    found: dict[str, list[Timing]] = {name: [] for name in names}
+    timings: dict[str, list[Timing]] = {name: [] for name in names}
     for index in range(WARMUP_ROUNDS + rounds):
         batch = batch_of(shape, rank, index)
         turn = index % len(names)
@@ -131,9 +133,9 @@ def race(rank: int, world: int, course: Course) -> dict[str, list[Timing]]:
             timing = steps[name](batch)
             losses[name] = timing.loss
             if index >= WARMUP_ROUNDS:
-                found[name].append(timing)
+                timings[name].append(timing)
         check_losses(losses, world, index)
-    return found
+    return timings
 
 
 def check_losses(losses: dict[str, float], world: int, index: int) -> None:
@@ -144,26 +146,26 @@ def check_losses(losses: dict[str, float], world: int, index: int) -> None:
         raise ValueError(f"step {index}: the losses differ, so the race is void: {means}")
 
 
-def over_ranks(timings: Sequence[Sequence[Timing]], part: str) -> list[float]:
+def over_ranks(timings: Sequence[Sequence[Timing]], phase: str) -> list[float]:
     """Return, of each step, the slowest rank's seconds of a part; of `cpu` the sum over ranks."""
-    total = sum if part == "cpu" else max
-    return [total(_seconds(t, part) for t in step) for step in zip(*timings, strict=True)]
+    total = sum if phase == "cpu" else max
+    return [total(_seconds(t, phase) for t in step) for step in zip(*timings, strict=True)]
 
 
-def _seconds(timing: Timing, part: str) -> float:
-    parts = {
+def _seconds(timing: Timing, phase: str) -> float:
+    phases = {
         "forward": timing.forward,
         "backward": timing.backward,
         "update": timing.update,
         "total": timing.total,
         "cpu": timing.cpu,
     }
-    return parts[part]
+    return phases[phase]
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def ratio(mcore: Sequence[float], peer: Sequence[float]) -> float:
     """Return the median over steps of ours / theirs."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(a / b for a, b in zip(mcore, peer, strict=True))
 
 
 PARTS = ("forward", "backward", "update", "total", "cpu")
@@ -172,21 +174,21 @@ PARTS = ("forward", "backward", "update", "total", "cpu")
 def describe(course: Course, world: int, *, target: str = "") -> list[Row]:
     """Run one race and return its rows: milliseconds of each part and the ratios."""
     ranks = gloo_ranks.run(race, world, course)
-    found = []
-    for part in PARTS:
-        seconds = [over_ranks([rank[n] for rank in ranks], part) for n in course.names]
+    table_rows = []
+    for phase in PARTS:
+        seconds = [over_ranks([rank[n] for rank in ranks], phase) for n in course.names]
         medians = [1e3 * statistics.median(s) for s in seconds]
-        found.append(
+        table_rows.append(
             Row(
                 bench="data_parallel",
-                what=f"{world} ranks: ms of {part}, {course.title}",
+                what=f"{world} ranks: ms of {phase}, {course.title}",
                 ours=medians[0],
                 peer=medians[1] if len(medians) > 1 else None,
                 ratio=ratio(*seconds) if len(seconds) > 1 else None,
-                target=target if part == "total" else "",
+                target=target if phase == "total" else "",
             )
         )
-    return found
+    return table_rows
 
 
 def profile(rank: int, world: int, name: str, steps: int) -> str:
@@ -199,10 +201,10 @@ def profile(rank: int, world: int, name: str, steps: int) -> str:
     step = build([name], shape, groups)[name].step
     for index in range(WARMUP_ROUNDS):
         step(batch_of(shape, rank, index))
-    with profiler(activities=[ProfilerActivity.CPU]) as found:
+    with profiler(activities=[ProfilerActivity.CPU]) as torch_profile:
         for index in range(steps):
             step(batch_of(shape, rank, index))
-    return found.key_averages().table(
+    return torch_profile.key_averages().table(
         sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60
     )
 
@@ -210,16 +212,16 @@ def profile(rank: int, world: int, name: str, steps: int) -> str:
 def rows(quick: bool) -> list[Row]:
     """Run every race on 2 ranks and, unless `quick`, on 4; then the slow links, and one rank."""
     rounds = 5 if quick else 40
-    found = []
+    table_rows = []
     for world in (2,) if quick else (2, 4):
         for name, target in RACES.items():
             course = Course(names=tuple(name.split("/")), rounds=rounds)
-            found += describe(course, world, target=target)
-    return found + slow_link.rows(5.0, rounds) + machinery.rows(quick)
+            table_rows += describe(course, world, target=target)
+    return table_rows + slow_link.rows(5.0, rounds) + machinery.rows(quick)
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -230,7 +232,7 @@ def main() -> None:
         "--race",
         nargs="+",
         default=list(RACES),
-        help=f"ours/theirs, of {', '.join((*OURS, *PEERS))}",
+        help=f"ours/theirs, of {', '.join((*MCORE, *PEERS))}",
     )
     parser.add_argument("--latency", type=float, metavar="MS", help="race prefetch against none")
     parser.add_argument("--machinery", action="store_true", help="microseconds of a weight")
@@ -249,12 +251,12 @@ def main() -> None:
     else:
         shape = replace(SHAPES["S"], batch=arguments.batch or SHAPES["S"].batch)
         for world in arguments.ranks:
-            found = []
+            table_rows = []
             for name in arguments.race:
                 names = tuple(name.split("/"))
                 course = Course(names=names, rounds=arguments.rounds, shape=shape)
-                found += describe(course, world, target=RACES.get(name, ""))
-            print(format_table(found), flush=True)
+                table_rows += describe(course, world, target=RACES.get(name, ""))
+            print(format_table(table_rows), flush=True)
 
 
 if __name__ == "__main__":

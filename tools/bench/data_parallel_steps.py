@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from tools.bench import shapes
-from tools.bench.ours import config_of
+from tools.bench.mcore_step import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import Shape
 
@@ -28,7 +28,7 @@ from tools.bench.shapes import Shape
 class Timing:
     """Seconds of one step on one rank, and its loss summed over this rank's tokens' weights.
 
-    `cpu` counts all threads of the process, those of the communication too, and not the waiting.
+    `cpu` counts all threads of the process, including communication threads, but no waiting.
     """
 
     forward: float
@@ -79,7 +79,7 @@ def timed(
     return step
 
 
-class OurStep:
+class McoreStep:
     """A step of our model under our engine.
 
     Args:
@@ -144,10 +144,10 @@ class TorchStep:
     """
 
     def __init__(
-        self, shape: Shape, ours: GPTModel, *, wrap: Callable[[PlainModel], nn.Module]
+        self, shape: Shape, mcore: GPTModel, *, wrap: Callable[[PlainModel], nn.Module]
     ) -> None:
         plain = PlainModel(shape)
-        copy_weights(plain, ours, shape)
+        copy_weights(plain, mcore, shape)
         self.model = wrap(plain)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]

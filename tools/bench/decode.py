@@ -43,7 +43,7 @@ QUICK_ROUNDS, QUICK_TOKENS = 2, 16
 
 
 class NoOp(torch.autograd.Function):
-    """What a reduction over one rank is where it is not left out."""
+    """A reduction over one rank, for models that do not skip it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -97,22 +97,22 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
         texts["generate"] = static_batch(peer, requests)[0]
         return (clock() - start) / new
 
-    sides, found = {name: stepper(name) for name in engines} | {"generate": static}, []
+    sides, table_rows = {name: stepper(name) for name in engines} | {"generate": static}, []
     for name in list(sides)[1:]:
-        mine = "itself eager" if name.endswith("Function") else "optimized"
-        ours, peers = in_turns((sides[mine], sides[name]), rounds=rounds)
-        if texts[name] != texts[mine]:
+        mcore_name = "itself eager" if name.endswith("Function") else "optimized"
+        mcore, peers = in_turns((sides[mcore_name], sides[name]), rounds=rounds)
+        if texts[name] != texts[mcore_name]:
             raise ValueError(f"{name} generates another text: the race is void")
-        ratios = [a / b for a, b in zip(ours, peers, strict=True)]
+        ratios = [a / b for a, b in zip(mcore, peers, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        seconds, held = statistics.median(ours), peak_memory_bytes(torch.device("cpu"))
-        found.append(
+        seconds, peak_bytes = statistics.median(mcore), peak_memory_bytes(torch.device("cpu"))
+        table_rows.append(
             Row(
                 bench="decode",
                 what=(
-                    f"{shape.layers} layers of {shape.hidden}, {mine}, 1 request, {new} steps, "
-                    f"{1 / seconds:,.0f} tokens/s, {held / 1e6:,.0f} MB: s a step / {name} "
-                    f"(quartiles {low:.3f} to {high:.3f})"
+                    f"{shape.layers} layers of {shape.hidden}, {mcore_name}, 1 request, "
+                    f"{new} steps, {1 / seconds:,.0f} tokens/s, {peak_bytes / 1e6:,.0f} MB: "
+                    f"s a step / {name} (quartiles {low:.3f} to {high:.3f})"
                 ),
                 ours=seconds,
                 peer=statistics.median(peers),
@@ -120,13 +120,13 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
                 target=targets.get(name, ""),
             )
         )
-    return found
+    return table_rows
 
 
 def rows(quick: bool, *, clock: str = "wall") -> list[Row]:
     """Measure the small model, whose step is the host's work, and the one of 33.6 M parameters."""
-    small = rows_of(TINY, quick, CLOCKS[clock], {"generate": "<= 0.4"})
-    return [*small, *rows_of(SHAPES["M"], quick, CLOCKS[clock], {"generate": "<= 0.87"})]
+    tiny_rows = rows_of(TINY, quick, CLOCKS[clock], {"generate": "<= 0.4"})
+    return [*tiny_rows, *rows_of(SHAPES["M"], quick, CLOCKS[clock], {"generate": "<= 0.87"})]
 
 
 def profile(lines: int = 30) -> None:
@@ -136,13 +136,13 @@ def profile(lines: int = 30) -> None:
     requests = make_requests(load, TINY.vocabulary)
     engine = engine_of(model, optimized=True)
     generate(engine, requests)
-    with cProfile.Profile() as found:
+    with cProfile.Profile() as profiler:
         generate(engine, requests)
-    pstats.Stats(found).sort_stats("tottime").print_stats(lines)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

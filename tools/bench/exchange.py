@@ -22,11 +22,11 @@ ELEMENTS = (1 << 10, 1 << 16, 852_480)
 def pairs(rank: int, world: int, elements: int, rounds: int) -> dict[str, list[list[float]]]:
     """Return, by kind, the seconds of ours and of gloo's in every round, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    group, part = groups["gtp_cp_dp"], elements // world
+    group, chunk = groups["gtp_cp_dp"], elements // world
     gloo = dist.distributed_c10d._get_default_group()
-    whole, shard = torch.ones(elements), torch.ones(part)
+    whole, shard = torch.ones(elements), torch.ones(chunk)
     received = torch.empty(elements)
-    both: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "all_reduce": (
             lambda: all_reduce(whole, group, out=whole),
             lambda: gloo.allreduce([whole]).wait(),
@@ -40,9 +40,9 @@ def pairs(rank: int, world: int, elements: int, rounds: int) -> dict[str, list[l
             lambda: gloo._allgather_base(received, shard).wait(),
         ),
     }
-    found: dict[str, list[list[float]]] = {kind: [] for kind in both}
+    timings: dict[str, list[list[float]]] = {kind: [] for kind in calls}
     for index in range(rounds + 2):
-        for kind, sides in both.items():
+        for kind, sides in calls.items():
             seconds = [0.0, 0.0]
             for side in (0, 1) if index % 2 else (1, 0):
                 whole.fill_(1.0)
@@ -51,27 +51,27 @@ def pairs(rank: int, world: int, elements: int, rounds: int) -> dict[str, list[l
                 sides[side]()
                 seconds[side] = time.perf_counter() - start
             if index >= 2:
-                found[kind].append(seconds)
-    return found
+                timings[kind].append(seconds)
+    return timings
 
 
 def rows(world: int, rounds: int) -> list[Row]:
     """Measure every kind and size on `world` ranks: milliseconds of the slowest rank."""
-    found = []
+    table_rows = []
     for elements in ELEMENTS:
         elements -= elements % world
         ranks = gloo_ranks.run(pairs, world, elements, rounds)
         for kind in ranks[0]:
             steps = list(zip(*(rank[kind] for rank in ranks), strict=True))
-            ours, gloo = ([max(r[side] for r in step) for step in steps] for side in (0, 1))
-            found.append(
+            mcore, gloo = ([max(r[side] for r in step) for step in steps] for side in (0, 1))
+            table_rows.append(
                 Row(
                     bench="data_parallel",
                     what=f"{world} ranks: ms of {kind} of {4 * elements:,} bytes / gloo",
-                    ours=1e3 * statistics.median(ours),
+                    ours=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(gloo),
-                    ratio=statistics.median(a / b for a, b in zip(ours, gloo, strict=True)),
+                    ratio=statistics.median(a / b for a, b in zip(mcore, gloo, strict=True)),
                     target="",
                 )
             )
-    return found
+    return table_rows

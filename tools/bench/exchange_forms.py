@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to exchange tokens for heads, of which the library has one; the others are here to be raced.
+"""Ways to exchange tokens for heads: the library's form, and other forms to race against it.
 
-Each takes tokens [s/cp, 1, columns] of this rank to the sections of its heads over whole rows, and
-what a recurrence makes of them back.
+Each scatters the tokens [s/cp, 1, columns] of this rank to sections of its heads over whole rows,
+and gathers the output of the recurrence back.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Exchange(torch.autograd.Function):
 
 
 class Form:
-    """One way, for tokens of one cut.
+    """One form of the exchange, for the tokens of one sequence cut.
 
     Args:
-        cut: of the row.
-        group: cp.
-        sections: columns of each section of a head, that of the values third.
+        cut: the cut of the row.
+        group: the context-parallel group.
+        sections: columns of each section of a head; the values are the third section.
         heads: n.
     """
 
@@ -46,11 +46,11 @@ class Form:
     ) -> None:
         self.cut, self.group, self.sections, self.heads = cut, group, tuple(sections), heads
 
-    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section [t, n/cp, w] from x [s/cp, 1, columns]."""
         raise RuntimeError("take one of the forms")
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
         """Return [s/cp, 1, n, w] from y [t, n/cp, w]."""
         raise RuntimeError("take one of the forms")
 
@@ -65,20 +65,20 @@ class Form:
         ]
 
 
-class Ours(Form):
+class McoreForm(Form):
     """One all-to-all of columns that lie head after head; one gather."""
 
     def __init__(self, cut: SequenceSharding, group: Group, **shape) -> None:
         super().__init__(cut, group, **shape)
         self.layout = SequenceLayout.make(cut, group.rank, rows=1)
 
-    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return each section, a slice of what came."""
-        rows, places = scatter_heads(x.unflatten(2, (self.heads, -1)), self.layout, self.group)
-        packed = rows if places is None else places.pack(rows)
+    def scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each section, a slice of the received buffer."""
+        rows, positions = scatter_heads(x.unflatten(2, (self.heads, -1)), self.layout, self.group)
+        packed = rows if positions is None else positions.pack(rows)
         return packed.split(self.sections, -1)
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens."""
         placed = gather_heads(y, self.layout, self.group)
         return placed.joined().unflatten(0, (-1, 1))
@@ -98,18 +98,18 @@ class Unfolded(Form):
         self.undo = torch.empty_like(self.order)
         self.undo[self.order] = torch.arange(len(self.order))
 
-    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section."""
         cp, whole = self.group.size, [self.heads * size for size in self.sections]
-        parts = [part.unflatten(-1, (cp, -1)) for part in x.split(whole, -1)]
-        by_rank = torch.cat(parts, -1)  # [s/cp, 1, cp, columns/cp]
+        sections = [section.unflatten(-1, (cp, -1)) for section in x.split(whole, -1)]
+        by_rank = torch.cat(sections, -1)  # [s/cp, 1, cp, columns/cp]
         rows = torch.cat(by_rank.unbind(2), 0)  # [s, 1, columns/cp]
         natural = Exchange.apply(rows, self.group).index_select(0, self.order)
         natural = natural.transpose(0, 1).contiguous()[0]
-        found = natural.split([size // cp for size in whole], -1)
-        return tuple(x.unflatten(-1, (self.heads // cp, -1)) for x in found)
+        split_sections = natural.split([size // cp for size in whole], -1)
+        return tuple(x.unflatten(-1, (self.heads // cp, -1)) for x in split_sections)
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens."""
         rows = Exchange.apply(y.index_select(0, self.undo), self.group)
         return torch.cat(rows.chunk(self.group.size), 1)[:, None]
@@ -128,31 +128,31 @@ class PerSequence(Form):
         ]
         self.undos = [torch.argsort(order) for order in self.orders]
 
-    def there(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def scatter(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each section."""
         sections = x[:, 0].split([self.heads * size for size in self.sections], -1)
         return self.moved([section.unflatten(-1, (self.heads, -1)) for section in sections])
 
     def moved(self, sections: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return each section [t, n/cp, w] from those of this rank's tokens, [s/cp, n, w]."""
+        """Return each section [t, n/cp, w] from the sections [s/cp, n, w] of this rank's tokens."""
         cp = self.group.size
-        found: list[list[torch.Tensor]] = [[] for _ in sections]
+        pieces_by_section: list[list[torch.Tensor]] = [[] for _ in sections]
         for number, order in enumerate(self.orders):
-            first = sum(self.lengths[:number])
-            for section, parts in zip(sections, found, strict=True):
-                part = section[first : first + self.lengths[number]].unflatten(1, (cp, -1))
-                rows = part.transpose(0, 1).flatten(0, 1).contiguous()
-                parts.append(Exchange.apply(rows, self.group).index_select(0, order))
-        return tuple(torch.cat(parts) for parts in found)
+            start = sum(self.lengths[:number])
+            for section, sequences in zip(sections, pieces_by_section, strict=True):
+                sequence = section[start : start + self.lengths[number]].unflatten(1, (cp, -1))
+                rows = sequence.transpose(0, 1).flatten(0, 1).contiguous()
+                sequences.append(Exchange.apply(rows, self.group).index_select(0, order))
+        return tuple(torch.cat(sequences) for sequences in pieces_by_section)
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def gather(self, y: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens."""
-        cp, found = self.group.size, []
+        cp, sequences = self.group.size, []
         lengths = [cp * length for length in self.lengths]
-        for part, undo in zip(y.split(lengths), self.undos, strict=True):
-            rows = Exchange.apply(part.index_select(0, undo), self.group)
-            found.append(rows.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2))
-        return torch.cat(found)[:, None]
+        for sequence, undo in zip(y.split(lengths), self.undos, strict=True):
+            rows = Exchange.apply(sequence.index_select(0, undo), self.group)
+            sequences.append(rows.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2))
+        return torch.cat(sequences)[:, None]
 
 
-FORMS = (Ours, Unfolded, PerSequence)
+FORMS = (McoreForm, Unfolded, PerSequence)

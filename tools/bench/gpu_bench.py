@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bench on a GPU: cases one after another, of which none stops the next, within its seconds.
+"""A bench on a GPU: independent cases, one after another, within a time limit.
 
-What was measured is on the disk after every case, so a bench that is ended loses only the case that
-it was at.
+Results are written to disk after every case, so a bench that is stopped loses only the current
+case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.bench.gpu_timing import Call, Stopwatch, measured_rates, ratio_of
 from tools.bench.rehearsal import be_interpreted
 
 Size = TypeVar("Size")
-OURS = "ours"
+MCORE = "ours"
 
 
 class Bench:
@@ -50,9 +50,9 @@ class Bench:
         self.problems: dict[str, str] = {}
         self.kernels: dict[str, list[dict]] = {}
 
-    def sized(self, full: Size, small: Size) -> Size:
-        """Return what a GPU works on, or in a rehearsal what the interpreter can."""
-        return small if self.rehearse else full
+    def sized(self, full: Size, rehearsal: Size) -> Size:
+        """Return the full size on a GPU, or the rehearsal size for the interpreter."""
+        return rehearsal if self.rehearse else full
 
     def drawn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return normal numbers on the device, in the dtype of the bench."""
@@ -67,30 +67,31 @@ class Bench:
         moved_bytes: float = 0.0,
         targets: Sequence[str] = (),
         unit: str = "ms",
-        each: int = 1,
+        count: int = 1,
         note: str = "",
     ) -> None:
         """Time calls in turns; the first is ours, and all others are peers.
 
         Args:
             what: the op with its sizes.
-            calls: by name, `OURS` among them.
-            flops: that the op needs, for the roofline.
-            moved_bytes: that it must read and write, for the roofline.
+            calls: calls by name, including `MCORE`.
+            flops: operations of the op, for the roofline.
+            moved_bytes: bytes that it must read and write, for the roofline.
             targets: see `GpuRow`.
             unit: "ms" or "us".
-            each: what a call does so many times; figures are of one.
-            note: for the reader.
+            count: repetitions of the op within one call; figures are per repetition.
+            note: note for the reader.
         """
-        found = self.watch.race(calls)
-        factor = {"ms": 1e3, "us": 1e6}[unit] / each
-        ours = statistics.median(found[OURS])
+        timings = self.watch.race(calls)
+        factor = {"ms": 1e3, "us": 1e6}[unit] / count
+        mcore = statistics.median(timings[MCORE])
         peers = {
             name: Peer(
-                figure=factor * statistics.median(theirs), ratio=ratio_of(found[OURS], theirs)
+                figure=factor * statistics.median(peer_seconds),
+                ratio=ratio_of(timings[MCORE], peer_seconds),
             )
-            for name, theirs in found.items()
-            if name != OURS
+            for name, peer_seconds in timings.items()
+            if name != MCORE
         }
         bounds = []
         if flops:
@@ -99,11 +100,11 @@ class Bench:
             bounds.append(moved_bytes / self.rates["copy_bytes_per_second"])
         self.add(
             what,
-            factor * ours,
+            factor * mcore,
             unit=unit,
             peers=peers,
             bound=factor * max(bounds) if bounds else None,
-            share=max(bounds) / ours if bounds else None,
+            share=max(bounds) / mcore if bounds else None,
             targets=targets,
             note=note,
         )
@@ -175,17 +176,17 @@ class Bench:
         return True
 
     def _free(self) -> None:
-        """Give back the memory of what is over: workers need it."""
+        """Free the memory of finished cases: workers need it."""
         gc.collect()
         if self.watch.on_gpu:
             torch.cuda.empty_cache()
 
     def save(self) -> None:
-        """Leave what was measured so far."""
+        """Write the results so far."""
         if self.part is None:
             return
-        found = {"rates": self.rates, "rows": self.rows, "problems": self.problems}
-        text = json.dumps(found | {"kernels": self.kernels})
+        results = {"rates": self.rates, "rows": self.rows, "problems": self.problems}
+        text = json.dumps(results | {"kernels": self.kernels})
         self.part.write_text(text, encoding="utf-8")
 
 
@@ -209,9 +210,9 @@ def no_device(options: argparse.Namespace, name: str) -> bool:
     return True
 
 
-def require_same(what: str, ours: torch.Tensor, theirs: torch.Tensor, bound: float) -> None:
+def require_same(what: str, mcore: torch.Tensor, peer: torch.Tensor, bound: float) -> None:
     """Raise ValueError unless two calls that race compute the same: else the race is void."""
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    error = ((mcore - peer).abs().max() / peer.abs().max()).item()
     if not error <= bound:
         raise ValueError(f"{what}: error {error:.2g} > {bound:g}: the race is void")
 
@@ -220,13 +221,13 @@ def with_gradients(
     function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> tuple[Call, Call]:
     """Return (forward and backward, backward alone) of a function of leaves with gradients."""
-    kept = function(*leaves)
-    pull = torch.randn_like(kept)
+    outputs = function(*leaves)
+    pull = torch.randn_like(outputs)
 
     def whole() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(function(*leaves), leaves, pull)
 
     def back() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(kept, leaves, pull, retain_graph=True)
+        return torch.autograd.grad(outputs, leaves, pull, retain_graph=True)
 
     return whole, back

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on a GPU: how much of the bandwidth of copies its kernels reach.
+"""Decoding on a GPU: the share of the copy bandwidth that its kernels reach.
 
 python -m tools.bench.gpu_decode
 
-What a token reads and writes is its layer's state, or its row's keys and values: that is all there
-is to do. As in a model, layers come one after another, each with memory of its own, and all of a
-step is one CUDA graph; a figure is that of one layer. 80 % of that bandwidth is promised from 32
-rows on; 1 row is reported without a target, because one row has too few bytes to fill the device.
-Sampling is a launch of its own, outside of the graph; a row of logits is read once at least.
+A token reads and writes the state of its layer, or the keys and values of its row; this traffic
+dominates a decode step. As in a model, layers run one after another, each with its own memory, and
+the whole step is one CUDA graph; figures are per layer. The target is 80 % of that bandwidth from
+32 rows on; 1 row is reported without a target, because it has too few bytes to fill the device.
+Sampling is a separate launch outside the graph; it reads a row of logits at least once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.ops.recurrence_decode import recurrence_decode
 from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
 from megatron.core.ops.sampling import choose_tokens
-from tools.bench.gpu_bench import OURS, Bench, no_device, options_of, require_same
+from tools.bench.gpu_bench import MCORE, Bench, no_device, options_of, require_same
 from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 from tools.bench.gpu_timing import Call
 
@@ -59,27 +59,27 @@ class Layer:
     Args:
         bench: the bench.
         parts: the columns of a unit.
-        units: how many of them.
-        rows: sequences that go on by a token.
+        units: number of units.
+        rows: sequences that decode a token.
     """
 
-    def __init__(self, bench: Bench, parts: UnitLayout, units: int, rows: int) -> None:
-        heads, width = units * parts.heads, parts.heads * parts.value_channels
+    def __init__(self, bench: Bench, unit: UnitLayout, units: int, rows: int) -> None:
+        heads, width = units * unit.heads, unit.heads * unit.value_channels
         gates = torch.rand(2, heads, device=bench.device)
-        self.parts, self.source = parts, bench.drawn(rows, units, parts.width)
-        weight = 0.3 * bench.drawn(units, parts.conv_channels, 4)
+        self.parts, self.source = unit, bench.drawn(rows, units, unit.width)
+        weight = 0.3 * bench.drawn(units, unit.conv_channels, 4)
         self.weights = PrologueWeights(weight, None, gates[0], gates[1])
         self.memory = DecodeMemory(
-            conv=bench.drawn(rows + 1, 3, units, parts.conv_channels),
+            conv=bench.drawn(rows + 1, 3, units, unit.conv_channels),
             state=bench.drawn(
-                rows + 1, heads, parts.key_channels, parts.value_channels, dtype=torch.float32
+                rows + 1, heads, unit.key_channels, unit.value_channels, dtype=torch.float32
             ),
             slots=torch.randperm(rows, device=bench.device),
             arrival_counts=torch.zeros(rows + 1, units, device=bench.device, dtype=torch.int32),
         )
         self.norm = OutputNorm(
             gate=bench.drawn(rows, units, width),
-            weight=torch.ones(parts.value_channels, device=bench.device, dtype=bench.dtype),
+            weight=torch.ones(unit.value_channels, device=bench.device, dtype=bench.dtype),
             eps=1e-6,
         )
 
@@ -98,18 +98,21 @@ class Layer:
     def moved_bytes(self) -> int:
         """What must be read and written; of the spare slot nothing."""
         rows = len(self.source)
-        kept = (self.memory.state.nbytes + self.memory.conv.nbytes) * rows // (rows + 1)
-        return 2 * kept + self.source.nbytes + 2 * self.norm.gate.nbytes
+        state_bytes = (self.memory.state.nbytes + self.memory.conv.nbytes) * rows // (rows + 1)
+        return 2 * state_bytes + self.source.nbytes + 2 * self.norm.gate.nbytes
 
 
 def recurrent(bench: Bench, rows: int) -> None:
     """Time a gated delta net of Qwen3-Next for `rows` sequences."""
     units, heads, size = bench.sized((16, 2, 128), (2, 2, 8))
-    parts = UnitLayout.delta(heads, size, size)
-    first = Layer(bench, parts, units, rows)
-    count = max(1, min(LAYERS, math.ceil(ENOUGH_BYTES / first.moved_bytes)))
-    layers = [first, *(Layer(bench, parts, units, rows) for _ in range(bench.sized(count, 2) - 1))]
-    agree(first)
+    unit = UnitLayout.delta(heads, size, size)
+    layer_bench = Layer(bench, unit, units, rows)
+    count = max(1, min(LAYERS, math.ceil(ENOUGH_BYTES / layer_bench.moved_bytes)))
+    layers = [
+        layer_bench,
+        *(Layer(bench, unit, units, rows) for _ in range(bench.sized(count, 2) - 1)),
+    ]
+    agree(layer_bench)
 
     def step(implementation: str) -> Callable[[], None]:
         def run() -> None:
@@ -119,7 +122,7 @@ def recurrent(bench: Bench, rows: int) -> None:
         return run
 
     calls = {
-        OURS: captured(bench, step("triton")),
+        MCORE: captured(bench, step("triton")),
         "reference": captured(bench, step("reference")),
     }
     promised = rows >= DECODE_ROWS
@@ -128,7 +131,7 @@ def recurrent(bench: Bench, rows: int) -> None:
         f"decode of a gated delta net, {rows} rows, fp32 states",
         calls,
         moved_bytes=sum(layer.moved_bytes for layer in layers),
-        each=len(layers),
+        count=len(layers),
         unit="us",
         targets=[f"share >= {DECODE_SHARE}"] if promised else [],
         note=layers_noted if promised else f"{layers_noted}; {NO_DECODE_TARGET}",
@@ -139,12 +142,12 @@ def agree(layer: Layer) -> None:
     """Raise ValueError unless kernel and reference go on from equal states to equal ones."""
     state, conv = layer.memory.state, layer.memory.conv
     before = state.clone(), conv.clone()
-    ours = layer("triton"), state.clone()
+    mcore = layer("triton"), state.clone()
     state.copy_(before[0])
     conv.copy_(before[1])
-    theirs = layer("reference"), state
-    for what, mine, true in zip(("output", "state"), ours, theirs, strict=True):
-        require_same(f"decode, {what}", mine, true, BF16_BOUND)
+    peer = layer("reference"), state
+    for what, got, expected in zip(("output", "state"), mcore, peer, strict=True):
+        require_same(f"decode, {what}", got, expected, BF16_BOUND)
 
 
 def paged(bench: Bench) -> None:
@@ -164,17 +167,17 @@ def paged(bench: Bench) -> None:
     )
     dense = [x[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for x in caches]
 
-    def ours() -> torch.Tensor:
+    def mcore() -> torch.Tensor:
         return paged_attention(query, *caches, batch=batch, implementation="triton")[0]
 
-    def theirs() -> torch.Tensor:
+    def peer() -> torch.Tensor:
         out = F.scaled_dot_product_attention(query[:, :, None], *dense, enable_gqa=heads != groups)
         return out[:, :, 0]
 
-    require_same("paged attention, ours and SDPA", ours(), theirs(), BF16_BOUND)
+    require_same("paged attention, ours and SDPA", mcore(), peer(), BF16_BOUND)
     bench.race(
         f"paged decode, {rows} rows of {context} tokens, {heads}/{groups} heads of {features}",
-        {OURS: captured(bench, ours), "SDPA without pages": captured(bench, theirs)},
+        {MCORE: captured(bench, mcore), "SDPA without pages": captured(bench, peer)},
         moved_bytes=2 * rows * context * groups * features * bench.dtype.itemsize,
         unit="us",
         targets=[f"share >= {DECODE_SHARE}"],
@@ -200,7 +203,7 @@ def latent(bench: Bench, rows: int) -> None:
     dense = cache[table].flatten(1, 2)[:, :context].contiguous()  # [rows, context, c]
     scale = (rank + rotated) ** -0.5
 
-    def ours() -> torch.Tensor:
+    def mcore() -> torch.Tensor:
         return paged_latent_attention(
             query,
             cache,
@@ -210,14 +213,14 @@ def latent(bench: Bench, rows: int) -> None:
             implementation="triton",
         )
 
-    def theirs() -> torch.Tensor:
+    def peer() -> torch.Tensor:
         weights = (scale * (query @ dense.mT)).softmax(-1)  # [rows, heads, context]
         return weights @ dense[..., :rank]
 
-    require_same("latent attention, ours and torch", ours(), theirs(), BF16_BOUND)
+    require_same("latent attention, ours and torch", mcore(), peer(), BF16_BOUND)
     bench.race(
         f"paged latent decode, {rows} rows of {context} tokens, {heads} heads",
-        {OURS: captured(bench, ours), "torch without pages": captured(bench, theirs)},
+        {MCORE: captured(bench, mcore), "torch without pages": captured(bench, peer)},
         flops=2.0 * rows * context * heads * (2 * rank + rotated),
         moved_bytes=rows * context * (rank + rotated) * bench.dtype.itemsize,
         unit="us",
@@ -242,7 +245,7 @@ def sampling(bench: Bench, rows: int) -> None:
     uniform = torch.tensor(draws, device=bench.device)
     filters, none = [TopP()] * rows, [0] * rows
 
-    def ours() -> torch.Tensor:
+    def mcore() -> torch.Tensor:
         return choose_tokens(
             logits, logits, filters, draws, num_top=none, implementation="triton"
         ).tokens
@@ -262,7 +265,7 @@ def sampling(bench: Bench, rows: int) -> None:
     # Both draw by the same number, in another order of the tokens: only frequencies agree.
     bench.race(
         f"top-p sampling, {rows} rows of {size:,} logits",
-        {OURS: ours, "torch.sort": by_sorting},
+        {MCORE: mcore, "torch.sort": by_sorting},
         moved_bytes=logits.nbytes,
         targets=["ms <= 0.3"] if rows == SAMPLING_ROWS else [],
     )

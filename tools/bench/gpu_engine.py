@@ -33,7 +33,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig
-from tools.bench import ours, shapes
+from tools.bench import mcore_step, shapes
 from tools.bench.gpu_bench import Bench, no_device, options_of
 from tools.bench.gpu_rows import Peer
 from tools.bench.gpu_train import LLAMA_1_3B
@@ -90,7 +90,7 @@ class Way:
 
 def config_of(kind: str, shape: Shape, *, tiny: bool) -> GPTConfig:
     """Return the model of a kind: "gpt", "hybrid" or "moe"."""
-    config = ours.config_of(shape)
+    config = mcore_step.config_of(shape)
     if kind == "hybrid":
         pattern = "G-*-" if tiny else "G-G-G-*-"
         delta = TINY_DELTA if tiny else DELTA
@@ -117,8 +117,8 @@ def generate(
         model: that is run.
         way: how the engine steps.
         sampling: of all requests.
-        rows: requests.
-        tokens: generated for each.
+        rows: number of requests.
+        tokens: generated tokens per request.
 
     Returns:
         (median seconds of a decode step, the tokens of each request).
@@ -155,18 +155,18 @@ def step_bytes(model: GPTModel, dtype: torch.dtype, rows: int, tokens: int) -> f
     """Return the bytes that a decode step must read, on average over a generation.
 
     Args:
-        model: whose weights are all read, but the embedding's, of which a token reads one row.
-        dtype: of weights, keys and values.
-        rows: requests.
-        tokens: generated for each.
+        model: the model; a step reads all its weights, and one embedding row per token.
+        dtype: dtype of weights, keys and values.
+        rows: number of requests.
+        tokens: generated tokens per request.
     """
     config = model.config
     weights = sum(parameter.numel() for parameter in model.parameters())
     weights -= config.vocab_size * config.hidden_size
     context = SHORTEST_PROMPT + (rows - 1) / 2 + (tokens + WARMUP_STEPS) / 2
     heads = CacheShapes.from_modules(model.modules(), dtype).attention
-    kept = 2 * sum(math.prod(shape) for shape in heads)  # keys and values of a token
-    return dtype.itemsize * (weights + rows * context * kept)
+    kv_bytes = 2 * sum(math.prod(shape) for shape in heads)  # keys and values of a token
+    return dtype.itemsize * (weights + rows * context * kv_bytes)
 
 
 def bandwidth_on_data_sheet() -> float | None:
@@ -207,14 +207,16 @@ def engine_steps(
         texts: dict[Way, list[list[int]]] = {}
         for turn in range(bench.sized(ROUNDS, 1)):
             for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
-                taken, texts[way] = generate(bench, model, way, sampling, rows=rows, tokens=tokens)
-                seconds[way].append(taken)
+                step_seconds, texts[way] = generate(
+                    bench, model, way, sampling, rows=rows, tokens=tokens
+                )
+                seconds[way].append(step_seconds)
         difference = first_difference(texts) if sampling is GREEDY else None
         if difference is not None:
             bench.problems[f"{kind}, {rows} rows"] = difference
-        best, *others = ways
-        own = seconds[best]
-        moved, step = step_bytes(model, bench.dtype, rows, tokens), statistics.median(own)
+        best, *slower = ways
+        best_seconds = seconds[best]
+        moved, step = step_bytes(model, bench.dtype, rows, tokens), statistics.median(best_seconds)
         bound = moved / bench.rates["copy_bytes_per_second"]
         what = f"{kind} of {weights:,} weights, {rows} rows, {name}: a step, {best}"
         bench.add(
@@ -224,9 +226,11 @@ def engine_steps(
             peers={
                 str(way): Peer(
                     figure=1e3 * statistics.median(seconds[way]),
-                    ratio=statistics.median(b / a for a, b in zip(own, seconds[way], strict=True)),
+                    ratio=statistics.median(
+                        b / a for a, b in zip(best_seconds, seconds[way], strict=True)
+                    ),
                 )
-                for way in others
+                for way in slower
             },
             bound=1e3 * bound,
             share=bound / step,
@@ -243,15 +247,16 @@ def engine_steps(
 
 def first_difference(texts: dict[Way, list[list[int]]]) -> str | None:
     """Return where two ways of stepping choose different tokens for a request, or None."""
-    (first, expected), *others = texts.items()
-    for way, rows in others:
+    (reference_name, expected), *other_texts = texts.items()
+    for way, rows in other_texts:
         for row, (a, b) in enumerate(zip(expected, rows, strict=True)):
-            place = next(
+            index = next(
                 (i for i, pair in enumerate(zip(a, b, strict=False)) if len({*pair}) > 1), None
             )
             if a != b:
-                place = min(len(a), len(b)) if place is None else place
-                return f"{way} and {first} choose other tokens for request {row} from {place} on"
+                index = min(len(a), len(b)) if index is None else index
+                names = f"{way} and {reference_name}"
+                return f"{names} choose other tokens for request {row} from {index} on"
     return None
 
 

@@ -11,7 +11,7 @@ from megatron.core.ops.swiglu import gated
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import RowRuns, WeightStore, grouped_linear
 from megatron.core.weight_sharding import WeightSharding
-from tools.bench.gpu_bench import OURS, Bench, require_same
+from tools.bench.gpu_bench import MCORE, Bench, require_same
 
 PEER = "grouped_mm"
 BF16_BOUND = 0.03
@@ -36,11 +36,11 @@ def products_of(
     """Race one shape; every expert is as likely as any other, so that runs differ in length.
 
     Args:
-        bench: where to.
-        tokens: each of which is a row of `topk` experts.
-        topk, experts: of the router.
-        hidden, ffn: features of a row, and inside an expert.
-        published: TFLOP/s of others' best.
+        bench: the bench that takes the rows.
+        tokens: number of tokens, each routed to `topk` experts.
+        topk, experts: router configuration.
+        hidden, ffn: hidden size of the model and of an expert.
+        published: best published TFLOP/s of other libraries.
     """
     store = WeightStore(
         ProcessGroupCollection.single(), seed=1, dtype=bench.dtype, device=bench.device
@@ -55,7 +55,7 @@ def products_of(
     runs = RowRuns.of(torch.bincount(chosen, minlength=experts))
     rows = bench.drawn(tokens * topk, hidden)
 
-    def ours() -> torch.Tensor:
+    def mcore() -> torch.Tensor:
         inner = gated(grouped_linear(handles[0], rows, runs), "silu")
         return grouped_linear(handles[1], inner, runs)
 
@@ -64,11 +64,11 @@ def products_of(
         return F.grouped_mm(F.silu(gate) * inner, down, offs=runs.ends)
 
     with torch.no_grad():
-        require_same(f"experts, ours and {PEER}", ours(), by_torch(), BF16_BOUND)
+        require_same(f"experts, ours and {PEER}", mcore(), by_torch(), BF16_BOUND)
         flops = 6.0 * tokens * topk * hidden * ffn
         bench.race(
             f"{experts} experts of {ffn}, {tokens:,} tokens of {hidden}, top {topk}, forward",
-            {OURS: ours, PEER: by_torch},
+            {MCORE: mcore, PEER: by_torch},
             flops=flops,
             targets=[f"{PEER} >= 1.0", f"ms <= {flops / published / 1e9:.4g}"],
             note=f"published: {published} TFLOP/s",

@@ -21,7 +21,7 @@ import torch
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import backend_choice
 from megatron.core.ssm import GatedDeltaNetConfig
-from tools.bench import ours
+from tools.bench import mcore_step
 from tools.bench.gpu_bench import Bench, no_device, options_of
 from tools.bench.gpu_workers import add_options, add_rows, race, work
 from tools.bench.shapes import Shape
@@ -58,7 +58,7 @@ def config_of(shape: Shape, delta: GatedDeltaNetConfig, period: str) -> GPTConfi
     """Return the model: the blocks of a shape's layers, most of its attentions delta nets."""
     pattern = period * (shape.layers // period.count("-"))
     return dataclasses.replace(
-        ours.config_of(shape),
+        mcore_step.config_of(shape),
         num_layers=len(pattern),
         ffn_pattern="",
         pattern=pattern,
@@ -75,7 +75,7 @@ class Picked:
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
-        self.found: Counter[str] = Counter()
+        self.choices: Counter[str] = Counter()
         self._choose = backend_choice.choose
 
     def __call__(
@@ -84,9 +84,9 @@ class Picked:
         """Choose as `backend_choice.choose` does."""
         if op in RECURRENT_OPS and implementation is None:
             implementation = self.implementation
-        found = self._choose(implementation, tensor, op, **options)
-        self.found[f"{op} {found}"] += 1
-        return found
+        choice = self._choose(implementation, tensor, op, **options)
+        self.choices[f"{op} {choice}"] += 1
+        return choice
 
     def install(self) -> None:
         """Let every op of this process choose by this."""
@@ -113,9 +113,9 @@ def hybrid(bench: Bench, options: argparse.Namespace) -> None:
     )
     (pair,) = races
     for name, variant in pair.items():
-        other = REFERENCE if name == KERNELS else KERNELS
+        other_name = REFERENCE if name == KERNELS else KERNELS
         picked = variant.facts["picked"]
-        if not picked.get(f"{SUBJECT} {name}") or picked.get(f"{SUBJECT} {other}"):
+        if not picked.get(f"{SUBJECT} {name}") or picked.get(f"{SUBJECT} {other_name}"):
             raise ValueError(f"the step of {name} picked {picked}: the race is void")
     losses = [variant.values[0] for variant in pair.values()]
     same_batch = len({variant.facts["micro_batch_size"] for variant in pair.values()}) == 1
@@ -164,15 +164,17 @@ def main() -> int:
         picked = Picked(options.worker)
 
         def build(name: str, size: int, device: torch.device) -> Step:
-            given = dataclasses.replace(shape, batch=size)
+            sized_shape = dataclasses.replace(shape, batch=size)
             # The interpreter has no bf16.
-            step, _, _ = ours.training_parts(
-                given, bf16=not options.rehearse, device=device, config=config
+            step, _, _ = mcore_step.training_parts(
+                sized_shape, bf16=not options.rehearse, device=device, config=config
             )
             picked.install()
             return step
 
-        work(options, build, sequence=shape.sequence, facts=lambda: {"picked": dict(picked.found)})
+        work(
+            options, build, sequence=shape.sequence, facts=lambda: {"picked": dict(picked.choices)}
+        )
         return 0
     cases = [] if options.quick else [("hybrid", lambda bench: hybrid(bench, options))]
     return Bench("hybrid", options).run(cases)

@@ -22,7 +22,7 @@ from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import gated
-from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
+from tools.bench.gpu_bench import MCORE, Bench, require_same, with_gradients
 
 COMPILED, TORCH, SDPA = "torch.compile", "torch", "SDPA"
 Function = Callable[..., torch.Tensor]
@@ -47,7 +47,7 @@ def both_ways(
     plain = [x.detach() for x in leaves]
     outs = {key: function(*plain) for key, function in functions.items()}
     for key, out in outs.items():
-        require_same(f"{what}, ours and {key}", outs[OURS], out, BF16_BOUND)
+        require_same(f"{what}, ours and {key}", outs[MCORE], out, BF16_BOUND)
     del outs
     calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
     bench.race(f"{what}, forward", calls, moved_bytes=moved[0], targets=PROMISED)
@@ -71,7 +71,7 @@ def norm(bench: Bench) -> None:
     x = bench.drawn(rows, features).requires_grad_()
     weight = torch.ones(features, device=bench.device, dtype=bench.dtype).requires_grad_()
     functions = {
-        OURS: lambda x, w: rms_norm(x, w, eps=1e-5, implementation="triton"),
+        MCORE: lambda x, w: rms_norm(x, w, eps=1e-5, implementation="triton"),
         **compiled(bench, lambda x, w: F.rms_norm(x, (features,), w, 1e-5)),
     }
     what = f"RMSNorm {rows} x {features}"
@@ -82,7 +82,7 @@ def norm_with_residual(bench: Bench) -> None:
     """Time RMSNorm with the addition before it, forward."""
     rows, features = bench.sized((16384, 4096), (5, 40))
     x, r, w = bench.drawn(rows, features), bench.drawn(rows, features), bench.drawn(features)
-    calls = {OURS: lambda: rms_norm(x, w, eps=1e-5, residual=r, implementation="triton")}
+    calls = {MCORE: lambda: rms_norm(x, w, eps=1e-5, residual=r, implementation="triton")}
     what = f"RMSNorm with residual {rows} x {features}, forward"
     bench.race(what, calls, moved_bytes=4 * x.nbytes, targets=PROMISED)
 
@@ -97,7 +97,7 @@ def swiglu(bench: Bench) -> None:
         return (F.silu(gate.float()) * up.float()).to(x.dtype)
 
     functions = {
-        OURS: lambda x: gated(x, "silu", implementation="triton"),
+        MCORE: lambda x: gated(x, "silu", implementation="triton"),
         **compiled(bench, formula),
     }
     moved = (1.5 * x.nbytes, 2.5 * x.nbytes)
@@ -111,12 +111,12 @@ def rope(bench: Bench) -> None:
     cos, sin = rotary_table(torch.arange(tokens, device=bench.device), dim=size)
 
     def formula(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.float().chunk(2, -1)
+        left, right = x.float().chunk(2, -1)
         c, s = (table.view(tokens, 1, 1, size // 2) for table in (cos, sin))
-        return torch.cat([first * c - second * s, second * c + first * s], -1).to(x.dtype)
+        return torch.cat([left * c - right * s, right * c + left * s], -1).to(x.dtype)
 
     functions = {
-        OURS: lambda x: apply_rope(x, cos, sin, implementation="triton"),
+        MCORE: lambda x: apply_rope(x, cos, sin, implementation="triton"),
         **compiled(bench, formula),
     }
     moved = 2.0 * x.nbytes + 2 * cos.nbytes
@@ -127,18 +127,18 @@ def permutation(bench: Bench) -> None:
     """Time the way of tokens to their experts and back."""
     tokens, copies, features = bench.sized((32768, 8, 2048), (9, 2, 40))
     order = torch.randperm(tokens * copies, device=bench.device)
-    there = Permutation.of(order, tokens, copies)
+    permute = Permutation.of(order, tokens, copies)
     x, rows = bench.drawn(tokens, features), bench.drawn(tokens * copies, features)
     weights = torch.rand(tokens, copies, device=bench.device)
     moved = x.nbytes + rows.nbytes
     what = f"{copies} copies of {tokens} tokens of {features}"
-    tokens_of_rows = there.sources // copies
+    tokens_of_rows = permute.places // copies
     calls = {
-        OURS: lambda: take_rows(x, there, implementation="triton"),
+        MCORE: lambda: take_rows(x, permute, implementation="triton"),
         TORCH: lambda: x[tokens_of_rows],
     }
     bench.race(f"rows to experts, {what}", calls, moved_bytes=moved)
-    calls = {OURS: lambda: sum_rows(rows, there, weights=weights, implementation="triton")}
+    calls = {MCORE: lambda: sum_rows(rows, permute, weights=weights, implementation="triton")}
     bench.race(f"weighted sums back, {what}", calls, moved_bytes=moved)
 
 
@@ -163,15 +163,15 @@ def expert_products(bench: Bench) -> None:
         total.add_(F.grouped_mm(grad.t(), x, offs=runs.ends))
 
     def by_loop() -> None:
-        parts = (t.split(counts.tolist()) for t in (grad, x))
-        for matrix, g, part in zip(total, *parts, strict=True):
-            add_product_(matrix, g.t(), part)
+        runs = (t.split(counts.tolist()) for t in (grad, x))
+        for matrix, g, x_run in zip(total, *runs, strict=True):
+            add_product_(matrix, g.t(), x_run)
 
     require_same(f"{what}, ours and our kernel", product(None), product("triton"), BF16_BOUND)
-    calls = {OURS: partial(product, None), "Triton kernel": partial(product, "triton")}
+    calls = {MCORE: partial(product, None), "Triton kernel": partial(product, "triton")}
     bench.race(f"{what}, forward", calls, flops=flops)
     add = partial(grouped_wgrad_, total, grad, x, runs, overwrite=False, implementation="triton")
-    calls = {OURS: add, "torch grouped_mm, added": by_torch, "a loop of products": by_loop}
+    calls = {MCORE: add, "torch grouped_mm, added": by_torch, "a loop of products": by_loop}
     bench.race(f"{what}, weight gradients", calls, flops=flops)
 
 
@@ -184,14 +184,14 @@ def cross_entropy(bench: Bench) -> None:
     labels = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     weights = torch.full((tokens,), 1.0 / tokens, device=bench.device)
 
-    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def mcore(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy(hidden, weight, labels, weights, implementation="triton")[0]
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float(), labels)
 
     calls, peaks = {}, []
-    for name, function in ((OURS, ours), (TORCH, plain)):
+    for name, function in ((MCORE, mcore), (TORCH, plain)):
         calls[name] = with_gradients(function, (hidden, weight))[0]
         peaks.append(_peak_bytes(bench, calls[name]))
     note = f"peak {peaks[0] / 1e9:.1f} GB / {peaks[1] / 1e9:.1f} GB" if bench.watch.on_gpu else ""
@@ -202,7 +202,7 @@ def cross_entropy(bench: Bench) -> None:
 
 
 def _peak_bytes(bench: Bench, call: Callable[[], object]) -> int:
-    """Return the most memory of the device that a call takes beside what is there."""
+    """Return the peak device memory that a call allocates."""
     if not bench.watch.on_gpu:
         call()
         return 0
@@ -275,10 +275,10 @@ def packed_attention_of(
 
     def one_by_one(*qkv: torch.Tensor) -> torch.Tensor:
         spans = zip([0, *ends], ends, strict=False)
-        parts = [attention(*(x[a:b] for x in qkv), window=window)[0] for a, b in spans]
-        return torch.cat(parts)
+        outputs = [attention(*(x[a:b] for x in qkv), window=window)[0] for a, b in spans]
+        return torch.cat(outputs)
 
-    functions = {OURS: attend, "Triton kernel": partial(attend, implementation="triton")}
+    functions = {MCORE: attend, "Triton kernel": partial(attend, implementation="triton")}
     if len(lengths) > 1:
         functions["one by one"] = one_by_one
     plain = [x.detach() for x in leaves]
@@ -307,18 +307,20 @@ def attention_of(
     def chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention(q, k, v)[0]
 
-    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def mcore(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention(q, k, v, implementation="triton")[0]
 
     def by_torch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: SDPBackend
     ) -> torch.Tensor:
-        parts = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != groups)
+            out = F.scaled_dot_product_attention(
+                *heads_first, is_causal=True, enable_gqa=heads != groups
+            )
         return out.permute(2, 0, 1, 3)
 
-    functions = {OURS: chosen, "Triton kernel": own}
+    functions = {MCORE: chosen, "Triton kernel": mcore}
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
     if not bench.watch.on_gpu:
         backends = {"SDPA": SDPBackend.MATH}
@@ -333,7 +335,7 @@ def attention_of(
             refused.append(f"{name}: {str(error).splitlines()[0][:80]}")
         else:
             functions[name] = function
-    require_same("attention, ours and our kernel", chosen(*plain), own(*plain), BF16_BOUND)
+    require_same("attention, ours and our kernel", chosen(*plain), mcore(*plain), BF16_BOUND)
     flops = 2.0 * tokens * tokens * rows * heads * features  # half of 4, as half is masked
     what = f"causal attention {heads}/{groups} heads of {features}, {rows} x {tokens:,} tokens"
     targets = [f"{name} >= 1.0" for name in functions if name in backends]

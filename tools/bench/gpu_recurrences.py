@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of recurrent layers against other implementations and against their rooflines.
 
-Operations and bytes are those that the formulas need, each tensor read or written once: what a
-kernel computes again, or stores for itself, counts against it.
+Operations and bytes count the formula, with each tensor read or written once. Recomputation and
+internal buffers of a kernel therefore lower its share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.state_space_dual import state_space_dual
-from tools.bench.gpu_bench import OURS, Bench, require_same, with_gradients
+from tools.bench.gpu_bench import MCORE, Bench, require_same, with_gradients
 
 CHUNK = 64
 FLA, MAMBA, REFERENCE = "fla", "mamba_ssm", "reference"
@@ -36,12 +36,12 @@ SSD_TOKENS_PER_SECOND = 22.7e6
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a recurrence and what it runs over.
+    """The heads and the sequences of a recurrence.
 
     Args:
-        groups, heads: of queries and keys, and of values.
-        keys, values: features of each.
-        bounds: where sequences begin and end.
+        groups, heads: number of query/key heads and of value heads.
+        keys, values: head dimensions.
+        bounds: start and end of each sequence.
     """
 
     groups: int
@@ -52,14 +52,14 @@ class Heads:
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """The total number of tokens."""
         return self.bounds[-1]
 
     def ideal_bytes(self, bench: Bench) -> float:
         """Return the bytes of queries, keys, values and outputs, and of the gates."""
-        wide = bench.dtype.itemsize
+        element_bytes = bench.dtype.itemsize
         features = 2 * self.groups * self.keys + 2 * self.heads * self.values
-        return self.tokens * (wide * features + (4 + wide) * self.heads)
+        return self.tokens * (element_bytes * features + (4 + element_bytes) * self.heads)
 
     def delta_flops(self) -> tuple[float, float]:
         """Return the operations of the chunked delta rule, forward and backward."""
@@ -69,7 +69,7 @@ class Heads:
         return self.tokens * self.heads * forward, self.tokens * self.heads * backward
 
     def dual_flops(self) -> tuple[float, float]:
-        """Return those of the chunked state-space dual."""
+        """Return the rooflines of the chunked state-space dual."""
         c, k, v = CHUNK, self.keys, self.values
         forward = self.heads * (2 * c * v + 4 * k * v) + self.groups * 2 * c * k
         backward = self.heads * (4 * c * v + 4 * c * k + 10 * k * v) + self.groups * 2 * c * k
@@ -80,10 +80,10 @@ def drawn_inputs(bench: Bench, shape: Heads) -> list[torch.Tensor]:
     """Return (query, key, value, decay, strength) as layers make them, with gradients."""
     t, decays = shape.tokens, torch.rand(shape.tokens, shape.heads, device=bench.device)
     q, k = (bench.drawn(t, shape.groups, shape.keys).float() for _ in range(2))
-    found = [F.normalize(q, dim=-1).to(bench.dtype), F.normalize(k, dim=-1).to(bench.dtype)]
-    found += [bench.drawn(t, shape.heads, shape.values), -0.2 * decays]
-    found.append(torch.rand(t, shape.heads, device=bench.device).to(bench.dtype))
-    return [x.requires_grad_() for x in found]
+    inputs = [F.normalize(q, dim=-1).to(bench.dtype), F.normalize(k, dim=-1).to(bench.dtype)]
+    inputs += [bench.drawn(t, shape.heads, shape.values), -0.2 * decays]
+    inputs.append(torch.rand(t, shape.heads, device=bench.device).to(bench.dtype))
+    return [x.requires_grad_() for x in inputs]
 
 
 def _fla(bench: Bench, shape: Heads) -> tuple[Callable[..., torch.Tensor] | None, str]:
@@ -105,13 +105,13 @@ def _fla(bench: Bench, shape: Heads) -> tuple[Callable[..., torch.Tensor] | None
     few = dataclasses.replace(shape, bounds=(0, 2 * CHUNK))
     inputs, bounds = drawn_inputs(bench, few), torch.tensor(few.bounds, device=bench.device)
     with torch.no_grad():
-        wanted = repeating(*inputs, bounds)
-        why = refusal(FLA, lambda: native(*inputs, bounds), wanted)
+        expected = repeating(*inputs, bounds)
+        why = refusal(FLA, lambda: native(*inputs, bounds), expected)
     return (native, "") if not why else (repeating, f"keys repeated for fla, which says {why}")
 
 
 def fla_of(
-    bench: Bench, shape: Heads, inputs: Sequence[torch.Tensor], ours: torch.Tensor
+    bench: Bench, shape: Heads, inputs: Sequence[torch.Tensor], mcore: torch.Tensor
 ) -> tuple[Callable[..., torch.Tensor] | None, str]:
     """Return fla's delta rule where it computes what ours does, else None; and what to note."""
     try:
@@ -121,14 +121,14 @@ def fla_of(
     if fla is None:
         return None, note
     bounds = torch.tensor(shape.bounds, device=bench.device)
-    why = refusal(FLA, lambda: fla(*inputs, bounds), ours)
+    why = refusal(FLA, lambda: fla(*inputs, bounds), mcore)
     return (None, f"{FLA}: {why}") if why else (fla, note)
 
 
-def refusal(name: str, call: Callable[[], torch.Tensor], ours: torch.Tensor) -> str:
+def refusal(name: str, call: Callable[[], torch.Tensor], mcore: torch.Tensor) -> str:
     """Return why a library cannot race, or nothing: it fails here, or computes something else."""
     try:
-        require_same(name, call().detach(), ours, BF16_BOUND)
+        require_same(name, call().detach(), mcore, BF16_BOUND)
     except Exception as problem:
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
     return ""
@@ -149,10 +149,10 @@ def delta(bench: Bench, shape: Heads, name: str, *, max_ms: tuple[float, ...] = 
         options = {"sequences": sequences, "implementation": implementation}
         return lambda *x: gated_delta_rule(*x, **options)[0]
 
-    functions = {OURS: of("triton"), REFERENCE: of("reference")}
+    functions = {MCORE: of("triton"), REFERENCE: of("reference")}
     outs = {key: function(*inputs).detach() for key, function in functions.items()}
-    require_same("delta rule, ours and the reference", outs[OURS], outs[REFERENCE], BF16_BOUND)
-    fla, note = fla_of(bench, shape, inputs, outs[OURS])
+    require_same("delta rule, ours and the reference", outs[MCORE], outs[REFERENCE], BF16_BOUND)
+    fla, note = fla_of(bench, shape, inputs, outs[MCORE])
     if fla is not None:
         functions[FLA] = lambda *x: fla(*x, bounds)
     del outs
@@ -193,7 +193,7 @@ def split(bench: Bench) -> None:
         recurrence = delta_recurrence(implementation="triton")
         return lambda: recur_split(recurrence, RecurrenceInputs(*inputs), sequences, splits=splits)
 
-    calls = {OURS: of(bench.sized(16, 2)), "one piece": of(1)}
+    calls = {MCORE: of(bench.sized(16, 2)), "one piece": of(1)}
     bounds = torch.tensor(shape.bounds, device=bench.device)
     fla, note = fla_of(bench, shape, inputs, of(1)()[0])
     if fla is not None:
@@ -231,7 +231,7 @@ def dual(bench: Bench) -> None:
     sequences = Sequences(shape.bounds, device=bench.device)
     functions = {
         key: lambda *x, name=name: state_space_dual(*x, sequences=sequences, implementation=name)[0]
-        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
+        for key, name in ((MCORE, "triton"), (REFERENCE, "reference"))
     }
     rates = -torch.rand(heads, device=bench.device)
     with torch.no_grad():  # mamba_ssm knows no decays but the step times a number of the head
@@ -240,7 +240,7 @@ def dual(bench: Bench) -> None:
     require_same("state-space dual, ours and reference", *outs.values(), BF16_BOUND)
     mamba, note = _mamba(rates)
     if mamba is not None:
-        note = refusal(MAMBA, lambda: mamba(*inputs), outs[OURS])
+        note = refusal(MAMBA, lambda: mamba(*inputs), outs[MCORE])
     if not note:
         functions[MAMBA] = mamba
     del outs
@@ -268,10 +268,10 @@ def dual(bench: Bench) -> None:
 def prologue(bench: Bench) -> None:
     """Race convolution, SiLU, normalisation and gates in one kernel against the ops in a row."""
     tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (9, 1, 2, 8))
-    parts = UnitLayout.delta(heads, size, size)
-    source = bench.drawn(tokens, units, parts.width).requires_grad_()
+    unit = UnitLayout.delta(heads, size, size)
+    source = bench.drawn(tokens, units, unit.width).requires_grad_()
     weights = PrologueWeights(
-        bench.drawn(units, parts.conv_channels, 4).requires_grad_(),
+        bench.drawn(units, unit.conv_channels, 4).requires_grad_(),
         None,
         torch.rand(units * heads, device=bench.device).requires_grad_(),
         torch.rand(units * heads, device=bench.device).requires_grad_(),
@@ -280,27 +280,31 @@ def prologue(bench: Bench) -> None:
 
     def of(implementation: str) -> Callable[..., RecurrenceInputs]:
         def function(source, weight, rates, step_bias):
-            given = PrologueWeights(weight, None, rates, step_bias)
+            prologue_weights = PrologueWeights(weight, None, rates, step_bias)
             inputs, _ = recurrence_prologue(
-                source, given, unit=parts, sequences=sequences, implementation=implementation
+                source,
+                prologue_weights,
+                parts=unit,
+                sequences=sequences,
+                implementation=implementation,
             )
             return inputs
 
         return function
 
-    leaves = [source, weights.weight, weights.a_log, weights.dt_bias]
-    functions = {OURS: of("triton"), REFERENCE: of("reference")}
+    leaves = [source, weights.weight, weights.rates, weights.step_bias]
+    functions = {MCORE: of("triton"), REFERENCE: of("reference")}
     plain = [x.detach() for x in leaves]
-    wide, out = bench.dtype.itemsize, tokens * units * heads * 8
-    moved = 2 * tokens * units * parts.conv_channels * wide + out
-    what = f"prologue of a delta net, {units} units of {parts.width}, {tokens} tokens"
+    element_bytes, out = bench.dtype.itemsize, tokens * units * heads * 8
+    moved = 2 * tokens * units * unit.conv_channels * element_bytes + out
+    what = f"prologue of a delta net, {units} units of {unit.width}, {tokens} tokens"
     calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
     bench.race(f"{what}, forward", calls, moved_bytes=moved)
-    kept = {key: function(*leaves) for key, function in functions.items()}
-    pulls = [torch.randn_like(x) for x in kept[OURS]]
+    outputs = {key: function(*leaves) for key, function in functions.items()}
+    grad_outputs = [torch.randn_like(x) for x in outputs[MCORE]]
     calls = {
-        key: lambda ys=ys: torch.autograd.grad(list(ys), leaves, pulls, retain_graph=True)
-        for key, ys in kept.items()
+        key: lambda ys=ys: torch.autograd.grad(list(ys), leaves, grad_outputs, retain_graph=True)
+        for key, ys in outputs.items()
     }
     bench.race(f"{what}, backward", calls, moved_bytes=1.5 * moved)
 
@@ -312,7 +316,7 @@ def epilogue(bench: Bench) -> None:
     weight = torch.ones(size, device=bench.device, dtype=bench.dtype).requires_grad_()
     functions = {
         key: lambda x, g, w, name=name: gated_rms_norm(x, g, w, eps=1e-6, implementation=name)
-        for key, name in ((OURS, "triton"), (REFERENCE, "reference"))
+        for key, name in ((MCORE, "triton"), (REFERENCE, "reference"))
     }
     what = f"norm and gate, {heads} heads of {size}, {tokens} tokens"
     plain = (x.detach(), gate.detach(), weight.detach())
@@ -338,7 +342,7 @@ def qwen_short(bench: Bench) -> None:
 
 
 def qwen_packed(bench: Bench) -> None:
-    """Race the same over four of these."""
+    """Race the same op over four sequences."""
     bounds = bench.sized((0, 8192, 16384, 24576, 32768), (0, 9, 9, 20, 33))
     shape = bench.sized(Heads(16, 32, 128, 128, bounds), Heads(1, 2, 8, 6, bounds))
     # FlashInfer's figure on an H200: 0.425 ms forward.

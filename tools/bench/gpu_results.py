@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of results a device and day: what `make gpu` measured, on what, and what is still open.
+"""One file of results per device and day: figures of `make gpu`, the machine, and open targets.
 
     {"when", "machine": {...}, "peers": {name: why it cannot be imported, or null},
      "stages": {name: {"when", "seconds", "commands", "problems", "rates",
                        "rows": [GpuRow], "kernels"}}}
 
-Stages that run apart on one day join one file; a stage that runs again replaces itself.
+Stages of separate runs on one day share one file; a repeated stage replaces its results.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KERNELS_SHOWN = 12
 
 def machine() -> dict[str, str]:
     """Return what the numbers are measured on."""
-    found = {"device": platform.processor() or "cpu", "python": platform.python_version()}
+    description = {"device": platform.processor() or "cpu", "python": platform.python_version()}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        found |= {
+        description |= {
             "device": torch.cuda.get_device_name(),
             "capability": f"{major}.{minor}",
             "cuda": torch.version.cuda or "",
@@ -44,14 +44,14 @@ def machine() -> dict[str, str]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": driver_version(),
         }
-    found["ptxas"] = ptxas_version()
+    description["ptxas"] = ptxas_version()
     for package in (*PACKAGES, *PEERS):
         try:
-            found[package] = importlib.metadata.version(package)
+            description[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             if package in PACKAGES:
-                found[package] = "absent"
-    return found
+                description[package] = "absent"
+    return description
 
 
 def driver_version() -> str:
@@ -63,8 +63,8 @@ def driver_version() -> str:
 def ptxas_version() -> str:
     """Return the version of the assembler that Triton calls, or "absent".
 
-    It is `TRITON_PTXAS_PATH` where that is set, else the one in Triton's package: its bugs are not
-    those of Triton's release.
+    Triton uses `TRITON_PTXAS_PATH` if set, else the assembler in its package. The assembler's
+    bugs depend on its own version, not on Triton's.
     """
     spec = importlib.util.find_spec("triton")
     paths = [os.environ.get("TRITON_PTXAS_PATH")]
@@ -81,12 +81,12 @@ def program_version(ptxas: str) -> str | None:
 
 
 def _output(command: list[str]) -> str:
-    """Return what a command prints, or nothing where it cannot run."""
+    """Return the output of a command, or "" if it cannot run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 def _first_line(command: list[str]) -> str:
@@ -95,58 +95,58 @@ def _first_line(command: list[str]) -> str:
 
 def joined(
     ended: Mapping[str, dict],
-    parts: Path,
+    stage_folder: Path,
     folder: Path,
     *,
     peers: Mapping[str, str | None] | None = None,
 ) -> tuple[Path, dict]:
-    """Write how stages ended and what they measured beside those of the same device and day.
+    """Merge outcomes and figures of stages into the file of this device and day.
 
     Args:
         ended: "when", "seconds", "commands" and "problems" of each stage.
         parts: folder with what each bench left.
         folder: of the results.
-        peers: that were looked for, and why each cannot be imported; None where it can.
+        peers: the reason why each peer cannot be imported; None if it can.
 
     Returns:
-        (the file, all that it holds).
+        (the file, its content).
     """
     about = machine()
     when = max(stage["when"] for stage in ended.values())
     device = "-".join(about["device"].split()).lower()
     path = folder / f"{device}-{when[:10]}.json"
-    found = json.loads(path.read_text("utf-8")) if path.is_file() else {"stages": {}}
-    found |= {"when": when, "machine": about}
-    found["peers"] = found.get("peers", {}) | dict(peers or {})
+    results = json.loads(path.read_text("utf-8")) if path.is_file() else {"stages": {}}
+    results |= {"when": when, "machine": about}
+    results["peers"] = results.get("peers", {}) | dict(peers or {})
     for name, stage in ended.items():
-        part = parts / f"{name}.json"
-        left = json.loads(part.read_text("utf-8")) if part.is_file() else {}
+        stage_file = stage_folder / f"{name}.json"
+        left = json.loads(stage_file.read_text("utf-8")) if stage_file.is_file() else {}
         problems = stage["problems"] | left.pop("problems", {})
-        found["stages"][name] = stage | left | {"problems": problems}
+        results["stages"][name] = stage | left | {"problems": problems}
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return path, found
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return path, results
 
 
-def rows_of(found: Mapping) -> list[GpuRow]:
+def rows_of(results: Mapping) -> list[GpuRow]:
     """Return the rows of all stages."""
-    return [row for stage in found["stages"].values() for row in stage.get("rows", [])]
+    return [row for stage in results["stages"].values() for row in stage.get("rows", [])]
 
 
-def text_of(found: Mapping) -> str:
-    """Return the results as Markdown: the one table, how stages ended, what is open."""
-    about, rows = found["machine"], rows_of(found)
+def text_of(results: Mapping) -> str:
+    """Return the results as Markdown: the table, stage outcomes and open targets."""
+    about, rows = results["machine"], rows_of(results)
     versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "device")
-    lines = [f"## {about['device']}, {found['when'][:10]}", "", versions + "."]
-    for peer, refusal in found.get("peers", {}).items():
+    lines = [f"## {about['device']}, {results['when'][:10]}", "", versions + "."]
+    for peer, refusal in results.get("peers", {}).items():
         lines += ["", f"{said_of(peer, refusal)}."]
-    for name, stage in found["stages"].items():
+    for name, stage in results["stages"].items():
         rates = rates_text(stage.get("rates", {}))
         if rates:
             lines += ["", f"While `{name}` ran, the device {rates}: rooflines are made of these."]
     lines += ["", gpu_table(rows)] if rows else ["", "No bench has run."]
     lines += ["", "| stage | seconds | commands | problems |", "|---|---|---|---|"]
-    for name, stage in found["stages"].items():
+    for name, stage in results["stages"].items():
         problems = "; ".join(f"{what}: {why}" for what, why in stage["problems"].items())
         lines.append(
             f"| {name} | {stage['seconds']:g} | {stage['commands']} | "
@@ -155,7 +155,7 @@ def text_of(found: Mapping) -> str:
     still = open_targets(rows)
     if still:
         lines += ["", "Open, because nothing was measured for it:", "", *(f"- {x}" for x in still)]
-    for stage in found["stages"].values():
+    for stage in results["stages"].values():
         for title, kernels in stage.get("kernels", {}).items():
             lines += ["", *_kernels(title, kernels)]
     return "\n".join(lines) + "\n"

@@ -27,20 +27,20 @@ class Peer(TypedDict):
 
 
 class GpuRow(TypedDict):
-    """One thing measured.
+    """One measured op.
 
     Args:
-        bench: which bench.
+        bench: name of the bench.
         what: the op with its sizes.
-        unit: of the figures: "ms", "us", "tokens/s", "GB", or the share of what the data sheet
-            says, "MFU" of FLOP/s and "MBU" of bytes/s.
+        unit: unit of the figures: "ms", "us", "tokens/s", "GB", or the share of the data sheet's
+            peak, "MFU" of FLOP/s and "MBU" of bytes/s.
         ours: our figure; None if it could not be measured.
-        peers: others' figures of the same turns, by name.
+        peers: figures of peers of the same turns, by name.
         bound: the figure that the device's measured rates allow, or None.
-        share: how near ours comes to it, of 1.
-        targets: what was promised, such as "fla >= 1.6" (the ratio to this peer), "share >= 0.85",
+        share: our share of `bound`, at most 1.
+        targets: targets, such as "fla >= 1.6" (the ratio to this peer), "share >= 0.85",
             or "ms <= 0.88" (our figure).
-        note: what a reader must know, or why something is missing.
+        note: a remark, or the reason for a missing figure.
     """
 
     bench: str
@@ -105,12 +105,12 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
 
 def rates_text(rates: Mapping[str, float]) -> str:
     """Say what the device's own rates were, as far as they were measured."""
-    parts = []
+    phrases = []
     if "copy_bytes_per_second" in rates:
-        parts.append(f"copies {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
+        phrases.append(f"copies {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
     if "bf16_flops" in rates:
-        parts.append(f"multiplies {rates['bf16_flops'] / 1e12:,.0f} TFLOP/s in bf16")
-    return " and ".join(parts)
+        phrases.append(f"multiplies {rates['bf16_flops'] / 1e12:,.0f} TFLOP/s in bf16")
+    return " and ".join(phrases)
 
 
 def _peer(name: str, peer: Peer, unit: str) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that take turns on a GPU, timed by its own clock, with nothing of them in its caches.
+"""Calls that take turns on a GPU, timed by CUDA events with cold caches.
 
-Before each call a buffer larger than the second-level cache is written, so that nothing is read
-from there, and the device is kept busy for as long as the host needs to hand the call over: what is
-timed is the device's work, not the host's. The order rotates; a ratio is the median of the rounds'.
+Before each call a buffer larger than the L2 cache is written, which evicts the inputs, and the
+device is kept busy until the host has launched the call. So the events time the device, not the
+host. The order rotates; a ratio is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Stopwatch:
     def race(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
         """Return the seconds of each round of each call."""
         host = {name: self._host_seconds(call) for name, call in calls.items()}
-        names, found = list(calls), {name: [] for name in calls}
+        names, timings = list(calls), {name: [] for name in calls}
         for index in range(self.rounds):
             turn = index % len(names)
             for name in (*names[turn:], *names[:turn]):
-                found[name].append(self._once(calls[name], host[name]))
-        return {name: [self._seconds(mark) for mark in marks] for name, marks in found.items()}
+                timings[name].append(self._once(calls[name], host[name]))
+        return {name: [self._seconds(mark) for mark in marks] for name, marks in timings.items()}
 
     def _host_seconds(self, call: Call) -> float:
         """Warm up; return how long the host takes to hand a call over."""
-        taken = HOST_SECONDS
+        elapsed = HOST_SECONDS
         for _ in range(self.warmup):
             self.wait()
             start = time.perf_counter()
             call()
-            taken = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
         self.wait()
-        return taken
+        return elapsed
 
     def _once(self, call: Call, host_seconds: float) -> tuple:
         """Run a call once; return what `_seconds` reads, when the device is done with it."""
@@ -86,9 +86,9 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-def ratio_of(ours: list[float], theirs: list[float]) -> float:
-    """Return how many times faster `ours` is, in the median round."""
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+def ratio_of(mcore: list[float], peer: list[float]) -> float:
+    """Return how many times faster `mcore` is, in the median round."""
+    return statistics.median(b / a for a, b in zip(mcore, peer, strict=True))
 
 
 def measured_rates(watch: Stopwatch) -> dict[str, float]:
@@ -98,8 +98,8 @@ def measured_rates(watch: Stopwatch) -> dict[str, float]:
     source = torch.empty(elements, dtype=dtype, device=watch.device).normal_()
     target = torch.empty_like(source)
     left, right = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
-    found = watch.race({"copy": lambda: target.copy_(source), "product": lambda: left @ right})
+    timings = watch.race({"copy": lambda: target.copy_(source), "product": lambda: left @ right})
     return {
-        "copy_bytes_per_second": 2 * source.nbytes / statistics.median(found["copy"]),
-        "bf16_flops": 2 * side**3 / statistics.median(found["product"]),
+        "copy_bytes_per_second": 2 * source.nbytes / statistics.median(timings["copy"]),
+        "bf16_flops": 2 * side**3 / statistics.median(timings["product"]),
     }

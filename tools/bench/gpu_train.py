@@ -7,10 +7,10 @@ python -m tools.bench.gpu_train --sizes 2 4 8 16      each variant tries these m
 python -m tools.bench.gpu_train --all                 bf16 weights and torch.compile as peers too
 python -m tools.bench.gpu_train --rehearse            a few steps of a tiny shape, anywhere
 
-Ours also trains on one row of 32,768 tokens, which transformers is not asked for; with less memory
-than that takes it computes norms and MLP activations again in backward.
+This package also trains on one row of 32,768 tokens, without transformers; on a device with too
+little memory it recomputes norms and MLP activations in backward.
 Weights are bf16 with fp32 masters. TFLOP/s count the model's operations
-(`megatron.training.monitoring.flops`), not those of the machine. Needs torch, triton, numpy,
+(`megatron.training.monitoring.flops`), without recomputation. Needs torch, triton, numpy,
 safetensors and transformers, and no network.
 """
 
@@ -24,14 +24,14 @@ import sys
 import torch
 
 from megatron.core.transformer.recompute import Recompute
-from tools.bench import ours, peers
+from tools.bench import mcore_step, peers
 from tools.bench.gpu_bench import Bench, no_device, options_of
 from tools.bench.gpu_rows import LONG_TRAINING_MFU, TRAINING_MFU
 from tools.bench.gpu_workers import add_options, add_rows, device_bytes, race, work
 from tools.bench.shapes import Shape
 from tools.bench.turns import Step, Variant, take_turns
 
-OURS = "ours"
+MCORE = "ours"
 PEER = "transformers autocast"
 FURTHER = ("transformers bf16", "transformers compiled")
 #: Ours on one long row.
@@ -60,14 +60,16 @@ def build(variant: str, shape: Shape, device: torch.device) -> Step:
     """Build one training step of a variant: forward, backward, clip, AdamW, loss to the host."""
     if variant == LONG:
         total = math.inf if device.type == "cpu" else device_bytes()
-        return ours.training_step(shape, bf16=True, device=device, recompute=recompute_for(total))
-    if variant == OURS:
-        return ours.training_step(shape, bf16=True, device=device)
+        return mcore_step.training_step(
+            shape, bf16=True, device=device, recompute=recompute_for(total)
+        )
+    if variant == MCORE:
+        return mcore_step.training_step(shape, bf16=True, device=device)
     return peers.transformers_step(shape, variant.removeprefix("transformers "), device=device)
 
 
 def recompute_for(memory_bytes: float) -> Recompute:
-    """Return what a step on one row of 32,768 tokens computes again on a device of this memory."""
+    """Return the recompute setting for one row of 32,768 tokens on a device of this memory."""
     return Recompute(granularity=None if memory_bytes > LONG_BYTES else "selective")
 
 
@@ -76,13 +78,16 @@ def flops_per_token(shape: Shape) -> float:
     from megatron.training.monitoring.flops import training_flops
 
     whole = training_flops(
-        ours.config_of(shape), vocab_size=shape.vocabulary, seq_length=shape.sequence, samples=1
+        mcore_step.config_of(shape),
+        vocab_size=shape.vocabulary,
+        seq_length=shape.sequence,
+        samples=1,
     )
     return whole / shape.sequence
 
 
 def loss_problem(variant: Variant, shape: Shape) -> str | None:
-    """Return what is wrong with the loss of a variant's first timed step, or None."""
+    """Return a problem of the loss of a variant's first timed step, or None."""
     expected, loss = math.log(shape.vocabulary), variant.values[0]
     if 0.2 * expected < loss < 1.1 * expected:
         return None
@@ -95,14 +100,14 @@ def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
     Raises:
         ValueError: a variant could not run, or a loss shows that it did other work.
     """
-    variants = (OURS, PEER, *(FURTHER if options.all else ()))
+    variants = (MCORE, PEER, *(FURTHER if options.all else ()))
     races = race(bench, options, "tools.bench.gpu_train", variants, weights=shape.parameters)
     for pair in races:
         for name, variant in list(pair.items()):
             problem = loss_problem(variant, shape)
             if problem is None:
                 continue
-            if name == OURS:
+            if name == MCORE:
                 raise ValueError(f"{name} has {problem}")
             bench.problems[name] = problem
             del pair[name]

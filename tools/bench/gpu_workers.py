@@ -78,14 +78,14 @@ def seconds_of(step: Step, device: torch.device, *, warmup: int = 2, steps: int 
     """Return the median seconds of a step."""
     for _ in range(warmup):
         step()
-    found = []
+    samples = []
     for _ in range(steps):
         synchronize(device)
         start = time.perf_counter()
         step()
         synchronize(device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 def best_microbatch(
@@ -94,24 +94,24 @@ def best_microbatch(
     """Return the size with the highest rate, trying larger ones while they pay and fit.
 
     Args:
-        sizes: ascending.
+        sizes: microbatch sizes in ascending order.
         rate: builds, measures and frees a step of that size; returns tokens per second.
-        say: told what was found.
+        say: prints the rate of each size.
 
     Raises:
-        ValueError: not even the first size fits.
+        ValueError: the smallest size does not fit.
     """
     best, best_rate = 0, 0.0
     for size in sizes:
         try:
-            found = rate(size)
+            tokens_per_second = rate(size)
         except torch.OutOfMemoryError:
             say(f"microbatch {size}: out of memory")
             break
-        say(f"microbatch {size}: {found:,.0f} tokens/s")
-        if found < best_rate * WORTHWHILE:
+        say(f"microbatch {size}: {tokens_per_second:,.0f} tokens/s")
+        if tokens_per_second < best_rate * WORTHWHILE:
             break
-        best, best_rate = size, found
+        best, best_rate = size, tokens_per_second
     if not best:
         raise ValueError(f"a microbatch of {sizes[0]} does not fit into this device's memory")
     return best
@@ -161,7 +161,7 @@ def work(
     """Be a worker: choose a microbatch, then train as asked.
 
     Args:
-        options: of the command line.
+        options: command line options.
         build: of the step.
         sequence: tokens of a row.
         facts: what else to answer after each turn.
@@ -248,38 +248,40 @@ def race(
     *,
     weights: int,
 ) -> list[dict[str, Variant]]:
-    """Let our variant take turns with each peer, one peer after the other.
+    """Race the local variant with each peer, one peer after the other.
 
-    A peer that does not run is a problem of the bench, and its race has our variant alone.
+    A peer that fails is a problem of the bench; its race contains only the local variant.
 
     Args:
         bench: takes the problems.
-        options: of the command line.
-        module: that a worker runs.
+        options: command line options.
+        module: program of a worker.
         variants: names, ours first.
-        weights: of the model, which an idle worker holds.
+        weights: number of weights, which an idle worker keeps in memory.
 
     Returns:
-        what was measured in each race, ours first.
+        The measurements of each race, ours first.
 
     Raises:
-        ValueError: ours did not run.
+        ValueError: the local variant did not run.
     """
     sizes, share = options.sizes, 1.0
     if not options.rehearse:
         sizes = sizes or [microbatch_for(device_bytes())]
         share = memory_share(device_bytes(), weights)
-    more = ["--sizes", *map(str, sizes), "--memory-share", str(share)]
-    more += ["--rehearse"] if options.rehearse else []
+    extra_arguments = ["--sizes", *map(str, sizes), "--memory-share", str(share)]
+    extra_arguments += ["--rehearse"] if options.rehearse else []
     rounds, steps = (1, 1) if options.rehearse else (options.rounds, options.steps)
-    ours, *peers = variants
+    mcore, *peers = variants
     races = []
     for peer in peers:
-        commands = {name: ["-m", module, "--worker", name, *more] for name in (ours, peer)}
+        commands = {
+            name: ["-m", module, "--worker", name, *extra_arguments] for name in (mcore, peer)
+        }
         # Each turn begins with a step in which the device's memory is allocated again.
         race = take_turns(commands, rounds=rounds, steps=steps, warmup=1, untimed=1)
-        if ours not in race:
-            raise ValueError(f"{ours} did not run beside {peer}; its error is above")
+        if mcore not in race:
+            raise ValueError(f"{mcore} did not run beside {peer}; its error is above")
         if peer not in race:
             bench.problems[peer] = "did not run; its error is above"
         races.append(race)
@@ -299,31 +301,31 @@ def add_rows(
     """Add the rows of races with one peer each: tokens/s, the share of the device's peak, memory.
 
     Args:
-        bench: where to.
+        bench: the bench that takes the rows.
         what: the model.
-        races: what was measured, ours first in each.
+        races: measurements of each race, ours first.
         sequence: tokens of a row.
-        flops_per_token: operations of the model, not of the machine.
-        targets: of tokens/s.
-        least_share: of the peak on the data sheet, where one was promised.
+        flops_per_token: operations of the model, without recomputation.
+        targets: targets for tokens/s.
+        least_share: target share of the data sheet's peak, if any.
     """
     from megatron.training.monitoring.flops import peak_flops
 
-    ours = next(iter(races[0]))
-    rate = statistics.median(_rates(races[0][ours], sequence))
-    size = _gigabytes(races[0][ours])
+    mcore = next(iter(races[0]))
+    rate = statistics.median(_rates(races[0][mcore], sequence))
+    size = _gigabytes(races[0][mcore])
     rows, memory = {}, {}
-    micro = [f"{ours} {races[0][ours].facts['micro_batch_size']}"]
+    micro = [f"{mcore} {races[0][mcore].facts['micro_batch_size']}"]
     for race in races:
         for name, variant in list(race.items())[1:]:
-            own, others = _rates(race[ours], sequence), _rates(variant, sequence)
-            ratio = statistics.median(a / b for a, b in zip(own, others, strict=True))
-            rows[name] = Peer(figure=statistics.median(others), ratio=ratio)
+            mcore_rates, peer_rates = _rates(race[mcore], sequence), _rates(variant, sequence)
+            ratio = statistics.median(a / b for a, b in zip(mcore_rates, peer_rates, strict=True))
+            rows[name] = Peer(figure=statistics.median(peer_rates), ratio=ratio)
             memory[name] = Peer(figure=_gigabytes(variant), ratio=_gigabytes(variant) / size)
             micro.append(f"{name} {variant.facts['micro_batch_size']}")
     bound = bench.rates["bf16_flops"] / flops_per_token
     bench.add(
-        f"{what}: {ours}",
+        f"{what}: {mcore}",
         rate,
         unit="tokens/s",
         peers=rows,
@@ -341,7 +343,7 @@ def add_rows(
         )
     note = f"rows: {', '.join(micro)}"
     bench.add(f"{what}: peak memory", size, unit="GB", peers=memory, note=note)
-    bench.kernels[f"a step of {what}, {ours},"] = races[0][ours].facts["kernels"]
+    bench.kernels[f"a step of {what}, {mcore},"] = races[0][mcore].facts["kernels"]
 
 
 def _rates(variant: Variant, sequence: int) -> list[float]:

@@ -119,7 +119,7 @@ def measured(
         "ours": contextlib.nullcontext,
         "per sequence": lambda: per_sequence(step.cut, groups["cp"]),
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    timings: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     losses, sent = {}, {}
     for index in range(WARMUP_ROUNDS + rounds):
         for name in sorted(kinds, reverse=index % 2 == 0):
@@ -127,40 +127,40 @@ def measured(
                 dist.barrier()
                 start, used = time.perf_counter(), time.process_time()
                 losses[name] = step()
-                taken = time.perf_counter() - start, time.process_time() - used
+                timing = time.perf_counter() - start, time.process_time() - used
             sent[name] = sum(record.kind == "all_to_all" for record in records)
             if index >= WARMUP_ROUNDS:
-                found[name].append(taken)
+                timings[name].append(timing)
     if abs(losses["ours"] - losses["per sequence"]) > LOSS_ERROR * abs(losses["ours"]):
         raise ValueError(f"losses differ: {losses}")
-    return found, sent
+    return timings, sent
 
 
 def rows_of(tokens: int, sequences: int, rounds: int) -> list[Row]:
     """Race the two kinds of step on gloo ranks."""
     ranks = gloo_ranks.run(measured, RANKS, tokens, sequences, rounds)
     sent = ranks[0][1]
-    found = []
+    table_rows = []
     for unit, which, whole in (("ms", 0, max), ("cpu ms of all ranks", 1, sum)):
-        ours, peer = (
+        mcore, peer = (
             [
-                whole(taken[which] for taken in step)
+                whole(timing[which] for timing in step)
                 for step in zip(*(times[kind] for times, _ in ranks), strict=True)
             ]
             for kind in ("ours", "per sequence")
         )
-        found.append(
+        table_rows.append(
             Row(
                 bench="hybrid_step",
                 what=f"{RANKS} ranks of {tokens} tokens, {sequences} sequences: {unit}, "
                 f"{sent['ours']} all-to-alls / {sent['per sequence']}",
-                ours=1e3 * statistics.median(ours),
+                ours=1e3 * statistics.median(mcore),
                 peer=1e3 * statistics.median(peer),
-                ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+                ratio=statistics.median(b / a for a, b in zip(mcore, peer, strict=True)),
                 target=TARGET,
             )
         )
-    return found
+    return table_rows
 
 
 def rows(quick: bool) -> list[Row]:
@@ -169,7 +169,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

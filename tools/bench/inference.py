@@ -93,15 +93,15 @@ def with_weights_of(model: LlamaForCausalLM, backend: Backend = LOCAL) -> GPTMod
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         opened, described = open_model(folder, flag="--load")
-        ours = GPTModel(
+        mcore = GPTModel(
             described.config,
             ProcessGroupCollection.single(),
             dtype=torch.float32,
             backend=backend,
             storage=Storage(initialize=False),
         )
-        read_weights(opened, described, weight_chunks(ours.store), coordinator=Solo())
-    return ours
+        read_weights(opened, described, weight_chunks(mcore.store), coordinator=Solo())
+    return mcore
 
 
 def engine_of(
@@ -154,30 +154,30 @@ def in_turns(
     sides: Sequence[Callable[[], float]], *, rounds: int, warmup: int = 1
 ) -> tuple[list[float], list[float]]:
     """Return what two sides measured, round by round, after some that are not counted."""
-    found: tuple[list[float], list[float]] = ([], [])
+    samples: tuple[list[float], list[float]] = ([], [])
     for number in range(-warmup, rounds):
         for side in (0, 1) if number % 2 else (1, 0):
             value = sides[side]()
             if number >= 0:
-                found[side].append(value)
-    return found
+                samples[side].append(value)
+    return samples
 
 
-def row(what: str, ours: Sequence[float], peer: Sequence[float], target: str = "") -> Row:
+def row(what: str, mcore: Sequence[float], peer: Sequence[float], target: str = "") -> Row:
     """Return the medians and the median of the ratios."""
     return Row(
         bench="inference",
         what=what,
-        ours=statistics.median(ours),
+        ours=statistics.median(mcore),
         peer=statistics.median(peer),
-        ratio=statistics.median(a / b for a, b in zip(ours, peer, strict=True)),
+        ratio=statistics.median(a / b for a, b in zip(mcore, peer, strict=True)),
         target=target,
     )
 
 
 def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """A step around a model that does nothing, against a one-row step of a small transformers."""
-    steps, found = 20 if quick else 100, []
+    steps, table_rows = 20 if quick else 100, []
     model = llama(TINY)
     cache, token = DynamicCache(config=model.config), torch.zeros(1, 1, dtype=torch.int64)
 
@@ -199,7 +199,7 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             vocab_size=TINY.vocabulary,
         )
 
-        def ours(engine: Engine = engine, rows: int = rows) -> float:
+        def mcore(engine: Engine = engine, rows: int = rows) -> float:
             for number in range(rows):
                 engine.add(
                     Request(
@@ -218,17 +218,17 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             return seconds
 
         what = f"step around no model, {rows} row{'s' * (rows > 1)}, s / transformers, 1 row"
-        found.append(row(what, *in_turns((ours, peer), rounds=3 if quick else 7), target))
-    return found
+        table_rows.append(row(what, *in_turns((mcore, peer), rounds=3 if quick else 7), target))
+    return table_rows
 
 
 def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Mean time to first token of requests that begin alike, with the prefix cache and without."""
-    common, own, count = (500, 16, 8) if quick else (1000, 32, 32)
+    common, own_tokens, count = (500, 16, 8) if quick else (1000, 32, 32)
     model = with_weights_of(llama(SHAPES["S"]))
     load = Load(
         num_requests=count,
-        input_tokens=common + own,
+        input_tokens=common + own_tokens,
         shared_prefix_tokens=common,
         min_output_tokens=1,
         max_output_tokens=1,
@@ -242,19 +242,19 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
         def run() -> float:
             engine.scheduler.forget_cached()
-            begin, first = clock(), []
+            begin, first_token_seconds = clock(), []
             for request in requests:
                 engine.add(request)
             while engine.unfinished:
                 ended = len(engine.step())
-                first += [clock() - begin] * ended
-            return statistics.mean(first)
+                first_token_seconds += [clock() - begin] * ended
+            return statistics.mean(first_token_seconds)
 
         return run
 
-    found = in_turns((side(True), side(False)), rounds=1 if quick else 3)
+    timings = in_turns((side(True), side(False)), rounds=1 if quick else 3)
     what = f"{count} prompts, {common} tokens in common: mean TTFT, s / no prefix cache"
-    return [row(what, *found, "<= 0.333")]
+    return [row(what, *timings, "<= 0.333")]
 
 
 def static_batch(peer: LlamaForCausalLM, batch: Sequence[Request]) -> list[list[int]]:
@@ -280,37 +280,37 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
     texts: dict[str, list[list[int]]] = {}
 
-    def ours() -> float:
+    def mcore() -> float:
         engine.scheduler.forget_cached()
         start = clock()
-        texts["ours"] = [found[0].tokens for found in generate(engine, requests)]
+        texts["ours"] = [completion[0].tokens for completion in generate(engine, requests)]
         return sum(lengths) / (clock() - start)
 
     def static() -> float:
-        start, found = clock(), []
-        for first in range(0, len(requests), ROWS):
-            found += static_batch(peer, requests[first : first + ROWS])
-        texts["peer"] = [text[:n] for text, n in zip(found, lengths, strict=True)]
+        start, completions = clock(), []
+        for begin in range(0, len(requests), ROWS):
+            completions += static_batch(peer, requests[begin : begin + ROWS])
+        texts["peer"] = [text[:n] for text, n in zip(completions, lengths, strict=True)]
         return sum(lengths) / (clock() - start)
 
-    one = Request(
+    single_request = Request(
         prompt=requests[0].prompt, max_new_tokens=64, sampling=SamplingParams(temperature=0)
     )
 
     def alone() -> float:
         engine.scheduler.forget_cached()
         start = clock()
-        generate(engine, [one])
-        return one.max_new_tokens / (clock() - start)
+        generate(engine, [single_request])
+        return single_request.max_new_tokens / (clock() - start)
 
     def peer_alone() -> float:
         start = clock()
-        static_batch(peer, [one])
-        return one.max_new_tokens / (clock() - start)
+        static_batch(peer, [single_request])
+        return single_request.max_new_tokens / (clock() - start)
 
     rounds = 1 if quick else 3
     one_found = in_turns((alone, peer_alone), rounds=2 * rounds)  # which warms up both, too
-    static_found = in_turns((ours, static), rounds=rounds, warmup=0)
+    static_found = in_turns((mcore, static), rounds=rounds, warmup=0)
     same = sum(a == b for a, b in zip(texts["ours"], texts["peer"], strict=True))
     if same < 0.9 * len(requests):
         raise ValueError(f"{same} of {len(requests)} texts are the same: the race is void")
@@ -324,20 +324,20 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
 def products(model: GPTModel, rows: int) -> Callable[[], None]:
     """Return a function that only multiplies rows by every matrix of the model."""
-    found = []
+    weights = []
     for block in model.decoder.blocks:
         mixer = block.mixer
         if isinstance(mixer, SelfAttention):
-            found += [mixer.qkv.weight, mixer.output.weight]
+            weights += [mixer.qkv.weight, mixer.output.weight]
         else:
-            found += [mixer.input.weight, mixer.down.weight]
-    found.append(model.head.weight)
-    inputs = [torch.randn(rows, weight.shape[1]) for weight in found]
-    outputs = [torch.empty(rows, weight.shape[0]) for weight in found]
+            weights += [mixer.input.weight, mixer.down.weight]
+    weights.append(model.head.weight)
+    inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+    outputs = [torch.empty(rows, weight.shape[0]) for weight in weights]
 
     @torch.no_grad()
     def run() -> None:
-        for x, weight, out in zip(inputs, found, outputs, strict=True):
+        for x, weight, out in zip(inputs, weights, outputs, strict=True):
             weight.linear(x, out=out)
 
     return run
@@ -348,12 +348,12 @@ def forward_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     peer = llama(SHAPES["M"])
     model = with_weights_of(peer)
     new = 16 if quick else 64
-    found = [
+    table_rows = [
         row for count in (1, ROWS) for row in forward_rows_of(count, peer, model, new, quick, clock)
     ]
     # Last: products outside of autograd use the copies from there on.
     copies = [copied_row(dtype, peer, model, new, quick, clock) for dtype in ("bf16", "int8")]
-    return [*found, *copies]
+    return [*table_rows, *copies]
 
 
 def copied_row(
@@ -369,7 +369,7 @@ def copied_row(
     requests = make_requests(load, model.config.vocab_size)
     engine = engine_of(model, optimized=True, copies=dtype)
 
-    def ours() -> float:
+    def mcore() -> float:
         engine.scheduler.forget_cached()
         start = clock()
         generate(engine, requests)
@@ -382,7 +382,7 @@ def copied_row(
 
     what = f"--weights-dtype {dtype}, 1 row: tokens/s / transformers in fp32"
     target = ">= 2" if dtype == "int8" else ""
-    return row(what, *in_turns((ours, static), rounds=2 if quick else 7), target)
+    return row(what, *in_turns((mcore, static), rounds=2 if quick else 7), target)
 
 
 def forward_rows_of(
@@ -402,7 +402,7 @@ def forward_rows_of(
 
     def generated(name: str) -> None:
         engines[name].scheduler.forget_cached()
-        texts[name] = [found[0].tokens for found in generate(engines[name], requests)]
+        texts[name] = [table_rows[0].tokens for table_rows in generate(engines[name], requests)]
 
     def static() -> None:
         texts["transformers"] = static_batch(peer, requests)
@@ -419,27 +419,29 @@ def forward_rows_of(
 
         return timed
 
-    ours = rate(functools.partial(generated, "optimized"))
+    mcore = rate(functools.partial(generated, "optimized"))
     sides = (
         ("the model's own forward", functools.partial(generated, "local"), ""),
         ("transformers", static, ">= 1.15" if count == 1 else ""),
         ("the matrix products of its steps", alone, ">= 0.7"),
     )
-    found = []
+    table_rows = []
     for against, side, target in sides:
         what = f"inference_optimized, {count} rows: tokens/s / {against}"
-        found.append(row(what, *in_turns((ours, rate(side)), rounds=2 if quick else 7), target))
+        table_rows.append(
+            row(what, *in_turns((mcore, rate(side)), rounds=2 if quick else 7), target)
+        )
     for name in ("local", "transformers"):
         same = sum(a == b for a, b in zip(texts["optimized"], texts[name], strict=True))
         if same < 0.9 * count:
             raise ValueError(f"{same} of {count} texts are those of {name}: the race is void")
-    return found
+    return table_rows
 
 
 def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     """Seconds of requests with `--batch-invariant`, by those without."""
     peer = llama(SHAPES["M"])
-    found = []
+    table_rows = []
     models = [with_weights_of(peer, backend) for backend in (with_batch_invariance(LOCAL), LOCAL)]
     loads = ((1, 1, 64), (ROWS, 1, 64), (4 * ROWS, 32, 64))
     for count, inputs, outputs in ((c, i, o // 4) for c, i, o in loads) if quick else loads:
@@ -464,12 +466,12 @@ def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
         what = f"--batch-invariant, {count} requests of {inputs} + {outputs}: s / without"
         sides = side(models[0]), side(models[1])
-        found.append(row(what, *in_turns(sides, rounds=2 if quick else 5), "<= 1.5"))
-    return found
+        table_rows.append(row(what, *in_turns(sides, rounds=2 if quick else 5), "<= 1.5"))
+    return table_rows
 
 
 class WrongDrafts:
-    """Propose drafts of which none is accepted: one token that no text here has."""
+    """Propose drafts that are always rejected: a token that no text contains."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -491,10 +493,12 @@ class WrongDrafts:
 
 
 def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
-    """Tokens/s with drafts, by those without: n-grams, which find little in text of random weights,
-    and drafts of which none is accepted."""
+    """Return tokens/s with drafts, relative to tokens/s without.
+
+    N-gram drafts rarely match in the text of random weights; other drafts are always rejected.
+    """
     model = with_weights_of(llama(SHAPES["M"]))
-    drafts, found = 4, []
+    drafts, table_rows = 4, []
     for count in (1, ROWS):
         load = Load(
             num_requests=count,
@@ -523,13 +527,13 @@ def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             what = f"{name}, {count} requests: tokens/s / without drafts; "
             what += f"{engine.stats.tokens_per_forward:.2f} tokens a forward"
             target = "" if name == "n-grams" else ">= 0.9"
-            found.append(row(what, *measured, target))
-    return found
+            table_rows.append(row(what, *measured, target))
+    return table_rows
 
 
 def planning_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
-    """Share of steps whose plan is ready before the step before it has ended, and tokens/s of the
-    asynchronous loop by those of the synchronous one."""
+    """Return the share of steps planned before the previous step has ended, and the tokens/s of
+    the asynchronous loop relative to the synchronous loop."""
     model = with_weights_of(llama(SHAPES["M"]))
     tokens = 32 if quick else 128
     load = Load(
@@ -587,16 +591,16 @@ def large_tokenizer(folder: Path, size: int = LARGE_VOCABULARY) -> HuggingFaceTo
     """Return a tokenizer of `size` byte-level tokens: all bytes, the marks of JSON in
     twos and threes, and pieces of this repository's words, with and without a blank before."""
     marks = [*itertools.product('{}[]":, ', repeat=2), *itertools.product('{}[]":, ', repeat=3)]
-    found = dict.fromkeys([*pre_tokenizers.ByteLevel.alphabet(), *map("".join, marks)])
-    found = {piece.replace(" ", "Ġ"): None for piece in found}
+    tokens = dict.fromkeys([*pre_tokenizers.ByteLevel.alphabet(), *map("".join, marks)])
+    tokens = {token.replace(" ", "Ġ"): None for token in tokens}
     for path in sorted(Path(__file__).parents[2].glob("*/**/*.py")):
         for word in re.findall(r"[A-Za-z0-9]+", path.read_text(encoding="utf-8")):
             for start, end in itertools.combinations(range(min(len(word), 14) + 1), 2):
-                found[word[start:end]] = found[f"Ġ{word[start:end]}"] = None
-        if len(found) >= size:
+                tokens[word[start:end]] = tokens[f"Ġ{word[start:end]}"] = None
+        if len(tokens) >= size:
             break
-    pieces = list(found)[: size - 1]
-    tokenizer = PlainTokenizer(models.BPE({p: n for n, p in enumerate(pieces)}, []))
+    token_list = list(tokens)[: size - 1]
+    tokenizer = PlainTokenizer(models.BPE({p: n for n, p in enumerate(token_list)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -605,7 +609,7 @@ def large_tokenizer(folder: Path, size: int = LARGE_VOCABULARY) -> HuggingFaceTo
 
 
 def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
-    """Seconds of one mask of a JSON Schema over 128 k tokens, by those of a decode step."""
+    """Return the seconds of a JSON Schema mask over 128 k tokens, relative to a decode step."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = large_tokenizer(Path(folder))
     assert tokenizer.vocab_size == LARGE_VOCABULARY
@@ -641,7 +645,7 @@ def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     ]
 
 
-PARTS = {
+SECTIONS = {
     "masks": mask_rows,
     "host": host_rows,
     "prefix": prefix_rows,
@@ -653,18 +657,18 @@ PARTS = {
 }
 
 
-def rows(quick: bool, *, only: Sequence[str] = tuple(PARTS), clock: str = "wall") -> list[Row]:
+def rows(quick: bool, *, only: Sequence[str] = tuple(SECTIONS), clock: str = "wall") -> list[Row]:
     """Measure all rows, or the parts that are named."""
-    return [found for part in only for found in PARTS[part](quick, CLOCKS[clock])]
+    return [table_row for section in only for table_row in SECTIONS[section](quick, CLOCKS[clock])]
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer requests and rounds")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=tuple(PARTS))
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=tuple(SECTIONS))
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanging tokens for heads in one all-to-all, beside one for each section of each sequence.
+"""Exchange tokens for heads in one all-to-all, against one per section and sequence.
 
 python -m tools.bench.linear_exchange          4 gloo ranks, 1, 4 and 16 sequences
 
 Forward and backward of the exchange of one recurrent layer: 4,096 tokens a rank, 1,024 columns in 6
-sections there, those of the values back. All forms run in the same processes and take turns. A
-ratio is the time of another form over ours; `cpu ms` are the processor seconds of all ranks, which
-other work on the machine sways less.
+sections, and the value section on the way back. All forms run in the same processes and take turns.
+A ratio is the time of another form over ours; `cpu ms` are the CPU seconds of all ranks, which
+depend less on other work of the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceSharding
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
-from tools.bench.exchange_forms import FORMS, Form, Ours, PerSequence, Unfolded
+from tools.bench.exchange_forms import FORMS, Form, McoreForm, PerSequence, Unfolded
 from tools.bench.table import Row, format_table
 
 RANKS, TOKENS, HEADS = 4, 4096, 8
@@ -51,16 +51,16 @@ class Layer:
         length, width = form.cut.local_length, HEADS * sum(SECTIONS)
         self.x = random(length, 1, width)[..., form.columns()].requires_grad_()
         size = (length * cp, HEADS // cp)
-        self.pulls = [random(*size, columns) for columns in SECTIONS]
+        self.grad_outputs = [random(*size, columns) for columns in SECTIONS]
         self.y = random(*size, SECTIONS[VALUE]).requires_grad_()
         self.pull = random(length, 1, HEADS, SECTIONS[VALUE])
 
     def __call__(self) -> list[torch.Tensor]:
         """Return the sections, their tokens back, and the gradients of both ways."""
-        sections, back = self.form.there(self.x), self.form.back(self.y)
+        sections, back = self.form.scatter(self.x), self.form.gather(self.y)
         back = back.view_as(self.pull)
         leaves = (self.x, self.y)
-        d_x, d_y = torch.autograd.grad((*sections, back), leaves, (*self.pulls, self.pull))
+        d_x, d_y = torch.autograd.grad((*sections, back), leaves, (*self.grad_outputs, self.pull))
         natural = torch.empty_like(d_x)
         natural[..., self.form.columns()] = d_x
         return [*sections, back, natural, d_y]
@@ -76,7 +76,7 @@ def measured(
 ) -> dict[tuple[str, int], list[tuple[float, float]]]:
     """Return (seconds, processor seconds) of each round by form and sequences, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    timings: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for count in sequences:
         total = tokens * world
         cut = SequenceSharding.of(total, world, cu_seqlens=range(0, total + 1, total // count))
@@ -94,30 +94,30 @@ def measured(
                 dist.barrier()
                 start, used = time.perf_counter(), time.process_time()
                 _run(layers[name])
-                taken = time.perf_counter() - start, time.process_time() - used
+                timing = time.perf_counter() - start, time.process_time() - used
                 if index >= WARMUP_ROUNDS:
-                    found.setdefault((name, count), []).append(taken)
-    return found
+                    timings.setdefault((name, count), []).append(timing)
+    return timings
 
 
 def _run(layer: Layer) -> None:
     """Run a layer, without what only a comparison needs."""
-    sections, back = layer.form.there(layer.x), layer.form.back(layer.y)
+    sections, back = layer.form.scatter(layer.x), layer.form.gather(layer.y)
     outs = (*sections, back.view_as(layer.pull))
-    torch.autograd.grad(outs, (layer.x, layer.y), (*layer.pulls, layer.pull))
+    torch.autograd.grad(outs, (layer.x, layer.y), (*layer.grad_outputs, layer.pull))
 
 
 def _check(groups: ProcessGroupCollection, layers: dict[str, Layer], count: int) -> None:
     """Raise ValueError unless all forms return the same, by as many collectives as they say."""
-    wanted: list[torch.Tensor] = []
-    collectives = {Ours: 4, Unfolded: 4, PerSequence: 14 * count}
+    expected: list[torch.Tensor] = []
+    collectives = {McoreForm: 4, Unfolded: 4, PerSequence: 14 * count}
     for layer in layers.values():
         with trace(groups) as records:
             got = layer()
         if len(records) != collectives[type(layer.form)]:
             raise ValueError(f"{type(layer.form).__name__}: {len(records)} collectives")
-        wanted = wanted or got
-        if not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)):
+        expected = expected or got
+        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
             raise ValueError(f"{type(layer.form).__name__} returns something else")
 
 
@@ -127,25 +127,27 @@ def rows_of(
     """Race the forms on gloo ranks."""
     ranks = gloo_ranks.run(measured, RANKS, tokens, tuple(sequences), rounds, dtype)
     short = str(dtype).removeprefix("torch.")
-    found = []
+    table_rows = []
     for count in sequences:
         for form in FORMS[1:]:
             for unit, which, whole in (("ms", 0, max), ("cpu ms of all ranks", 1, sum)):
-                ours, peer = (
-                    [whole(taken[which] for taken in step) for step in zip(*steps, strict=True)]
-                    for steps in ([rank[f.__name__, count] for rank in ranks] for f in (Ours, form))
+                mcore, peer = (
+                    [whole(timing[which] for timing in step) for step in zip(*steps, strict=True)]
+                    for steps in (
+                        [rank[f.__name__, count] for rank in ranks] for f in (McoreForm, form)
+                    )
                 )
-                found.append(
+                table_rows.append(
                     Row(
                         bench="linear_exchange",
                         what=f"{RANKS} ranks, {count} sequences: {unit}, {short} / {form.__name__}",
-                        ours=1e3 * statistics.median(ours),
+                        ours=1e3 * statistics.median(mcore),
                         peer=1e3 * statistics.median(peer),
-                        ratio=statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+                        ratio=statistics.median(b / a for a, b in zip(mcore, peer, strict=True)),
                         target=TARGETS.get((form, count), ">= 1" if form is Unfolded else ""),
                     )
                 )
-    return found
+    return table_rows
 
 
 def rows(quick: bool) -> list[Row]:
@@ -156,7 +158,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,8 +167,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     arguments = parser.parse_args()
-    asked = (arguments.tokens, arguments.sequences, arguments.rounds, DTYPES[arguments.dtype])
-    print(format_table(rows_of(*asked)))
+    settings = (arguments.tokens, arguments.sequences, arguments.rounds, DTYPES[arguments.dtype])
+    print(format_table(rows_of(*settings)))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ class Layers:
     """A chain of layers.
 
     Args:
-        forward, backward: what is timed.
-        end: what ends a step, and is not.
+        forward, backward: the timed functions.
+        end: untimed function that ends a step.
     """
 
     forward: Chain
@@ -96,16 +96,16 @@ def rows(quick: bool) -> list[Row]:
             measured = _measure(chains[name], x)
             if turn >= rounds // 10:
                 seconds[name].append(measured)
-    found = []
-    for part, what in enumerate(("forward", "backward")):
-        ours = [1e6 * s[part] / LAYERS for s in seconds["ours"]]
-        plain = [1e6 * s[part] / LAYERS for s in seconds["plain"]]
-        difference = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
+    table_rows = []
+    for index, what in enumerate(("forward", "backward")):
+        mcore = [1e6 * s[index] / LAYERS for s in seconds["ours"]]
+        plain = [1e6 * s[index] / LAYERS for s in seconds["plain"]]
+        difference = statistics.median(a - b for a, b in zip(mcore, plain, strict=True))
         for name, figure, peer, target in (
-            (f"us per weight and {what}", statistics.median(ours), statistics.median(plain), ""),
+            (f"us per weight and {what}", statistics.median(mcore), statistics.median(plain), ""),
             (f"us more than F.linear, {what}", difference, None, "<= 5"),
         ):
-            found.append(
+            table_rows.append(
                 Row(
                     bench="data_parallel",
                     what=f"1 rank: {name}",
@@ -115,7 +115,7 @@ def rows(quick: bool) -> list[Row]:
                     target=target,
                 )
             )
-    return found
+    return table_rows
 
 
 def _measure(layers: Layers, x: torch.Tensor) -> Sequence[float]:

@@ -26,7 +26,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tools.bench import moe_ranks
-from tools.bench.moe_layers import COPIES, EXPERTS, OurLayer, Shape
+from tools.bench.moe_layers import COPIES, EXPERTS, McoreLayer, Shape
 from tools.bench.table import Row, format_table
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
@@ -52,7 +52,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Step = Callable[[], object]
 
 
-class TheirLayer:
+class PeerLayer:
     """transformers' Mixtral block with our weights.
 
     Args:
@@ -61,8 +61,8 @@ class TheirLayer:
         autocast: fp32 weights, products in bf16.
     """
 
-    def __init__(self, ours: OurLayer, way: str, *, autocast: bool = False) -> None:
-        shape, self.autocast = ours.shape, autocast
+    def __init__(self, mcore: McoreLayer, way: str, *, autocast: bool = False) -> None:
+        shape, self.autocast = mcore.shape, autocast
         config = MixtralConfig(
             hidden_size=shape.hidden,
             intermediate_size=shape.ffn,
@@ -70,15 +70,15 @@ class TheirLayer:
             num_experts_per_tok=COPIES,
         )
         config._experts_implementation = way
-        dtype = torch.float32 if autocast else ours.x.dtype
+        dtype = torch.float32 if autocast else mcore.x.dtype
         self.block = MixtralSparseMoeBlock(config).to(dtype)
-        weights = ours.weights()
+        weights = mcore.weights()
         with torch.no_grad():
             self.block.gate.weight.copy_(weights["router"])
             self.block.experts.gate_up_proj.copy_(weights["gate_up"])
             self.block.experts.down_proj.copy_(weights["down"])
-        self.x = ours.x.detach().to(dtype).transpose(0, 1).contiguous().requires_grad_()
-        self.pull = ours.pull.transpose(0, 1).contiguous()
+        self.x = mcore.x.detach().to(dtype).transpose(0, 1).contiguous().requires_grad_()
+        self.pull = mcore.pull.transpose(0, 1).contiguous()
 
     def __call__(self) -> torch.Tensor:
         """Run forward and backward; return the output."""
@@ -90,7 +90,7 @@ class TheirLayer:
         return out
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Return output and gradients of a step, as `OurLayer.results`."""
+        """Return output and gradients of a step, as `McoreLayer.results`."""
         out = self()
         experts = self.block.experts
         return {
@@ -102,13 +102,13 @@ class TheirLayer:
         }
 
 
-def check(ours: OurLayer, theirs: TheirLayer) -> None:
+def check(mcore: McoreLayer, peer: PeerLayer) -> None:
     """Raise ValueError unless both compute the same."""
-    mine, other = ours.results(), theirs.results()
-    dtype = torch.bfloat16 if theirs.autocast else ours.x.dtype
+    mcore_results, peer_results = mcore.results(), peer.results()
+    dtype = torch.bfloat16 if peer.autocast else mcore.x.dtype
     order = 2 if dtype is torch.bfloat16 else torch.inf
-    for name, tensor in mine.items():
-        reference = other[name].double()
+    for name, tensor in mcore_results.items():
+        reference = peer_results[name].double()
         error = (tensor.double() - reference).norm(order) / reference.norm(order)
         if not error <= BOUNDS[dtype]:
             raise ValueError(f"{name}: error {error:.2g} > {BOUNDS[dtype]}: the race is void")
@@ -121,12 +121,12 @@ class Products:
     runs: list[dict[str, torch.Tensor]]
 
     @staticmethod
-    def like(ours: OurLayer) -> Products:
-        """Make operands of the sizes that the experts of `ours` have."""
-        h, f, dtype = ours.shape.hidden, ours.shape.ffn, ours.x.dtype
-        weights = ours.weights()
+    def like(mcore: McoreLayer) -> Products:
+        """Make operands of the sizes that the experts of `mcore` have."""
+        h, f, dtype = mcore.shape.hidden, mcore.shape.ffn, mcore.x.dtype
+        weights = mcore.weights()
         runs = []
-        for expert, rows in enumerate(ours.rows_of_experts()):
+        for expert, rows in enumerate(mcore.rows_of_experts()):
             runs.append(
                 {
                     "x": torch.randn(rows, h).to(dtype),
@@ -159,7 +159,7 @@ def take_turns(
     steps: Mapping[str, Step], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Return the seconds of every round of each step; the order rotates."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    timings: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for index in range(rounds + 2):
         turn = index % len(names)
@@ -167,8 +167,8 @@ def take_turns(
             start = clock()
             steps[name]()
             if index >= 2:  # the first rounds warm up
-                found[name].append(clock() - start)
-    return found
+                timings[name].append(clock() - start)
+    return timings
 
 
 def compare(
@@ -176,55 +176,55 @@ def compare(
 ) -> list[Row]:
     """Race one shape: a row for each of transformers' ways and one for the bare products."""
     torch.manual_seed(0)
-    ours = OurLayer(SHAPES[shape], getattr(torch, dtype))
-    peers = {f"transformers {way}": TheirLayer(ours, way) for way in WAYS}
+    mcore = McoreLayer(SHAPES[shape], getattr(torch, dtype))
+    peers = {f"transformers {way}": PeerLayer(mcore, way) for way in WAYS}
     if dtype == "bfloat16":
         peers |= {
-            f"transformers {way}, autocast": TheirLayer(ours, way, autocast=True) for way in WAYS
+            f"transformers {way}, autocast": PeerLayer(mcore, way, autocast=True) for way in WAYS
         }
-    for theirs in peers.values():
-        check(ours, theirs)
-    steps = {"ours": ours, **peers, PRODUCTS: Products.like(ours)}
+    for peer_layer in peers.values():
+        check(mcore, peer_layer)
+    steps = {"ours": mcore, **peers, PRODUCTS: Products.like(mcore)}
     seconds = take_turns(steps, rounds, clock)
-    mine = seconds.pop("ours")
+    mcore_seconds = seconds.pop("ours")
     fastest = min(peers, key=lambda name: statistics.median(seconds[name]))
     return [
         Row(
             bench="moe",
             what=f"{dtype}, {shape}: runs/s / {name}{' (its fastest)' if name == fastest else ''}",
-            ours=1 / statistics.median(mine),
-            peer=1 / statistics.median(theirs),
-            ratio=statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+            ours=1 / statistics.median(mcore_seconds),
+            peer=1 / statistics.median(peer_layer),
+            ratio=statistics.median(b / a for a, b in zip(mcore_seconds, peer_layer, strict=True)),
             target=">= 0.85" if name == PRODUCTS else "",
         )
-        for name, theirs in seconds.items()
+        for name, peer_layer in seconds.items()
     ]
 
 
 def profile(shape: str, dtype: str) -> str:
     """Return the table of a profile of ten of our steps."""
-    ours = OurLayer(SHAPES[shape], getattr(torch, dtype))
+    mcore = McoreLayer(SHAPES[shape], getattr(torch, dtype))
     for _ in range(3):
-        ours()
-    with torch.profiler.profile() as found:
+        mcore()
+    with torch.profiler.profile() as torch_profile:
         for _ in range(10):
-            ours()
-    return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+            mcore()
+    return torch_profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
 
 
 def rows(quick: bool) -> list[Row]:
     """Measure every shape; with `quick` the smallest alone."""
-    found = []
+    table_rows = []
     for dtype in ("float32", "bfloat16"):
         for shape in ("S",) if quick else ("S", "M", "L"):
-            found += compare(shape, dtype, 7 if quick else 15)
+            table_rows += compare(shape, dtype, 7 if quick else 15)
     for shape in ("S",) if quick else ("M", "W"):
-        found += moe_ranks.compare(4, SHAPES[shape], "float32", 7)
-    return found
+        table_rows += moe_ranks.compare(4, SHAPES[shape], "float32", 7)
+    return table_rows
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -241,14 +241,16 @@ def main() -> None:
         for dtype in arguments.dtype:
             print(profile(arguments.profile, dtype))
         return
-    found = []
+    table_rows = []
     for dtype in arguments.dtype:
         for shape in arguments.shape:
             if arguments.ranks is not None:
-                found += moe_ranks.compare(arguments.ranks, SHAPES[shape], dtype, arguments.rounds)
+                table_rows += moe_ranks.compare(
+                    arguments.ranks, SHAPES[shape], dtype, arguments.rounds
+                )
                 continue
-            found += compare(shape, dtype, arguments.rounds, clock=CLOCKS[arguments.clock])
-    print(format_table(found))
+            table_rows += compare(shape, dtype, arguments.rounds, clock=CLOCKS[arguments.clock])
+    print(format_table(table_rows))
 
 
 if __name__ == "__main__":

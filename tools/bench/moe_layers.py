@@ -30,11 +30,11 @@ class Shape:
     tokens: int
 
 
-class OurLayer:
+class McoreLayer:
     """A layer and its gradient buffers on one rank of some groups.
 
     Args:
-        shape: of the layer; the tokens are those of this rank.
+        shape: shape of the layer, with the number of tokens of this rank.
         groups: the process groups; None is a single process.
         dense: an MLP as wide as the experts of a token together, instead of experts.
         balanced: inputs and a router that send as many tokens to each expert.
@@ -97,12 +97,12 @@ class OurLayer:
         """Return the router's [E, h], the gate and up [E, 2f, h] and the down weight [E, h, f]."""
         return self._named({name: h.get() for name, h in self.store.handles.items()})
 
-    def _named(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        fused = found["moe.experts.input.weight"]  # [2E, f, h], a gate before its up
+    def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        fused = tensors["moe.experts.input.weight"]  # [2E, f, h], a gate before its up
         return {
-            "router": found["moe.router.weight"],
+            "router": tensors["moe.router.weight"],
             "gate_up": fused.view(-1, 2 * fused.shape[1], fused.shape[2]),
-            "down": found["moe.experts.down.weight"],
+            "down": tensors["moe.experts.down.weight"],
         }
 
     def rows_of_experts(self) -> list[int]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
-from tools.bench.moe_layers import OurLayer, Shape
+from tools.bench.moe_layers import McoreLayer, Shape
 from tools.bench.table import Row
 
 WARMUP_ROUNDS = 2
@@ -26,13 +26,13 @@ def measured(
     """Return what every step of both layers took, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
     layers = {
-        name: OurLayer(shape, dtype, groups=groups, dense=name == "dense", balanced=True)
+        name: McoreLayer(shape, dtype, groups=groups, dense=name == "dense", balanced=True)
         for name in ("experts", "dense")
     }
     counts = layers["experts"].rows_of_experts()
     if len(set(counts)) > 1:
         raise ValueError(f"rows of experts {counts} must be balanced: give tokens that divide")
-    found: dict[str, list[Timing]] = {name: [] for name in layers}
+    timings: dict[str, list[Timing]] = {name: [] for name in layers}
     for index in range(WARMUP_ROUNDS + rounds):
         for name in sorted(layers, reverse=bool(index % 2)):
             dist.barrier()
@@ -43,36 +43,36 @@ def measured(
             end = time.perf_counter()
             if index >= WARMUP_ROUNDS:
                 cpu = time.process_time() - used
-                found[name].append((middle - start, end - start, cpu))
-    return found
+                timings[name].append((middle - start, end - start, cpu))
+    return timings
 
 
 def compare(world: int, shape: Shape, dtype: str, rounds: int) -> list[Row]:
     """Race both layers: milliseconds of the slowest rank, and processor seconds of all."""
     ranks = gloo_ranks.run(measured, world, shape, getattr(torch, dtype), rounds)
-    found = []
+    table_rows = []
     size = f"{dtype}, h {shape.hidden} f {shape.ffn} t {shape.tokens} a rank"
-    for part, (what, target) in enumerate(
+    for index, (what, target) in enumerate(
         (
             ("ms of forward and backward", ""),
             ("ms, gradients reduced", "<= 1.05"),
             ("cpu ms of all ranks, gradients reduced", ""),
         )
     ):
-        over = sum if part == 2 else max
+        over = sum if index == 2 else max
         sides = [
-            [over(step[part] for step in steps) for steps in zip(*all_ranks, strict=True)]
+            [over(step[index] for step in steps) for steps in zip(*all_ranks, strict=True)]
             for all_ranks in ([rank[name] for rank in ranks] for name in ("experts", "dense"))
         ]
-        ours, dense = (1e3 * statistics.median(side) for side in sides)
-        found.append(
+        mcore, dense = (1e3 * statistics.median(side) for side in sides)
+        table_rows.append(
             Row(
                 bench="moe",
                 what=f"ep {world} on {world} ranks, {size}: {what} / dense",
-                ours=ours,
+                ours=mcore,
                 peer=dense,
                 ratio=statistics.median(a / b for a, b in zip(*sides, strict=True)),
                 target=target,
             )
         )
-    return found
+    return table_rows

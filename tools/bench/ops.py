@@ -40,9 +40,9 @@ def leaf(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype).requires_grad_()
 
 
-def step(function: Callable[..., object], inputs: list[torch.Tensor], pulls: list) -> Step:
+def step(function: Callable[..., object], inputs: list[torch.Tensor], grad_outputs: list) -> Step:
     """Make a forward and backward pass of `function`; a pull of None is a scalar loss."""
-    return lambda: torch.autograd.grad(function(*inputs), inputs, pulls)
+    return lambda: torch.autograd.grad(function(*inputs), inputs, grad_outputs)
 
 
 def norm_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
@@ -50,10 +50,10 @@ def norm_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, St
     batch, sequence, hidden, *_ = shape
     inputs = [leaf(sequence, batch, hidden, dtype=dtype) for _ in range(2)]
     weight = leaf(hidden, dtype=dtype)
-    pulls = [torch.randn_like(inputs[0]) for _ in range(2)]
+    grad_outputs = [torch.randn_like(inputs[0]) for _ in range(2)]
     module = LlamaRMSNorm(hidden, eps=1e-5).to(dtype)
 
-    def theirs(x, residual):
+    def peer(x, residual):
         total = x + residual
         return module(total), total
 
@@ -61,19 +61,27 @@ def norm_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, St
         total = x + residual
         return F.layer_norm(total, (hidden,), weight, weight, 1e-5), total
 
-    ours = step(lambda x, r, w: rms_norm(x, w, eps=1e-5, residual=r), [*inputs, weight], pulls)
+    mcore = step(
+        lambda x, r, w: rms_norm(x, w, eps=1e-5, residual=r), [*inputs, weight], grad_outputs
+    )
     module_inputs = [*inputs, module.weight]
-    yield "rmsnorm+residual", ours, step(lambda x, r, _: theirs(x, r), module_inputs, pulls)
-    ours = step(lambda x, r, w: layer_norm(x, w, w, eps=1e-5, residual=r), [*inputs, weight], pulls)
+    yield "rmsnorm+residual", mcore, step(lambda x, r, _: peer(x, r), module_inputs, grad_outputs)
+    mcore = step(
+        lambda x, r, w: layer_norm(x, w, w, eps=1e-5, residual=r), [*inputs, weight], grad_outputs
+    )
     layer_inputs = [*inputs, weight]
-    yield "layernorm+residual", ours, step(lambda x, r, _: theirs_layer(x, r), layer_inputs, pulls)
+    yield (
+        "layernorm+residual",
+        mcore,
+        step(lambda x, r, _: theirs_layer(x, r), layer_inputs, grad_outputs),
+    )
     samples, positions = torch.arange(batch), torch.arange(sequence)
-    ours = step(
+    mcore = step(
         lambda x: dropout(x, rate=0.1, key=1, sample_ids=samples, position_ids=positions),
         inputs[:1],
-        pulls[:1],
+        grad_outputs[:1],
     )
-    yield "dropout", ours, step(lambda x: F.dropout(x, 0.1), inputs[:1], pulls[:1])
+    yield "dropout", mcore, step(lambda x: F.dropout(x, 0.1), inputs[:1], grad_outputs[:1])
 
 
 def attention_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
@@ -83,19 +91,21 @@ def attention_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Ste
     inputs = [leaf(sequence, batch, n, features, dtype=dtype) for n in (heads, groups, groups)]
     flat = [leaf(batch, sequence, n, features, dtype=dtype) for n in (heads, groups, groups)]
     cos, sin = rotary_table(torch.arange(sequence), dim=features)
-    wide = [torch.cat([t, t], -1)[None].to(dtype) for t in (cos, sin)]
-    pulls = [torch.randn_like(x) for x in inputs]
+    rope_tables = [torch.cat([t, t], -1)[None].to(dtype) for t in (cos, sin)]
+    grad_outputs = [torch.randn_like(x) for x in inputs]
 
-    def theirs(q, k):
-        return apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *wide)
+    def peer(q, k):
+        return apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *rope_tables)
 
     flat_pulls = [torch.randn_like(x).transpose(1, 2) for x in flat]
     yield (
         "rope q, k",
         step(
-            lambda q, k: (apply_rope(q, cos, sin), apply_rope(k, cos, sin)), inputs[:2], pulls[:2]
+            lambda q, k: (apply_rope(q, cos, sin), apply_rope(k, cos, sin)),
+            inputs[:2],
+            grad_outputs[:2],
         ),
-        step(theirs, flat[:2], flat_pulls[:2]),
+        step(peer, flat[:2], flat_pulls[:2]),
     )
 
     def theirs_attention(q, k, v):
@@ -105,7 +115,7 @@ def attention_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Ste
 
     yield (
         "attention",
-        step(lambda *x: attention(*x)[0], inputs, pulls[:1]),
+        step(lambda *x: attention(*x)[0], inputs, grad_outputs[:1]),
         step(theirs_attention, flat, [torch.randn_like(flat[0])]),
     )
 
@@ -114,12 +124,12 @@ def mlp_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Ste
     """Yield (name, ours, theirs) of the gated activation and the loss."""
     batch, sequence, hidden, ffn, _, _, vocabulary = shape
     gate_up = leaf(sequence, batch, 2 * ffn, dtype=dtype)
-    parts = [leaf(batch, sequence, ffn, dtype=dtype) for _ in range(2)]
+    halves = [leaf(batch, sequence, ffn, dtype=dtype) for _ in range(2)]
     pull = torch.randn(sequence, batch, ffn, dtype=dtype)
     yield (
         "swiglu",
         step(swiglu, [gate_up], [pull]),
-        step(lambda g, u: F.silu(g) * u, parts, [torch.randn_like(parts[0])]),
+        step(lambda g, u: F.silu(g) * u, halves, [torch.randn_like(halves[0])]),
     )
     tokens = batch * sequence
     # Logits of size one, as in training: peaked ones would make denormal gradients, which crawl.
@@ -127,21 +137,21 @@ def mlp_pairs(shape: tuple, dtype: torch.dtype) -> Iterator[tuple[str, Step, Ste
     inputs = [leaf(tokens, hidden, dtype=dtype), matrix]
     targets, weights = torch.randint(vocabulary, (tokens,)), torch.full((tokens,), 1 / tokens)
 
-    def theirs(x, w):
+    def peer(x, w):
         return F.cross_entropy(F.linear(x, w).float(), targets)
 
     yield (
         "linear_cross_entropy",
         step(lambda x, w: linear_cross_entropy(x, w, targets, weights)[0], inputs, [None]),
-        step(theirs, inputs, [None]),
+        step(peer, inputs, [None]),
     )
 
 
-def measure(ours: Step, theirs: Step, rounds: int) -> tuple[float, float]:
+def measure(mcore: Step, peer: Step, rounds: int) -> tuple[float, float]:
     """Run both sides in turn; return their medians in ms."""
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds + 2):
-        for function, record in zip((ours, theirs), times, strict=True):
+        for function, record in zip((mcore, peer), times, strict=True):
             start = time.perf_counter()
             function()
             if index >= 2:  # the first rounds warm up
@@ -166,24 +176,24 @@ def compare(
         only: part of the names of the ops to run; None runs all.
     """
     torch.manual_seed(0)
-    found = []
+    table_rows = []
     for name in dtypes:
         for pairs in (norm_pairs, attention_pairs, mlp_pairs):
-            for op, ours, theirs in pairs(SHAPES[shape], getattr(torch, name)):
+            for op, mcore, peer_step in pairs(SHAPES[shape], getattr(torch, name)):
                 if only is not None and only not in op:
                     continue
-                mine, peer = measure(ours, theirs, rounds)
-                found.append(
+                mcore_seconds, peer_seconds = measure(mcore, peer_step, rounds)
+                table_rows.append(
                     Row(
                         bench="ops",
                         what=f"{op}, {name}, {shape}: runs/s / transformers",
-                        ours=1e3 / mine,
-                        peer=1e3 / peer,
-                        ratio=peer / mine,
+                        ours=1e3 / mcore_seconds,
+                        peer=1e3 / peer_seconds,
+                        ratio=peer_seconds / mcore_seconds,
                         target=">= 1.0",
                     )
                 )
-    return found
+    return table_rows
 
 
 def main() -> None:

@@ -5,12 +5,12 @@ python -m tools.bench.passes                     bytes of a layer, launches of a
 python -m tools.bench.passes --microbatch 4      of so many rows of 4,096 tokens
 python -m tools.bench.passes --each              every operation of a layer, most bytes first
 
-The step runs on meta tensors with every choice as on a Hopper GPU. A launch is an operation of
-torch that is no view, or a Triton kernel. Its bytes are those of the tensors that it reads and
-writes, each once; a tensor that is expanded counts as what it is expanded from. Products of
-matrices, attention and the chunks of recurrences count as launches and not as bytes, but for what a
-product adds to. The bytes of a layer are the difference between models that differ in one period of
-layers, so the embedding, the head and the optimizer are not in them.
+The step runs on meta tensors with every choice as on a Hopper GPU. A launch is a torch operation
+that is no view, or a Triton kernel. Its bytes are the sizes of the tensors that it reads and
+writes, each once; an expanded tensor counts with its original size. Matrix products, attention and
+the chunks of recurrences count as launches but not as bytes, except the buffer that a product
+accumulates into. The bytes of a layer are the difference between two models that differ in one
+period of layers, so the embedding, the head and the optimizer cancel out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import backend_choice, linear_cross_entropy
 from megatron.core.ops.attention import fused
-from tools.bench import gpu_hybrid, gpu_train, ours
+from tools.bench import gpu_hybrid, gpu_train, mcore_step
 from tools.bench.shapes import Shape
 
 #: What makes room, or looks at it, and launches nothing.
@@ -59,8 +59,8 @@ class Launch:
     """One launch.
 
     Args:
-        name: of the operation or the kernel.
-        traffic: bytes read and written; of a product, those that it adds to.
+        name: name of the operation or kernel.
+        traffic: bytes read and written; for a product only the buffer that it accumulates into.
         is_triton: whether it is a Triton kernel.
     """
 
@@ -132,13 +132,13 @@ def _traffic(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: An
         return 0 if added is None else _bytes(added)
     written, read = [], []
     for argument in func._schema.arguments:
-        found = [x for x in tree_leaves(arguments.get(argument.name)) if torch.is_tensor(x)]
+        tensors = [x for x in tree_leaves(arguments.get(argument.name)) if torch.is_tensor(x)]
         mutated = argument.alias_info is not None and argument.alias_info.is_write
         if mutated:
-            written += found
+            written += tensors
         overwritten = mutated and (argument.is_out or _OVERWRITES.fullmatch(name))
         if not overwritten and not _CREATES.fullmatch(name):
-            read += found
+            read += tensors
     if not written:
         written = [x for x in tree_leaves(results) if torch.is_tensor(x)]
     return sum(_distinct(read).values()) + sum(_distinct(written).values())
@@ -146,7 +146,7 @@ def _traffic(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: An
 
 @contextlib.contextmanager
 def counted_as_on_gpu() -> Iterator[LaunchTape]:
-    """Let ops choose for meta tensors as on a Hopper GPU, and record what they launch."""
+    """Make ops choose as on a Hopper GPU for meta tensors, and record their launches."""
     from triton.runtime.jit import JITFunction
 
     def choose(
@@ -168,7 +168,7 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
                 patched = mock.patch.object(module, "tokens_per_chunk", lambda v, _: size(v, _GPU))
                 stack.enter_context(patched)
         for name, value in (
-            ("refusals", lambda _, *rest, **options: refusals(_GPU, *rest, **options)),
+            ("refusals", lambda _, *positional, **options: refusals(_GPU, *positional, **options)),
             ("_capability", lambda _: (9, 0)),
             ("_has_cudnn", lambda: True),
         ):
@@ -187,11 +187,11 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a model's step launches.
+    """The launches of a training step.
 
     Args:
         backward: forward and backward, in order.
-        update: the rest of the step.
+        update: the remaining launches of the step.
     """
 
     backward: tuple[Launch, ...]
@@ -199,14 +199,14 @@ class Counts:
 
     def launches(self, *, triton: bool) -> int:
         """Return how many launches of a step are Triton's, or torch's."""
-        return sum(one.is_triton == triton for one in (*self.backward, *self.update))
+        return sum(operation.is_triton == triton for operation in (*self.backward, *self.update))
 
 
 def count(shape: Shape, config: GPTConfig | None = None) -> Counts:
     """Return what the second training step of a model launches."""
     before: list[int] = []
     with counted_as_on_gpu() as tape, tape:
-        step, _, _ = ours.training_parts(
+        step, _, _ = mcore_step.training_parts(
             shape,
             bf16=True,
             device=torch.device("meta"),
@@ -234,11 +234,11 @@ def hybrid(layers: int, batch: int) -> Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is counted.
+    """A model with a given number of layers and rows.
 
     Args:
-        count: of so many layers and rows.
-        period: layers that repeat.
+        count: counts the launches of (layers, rows).
+        period: length of the repeating layer pattern.
     """
 
     count: Callable[[int, int], Counts]
@@ -253,9 +253,11 @@ MODELS = {
 
 def layer_traffic(model: Model, batch: int) -> tuple[float, Counter[str]]:
     """Return the bytes of a layer's forward and backward in all, and by operation, of a period."""
-    one, two = (model.count(periods * model.period, batch).backward for periods in (1, 2))
+    one_period, two_periods = (
+        model.count(periods * model.period, batch).backward for periods in (1, 2)
+    )
     by_name: Counter[str] = Counter()
-    for launches, sign in ((two, 1), (one, -1)):
+    for launches, sign in ((two_periods, 1), (one_period, -1)):
         for launch in launches:
             by_name[launch.name] += sign * launch.traffic
     return sum(by_name.values()) / model.period, by_name
@@ -278,9 +280,9 @@ def main() -> int:
             "Triton"
         )
         if options.each:
-            for operation, found in by_name.most_common():
-                if found:
-                    print(f"  {found / model.period / 1e6:10,.1f} MB a layer  {operation}")
+            for operation, launches in by_name.most_common():
+                if launches:
+                    print(f"  {launches / model.period / 1e6:10,.1f} MB a layer  {operation}")
     return 0
 
 

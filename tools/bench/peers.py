@@ -34,7 +34,7 @@ def tokens_of(shape: Shape) -> torch.Tensor:
     return torch.randint(0, shape.vocabulary, size, generator=generator)
 
 
-def llama_config(shape: Shape, **more: object) -> LlamaConfig:
+def llama_config(shape: Shape, **options: object) -> LlamaConfig:
     """Return transformers' configuration of a shape."""
     from transformers import LlamaConfig
 
@@ -48,7 +48,7 @@ def llama_config(shape: Shape, **more: object) -> LlamaConfig:
         rms_norm_eps=shapes.NORM_EPSILON,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
-        **more,
+        **options,
     )
 
 
@@ -97,10 +97,10 @@ def transformers_step(shape: Shape, precision: str, *, device: torch.device | No
 def install_megatron_core(folder: Path = MEGATRON_CORE_FOLDER) -> Path:
     """Install megatron-core without its dependencies into `folder`, once; return the folder."""
     if not (folder / "megatron" / "core").exists():
-        wanted = f"megatron-core=={MEGATRON_CORE_VERSION}"
-        print(f"bench: installing {wanted} into {folder}", file=sys.stderr)
+        requirement = f"megatron-core=={MEGATRON_CORE_VERSION}"
+        print(f"bench: installing {requirement} into {folder}", file=sys.stderr)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*command, "--target", str(folder), wanted], check=True)
+        subprocess.run([*command, "--target", str(folder), requirement], check=True)
     return folder
 
 
@@ -163,7 +163,7 @@ def megatron_core_step(shape: Shape, folder: Path = MEGATRON_CORE_FOLDER) -> Ste
 
 
 def _become_one_cpu_rank() -> None:
-    """Give megatron-core what it expects of a GPU machine: groups, a current device, a CUDA RNG."""
+    """Fake the GPU environment of megatron-core: groups, a current device, a CUDA RNG."""
     import torch.distributed as dist
 
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -190,6 +190,6 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def _check_parameters(model: torch.nn.Module, shape: Shape) -> None:
     """Raise ValueError if a peer's model is not of our shape: the race would be over other work."""
-    found = sum(parameter.numel() for parameter in model.parameters())
-    if found != shape.parameters:
-        raise ValueError(f"the peer has {found} weights, the shape {shape.parameters}")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters != shape.parameters:
+        raise ValueError(f"the peer has {num_parameters} weights, the shape {shape.parameters}")

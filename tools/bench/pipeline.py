@@ -5,10 +5,10 @@ python -m tools.bench.pipeline                both, on 4 gloo ranks
 python -m tools.bench.pipeline --timed        chunks that sleep, against the simulated seconds
 python -m tools.bench.pipeline --model        steps of a real model, in turns, against 1F1B
 
-Chunks that sleep take no processor, so four of them run side by side on any machine, and what is
-measured beyond the simulated time is the executor's and the transfers' own. A real model's ranks
-share the processors: on two cores four stages compute two at a time, so a bubble costs nothing, and
-what shows is what a schedule adds in work.
+Sleeping chunks use no core, so four of them run concurrently on any machine, and the time beyond
+the simulation is the overhead of the executor and the transfers. A real model's ranks share the
+cores: on two cores four stages compute two at a time, so a bubble costs nothing, and the figures
+show the additional work of a schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from tools.bench import gloo_ranks, shapes
-from tools.bench.ours import config_of
+from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, format_table
 
@@ -98,7 +98,7 @@ def schedule_of(name: str, stages: int) -> Schedule:
 def slept(rank: int, world: int, times: Times, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every round of every schedule, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    found: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    timings: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for index in range(1 + rounds):
         for name, chunks in SCHEDULES.items():
             schedule = schedule_of(name, world)
@@ -111,34 +111,34 @@ def slept(rank: int, world: int, times: Times, rounds: int) -> dict[str, list[fl
                 backward_group=groups["pp_backward"],
             ).run()
             if index:
-                found[name].append(time.perf_counter() - start)
-    return found
+                timings[name].append(time.perf_counter() - start)
+    return timings
 
 
 def timed_rows(rounds: int, *, stages: int = 4) -> list[Row]:
     """Run chunks that sleep, and compare with the simulator."""
     times = Times(forward=0.03, input_gradient=0.04, weight_gradient=0.02)
     measured = gloo_ranks.run(slept, stages, times, rounds)
-    found = []
+    table_rows = []
     for name, chunks in SCHEDULES.items():
-        part = Times(
+        part_times = Times(
             forward=times.forward / chunks,
             input_gradient=times.input_gradient / chunks,
             weight_gradient=times.weight_gradient / chunks,
         )
-        wanted = simulate(schedule_of(name, stages), part).makespan
+        expected = simulate(schedule_of(name, stages), part_times).makespan
         seconds = [max(ranks) for ranks in zip(*(rank[name] for rank in measured), strict=True)]
-        found.append(
+        table_rows.append(
             Row(
                 bench="pipeline",
                 what=f"{stages} ranks: ms of {name}, sleeping/simulated, {rounds} rounds",
                 ours=1e3 * statistics.median(seconds),
-                peer=1e3 * wanted,
-                ratio=statistics.median(seconds) / wanted,
+                peer=1e3 * expected,
+                ratio=statistics.median(seconds) / expected,
                 target="<= 1.05",
             )
         )
-    return found
+    return table_rows
 
 
 class ModelStep:
@@ -176,11 +176,11 @@ class ModelStep:
 def batches_of(shape: Shape, index: int) -> list[Microbatch]:
     """Return the microbatches of one step."""
     generator = torch.Generator().manual_seed(index)
-    found = []
+    batches = []
     for number in range(MICROBATCHES):
         size = (shape.batch, shape.sequence + 1)
         tokens = torch.randint(0, shape.vocabulary, size, generator=generator)
-        found.append(
+        batches.append(
             Microbatch(
                 tokens=tokens[:, :-1],
                 labels=tokens[:, 1:],
@@ -190,7 +190,7 @@ def batches_of(shape: Shape, index: int) -> list[Microbatch]:
                 ),
             )
         )
-    return found
+    return batches
 
 
 def stepped(
@@ -199,7 +199,7 @@ def stepped(
     """Return the seconds and processor seconds of every step of every schedule, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     steps = {name: ModelStep(shape, groups, name) for name in names}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    timings: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for index in range(WARMUP_ROUNDS + rounds):
         batches = batches_of(shape, index)
         turn = index % len(names)
@@ -210,11 +210,11 @@ def stepped(
             losses[name] = steps[name](batches)
             seconds = time.perf_counter() - start, time.process_time() - used
             if index >= WARMUP_ROUNDS:
-                found[name].append(seconds)
+                timings[name].append(seconds)
         low, high = min(losses.values()), max(losses.values())
         if high - low > LOSS_ERROR * abs(high):
             raise ValueError(f"step {index}: the losses differ, so the race is void: {losses}")
-    return found
+    return timings
 
 
 def model_rows(rounds: int, *, stages: int = 4) -> list[Row]:
@@ -222,28 +222,28 @@ def model_rows(rounds: int, *, stages: int = 4) -> list[Row]:
     shape = replace(SHAPES["S"], layers=2 * stages, batch=2)
     measured = gloo_ranks.run(stepped, stages, shape, (*SCHEDULES,), rounds)
 
-    def over_ranks(name: str, part: int) -> list[float]:
-        total = sum if part else max
+    def over_ranks(name: str, index: int) -> list[float]:
+        total = sum if index else max
         steps = zip(*(rank[name] for rank in measured), strict=True)
-        return [total(seconds[part] for seconds in step) for step in steps]
+        return [total(seconds[index] for seconds in step) for step in steps]
 
-    found = []
+    table_rows = []
     for name in SCHEDULES:
-        for part, unit in enumerate(("ms", "cpu ms of all ranks")):
-            ours, peer = over_ranks(name, part), over_ranks("1f1b", part)
+        for index, unit in enumerate(("ms", "cpu ms of all ranks")):
+            mcore, peer = over_ranks(name, index), over_ranks("1f1b", index)
             if name == "1f1b":
                 continue
-            found.append(
+            table_rows.append(
                 Row(
                     bench="pipeline",
                     what=f"{stages} ranks: {unit} of a step, {name}/1f1b, {rounds} rounds",
-                    ours=1e3 * statistics.median(ours),
+                    ours=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(peer),
-                    ratio=statistics.median(a / b for a, b in zip(ours, peer, strict=True)),
-                    target="<= 1.05" if name == "zb-h1" and not part else "",
+                    ratio=statistics.median(a / b for a, b in zip(mcore, peer, strict=True)),
+                    target="<= 1.05" if name == "zb-h1" and not index else "",
                 )
             )
-    return found
+    return table_rows
 
 
 def rows(quick: bool) -> list[Row]:
@@ -252,7 +252,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -261,12 +261,12 @@ def main() -> None:
     parser.add_argument("--timed", action="store_true", help="chunks that sleep")
     parser.add_argument("--model", action="store_true", help="a real model")
     arguments = parser.parse_args()
-    found = []
+    table_rows = []
     if arguments.timed or not arguments.model:
-        found += timed_rows(arguments.rounds, stages=arguments.ranks)
+        table_rows += timed_rows(arguments.rounds, stages=arguments.ranks)
     if arguments.model or not arguments.timed:
-        found += model_rows(arguments.rounds, stages=arguments.ranks)
-    print(format_table(found))
+        table_rows += model_rows(arguments.rounds, stages=arguments.ranks)
+    print(format_table(table_rows))
 
 
 if __name__ == "__main__":

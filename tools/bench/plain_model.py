@@ -47,9 +47,9 @@ class PlainLayer(nn.Module):
         normed, stream = _normed(delta, stream, self.attention_norm)
         mixed = F.linear(normed, self.qkv)
         mixed = mixed.view(*mixed.shape[:2], -1, self.head)  # [s, b, n + 2g, d]
-        both, value = mixed.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        both = apply_rope(both, cos, sin)
-        query, key = both.split([self.heads, self.kv_heads], dim=2)
+        query_key, value = mixed.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        query_key = apply_rope(query_key, cos, sin)
+        query, key = query_key.split([self.heads, self.kv_heads], dim=2)
         out, _ = attention(query, key, value, causal=True)  # [s, b, n, d]
         delta = F.linear(out.reshape(*out.shape[:2], -1), self.output)
         normed, stream = _normed(delta, stream, self.mlp_norm)
@@ -88,7 +88,7 @@ class PlainModel(nn.Module):
 
 def plain_names(shape: Shape) -> dict[str, str]:
     """Return our handle's name for every parameter of a `PlainModel`."""
-    parts = {
+    plain_by_name = {
         "attention_norm": "0.norm.weight",
         "qkv": "0.attention.qkv.weight",
         "output": "0.attention.output.weight",
@@ -102,9 +102,9 @@ def plain_names(shape: Shape) -> dict[str, str]:
         "head": "head.weight",
     }
     for layer in range(shape.layers):
-        for ours, theirs in parts.items():
-            block, _, rest = theirs.partition(".")
-            names[f"layers.{layer}.{ours}"] = f"decoder.blocks.{2 * layer + int(block)}.{rest}"
+        for name, plain_name in plain_by_name.items():
+            block, _, suffix = plain_name.partition(".")
+            names[f"layers.{layer}.{name}"] = f"decoder.blocks.{2 * layer + int(block)}.{suffix}"
     return names
 
 
@@ -116,10 +116,12 @@ def copy_weights(plain: PlainModel, model: GPTModel, shape: Shape) -> None:
     """
     names = plain_names(shape)
     parameters = dict(plain.named_parameters())
-    ours = {name: handle.shape for name, handle in model.store.handles.items()}
-    theirs = {names[name]: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if ours != theirs:
-        raise ValueError(f"the models differ: {sorted(ours.items() ^ theirs.items())}")
+    mcore_shapes = {name: handle.shape for name, handle in model.store.handles.items()}
+    plain_shapes = {names[name]: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if mcore_shapes != plain_shapes:
+        raise ValueError(
+            f"the models differ: {sorted(mcore_shapes.items() ^ plain_shapes.items())}"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(model.store.handles[names[name]].get())

@@ -45,7 +45,7 @@ CLOCKS = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
 Results = dict[str, torch.Tensor]
 
 
-class OurLayer:
+class McoreLayer:
     """One of our mixers and its gradient buffers.
 
     Args:
@@ -99,7 +99,7 @@ class OurLayer:
         return {"output": out, "input": self.x.grad, **slots}
 
 
-class TheirLayer:
+class PeerLayer:
     """A layer of transformers with our inputs.
 
     Args:
@@ -109,11 +109,11 @@ class TheirLayer:
     """
 
     def __init__(
-        self, module: nn.Module, ours: OurLayer, named: Callable[[nn.Module], Results]
+        self, module: nn.Module, mcore: McoreLayer, named: Callable[[nn.Module], Results]
     ) -> None:
         self.module, self._named = module, named
-        self.x = ours.x.detach().transpose(0, 1).contiguous().requires_grad_()
-        self.pull = ours.pull.transpose(0, 1).contiguous()
+        self.x = mcore.x.detach().transpose(0, 1).contiguous().requires_grad_()
+        self.pull = mcore.pull.transpose(0, 1).contiguous()
 
     def __call__(self) -> torch.Tensor:
         """Run forward and backward; return the output."""
@@ -124,34 +124,34 @@ class TheirLayer:
         return out
 
     def results(self) -> Results:
-        """Return what `OurLayer.results` does."""
+        """Return what `McoreLayer.results` does."""
         out = self().detach().transpose(0, 1)
         assert self.x.grad is not None
         gradients = self._named(self.module)
         return {"output": out, "input": self.x.grad.transpose(0, 1), **gradients}
 
 
-def check(ours: OurLayer, theirs: TheirLayer) -> None:
+def check(mcore: McoreLayer, peer: PeerLayer) -> None:
     """Raise ValueError unless both compute the same."""
-    mine, other = ours.results(), theirs.results()
-    if mine.keys() != other.keys():
-        raise ValueError(f"compared {sorted(mine)} with {sorted(other)}")
-    for name, tensor in mine.items():
-        wanted = other[name].view_as(tensor)
-        error = float((tensor - wanted).abs().max() / wanted.abs().max())
+    mcore_results, peer_results = mcore.results(), peer.results()
+    if mcore_results.keys() != peer_results.keys():
+        raise ValueError(f"compared {sorted(mcore_results)} with {sorted(peer_results)}")
+    for name, tensor in mcore_results.items():
+        expected = peer_results[name].view_as(tensor)
+        error = float((tensor - expected).abs().max() / expected.abs().max())
         if not error <= BOUND:
             raise ValueError(f"{name}: error {error:.2g} > {BOUND}: the race is void")
 
 
-def delta(key_heads: int, value_heads: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
-    """Make a gated delta net of K = V = 64, and that of Qwen3-Next in transformers."""
+def delta(key_heads: int, value_heads: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
+    """Make a gated delta net with K = V = 64, and the Qwen3-Next layer of transformers."""
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     config = GatedDeltaNetConfig(
         num_key_heads=key_heads, num_value_heads=value_heads, key_channels=64, value_channels=64
     )
-    ours = OurLayer(GatedDeltaNet, config)
+    mcore = McoreLayer(GatedDeltaNet, config)
     module = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=HIDDEN,
@@ -163,12 +163,12 @@ def delta(key_heads: int, value_heads: int) -> tuple[OurLayer, dict[str, TheirLa
         0,
     )
     order = _DeltaRows(key_heads, value_heads // key_heads)
-    module.load_state_dict(order.theirs(ours.weights()))
+    module.load_state_dict(order.to_peer(mcore.weights()))
 
     def named(module: nn.Module) -> Results:
-        return order.ours({name: weight.grad for name, weight in module.named_parameters()})
+        return order.to_mcore({name: weight.grad for name, weight in module.named_parameters()})
 
-    return ours, {"Qwen3-Next": TheirLayer(module, ours, named)}
+    return mcore, {"Qwen3-Next": PeerLayer(module, mcore, named)}
 
 
 class _DeltaRows:
@@ -180,50 +180,50 @@ class _DeltaRows:
         self.begin = sum(self.parts)
         self.end = self.begin + 2 * shared
 
-    def theirs(self, found: Results) -> Results:
+    def to_peer(self, results: Results) -> Results:
         """Return our weights by transformers' names."""
-        fused = found["m.input.weight"].view(self.heads, -1, HIDDEN)
-        wide = torch.cat([fused[:, : self.begin], fused[:, self.end :]], 1)
-        by_head = found["m.conv.weight"].unflatten(0, (self.heads, -1)).split(self.parts, 1)
+        fused = results["m.input.weight"].view(self.heads, -1, HIDDEN)
+        qkvz = torch.cat([fused[:, : self.begin], fused[:, self.end :]], 1)
+        by_head = results["m.conv.weight"].unflatten(0, (self.heads, -1)).split(self.parts, 1)
         return {
-            "in_proj_qkvz.weight": wide.flatten(0, 1),
+            "in_proj_qkvz.weight": qkvz.flatten(0, 1),
             "in_proj_ba.weight": fused[:, self.begin : self.end].flatten(0, 1),
-            "conv1d.weight": torch.cat([part.flatten(0, 1) for part in by_head]),
-            "A_log": found["m.A_log"],
-            "dt_bias": found["m.dt_bias"],
-            "norm.weight": found["m.output_norm.weight"],
-            "out_proj.weight": found["m.output.weight"],
+            "conv1d.weight": torch.cat([head_rows.flatten(0, 1) for head_rows in by_head]),
+            "A_log": results["m.A_log"],
+            "dt_bias": results["m.dt_bias"],
+            "norm.weight": results["m.output_norm.weight"],
+            "out_proj.weight": results["m.output.weight"],
         }
 
-    def ours(self, found: Results) -> Results:
+    def to_mcore(self, results: Results) -> Results:
         """Undo `theirs`."""
-        wide = found["in_proj_qkvz.weight"].view(self.heads, -1, HIDDEN)
-        small = found["in_proj_ba.weight"].view(self.heads, -1, HIDDEN)
-        by_part = found["conv1d.weight"].split([self.heads * size for size in self.parts])
-        by_head = [part.unflatten(0, (self.heads, -1)) for part in by_part]
+        qkvz = results["in_proj_qkvz.weight"].view(self.heads, -1, HIDDEN)
+        ba = results["in_proj_ba.weight"].view(self.heads, -1, HIDDEN)
+        by_part = results["conv1d.weight"].split([self.heads * size for size in self.parts])
+        by_head = [head_rows.unflatten(0, (self.heads, -1)) for head_rows in by_part]
         return {
-            "m.input.weight": torch.cat([wide[:, : self.begin], small, wide[:, self.begin :]], 1),
+            "m.input.weight": torch.cat([qkvz[:, : self.begin], ba, qkvz[:, self.begin :]], 1),
             "m.conv.weight": torch.cat(by_head, 1).flatten(0, 1),
-            "m.A_log": found["A_log"],
-            "m.dt_bias": found["dt_bias"],
-            "m.output_norm.weight": found["norm.weight"],
-            "m.output.weight": found["out_proj.weight"],
+            "m.A_log": results["A_log"],
+            "m.dt_bias": results["dt_bias"],
+            "m.output_norm.weight": results["norm.weight"],
+            "m.output.weight": results["out_proj.weight"],
         }
 
 
-def mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
-    """Make a Mamba-2 layer with one group of N = `state`, and those of transformers."""
+def mamba(state: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
+    """Make a Mamba-2 layer with one group of N = `state`, and the layers of transformers."""
     from transformers import Mamba2Config as TheirConfig
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
     config = Mamba2Config(
         num_heads=MAMBA_HEADS, head_channels=MAMBA_HEAD_CHANNELS, state_channels=state
     )
-    ours = OurLayer(Mamba2, config)
-    weights = ours.weights()
+    mcore = McoreLayer(Mamba2, config)
+    weights = mcore.weights()
     inner = config.inner_channels
     gate = weights["m.input.weight"].shape[0] - inner  # our gates come last, theirs first
-    given = {
+    peer_weights = {
         "in_proj.weight": torch.cat(weights["m.input.weight"].split([gate, inner])[::-1]),
         "conv1d.weight": weights["m.conv.weight"],
         "conv1d.bias": weights["m.conv.bias"],
@@ -235,16 +235,16 @@ def mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
     }
 
     def named(module: nn.Module) -> Results:
-        found = {name: weight.grad for name, weight in module.named_parameters()}
+        gradients = {name: weight.grad for name, weight in module.named_parameters()}
         return {
-            "m.input.weight": torch.cat(found["in_proj.weight"].split([inner, gate])[::-1]),
-            "m.conv.weight": found["conv1d.weight"],
-            "m.conv.bias": found["conv1d.bias"],
-            "m.A_log": found["A_log"],
-            "m.dt_bias": found["dt_bias"],
-            "m.D": found["D"],
-            "m.output_norm.weight": found["norm.weight"],
-            "m.output.weight": found["out_proj.weight"],
+            "m.input.weight": torch.cat(gradients["in_proj.weight"].split([inner, gate])[::-1]),
+            "m.conv.weight": gradients["conv1d.weight"],
+            "m.conv.bias": gradients["conv1d.bias"],
+            "m.A_log": gradients["A_log"],
+            "m.dt_bias": gradients["dt_bias"],
+            "m.D": gradients["D"],
+            "m.output_norm.weight": gradients["norm.weight"],
+            "m.output.weight": gradients["out_proj.weight"],
         }
 
     peers = {}
@@ -260,13 +260,13 @@ def mamba(state: int) -> tuple[OurLayer, dict[str, TheirLayer]]:
             layer_norm_epsilon=1e-6,
         )
         module = Mamba2Mixer(shape, 0)
-        module.load_state_dict(given)
-        peers[f"Mamba-2, chunks of {chunk}"] = TheirLayer(module, ours, named)
-    return ours, peers
+        module.load_state_dict(peer_weights)
+        peers[f"Mamba-2, chunks of {chunk}"] = PeerLayer(module, mcore, named)
+    return mcore, peers
 
 
 #: What makes our layer and its peers, by name, and what the ratio to the fastest must be.
-RACES: Mapping[str, tuple[Callable[[], tuple[OurLayer, dict[str, TheirLayer]]], str]] = (
+RACES: Mapping[str, tuple[Callable[[], tuple[McoreLayer, dict[str, PeerLayer]]], str]] = (
     MappingProxyType(
         {
             "delta-2x4": (lambda: delta(2, 4), ">= 2.5"),
@@ -282,7 +282,7 @@ def take_turns(
     steps: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Return the seconds of every round of each step; the order rotates."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    timings: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for index in range(rounds + 2):
         turn = index % len(names)
@@ -290,41 +290,41 @@ def take_turns(
             start = clock()
             steps[name]()
             if index >= 2:  # the first rounds warm up
-                found[name].append(clock() - start)
-    return found
+                timings[name].append(clock() - start)
+    return timings
 
 
 def compare(race: str, rounds: int, *, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
     """Race one layer: a row for each peer."""
     make, target = RACES[race]
-    ours, peers = make()
-    for theirs in peers.values():
-        check(ours, theirs)
-    seconds = take_turns({"ours": ours, **peers}, rounds, clock)
-    mine = seconds.pop("ours")
+    mcore, peers = make()
+    for peer_layer in peers.values():
+        check(mcore, peer_layer)
+    seconds = take_turns({"ours": mcore, **peers}, rounds, clock)
+    mcore_seconds = seconds.pop("ours")
     fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
     return [
         Row(
             bench="recurrences",
             what=f"{race}: ms of forward and backward / transformers' {name}",
-            ours=1e3 * statistics.median(mine),
-            peer=1e3 * statistics.median(theirs),
-            ratio=statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+            ours=1e3 * statistics.median(mcore_seconds),
+            peer=1e3 * statistics.median(peer_layer),
+            ratio=statistics.median(b / a for a, b in zip(mcore_seconds, peer_layer, strict=True)),
             target=target if name == fastest else "",
         )
-        for name, theirs in seconds.items()
+        for name, peer_layer in seconds.items()
     ]
 
 
 def profile(race: str) -> str:
     """Return the table of a profile of ten of our steps."""
-    ours, _ = RACES[race][0]()
+    mcore, _ = RACES[race][0]()
     for _ in range(3):
-        ours()
-    with torch.profiler.profile() as found:
+        mcore()
+    with torch.profiler.profile() as torch_profile:
         for _ in range(10):
-            ours()
-    return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+            mcore()
+    return torch_profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
 
 
 def rows(quick: bool) -> list[Row]:
@@ -333,7 +333,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure what was asked for and print it."""
+    """Measure the selected cases and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -348,8 +348,10 @@ def main() -> None:
         print(profile(arguments.profile))
         return
     clock = CLOCKS[arguments.clock]
-    found = [row for race in arguments.race for row in compare(race, arguments.rounds, clock=clock)]
-    print(format_table(found))
+    table_rows = [
+        row for race in arguments.race for row in compare(race, arguments.rounds, clock=clock)
+    ]
+    print(format_table(table_rows))
 
 
 if __name__ == "__main__":

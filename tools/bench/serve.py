@@ -106,14 +106,14 @@ async def read_stream(
     return times
 
 
-async def stall(port: int, body: bytes, others: asyncio.Event) -> int:
+async def stall(port: int, body: bytes, finished: asyncio.Event) -> int:
     """Ask for one stream, and read it when others have ended; return its bytes."""
     with socket.socket() as bare:
         bare.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
         bare.connect(("127.0.0.1", port))
         reader, writer = await asyncio.open_connection(sock=bare, limit=1 << 10)
         writer.write(request_of(body))
-        await others.wait()
+        await finished.wait()
         size = 0
         while b"[DONE]" not in (line := await reader.readline()):
             size += len(line)
@@ -131,16 +131,21 @@ def client() -> None:
         marks = {n: lambda: costs.append(cpu_seconds(order["pid"])) for n in order["marks"]}
         start = time.perf_counter()
         bodies = [json.dumps(body).encode() for body in order["bodies"]]
-        stalled, others = [json.dumps(body).encode() for body in order["stalled"]], asyncio.Event()
-        unread = [asyncio.ensure_future(stall(order["port"], body, others)) for body in stalled]
-        found = await asyncio.gather(*(read_stream(order["port"], body, marks) for body in bodies))
+        stalled, finished = (
+            [json.dumps(body).encode() for body in order["stalled"]],
+            asyncio.Event(),
+        )
+        unread = [asyncio.ensure_future(stall(order["port"], body, finished)) for body in stalled]
+        outcomes = await asyncio.gather(
+            *(read_stream(order["port"], body, marks) for body in bodies)
+        )
         seconds = time.perf_counter() - start
-        others.set()
-        between = [b - a for times in found for a, b in itertools.pairwise(times)]
+        finished.set()
+        between = [b - a for times in outcomes for a, b in itertools.pairwise(times)]
         return {
             "seconds": seconds,
-            "first": statistics.median(times[0] for times in found),
-            "tokens": sum(map(len, found)),
+            "first": statistics.median(times[0] for times in outcomes),
+            "tokens": sum(map(len, outcomes)),
             "between_median": statistics.median(between),
             "between_longest": max(between),
             "between_p99": statistics.quantiles(between, n=100)[98],
@@ -298,7 +303,7 @@ def alone(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def overhead_rows(quick: bool) -> list[Row]:
-    """Time to the first token and tokens a second of the M shape, by those of the engine alone."""
+    """Return time to first token and tokens/s of the M shape, relative to the bare engine."""
     model = with_weights_of(llama(SHAPES["M"]))
     engines = engine_of(model, optimized=True), engine_of(model, optimized=True)
     with served(engines[0]) as server:
@@ -323,10 +328,10 @@ def _overhead(server: Server, engine: Engine, clients: int, quick: bool) -> list
         return measured[1][-1]["first"]
 
     firsts = in_turns((over_http, without), rounds=2 if quick else 9)
-    if any(one["tokens"] != clients * new for side in measured for one in side):
+    if any(run["tokens"] != clients * new for side in measured for run in side):
         raise ValueError(f"a side has not {clients * new} tokens: the race is void")
     # The first round is not counted.
-    rates = [[one["tokens"] / one["seconds"] for one in side[1:]] for side in measured]
+    rates = [[run["tokens"] / run["seconds"] for run in side[1:]] for side in measured]
     what = f"server, {clients} clients: {{}} / engine alone"
     return [
         ratio_row(what.format("s to first token"), *firsts, "<= 1.15"),
@@ -372,17 +377,19 @@ def stalled_rows(quick: bool) -> list[Row]:
     )
     new = 1500
     load = Load(num_requests=ROWS, input_tokens=8, min_output_tokens=new, max_output_tokens=new)
-    *requests, last = make_requests(load, VOCABULARY)
+    *requests, stalled_request = make_requests(load, VOCABULARY)
     with served(engine, send_bytes=SOCKET_BYTES) as server:
 
         def next_to_a_stalled_one() -> float:
-            found = server.ask(requests, stalled=[last])
-            if found["unread"][0] < UNREAD_BYTES:
-                raise ValueError(f"{found['unread']} bytes were unread: the reader has not stalled")
-            return found["between_p99"]
+            answers = server.ask(requests, stalled=[stalled_request])
+            if answers["unread"][0] < UNREAD_BYTES:
+                raise ValueError(
+                    f"{answers['unread']} bytes were unread: the reader has not stalled"
+                )
+            return answers["between_p99"]
 
         def all_read() -> float:
-            return server.ask([*requests, last])["between_p99"]
+            return server.ask([*requests, stalled_request])["between_p99"]
 
         sides = in_turns((next_to_a_stalled_one, all_read), rounds=2 if quick else 5)
     what = f"server, s between tokens (p99) of {ROWS - 1} clients: one stalls / none"
@@ -390,8 +397,10 @@ def stalled_rows(quick: bool) -> list[Row]:
 
 
 def weights_rows(quick: bool) -> list[Row]:
-    """The longest gap between two tokens of streams, by the median one, while the weights of the M
-    shape are replaced by those that another process sends, and without that."""
+    """Return the longest gap between two tokens of a stream, relative to the median gap.
+
+    One row measures it while another process sends new weights of the M shape, one without.
+    """
     model = with_weights_of(llama(SHAPES["M"]))
     engine = engine_of(model, optimized=True)
     new = 256
@@ -408,22 +417,22 @@ def weights_rows(quick: bool) -> list[Row]:
         training.stdout.readline()
 
         def replace() -> None:
-            first = engine.stats.steps
-            while engine.stats.steps < first + new // 8:
+            first_step = engine.stats.steps
+            while engine.stats.steps < first_step + new // 8:
                 time.sleep(0.001)
             with socket.create_server(("127.0.0.1", 0)) as free:
                 address = f"127.0.0.1:{free.getsockname()[1]}"
             training.stdin.write(f"{address}\n")
             training.stdin.flush()
-            told = server.administer("weights", address=address)
+            response = server.administer("weights", address=address)
             if not engine.unfinished:
                 raise ValueError("all streams ended before the weights came: the race is void")
-            if told["received_bytes"] != int(training.stdout.readline()):
-                raise ValueError(f"{told}: other bytes were sent")
+            if response["received_bytes"] != int(training.stdout.readline()):
+                raise ValueError(f"{response}: other bytes were sent")
 
         def longest(meanwhile: Callable[[], None]) -> float:
-            found = server.ask(requests, meanwhile=meanwhile)
-            return found["between_longest"] / found["between_median"]
+            answers = server.ask(requests, meanwhile=meanwhile)
+            return answers["between_longest"] / answers["between_median"]
 
         sides = (lambda: longest(replace), lambda: longest(lambda: None))
         measured = in_turns(sides, rounds=2 if quick else 7)
@@ -437,7 +446,7 @@ def rows(quick: bool) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = [
+        table_rows = [
             *overhead_rows(quick),
             *length_rows(quick),
             *stalled_rows(quick),
@@ -445,7 +454,7 @@ def rows(quick: bool) -> list[Row]:
         ]
     finally:
         torch.set_num_threads(threads)
-    return [{**row, "bench": "serve"} for row in found]
+    return [{**row, "bench": "serve"} for row in table_rows]
 
 
 def main() -> None:

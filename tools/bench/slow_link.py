@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefetch is worth when every collective takes some milliseconds of nobody's processor.
+"""The benefit of prefetch on a slow link, where every collective takes milliseconds without CPU.
 
-Two gloo ranks on two cores cannot show it: copying takes the cores. Here the link is simulated and
-so is the clock: it counts what this rank computed (processor time of its thread) and what it would
-have waited for the link, one collective at a time on each communicator. What else the machine does
-does not count, nor how long gloo really took. What prefetch removes is compared with what gathers
-wait for the link without it, which does not depend on how fast the processor is.
+Two gloo ranks on two cores cannot show it, because copies use the cores. Link and clock are
+simulated here: the clock counts the CPU time of this rank's thread and the simulated waits for the
+link, one collective at a time on each communicator. Other load on the machine and gloo's real time
+do not count. The wait that prefetch removes is compared with the wait of gathers without prefetch,
+which does not depend on the speed of the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.simulated_links import Latency, simulated
 from tools.bench import gloo_ranks
-from tools.bench.data_parallel_steps import OurStep, Timing, batch_of
+from tools.bench.data_parallel_steps import McoreStep, Timing, batch_of
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row
 
@@ -50,16 +50,16 @@ class ProcessorClock:
 
 def variant_of(
     name: str, axis: str, shape: Shape, groups: ProcessGroupCollection, clock: ProcessorClock
-) -> OurStep:
+) -> McoreStep:
     """Return a variant of either axis; weights over gtp are always gathered ahead, but here."""
     config = DataParallelConfig(strategy="no_shard")
     if axis == "gtp_cp_dp":
         ahead = name == "prefetch"
         config = DataParallelConfig(strategy="optim_grads_params", overlap_param_gather=ahead)
-    made = OurStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
-    for gatherer in made.engine.gatherers:
+    step = McoreStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
+    for gatherer in step.engine.gatherers:
         gatherer.prefetch = name == "prefetch"
-    return made
+    return step
 
 
 def steps(
@@ -74,7 +74,7 @@ def steps(
     links = {
         name: Latency(seconds, shared=False, now=clock.now, sleep=clock.sleep) for name in VARIANTS
     }
-    found: dict[str, list[Timing]] = {name: [] for name in variants}
+    timings: dict[str, list[Timing]] = {name: [] for name in variants}
     for index in range(WARMUP_STEPS + rounds):
         batch = batch_of(shape, rank, index)
         for name in (*VARIANTS,) if index % 2 else (*VARIANTS,)[::-1]:
@@ -82,7 +82,7 @@ def steps(
             with simulated(groups, links[name]):
                 timing = variants[name].step(batch)
             if index >= WARMUP_STEPS:
-                found[name].append(timing)
+                timings[name].append(timing)
     gathers = 0.0
     for name, variant in variants.items():
         (gatherer,) = variant.engine.gatherers
@@ -90,26 +90,26 @@ def steps(
         gathers = counts.gathers / (WARMUP_STEPS + rounds)
         if counts.mismatches or (counts.prefetched > 0) != (name == "prefetch"):
             raise ValueError(f"{name} did not do what it is named for: {counts}")
-    return found, gathers
+    return timings, gathers
 
 
 def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
     """Race prefetch against none on links of some milliseconds, with much and with little to
     compute between two gathers."""
-    found = []
+    table_rows = []
     # Of one row the 29 gathers over gtp take the link for longer than there is to compute.
     cases = (("gtp_cp_dp", 4, ""), ("gtp_cp_dp", 1, TARGET), ("gtp", 4, TARGET), ("gtp", 1, ""))
     for axis, batch, target in cases:
         shape = replace(SHAPES["S"], batch=batch)
         measured = gloo_ranks.run(steps, ranks, axis, shape, milliseconds / 1e3, rounds)
-        both = []
+        pair = []
         for name in VARIANTS:
             of_step = zip(*(timings[name] for timings, _ in measured), strict=True)
-            both.append([1e3 * max(timing.total for timing in step) for step in of_step])
+            pair.append([1e3 * max(timing.total for timing in step) for step in of_step])
         late = milliseconds * measured[0][1]
-        removed = [b - a for a, b in zip(*both, strict=True)]
-        step = f"{statistics.median(both[1]):.0f} ms"
-        found.append(
+        removed = [b - a for a, b in zip(*pair, strict=True)]
+        step = f"{statistics.median(pair[1]):.0f} ms"
+        table_rows.append(
             Row(
                 bench="data_parallel",
                 what=f"{ranks} ranks, {axis}: ms that prefetch takes off {batch}x256, {step} / "
@@ -120,4 +120,4 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
                 target=target if milliseconds == 5 else "",
             )
         )
-    return found
+    return table_rows

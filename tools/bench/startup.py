@@ -51,26 +51,26 @@ def rows(quick: bool) -> list[Row]:
             imports[label].append(added_seconds(module))
         for module in ENTRY_POINTS:
             helps[module].append(help_seconds(module))
-    ours, peer = (statistics.median(imports[label]) for label, _ in IMPORTS)
+    mcore, peer = (statistics.median(imports[label]) for label, _ in IMPORTS)
     what = "seconds that import megatron.core.models.gpt adds to import torch"
-    found = [
-        Row(bench="startup", what=what, ours=ours, peer=None, ratio=None, target="<= 0.5"),
+    table_rows = [
+        Row(bench="startup", what=what, ours=mcore, peer=None, ratio=None, target="<= 0.5"),
         Row(
             bench="startup",
             what="the same / transformers' Llama",
-            ours=ours,
+            ours=mcore,
             peer=peer,
-            ratio=ours / peer,
+            ratio=mcore / peer,
             target="",
         ),
     ]
     for module, seconds in helps.items():
         what = f"seconds of {module} --help"
         median = statistics.median(seconds)
-        found.append(
+        table_rows.append(
             Row(bench="startup", what=what, ours=median, peer=None, ratio=None, target="<= 3.0")
         )
-    return found
+    return table_rows
 
 
 if __name__ == "__main__":

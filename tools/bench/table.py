@@ -33,8 +33,7 @@ class Row(TypedDict):
 
 
 def machine() -> str:
-    """Name this machine's CPU, how many cores this process has of it, and what of it figures here
-    depend on most: its instructions for bf16, and what they gain."""
+    """Describe this machine's CPU: model, usable cores, bf16 instructions and their speed-up."""
     # Here: a process that runs megatron-core imports the rows before anything of `megatron`.
     from megatron.core.ops.backend_choice import cpu_bf16_speedup
 

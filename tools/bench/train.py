@@ -19,7 +19,7 @@ from tools.bench.shapes import SHAPES
 from tools.bench.table import Row, format_table
 from tools.bench.turns import Step, Variant, ratio, serve, take_turns
 
-OURS = ("ours fp32", "ours bf16")
+MCORE = ("ours fp32", "ours bf16")
 TRANSFORMERS = ("transformers fp32", "transformers autocast", "transformers compiled")
 MEGATRON_CORE = "megatron-core fp32"
 
@@ -38,10 +38,10 @@ def build(variant: str, shape_name: str, threads: int) -> Step:
 
     torch.set_num_threads(threads)
     shape = SHAPES[shape_name]
-    if variant in OURS:
-        from tools.bench import ours  # never beside megatron-core: both are megatron.core
+    if variant in MCORE:
+        from tools.bench import mcore_step  # never beside megatron-core: both are megatron.core
 
-        return ours.training_step(shape, bf16=variant.endswith("bf16"))
+        return mcore_step.training_step(shape, bf16=variant.endswith("bf16"))
     from tools.bench import peers
 
     if variant == MEGATRON_CORE:
@@ -68,36 +68,36 @@ def measure(
         + ["--threads", str(threads)]
         for name in variants
     }
-    found = take_turns(commands, rounds=rounds, steps=steps, warmup=2, clock=clock)
+    measured = take_turns(commands, rounds=rounds, steps=steps, warmup=2, clock=clock)
     expected = math.log(SHAPES[shape_name].vocabulary)
-    for name, variant in found.items():
+    for name, variant in measured.items():
         if not 0.5 * expected < variant.values[0] < 1.1 * expected:
             raise ValueError(f"{name} has loss {variant.values[0]}, expected below {expected:.2f}")
-    return found
+    return measured
 
 
-def rows_of(shape_name: str, found: dict[str, Variant]) -> list[Row]:
+def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
     """Turn one shape's measurements into rows: tokens per second, then peak memory."""
     tokens = SHAPES[shape_name].tokens
     rows: list[Row] = []
-    for ours, peer, speed_target, memory_target in RACES:
-        if ours not in found or peer not in found:
+    for mcore, peer, speed_target, memory_target in RACES:
+        if mcore not in variants or peer not in variants:
             continue
-        mine, theirs = found[ours], found[peer]
+        mcore_variant, peer_variant = variants[mcore], variants[peer]
         speed = Row(
             bench="train",
-            what=f"{shape_name} tokens/s: {ours} / {peer}",
-            ours=tokens / mine.seconds(),
-            peer=tokens / theirs.seconds(),
-            ratio=ratio(mine, theirs),
+            what=f"{shape_name} tokens/s: {mcore} / {peer}",
+            ours=tokens / mcore_variant.seconds(),
+            peer=tokens / peer_variant.seconds(),
+            ratio=ratio(mcore_variant, peer_variant),
             target=speed_target if shape_name == "M" else "",
         )
         memory = Row(
             bench="train",
-            what=f"{shape_name} peak MB: {ours} / {peer}",
-            ours=mine.peak_memory_bytes / 1e6,
-            peer=theirs.peak_memory_bytes / 1e6,
-            ratio=mine.peak_memory_bytes / theirs.peak_memory_bytes,
+            what=f"{shape_name} peak MB: {mcore} / {peer}",
+            ours=mcore_variant.peak_memory_bytes / 1e6,
+            peer=peer_variant.peak_memory_bytes / 1e6,
+            ratio=mcore_variant.peak_memory_bytes / peer_variant.peak_memory_bytes,
             target=memory_target if shape_name == "M" else "",
         )
         rows += [speed, memory]
@@ -106,10 +106,10 @@ def rows_of(shape_name: str, found: dict[str, Variant]) -> list[Row]:
 
 def rows(quick: bool, peers: bool = False) -> list[Row]:
     """Measure. `quick` is shape S without compilation; `peers` adds megatron-core."""
-    variants = [*OURS, *TRANSFORMERS[: 2 if quick else 3]]
+    variants = [*MCORE, *TRANSFORMERS[: 2 if quick else 3]]
     if peers:
         variants.append(_ready_megatron_core())
-    found: list[Row] = []
+    table_rows: list[Row] = []
     for name in ("S",) if quick else ("S", "M"):
         measured = measure(
             name,
@@ -118,8 +118,8 @@ def rows(quick: bool, peers: bool = False) -> list[Row]:
             rounds=3 if quick else 7,
             steps=4 if name == "S" and not quick else 2,
         )
-        found += rows_of(name, measured)
-    return found
+        table_rows += rows_of(name, measured)
+    return table_rows
 
 
 def _ready_megatron_core() -> str:
@@ -142,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--shapes", nargs="+", default=["S", "M"], choices=list(SHAPES))
-    parser.add_argument("--only", nargs="+", choices=[*OURS, *TRANSFORMERS, MEGATRON_CORE])
+    parser.add_argument("--only", nargs="+", choices=[*MCORE, *TRANSFORMERS, MEGATRON_CORE])
     parser.add_argument("--peers", action="store_true", help="megatron-core too; installs it")
     parser.add_argument("--threads", type=int, default=_cores())
     parser.add_argument(
@@ -154,11 +154,11 @@ def main() -> None:
     if arguments.worker:
         serve(lambda: build(arguments.worker, arguments.shapes[0], arguments.threads))
         return
-    variants = arguments.only or [*OURS, *TRANSFORMERS]
+    variants = arguments.only or [*MCORE, *TRANSFORMERS]
     if arguments.peers or MEGATRON_CORE in variants:
         variants = [v for v in variants if v != MEGATRON_CORE] + [_ready_megatron_core()]
     for name in arguments.shapes:
-        found = measure(
+        measured = measure(
             name,
             variants,
             threads=arguments.threads,
@@ -166,13 +166,13 @@ def main() -> None:
             steps=arguments.steps,
             clock=arguments.clock,
         )
-        for variant in found.values():
+        for variant in measured.values():
             print(
                 f"{name} {variant.name}: {SHAPES[name].tokens / variant.seconds():,.0f} tokens/s, "
                 f"peak {variant.peak_memory_bytes / 1e6:,.0f} MB, loss {variant.values[-1]:.4f}",
                 file=sys.stderr,
             )
-        print(format_table(rows_of(name, found)))
+        print(format_table(rows_of(name, measured)))
 
 
 if __name__ == "__main__":

@@ -29,24 +29,24 @@ from megatron.core.ops.launches import Launches
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, agree
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
+FORWARD, BACKWARD, FORWARD_BACKWARD = "forward", "backward", "forward and backward"
 Make = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something to compute.
+    """A computation with inputs.
 
     Args:
-        function: of the inputs and `implementation`; returns a tensor or a tuple of them.
-        inputs: of floating point, fp32.
-        wide: numbers of the inputs that stay fp32.
-        differentiable: whether inputs have gradients; else they may be changed in place.
+        function: takes the inputs and `implementation`; returns a tensor or a tuple of tensors.
+        inputs: fp32 tensors.
+        fp32_inputs: indices of the inputs that stay fp32.
+        differentiable: whether inputs have gradients; otherwise they may be changed in place.
     """
 
     function: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
-    wide: tuple[int, ...] = ()
+    fp32_inputs: tuple[int, ...] = ()
     differentiable: bool = True
 
     def error(self, dtype: torch.dtype) -> float:
@@ -56,21 +56,21 @@ class Problem:
             AssertionError: it is above the bound of the GPU tests.
         """
         if self.differentiable:
-            return agree(self.function, self.inputs, dtype, fp32_inputs=self.wide)
+            return agree(self.function, self.inputs, dtype, fp32_inputs=self.fp32_inputs)
         rounded = self.rounded(dtype)
-        found = self.function(*(x.clone() for x in rounded), implementation="triton")
+        triton_output = self.function(*(x.clone() for x in rounded), implementation="triton")
         true = self.function(*(x.double() for x in rounded), implementation="reference")
         return max(
             assert_close_by_metric(f"output {i}", x, y, bound=BOUND[dtype])
-            for i, (x, y) in enumerate(zip(_listed(found), _listed(true), strict=True))
+            for i, (x, y) in enumerate(zip(_listed(triton_output), _listed(true), strict=True))
         )
 
     def rounded(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the inputs as the kernels take them."""
-        return [x if i in self.wide else x.to(dtype) for i, x in enumerate(self.inputs)]
+        return [x if i in self.fp32_inputs else x.to(dtype) for i, x in enumerate(self.inputs)]
 
     def call(self, dtype: torch.dtype, way: str) -> Callable[[], object]:
-        """Return what is timed."""
+        """Return the timed function."""
         rounded = self.rounded(dtype)
         if way == FORWARD:
             return lambda: self.function(*rounded, implementation="triton")
@@ -83,11 +83,11 @@ class Problem:
                 if x is not None and x.requires_grad
             ]
 
-        kept = outputs()
-        pulls = [torch.randn_like(x) for x in kept]
-        if way == BOTH:
-            return lambda: torch.autograd.grad(outputs(), leaves, pulls)
-        return lambda: torch.autograd.grad(kept, leaves, pulls, retain_graph=True)
+        tensors = outputs()
+        grad_outputs = [torch.randn_like(x) for x in tensors]
+        if way == FORWARD_BACKWARD:
+            return lambda: torch.autograd.grad(outputs(), leaves, grad_outputs)
+        return lambda: torch.autograd.grad(tensors, leaves, grad_outputs, retain_graph=True)
 
 
 def _listed(outputs: Any) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Forced(Launches):
-    """One candidate, whatever the device has measured; notes for what it was asked."""
+    """Choose one fixed candidate, whatever the device has measured; record the keys."""
 
     keys: set[str] = field(default_factory=set, compare=False)
 
@@ -130,14 +130,17 @@ class Forced(Launches):
 
 def all_launches() -> dict[str, Launches]:
     """Return every `Launches` of the ops by name."""
-    found: dict[str, Launches] = {}
+    launches_by_name: dict[str, Launches] = {}
     for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         if module.name.rsplit(".", 1)[1] != "triton":
             continue
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, Launches) and found.setdefault(value.name, value) is not value:
+            if (
+                isinstance(value, Launches)
+                and launches_by_name.setdefault(value.name, value) is not value
+            ):
                 raise ValueError(f"two launches are named {value.name}")
-    return found
+    return launches_by_name
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from tools.bench.trials import BACKWARD, FORWARD, Make, Problem, Trial
 
 
 def packed(tokens: int, device: torch.device) -> Sequences:
-    """Return two sequences, of which the first is a third, and between them an empty one."""
+    """Return bounds of three sequences: a third of the tokens, an empty one, and the rest."""
     return Sequences((0, tokens // 3, tokens // 3, tokens), device=device)
 
 
@@ -38,48 +38,50 @@ def recurrence(
     return Problem(
         function=lambda *x, **o: op(*x, sequences=sequences, **o),
         inputs=(query, key, value, decay, strength),
-        wide=(3,),
+        fp32_inputs=(3,),
     )
 
 
 def skipping(make: Make, tokens: int, *, heads: int, values: int) -> Problem:
-    """What a token adds to its own output."""
+    """The direct contribution of a token to its own output (D)."""
     shape = (tokens, heads, values)
-    return Problem(function=add_skip, inputs=(make(*shape), make(*shape), make(heads)), wide=(2,))
+    return Problem(
+        function=add_skip, inputs=(make(*shape), make(*shape), make(heads)), fp32_inputs=(2,)
+    )
 
 
 def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> Problem:
     """Convolution, norms and gates before a delta rule."""
-    parts = UnitLayout.delta(heads, size, size)
+    unit = UnitLayout.delta(heads, size, size)
     rates, step_bias = make(units * heads), make(units * heads)
     inputs = (
-        make(tokens, units, parts.width),
-        make(units, parts.conv_channels, 4),
+        make(tokens, units, unit.width),
+        make(units, unit.conv_channels, 4),
         rates,
         step_bias,
     )
     sequences = packed(tokens, rates.device)
 
     def function(source, weight, rates, step_bias, *, implementation):
-        found, _ = recurrence_prologue(
+        outputs, _ = recurrence_prologue(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            unit=parts,
+            parts=unit,
             sequences=sequences,
             implementation=implementation,
         )
-        return tuple(found)
+        return tuple(outputs)
 
-    return Problem(function=function, inputs=inputs, wide=(2, 3))
+    return Problem(function=function, inputs=inputs, fp32_inputs=(2, 3))
 
 
 def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Problem:
     """One token of a gated delta net for every row, in place."""
-    parts = UnitLayout.delta(heads, size, size)
+    unit = UnitLayout.delta(heads, size, size)
     inputs = (
-        make(rows, units, parts.width),
-        make(units, parts.conv_channels, 4),
-        make(rows + 1, 3, units, parts.conv_channels),
+        make(rows, units, unit.width),
+        make(units, unit.conv_channels, 4),
+        make(rows + 1, 3, units, unit.conv_channels),
         make(rows, units, heads * size),
         make(size),
         make(rows + 1, units * heads, size, size),
@@ -89,19 +91,19 @@ def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Probl
     slots = make(rows).argsort()
     arrived = torch.zeros(rows + 1, units, dtype=torch.int32, device=slots.device)
 
-    def function(source, weight, conv, *rest, implementation):
-        gate, norm, state, rates, step_bias = rest
+    def function(source, weight, conv, *buffers, implementation):
+        gate, norm, state, rates, step_bias = buffers
         y = recurrence_decode(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            unit=parts,
-            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrival_counts=arrived),
+            parts=unit,
+            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrived=arrived),
             norm=OutputNorm(gate=gate, weight=norm, eps=1e-6),
             implementation=implementation,
         )
         return y, state, conv
 
-    return Problem(function=function, inputs=inputs, wide=(5, 6, 7), differentiable=False)
+    return Problem(function=function, inputs=inputs, fp32_inputs=(5, 6, 7), differentiable=False)
 
 
 def attention(
@@ -110,12 +112,12 @@ def attention(
     """Queries of `new` tokens of every row to its pages, contexts of all lengths."""
     device = make(1).device
     contexts = [max(new, context - 31 * row % context) for row in range(rows)]
-    made = paged_rows(
+    paged = paged_rows(
         [new] * rows, contexts, heads=(heads, groups), features=features, block_size=16
     )
-    batch = moved(made, device, torch.float32).batch
+    batch = moved(paged, device, torch.float32).batch
     # Places that hold nothing are NaN, which must not be read.
-    inputs = tuple(x.to(device, torch.float32) for x in (made.query, *made.caches))
+    inputs = tuple(x.to(device, torch.float32) for x in (paged.query, *paged.caches))
 
     def function(query, keys, values, *, implementation):
         return paged_attention(query, keys, values, batch=batch, implementation=implementation)
@@ -127,9 +129,9 @@ def latent_attention(make: Make, rows: int, *, heads: int, rank: int, context: i
     """A new token of every row to the latents in its pages, with 64 rotated features each."""
     device = make(1).device
     contexts = [max(1, context - 31 * row % context) for row in range(rows)]
-    made = paged_rows([1] * rows, contexts, heads=(heads, 1), features=rank + 64, block_size=16)
-    batch = moved(made, device, torch.float32).batch
-    inputs = tuple(x.to(device, torch.float32) for x in (made.query, made.caches[0][:, :, 0]))
+    paged = paged_rows([1] * rows, contexts, heads=(heads, 1), features=rank + 64, block_size=16)
+    batch = moved(paged, device, torch.float32).batch
+    inputs = tuple(x.to(device, torch.float32) for x in (paged.query, paged.caches[0][:, :, 0]))
 
     def function(query, latents, *, implementation):
         return paged_latent_attention(

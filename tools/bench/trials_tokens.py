@@ -66,13 +66,15 @@ def chunk(make: Make, tokens: int, *, vocabulary: int) -> Problem:
     targets = torch.arange(tokens, device=logits.device) * 7 % (vocabulary - 3)
     columns = {"vocab_start": 0, "valid_columns": vocabulary - 3}
 
-    def both(logits, weights, *, implementation):
+    def sampled(logits, weights, *, implementation):
         shared = {**columns, "implementation": implementation}
         maximum, sums, target = chunk_statistics(logits, targets, **shared)
         lse = maximum + sums.log()
         return lse, target, chunk_gradient_(logits, targets, lse, weights, **shared)
 
-    return Problem(function=both, inputs=(logits, weights), wide=(1,), differentiable=False)
+    return Problem(
+        function=sampled, inputs=(logits, weights), fp32_inputs=(1,), differentiable=False
+    )
 
 
 def drawn_permutation(make: Make, tokens: int, copies: int) -> Permutation:
@@ -95,7 +97,7 @@ def total(make: Make, tokens: int, *, copies: int, features: int) -> Problem:
     return Problem(
         function=lambda y, w, **o: sum_rows(y, permutation, weights=w, **o),
         inputs=inputs,
-        wide=(1,),
+        fp32_inputs=(1,),
     )
 
 
@@ -125,7 +127,7 @@ def expert_gradients(
         return total
 
     inputs = make(tokens, width), make(tokens, features), make(experts, width, features)
-    return Problem(function=add, inputs=inputs, wide=(2,), differentiable=False)
+    return Problem(function=add, inputs=inputs, fp32_inputs=(2,), differentiable=False)
 
 
 PRODUCTS = {

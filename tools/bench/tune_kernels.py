@@ -5,10 +5,10 @@ python -m tools.bench.tune_kernels                      everything, on this GPU
 python -m tools.bench.tune_kernels --only rms_norm      names that begin so
 python -m tools.bench.tune_kernels --rehearse           two of each, tiny, in Triton's interpreter
 
-A candidate is compared with the reference in fp64 on a small and on an odd problem before it is
-timed. One that differs, or does not start, is dropped loudly, however fast it is. What is left
-takes turns with the default, and is written down where it is more than 3 % faster. A rehearsal
-writes nothing; it leaves out what the interpreter cannot do, 16-bit operands above all.
+A candidate is compared with the fp64 reference on a small and on an irregular problem before it is
+timed. A candidate that differs, or does not start, is dropped with a message. The other candidates
+take turns with the default, and the fastest is written if it is more than 3 % faster. A rehearsal
+writes nothing; it skips features that the interpreter lacks, above all 16-bit operands.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ def fastest(tried: Sequence[Tried], margin: float = MARGIN) -> Tried | None:
     if default.wrong is not None:
         raise ValueError(f"the default {dict(default.launch)} is wrong: {default.wrong}")
     gains = [
-        (statistics.median(b / a for a, b in zip(each.seconds, default.seconds, strict=True)), each)
-        for each in tried[1:]
-        if each.wrong is None
+        (
+            statistics.median(b / a for a, b in zip(attempt.seconds, default.seconds, strict=True)),
+            attempt,
+        )
+        for attempt in tried[1:]
+        if attempt.wrong is None
     ]
     gain, best = max(gains, key=lambda item: item[0], default=(0.0, default))
     return best if gain > margin else None
@@ -132,7 +135,7 @@ class Tuner:
         self.dropped: list[str] = []
 
     def problems(self, trial: Trial, shape: Mapping[str, int]) -> tuple[Problem, ...]:
-        """Make the small problem, the odd one and that which is timed."""
+        """Make the small problem, the irregular problem and the timed problem."""
         generator = torch.Generator(self.device).manual_seed(1234)
         make = partial(torch.randn, generator=generator, device=self.device)
         counts = trial.few if self.rehearse else trial.tokens
@@ -149,29 +152,29 @@ class Tuner:
         Raises:
             ValueError: the trial does not start the kernel, or with several keys.
         """
-        *small, timed = self.problems(trial, shape)
-        found, asked = [], set()
+        *rehearsed, timed = self.problems(trial, shape)
+        attempts, seen_keys = [], set()
         for candidate in launches.candidates[: 2 if self.rehearse else None]:
-            outcome, keys = proved(launches, candidate, small, self.dtype)
-            found.append(outcome)
-            asked |= keys
+            outcome, keys = proved(launches, candidate, rehearsed, self.dtype)
+            attempts.append(outcome)
+            seen_keys |= keys
             if outcome.wrong is not None:
                 self.dropped.append(f"{launches.name} {dict(candidate)}: {outcome.wrong}")
                 print(f"DROPPED: {self.dropped[-1]}", file=sys.stderr, flush=True)
-        if len(asked) != 1:
+        if len(seen_keys) != 1:
             raise ValueError(
                 f"the trial of {launches.name} with {dict(shape)} must start it with one key, not"
-                f" {sorted(asked)}"
+                f" {sorted(seen_keys)}"
             )
         calls = {
-            str(index): self._call(launches, each.launch, timed, trial.launches[launches.name])
-            for index, each in enumerate(found)
-            if each.wrong is None
+            str(index): self._call(launches, attempt.launch, timed, trial.launches[launches.name])
+            for index, attempt in enumerate(attempts)
+            if attempt.wrong is None
         }
-        if len(calls) > 1 and found[0].wrong is None:
+        if len(calls) > 1 and attempts[0].wrong is None:
             for index, seconds in self.race(calls).items():
-                found[int(index)] = replace(found[int(index)], seconds=tuple(seconds))
-        return f"{launches.name} {asked.pop()}".strip(), found
+                attempts[int(index)] = replace(attempts[int(index)], seconds=tuple(seconds))
+        return f"{launches.name} {seen_keys.pop()}".strip(), attempts
 
     def _call(
         self, launches: Launches, candidate: Mapping[str, int], problem: Problem, way: str
@@ -189,41 +192,43 @@ class Tuner:
 
 def versions() -> dict[str, str]:
     """Return the versions that a measurement is of."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    version_by_name = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     try:
-        found["triton"] = version("triton")
+        version_by_name["triton"] = version("triton")
     except PackageNotFoundError:
-        found["triton"] = ""
-    return found
+        version_by_name["triton"] = ""
+    return version_by_name
 
 
 def entry(tried: Sequence[Tried], best: Tried) -> dict:
     """Return what the table says of the best candidate."""
-    mine, default = (statistics.median(each.seconds) for each in (best, tried[0]))
+    best_seconds, default_seconds = (
+        statistics.median(attempt.seconds) for attempt in (best, tried[0])
+    )
     return {
         "launch": dict(best.launch),
-        "milliseconds": round(1e3 * mine, 5),
-        "default_milliseconds": round(1e3 * default, 5),
+        "milliseconds": round(1e3 * best_seconds, 5),
+        "default_milliseconds": round(1e3 * default_seconds, 5),
         "error": float(f"{best.error:.3g}"),
         "versions": versions(),
     }
 
 
-def updated(table: Mapping[str, dict], device_name: str, name: str, found: dict | None) -> dict:
+def updated(table: Mapping[str, dict], device_name: str, name: str, new_entry: dict | None) -> dict:
     """Return the table with one entry in place of the old one; None leaves the default."""
     entries = {key: value for key, value in table.get(device_name, {}).items() if key != name}
-    if found is not None:
-        entries[name] = found
-    others = {key: value for key, value in table.items() if key != device_name}
+    if new_entry is not None:
+        entries[name] = new_entry
+    other_devices = {key: value for key, value in table.items() if key != device_name}
     if not entries:
-        return others
-    return dict(sorted((others | {device_name: dict(sorted(entries.items()))}).items()))
+        return other_devices
+    return dict(sorted((other_devices | {device_name: dict(sorted(entries.items()))}).items()))
 
 
 def tunable(*, rehearse: bool) -> list[str]:
     """Return the names of the launches that have candidates, in a rehearsal of those it tries."""
-    known = all_launches()
-    names = {name for trial in TRIALS for name in trial.launches if known[name].alternatives}
+    launches = all_launches()
+    names = {name for trial in TRIALS for name in trial.launches if launches[name].alternatives}
     return sorted(names - set(UNREHEARSED if rehearse else ()))
 
 
@@ -247,11 +252,11 @@ def tune(
         table: from before.
     """
     problems = []
-    known, names = all_launches(), tunable(rehearse=tuner.rehearse)
+    launch_tables, names = all_launches(), tunable(rehearse=tuner.rehearse)
     for trial in TRIALS:
         shapes = (trial.tiny,) if tuner.rehearse else trial.shapes
         work = [
-            (known[name], s)
+            (launch_tables[name], s)
             for name in trial.launches
             for s in shapes
             if name in names and name.startswith(only)
@@ -272,10 +277,13 @@ def tune(
                 )
                 print(f"PROBLEM: {problems[-1]}", file=sys.stderr, flush=True)
                 continue
-            made = None if best is None else entry(tried, best)
-            table = updated(table, device_name, key, made)
+            new_entry = None if best is None else entry(tried, best)
+            table = updated(table, device_name, key, new_entry)
             write(table)
-            print(f"{key}: {'the default' if made is None else json.dumps(made)}", flush=True)
+            print(
+                f"{key}: {'the default' if new_entry is None else json.dumps(new_entry)}",
+                flush=True,
+            )
             gc.collect()
     return problems
 

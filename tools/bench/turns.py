@@ -36,7 +36,7 @@ class Variant:
         rounds: seconds of each step, by round.
         values: what each timed step returned.
         peak_memory_bytes: the most memory that the process ever had resident.
-        facts: what else its worker said, last.
+        facts: other facts that its worker reported last.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Variant:
         return statistics.median(second for steps in self.rounds for second in steps)
 
 
-def ratio(ours: Variant, peer: Variant) -> float:
-    """Return how many times faster `ours` is: the median over rounds of the ratio of medians."""
+def ratio(mcore: Variant, peer: Variant) -> float:
+    """Return how many times faster `mcore` is: the median over rounds of the ratio of medians."""
     return statistics.median(
-        statistics.median(theirs) / statistics.median(mine)
-        for mine, theirs in zip(ours.rounds, peer.rounds, strict=True)
+        statistics.median(peer_round) / statistics.median(mcore_round)
+        for mcore_round, peer_round in zip(mcore.rounds, peer.rounds, strict=True)
     )
 
 
@@ -69,16 +69,16 @@ def take_turns(
 ) -> dict[str, Variant]:
     """Run one worker per command and let them take turns.
 
-    A worker that dies ends its own measurements alone: the others go on.
+    A worker that dies ends only its own measurements.
 
     Args:
         commands: for each variant the arguments after `python`; the program must call `serve`.
         rounds: number of turns of each variant.
         steps: timed steps in a turn.
         warmup: untimed steps of each variant before the first round.
-        untimed: steps at the beginning of each turn that are not timed: a worker that gave back
-            its memory takes it again in them.
-        clock: which seconds count: those of the wall, or those of the worker's threads together.
+        untimed: untimed steps at the beginning of each turn, in which a worker reallocates the
+            memory that it has released.
+        clock: wall-clock seconds, or CPU seconds of all threads of the worker.
 
     Returns:
         The measurements by name; a variant whose worker dies, at its start or later, is left out,

@@ -87,7 +87,7 @@ def kernel_benches() -> Iterator[str]:
             stack.enter_context(mock.patch.object(module, "require_same"))
         bench = gpu_bench.Bench("kernels", options)
         bench.device = torch.device("cpu")
-        bench.race = lambda what, calls, **_: calls[gpu_bench.OURS]()
+        bench.race = lambda what, calls, **_: calls[gpu_bench.MCORE]()
         for name, case in gpu_kernels.CASES:
             if name in READ_VALUES:
                 continue
@@ -95,7 +95,7 @@ def kernel_benches() -> Iterator[str]:
 
 
 def _problems(name: str, run: Callable[[], None]) -> Iterator[str]:
-    """Run something; yields what it raises."""
+    """Run a block; yield a list with its exception."""
     try:
         run()
     except Exception as error:

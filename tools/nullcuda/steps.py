@@ -48,7 +48,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
-from tools.bench import gpu_engine, gpu_hybrid, ours, shapes
+from tools.bench import gpu_engine, gpu_hybrid, mcore_step, shapes
 from tools.bench.gpu_engine import GREEDY, SAMPLED, SMALL, Way
 from tools.bench.gpu_train import LLAMA_1_3B
 from tools.bench.shapes import Shape
@@ -111,10 +111,10 @@ def training(
         batch: rows of a microbatch.
         layers: of the model.
         trace: see `traced`.
-        options: groups and backend, see `ours.training_parts`.
+        options: groups and backend, see `mcore_step.training_parts`.
     """
     shape = dataclasses.replace(LLAMA_1_3B, batch=batch, layers=layers)
-    step, model, _ = ours.training_parts(
+    step, model, _ = mcore_step.training_parts(
         shape, bf16=True, device=torch.device("cuda"), config=config, **options
     )
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -131,7 +131,7 @@ def expert_parallel(
 ) -> dict:
     """Measure a training step of one of the ranks that share experts.
 
-    Without a capacity only what it waits for: all sizes are 0.
+    Without a capacity it measures only host waits: all sizes are 0.
     """
     backend = dataclasses.replace(
         LOCAL, dispatcher=dispatcher, expert_rank_capacity_factor=capacity
@@ -187,7 +187,7 @@ def expert_parallel_run(
 
 @contextlib.contextmanager
 def one_of(ranks: int) -> Iterator[ProcessGroupCollection]:
-    """Be the first of so many ranks of experts, the others of which do not exist."""
+    """Return the groups of the first expert-parallel rank; the other ranks do not exist."""
     store = FakeStore()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=store)
     try:
@@ -199,15 +199,15 @@ def one_of(ranks: int) -> Iterator[ProcessGroupCollection]:
 def decoding(
     build: Callable[[], GPTModel], way: Way, sampling: SamplingParams, *, trace: int = 0
 ) -> dict:
-    """Measure decode steps of an engine, after those that compute prompts and record graphs.
+    """Measure decode steps of an engine, after the steps that compute prompts and record graphs.
 
-    The peak of memory is of all these steps; what models of other cases hold is left out.
+    The memory peak covers all measured steps, without the models of other cases.
     """
     model = build()
     device = model.store.device
     parameters = list(model.parameters())
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    others = torch.cuda.memory_allocated() - model_bytes
+    other_bytes = torch.cuda.memory_allocated() - model_bytes
     torch.cuda.reset_peak_memory_stats()
     features = EngineFeatures(
         make_recorder=partial(CudaRecorder, device, "steps", memory=GraphMemory())
@@ -231,17 +231,17 @@ def decoding(
         counts = measured(engine.step, *DECODE_STEPS, trace=trace)
     return counts | {
         "weights": sum(parameter.numel() for parameter in parameters),
-        "peak_bytes": torch.cuda.max_memory_allocated() - others,
+        "peak_bytes": torch.cuda.max_memory_allocated() - other_bytes,
     }
 
 
 def measured(step: Callable[[], object], before: int, steps: int, *, trace: int) -> dict:
-    """Return what a step does, on average.
+    """Return the average figures of a step.
 
     Args:
-        step: run as often as `before` and `steps` say together.
-        before: steps that do not count.
-        steps: that do.
+        step: the step; it runs `before` + `steps` times.
+        before: number of warm-up steps.
+        steps: number of measured steps.
         trace: see `traced`.
     """
     for _ in range(before):
@@ -261,11 +261,11 @@ def cases() -> dict[str, Callable[..., dict]]:
     """Return the measured steps by name."""
     hybrid = gpu_hybrid.config_of(LLAMA_1_3B, gpu_hybrid.DELTA, gpu_hybrid.PATTERN)
     experts = dataclasses.replace(
-        ours.config_of(dataclasses.replace(LLAMA_1_3B, layers=EXPERT_LAYERS)),
+        mcore_step.config_of(dataclasses.replace(LLAMA_1_3B, layers=EXPERT_LAYERS)),
         ffn_pattern="E" * EXPERT_LAYERS,
         moe=EXPERTS,
     )
-    latent = dataclasses.replace(ours.config_of(LLAMA_1_3B), attention=LATENT)
+    latent = dataclasses.replace(mcore_step.config_of(LLAMA_1_3B), attention=LATENT)
     cases_by_name: dict[str, Callable[..., dict]] = {
         "training, llama 1.3 B, microbatch 2": partial(training, None, batch=2),
         "training, hybrid 1.3 B, microbatch 2": partial(training, hybrid, batch=2),
@@ -309,7 +309,7 @@ def model_of(kind: str, shape: Shape) -> GPTModel:
 
 
 def described(counts: dict) -> str:
-    """Return counts as text, without those that are zero."""
+    """Return the counts that are not zero as text."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
@@ -331,7 +331,7 @@ def traced(lines: int, steps: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Measure and write what was found; the exit code says whether all cases ran."""
+    """Measure and write the figures; the exit code is 0 if all cases ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", nargs="+", default=None, help="parts of names")
@@ -340,7 +340,7 @@ def main() -> int:
     measured_steps: dict[str, dict] = {}
     problems: dict[str, str] = {}
     for name, case in cases().items():
-        if options.only and not any(part in name for part in options.only):
+        if options.only and not any(pattern in name for pattern in options.only):
             continue
         begin = counters()
         # Else a case would have the workspaces of the cases before it.

@@ -14,7 +14,15 @@ pytest.importorskip("triton")
 from megatron.core.ops import launches as launches_module
 from megatron.core.ops.launches import Launches
 from tools.bench import trials, tune_kernels
-from tools.bench.trials import BACKWARD, BOTH, FORWARD, Problem, Trial, all_launches, started_with
+from tools.bench.trials import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_BACKWARD,
+    Problem,
+    Trial,
+    all_launches,
+    started_with,
+)
 from tools.bench.tune_kernels import TRIALS, Tried, Tuner, entry, fastest, tune, updated
 
 DEFAULT, WRONG, BROKEN, QUICK, SLOW = ({"BLOCK": n} for n in (64, 32, 16, 128, 256))
@@ -140,7 +148,11 @@ def test_every_kernel_with_candidates_has_a_trial():
     tried_names = {name for trial in TRIALS for name in trial.launches}
     assert tried_names <= known.keys()
     assert {name for name, each in known.items() if each.alternatives} <= tried_names
-    assert {way for trial in TRIALS for way in trial.launches.values()} <= {FORWARD, BACKWARD, BOTH}
+    assert {way for trial in TRIALS for way in trial.launches.values()} <= {
+        FORWARD,
+        BACKWARD,
+        FORWARD_BACKWARD,
+    }
     assert set(tune_kernels.UNREHEARSED) <= known.keys()
     assert trials.Forced("a", DEFAULT).candidates == (DEFAULT,)
 

@@ -52,7 +52,7 @@ def training_step(
         shape: model and batch.
         bf16: bf16 weights and activations with fp32 masters, else fp32.
         device: where; None is the CPU.
-        recompute: what is computed again in backward; None is nothing.
+        recompute: recompute settings; None recomputes nothing.
     """
     step, model, _ = training_parts(shape, bf16=bf16, device=device)
     if recompute is not None:
@@ -70,13 +70,13 @@ def training_parts(
     groups: ProcessGroupCollection | None = None,
     backend: Backend = LOCAL,
 ) -> tuple[Step, GPTModel, Optimizer]:
-    """Build a step, see `training_step`, with what it trains and updates.
+    """Build a step (see `training_step`) and return it with its model and optimizer.
 
     Args:
-        config: of another model with the shape's vocabulary; None is that of the shape.
+        config: configuration of another model with the shape's vocabulary; None uses the shape.
         before_update: called in every step before a weight changes.
-        groups: of this rank; None is a single process.
-        backend: parts of the model.
+        groups: process groups of this rank; None is a single process.
+        backend: backend of the model.
     """
     groups = groups or ProcessGroupCollection.single()
     dtype = torch.bfloat16 if bf16 else torch.float32

@@ -39,21 +39,21 @@ class Setting:
 
     def argv(self, flavour: Flavour, root: Path, saving: str) -> list[str]:
         """Return the arguments of a run."""
-        more = (
+        options = (
             f"{flavour.layout} {saving} --train-iters {self.iterations} --save {root} "
             f"--load {root} --exit-grace-seconds 25"
         )
-        if "--eval-interval" not in more:
-            more += " --eval-interval 0"
-        return small_run.flags(self.data, more)
+        if "--eval-interval" not in options:
+            options += " --eval-interval 0"
+        return small_run.flags(self.data, options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One kill and what it met.
+    """One kill and the state of the run at that time.
 
     Args:
-        newest: iteration of the checkpoint that there is to go on from, -1 if there is none.
+        newest: iteration of the newest checkpoint, -1 if there is none.
     """
 
     chain: int
@@ -118,8 +118,8 @@ class Chain:
         )
         self.ledger = Ledger(root=root, reference=self.reference, keep_last=keep)
 
-    def run(self, most: int) -> Iterator[Result]:
-        """Kill up to `most` times, then let the run come to its end.
+    def run(self, max_jobs: int) -> Iterator[Result]:
+        """Kill up to `max_jobs` times, then let the run come to its end.
 
         Raises:
             SoakFailure: something was lost, differs, or does not end.
@@ -139,7 +139,7 @@ class Chain:
                 plant=self.setting.plant,
                 logs=self.setting.folder / f"chain_{self.number}_start_{self.starts}",
             ) as started:
-                results = list(self._kills(started, most))
+                results = list(self._kills(started, max_jobs))
                 ended = not results or results[-1].kill.of_writer
                 if ended:
                     started.finish()
@@ -152,9 +152,9 @@ class Chain:
             yield from (replace(result, newest=now.newest) for result in results)
         self.ledger.check_end(self.setting.iterations, started.start)
 
-    def _kills(self, started: Job, most: int) -> Iterator[Result]:
+    def _kills(self, started: Job, max_jobs: int) -> Iterator[Result]:
         """Kill writers until trainers are killed; end early if the run ends before."""
-        while self.kills < most:
+        while self.kills < max_jobs:
             kill = choose(
                 f"{self.setting.seed}/{self.number}/{self.kills + 1}",
                 ranks=self.setting.ranks,
@@ -180,19 +180,19 @@ class Chain:
                 return
 
     def _see_retry(self, started: Job, struck: Struck) -> None:
-        """See that trainers live, that no save is lost without a word, and that there is a next.
+        """Check that trainers live, that a lost save is reported, and that the next save commits.
 
         Raises:
-            SoakFailure: one of these is not so.
+            SoakFailure: one of the checks fails.
         """
         newest = struck.after.newest
         if not started.wait(lambda: started.now.newest > newest, "a save by a new writer process"):
             return
         for name in struck.before.temporary - started.start.temporary:
             iteration = iteration_of_temporary(name)
-            told = f"WARNING: saving at iteration {iteration} failed"
+            warning = f"WARNING: saving at iteration {iteration} failed"
             started.wait(
-                lambda: iteration in self._seen(started) or told in started.log(),  # noqa: B023
+                lambda: iteration in self._seen(started) or warning in started.log(),  # noqa: B023
                 f"the checkpoint of iteration {iteration}, or a line that it failed,",
             )
 

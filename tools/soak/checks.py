@@ -23,11 +23,11 @@ _RESUMES = re.compile(r"(?:resuming|starting) at iteration (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A run that nothing happened to.
+    """An undisturbed run.
 
     Args:
         tensors: the digest of every tensor, by iteration.
-        events: of metrics.jsonl, in order, without what a clock measured.
+        events: events of metrics.jsonl, in order, without timing fields.
     """
 
     tensors: Mapping[int, Mapping[str, str]]
@@ -42,12 +42,12 @@ class Reference:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """What is known of one save folder over all kills.
+    """The expected state of one save folder over all kills.
 
     Args:
         root: the folder.
-        reference: what it is compared with.
-        keep_last: how many checkpoints are kept; None removes none.
+        reference: the undisturbed run.
+        keep_last: number of checkpoints that retention keeps; None removes none.
     """
 
     root: Path
@@ -63,16 +63,16 @@ class Ledger:
     def forget_unsynced(self, start: Snapshot, log: str) -> None:
         """After a power cut: only those checkpoints have to be there that were there before this
         start, or that the log says are saved."""
-        told = {int(number) for number in _SAVED.findall(log)}
-        must = (self.committed & start.complete) | told
+        reported = {int(number) for number in _SAVED.findall(log)}
+        must = (self.committed & start.complete) | reported
         self.committed = must | (self.committed & look(self.root).complete)
         self.compared.clear()
 
     def check(self) -> Snapshot:
-        """Check the folder while nothing runs, and return what is in it.
+        """Check the folder while no run is active, and return its snapshot.
 
         Raises:
-            SoakFailure: a checkpoint is missing or damaged, or something differs.
+            SoakFailure: a checkpoint is missing, damaged or different.
         """
         now = look(self.root)
         self._check_names(now)
@@ -99,12 +99,12 @@ class Ledger:
         if now.tracked is not None and now.tracked not in now.complete:
             raise SoakFailure("lost", f"the tracker names {now.tracked} of {sorted(now.complete)}")
 
-    def _check_tensors(self, iteration: int, found: Mapping[str, str]) -> None:
+    def _check_tensors(self, iteration: int, digests: Mapping[str, str]) -> None:
         expected = self.reference.tensors.get(iteration)
         if expected is None:
             raise SoakFailure("inexact", f"nothing else has saved at iteration {iteration}")
         differing = sorted(
-            name for name in {*expected, *found} if expected.get(name) != found.get(name)
+            name for name in {*expected, *digests} if expected.get(name) != digests.get(name)
         )
         if differing:
             raise SoakFailure(
@@ -118,12 +118,14 @@ class Ledger:
         """See that the metrics are the beginning of the reference's, up to the newest checkpoint at
         least."""
         path = self.root / "metrics.jsonl"
-        found = timeless(path) if path.exists() else []
+        events = timeless(path) if path.exists() else []
         expected = self.reference.events
-        for ours, theirs in zip_longest(found, expected[: len(found)]):
-            if ours != theirs:
-                raise SoakFailure("inexact", f"metrics.jsonl has {ours}, expected {theirs}")
-        reached = max((e["iteration"] for e in found), default=0)
+        for event, expected_event in zip_longest(events, expected[: len(events)]):
+            if event != expected_event:
+                raise SoakFailure(
+                    "inexact", f"metrics.jsonl has {event}, expected {expected_event}"
+                )
+        reached = max((e["iteration"] for e in events), default=0)
         if reached < newest:
             raise SoakFailure("inexact", f"metrics end at {reached}, the checkpoint is of {newest}")
 
@@ -133,20 +135,22 @@ class Ledger:
         Raises:
             SoakFailure: they did not.
         """
-        told = {int(number) for number in _RESUMES.findall(log)}
-        if told and told != {max(start.newest, 0)}:
+        start_iterations = {int(number) for number in _RESUMES.findall(log)}
+        if start_iterations and start_iterations != {max(start.newest, 0)}:
             raise SoakFailure(
-                "inexact", f"the run went on at {sorted(told)}, the newest is {start.newest}"
+                "inexact",
+                f"the run went on at {sorted(start_iterations)}, the newest is {start.newest}",
             )
-        if told and (left := look(self.root).temporary & start.temporary):
+        if start_iterations and (left := look(self.root).temporary & start.temporary):
             raise SoakFailure("hung", f"{sorted(left)} were not swept")
 
-    def check_end(self, iterations: int, last: Snapshot) -> None:
+    def check_end(self, iterations: int, snapshot: Snapshot) -> None:
         """See that the run has come to the end that the reference has.
 
         Args:
             iterations: of the run.
-            last: the folder before the last start, which had no save to make if it was complete.
+            snapshot: the folder before the last start, which had no save to make if it was
+                complete.
 
         Raises:
             SoakFailure: it has not.
@@ -154,7 +158,7 @@ class Ledger:
         now = self.check()
         if now.newest != iterations:
             raise SoakFailure("lost", f"the run ended, the newest is {now.newest} of {iterations}")
-        if now.tracked != iterations and last.newest != iterations:
+        if now.tracked != iterations and snapshot.newest != iterations:
             raise SoakFailure("lost", f"the tracker names {now.tracked} of {iterations}")
         if timeless(self.root / "metrics.jsonl") != self.reference.events:
             raise SoakFailure("inexact", "metrics.jsonl lacks events")

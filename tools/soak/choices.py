@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is run and how it is killed, drawn from a seed; nothing here looks at a clock or a disk."""
+"""The runs and kills of a soak, drawn from a seed, independent of clock and disk."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ ORDER = (0, 1, 3, 2, 1, 3)
 
 
 def flavour_of(chain: int, names: Sequence[str] = ()) -> Flavour:
-    """Return what a chain runs.
+    """Return the flavour of a chain.
 
     Args:
-        chain: its number, from 1.
-        names: of flavours, if not all are wanted.
+        chain: number of the chain, from 1.
+        names: names of the selected flavours; all if empty.
     """
     order = [i for i in ORDER if not names or FLAVOURS[i].name in names]
     return FLAVOURS[order[(chain - 1) % len(order)]]
@@ -66,20 +66,20 @@ def flavour_of(chain: int, names: Sequence[str] = ()) -> Flavour:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """One kill, before it meets a run.
+    """The plan of one kill.
 
     Args:
         victim: "all", "launcher" (which ranks outlive), "rank 1", "writer 1" (the process that
-            writes that rank's saves), or "machine": all processes, and what they have not synced is
-            lost.
+            writes that rank's saves), or "machine": all processes, and unsynced data is lost.
         how: signals, in order.
-        moment: what it is timed from: the start of the processes, the first step behind that, the
-            begin of a save, or its manifest.
-        skip: that many saves, or as many times between saves, are let pass before.
-        offset: when, as a part of the measured duration of a start, of the time between saves,
-            of a save, or of what follows its manifest.
-        delay: between two signals, as a part of the longest.
-        launcher: whether somebody tells survivors to end; else they find out by themselves.
+        moment: reference time of the kill: the start of the processes, the first step after it,
+            the begin of a save, or its manifest.
+        skip: number of saves, or of intervals between saves, before the kill.
+        offset: delay after `moment`, as a fraction of the measured duration of a start, of the
+            interval between saves, of a save, or of the commit after its manifest.
+        delay: time between two signals, as a fraction of the maximum.
+        launcher: whether the launcher stops the survivors; otherwise they detect the death
+            themselves.
     """
 
     victim: str

@@ -21,8 +21,8 @@ def resume_reads_a_batch_twice(rank: int) -> None:
     whole: Callable[[Any], Progress] = Progress.from_json
 
     def before(saved: Any) -> Progress:
-        found = whole(saved)
-        return replace(found, consumed_samples=found.consumed_samples - 8)
+        progress = whole(saved)
+        return replace(progress, consumed_samples=progress.consumed_samples - 8)
 
     Progress.from_json = staticmethod(before)
 
@@ -45,10 +45,10 @@ def makes_room_first(rank: int) -> None:
     """Remove all older checkpoints at the begin of a save, not at its end."""
     whole = save.open_temporary
 
-    def opened(root: Path, iteration: int, **more: Any) -> Path:
+    def opened(root: Path, iteration: int, **options: Any) -> Path:
         for folder in list_checkpoints(root):
             shutil.rmtree(folder)
-        return whole(root, iteration, **more)
+        return whole(root, iteration, **options)
 
     save.open_temporary = opened
 

@@ -17,9 +17,9 @@ class Snapshot:
 
     Args:
         complete: iterations of the folders under their final names.
-        temporary: folders that saves and removals work on: their names.
-        with_manifest: those of them that have a manifest.
-        tracked: what the tracker names; None if there is none, -1 if it cannot be read.
+        temporary: names of the folders of saves and removals in progress.
+        with_manifest: names of the temporary folders with a manifest.
+        tracked: iteration in the tracker; None without a tracker, -1 if it cannot be read.
     """
 
     complete: frozenset[int] = frozenset()
@@ -33,17 +33,17 @@ class Snapshot:
         return max(self.complete, default=-1)
 
     def saves(self, start: Snapshot) -> frozenset[str]:
-        """Return the temporary folders of saves: newer than all that is complete.
+        """Return the temporary folders of saves, newer than all complete checkpoints.
 
         Args:
-            start: the folder before the processes started: what was left then is of no save.
+            start: the folder before the processes started; leftovers do not belong to a save.
         """
-        made = self.temporary - start.temporary
-        return frozenset(name for name in made if iteration_of_temporary(name) > self.newest)
+        new_folders = self.temporary - start.temporary
+        return frozenset(name for name in new_folders if iteration_of_temporary(name) > self.newest)
 
 
 def look(root: Path) -> Snapshot:
-    """Return what is in a save folder now."""
+    """Return a snapshot of a save folder."""
     if not root.is_dir():
         return Snapshot()
     tracked: int | None = None
@@ -51,9 +51,9 @@ def look(root: Path) -> Snapshot:
     with contextlib.suppress(FileNotFoundError):
         text = (root / TRACKER_NAME).read_text().strip()
         tracked = int(text) if text.isdigit() else -1
-    found = sorted(path for path in root.iterdir() if path.name.startswith("iter_"))
-    temporary = [path for path in found if is_temporary(path)]
-    numbers = (iteration_of(path) for path in found)
+    folders = sorted(path for path in root.iterdir() if path.name.startswith("iter_"))
+    temporary = [path for path in folders if is_temporary(path)]
+    numbers = (iteration_of(path) for path in folders)
     return Snapshot(
         complete=frozenset(number for number in numbers if number is not None),
         temporary=frozenset(path.name for path in temporary),
@@ -63,11 +63,11 @@ def look(root: Path) -> Snapshot:
 
 
 def under_way(now: Snapshot, start: Snapshot) -> str:
-    """Return what stage a save is in: "writing", "manifest", "renamed", "removing" or "".
+    """Return the stage of a save: "writing", "manifest", "renamed", "removing" or "".
 
     Args:
         now: the folder.
-        start: the folder before the processes started: what was left then is no evidence.
+        start: the folder before the processes started; leftovers are ignored.
     """
     if saves := now.saves(start):
         return "manifest" if saves & now.with_manifest else "writing"

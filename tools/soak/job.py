@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One start of the run: wait for a moment, kill, end what is left as a launcher does."""
+"""One start of the run: wait for the moment, kill, and end the survivors like a launcher."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def job(
         plant=plant,
     )
     with launched(process, argv, ranks=ranks) as started:
-        found = Job(started, root, start=start, measured=measured)
+        running_job = Job(started, root, start=start, measured=measured)
         try:
-            yield found
-            if found.power_fails:
+            yield running_job
+            if running_job.power_fails:
                 durable.read(journal)
                 cut_power(root, durable)
         finally:
@@ -122,13 +122,13 @@ def job(
 
 
 class Job:
-    """Ranks that run.
+    """Running ranks.
 
     Args:
         ranks: the processes, and their launcher.
         root: their save folder.
-        start: what was in it before.
-        measured: is added to.
+        start: the folder before the start.
+        measured: durations, extended by this run.
     """
 
     def __init__(self, ranks: Launched, root: Path, *, start: Snapshot, measured: Measured) -> None:
@@ -266,15 +266,17 @@ class Job:
                 break
             time.sleep(0.002)
         time.sleep(LAUNCHER_SECONDS)
-        told = kill.launcher or kill.how == "TERM" or self._first_step is None
-        if told and not kill.of_launcher:
+        is_notified = kill.launcher or kill.how == "TERM" or self._first_step is None
+        if is_notified and not kill.of_launcher:
             _send([p.pid for p in processes if p.exitcode is None], signal.SIGTERM)
         outcomes = self._ranks.outcomes(timeout=GRACE_SECONDS)
         for process in processes:
             process.join(2.0)
         codes = [process.exitcode for process in processes]
         if None in codes:
-            raise SoakFailure("hung", f"{_told(outcomes)} do not end\n{self.log()[-3000:]}")
+            raise SoakFailure(
+                "hung", f"{_describe_outcomes(outcomes)} do not end\n{self.log()[-3000:]}"
+            )
         fine = ENDS if kill.how == "TERM" else ENDS_OF_SURVIVORS
         if kill.of_launcher:
             fine = ENDS_OF_ORPHANS
@@ -288,7 +290,7 @@ class Job:
         _wait_for_end(sorted(self._family), "writer processes of finished trainers")
 
 
-def _told(outcomes: Sequence[Outcome]) -> str:
+def _describe_outcomes(outcomes: Sequence[Outcome]) -> str:
     return f"ranks {[o.rank for o in outcomes if o.exit_code is None]}"
 
 
@@ -301,12 +303,12 @@ def _send(pids: Sequence[int | None], number: int) -> None:
 
 def _children(parents: Sequence[int | None]) -> set[int]:
     """Return the children of processes, of whatever thread."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for parent in parents:
         for file in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found |= {int(word) for word in file.read_text().split()}
-    return found
+                pids |= {int(word) for word in file.read_text().split()}
+    return pids
 
 
 def _alive(pid: int) -> bool:

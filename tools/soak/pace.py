@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Measured:
-    """Durations seen so far, in seconds, of what no kill has cut short.
+    """Measured durations in seconds of phases that no kill interrupted.
 
     Args:
         start: from the start of the processes to the first step.
         between: from the begin of a save to the begin of the next.
         save: from a save's folder to the tracker and the last removal.
-        commit: of that, from the manifest on.
+        commit: the part of a save after its manifest.
     """
 
     start: list[float] = field(default_factory=list)
@@ -35,32 +35,32 @@ class SaveClock:
     """The saves of one start, as the folder shows them.
 
     Args:
-        measured: is added to.
-        begins: when each began.
-        commits: when those that came so far had a manifest.
+        measured: durations, extended by this start.
+        begins: start time of each save.
+        commits: time of the manifest of each save so far.
     """
 
     measured: Measured
     begins: list[float] = field(default_factory=list)
     commits: list[float] = field(default_factory=list)
-    _known: frozenset[str] = frozenset()
+    _seen_folders: frozenset[str] = frozenset()
     _committing: bool = False
     _busy: float = 0.0
 
     def observe(self, folders: frozenset[str], stage: str, now: float) -> None:
-        """Take note of what a save is doing.
+        """Record the stage of a save.
 
         Args:
-            folders: that saves write to.
+            folders: folders of saves in progress.
             stage: see `under_way`.
-            now: seconds on any clock.
+            now: time in seconds.
         """
-        if folders - self._known:
+        if folders - self._seen_folders:
             if self._committing:  # the one before came to its end
                 self.measured.between.append(now - self.begins[-1])
                 self.measured.save.append(self._busy - self.begins[-1])
                 self.measured.commit.append(self._busy - self.commits[-1])
-            self._known |= folders
+            self._seen_folders |= folders
             self._committing = False
             self.begins.append(now)
         if self.begins and not self._committing and stage not in ("", "writing"):

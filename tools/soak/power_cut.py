@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a save folder when the power fails: what has been synced, and nothing else.
+"""Simulate a power failure: reduce a save folder to its synced content.
 
-A killed process loses nothing that it has written, so kills alone do not tell whether a program
-syncs what it has to. Here every `fsync` is noted, and a power cut takes back all that none covers:
-content behind a file's last sync, names that are newer than the last sync of their folder, and
-renames since then. A disk may keep more of it; a program may rely on no more.
+A killed process loses no written data, so kills alone do not show whether a program syncs its
+files. Here every `fsync` is recorded, and a power cut discards all unsynced changes: content after
+a file's last sync, names that are newer than the last sync of their folder, and renames since then.
+A disk may keep more, but a program must not rely on it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ PREFIXES = ("iter_", "latest_")
 
 @dataclass(kw_only=True)
 class Durable:
-    """What is on the disk for good, by inode: a number that a file system may give again once its
-    file is gone, so that a missing sync can rarely go unseen.
+    """The durable state of the disk, by inode.
+
+    A file system may reuse the inode of a removed file, so a missing sync can rarely go unseen.
 
     Args:
-        names: of folders.
-        sizes: of files.
-        contents: of small files.
+        names: entries of folders.
+        sizes: sizes of files.
+        contents: contents of small files.
     """
 
     names: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -44,12 +45,12 @@ class Durable:
     @staticmethod
     def everything(root: Path) -> Durable:
         """Return that all that is there now is there for good."""
-        found = Durable()
+        durable = Durable()
         root.mkdir(parents=True, exist_ok=True)
         for path in [root, *_checkpoint_files(root)]:
             with contextlib.suppress(FileNotFoundError):
-                found.add(_state(path))
-        return found
+                durable.add(_state(path))
+        return durable
 
     def add(self, state: dict[str, Any]) -> None:
         """Take note of one sync."""
@@ -94,22 +95,22 @@ def _noting(sync: Callable[[int], None], root: str, journal: str) -> Callable[[i
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """Return what a sync of a file or folder makes durable."""
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
-        return {"inode": found.st_ino, "names": _inodes(path)}
-    state: dict[str, Any] = {"inode": found.st_ino, "size": found.st_size}
-    if found.st_size <= SMALL_BYTES:
+    """Return the state that a sync of a file or folder makes durable."""
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        return {"inode": status.st_ino, "names": _inodes(path)}
+    state: dict[str, Any] = {"inode": status.st_ino, "size": status.st_size}
+    if status.st_size <= SMALL_BYTES:
         state["content"] = base64.b64encode(path.read_bytes()).decode()
     return state
 
 
 def _inodes(folder: Path) -> dict[str, int]:
-    found = {}
+    paths_by_inode = {}
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found[path.name] = path.stat().st_ino
-    return found
+            paths_by_inode[path.name] = path.stat().st_ino
+    return paths_by_inode
 
 
 def _checkpoint_files(root: Path) -> list[Path]:
@@ -120,15 +121,15 @@ def _checkpoint_files(root: Path) -> list[Path]:
 
 def _restore_names(root: Path, durable: Durable) -> None:
     """Bring back the names of the last sync of `root`."""
-    known = durable.names[root.stat().st_ino]
+    durable_names = durable.names[root.stat().st_ino]
     now = {name: i for name, i in _inodes(root).items() if name.startswith(PREFIXES)}
-    wanted = {name: i for name, i in known.items() if name.startswith(PREFIXES)}
-    moved = [inode for name, inode in now.items() if wanted.get(name) != inode]
+    checkpoint_names = {name: i for name, i in durable_names.items() if name.startswith(PREFIXES)}
+    moved = [inode for name, inode in now.items() if checkpoint_names.get(name) != inode]
     aside = {inode: root / f"aside-{inode}" for inode in moved}
     for name, inode in now.items():
         if inode in aside:
             os.rename(root / name, aside[inode])
-    for name, inode in wanted.items():
+    for name, inode in checkpoint_names.items():
         if now.get(name) == inode:
             continue
         if inode in aside:
@@ -143,12 +144,12 @@ def _restore_names(root: Path, durable: Durable) -> None:
 
 def _restore_files(folder: Path, durable: Durable) -> None:
     """Bring back the names and sizes of the last syncs in a checkpoint's folder."""
-    known = durable.names.get(folder.stat().st_ino, {})
+    durable_names = durable.names.get(folder.stat().st_ino, {})
     for path in list(folder.iterdir()):
-        found = path.stat()
-        if known.get(path.name) != found.st_ino:
+        status = path.stat()
+        if durable_names.get(path.name) != status.st_ino:
             path.unlink()
             continue
-        size = durable.sizes.get(found.st_ino, 0)
-        if size < found.st_size:
+        size = durable.sizes.get(status.st_ino, 0)
+        if size < status.st_size:
             os.truncate(path, size)

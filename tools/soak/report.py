@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak prints: a line a kill, a table at the end."""
+"""The output of a soak: a line for each kill, a table at the end."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def inside(results: Sequence[Result]) -> int:
 
 def complaint(results: Sequence[Result]) -> str | None:
     """Return why these kills prove too little, None if they prove enough."""
-    found = inside(results)
-    if len(results) < FEW or found >= INSIDE * len(results):
+    message = inside(results)
+    if len(results) < FEW or message >= INSIDE * len(results):
         return None
-    return f"{found} of {len(results)} kills came while a save was under way, {INSIDE:.0%} are due"
+    return (
+        f"{message} of {len(results)} kills came while a save was under way, {INSIDE:.0%} are due"
+    )
 
 
 def table(results: Sequence[Result]) -> str:

@@ -85,12 +85,12 @@ class Soak:
 
     def summary(self, failure: SoakFailure | None) -> list[str]:
         """Return the last lines."""
-        options, found = self.options, self.results
+        options, results = self.options, self.results
         lines = [
-            f"soak: {len(found)} kills ({inside(found)} while a save was under way), {self.chains} "
-            f"chains, {self.starts} starts, {time.monotonic() - self._began:.0f} s, seed "
-            f"{options.seed}",
-            table(found),
+            f"soak: {len(results)} kills ({inside(results)} while a save was under way), "
+            f"{self.chains} chains, {self.starts} starts, {time.monotonic() - self._began:.0f} s, "
+            f"seed {options.seed}",
+            table(results),
         ]
         if failure is None:
             return [*lines, "soak: 0 lost checkpoints, 0 inexact resumes"]

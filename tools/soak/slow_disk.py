@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk on which every operation of a save takes longer, so that there is time to kill in it, and
-that notes what has been synced.
+"""A slow disk that records syncs: every operation of a save takes longer, so kills can hit it.
 
-Nothing else is changed: the program calls what it always calls. Writer processes get it too.
+The program itself is unchanged. Writer processes use the slow disk too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def plant(root: str, seconds: float, *, journal: str) -> None:
     from megatron.core.dist_checkpointing import async_save
 
     start = subprocess.Popen
-    first = (
+    prelude = (
         f"import sys; sys.path.append({str(REPOSITORY)!r}); "
         "from tools.soak import slow_disk; "
         f"slow_disk.slow_down({root!r}, {seconds}, {journal!r}); "
@@ -44,7 +43,7 @@ def plant(root: str, seconds: float, *, journal: str) -> None:
 
     def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         assert command[:2] == [sys.executable, "-c"], command
-        return start([*command[:2], first + command[2]], **options)
+        return start([*command[:2], prelude + command[2]], **options)
 
     async_save.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": started})
 
@@ -53,27 +52,25 @@ def slow_down(root: str, seconds: float, journal: str) -> None:
     """Let this process alone use such a disk; see `plant`."""
     note_syncs(root, journal)
     for name in CALLS:
-        part = WRITE_PART if name == "write" else 1.0
-        setattr(os, name, _slowed(getattr(os, name), root, part * seconds))
+        fraction = WRITE_PART if name == "write" else 1.0
+        setattr(os, name, _slowed(getattr(os, name), root, fraction * seconds))
 
 
 def _slowed(call: Callable[..., Any], root: str, seconds: float) -> Callable[..., Any]:
-    def slow(target: Any, *more: Any, **named: Any) -> Any:
-        place = _place(target, named.get("dir_fd"))
-        inside = place.startswith(root) and (
-            "/iter_" in place or "/latest_" in place or place == root
-        )
+    def slow(target: Any, *args: Any, **named: Any) -> Any:
+        path = _resolved_path(target, named.get("dir_fd"))
+        inside = path.startswith(root) and ("/iter_" in path or "/latest_" in path or path == root)
         # half of it behind the call: what a process does next comes later, and may not come
         time.sleep(0.5 * seconds * inside)
         try:
-            return call(target, *more, **named)
+            return call(target, *args, **named)
         finally:
             time.sleep(0.5 * seconds * inside)
 
     return slow
 
 
-def _place(target: Any, folder_fd: int | None) -> str:
+def _resolved_path(target: Any, folder_fd: int | None) -> str:
     """Return the path that a file descriptor or a name stands for; "" if it has none."""
     try:
         if isinstance(target, int):

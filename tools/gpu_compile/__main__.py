@@ -5,12 +5,13 @@ python -m tools.gpu_compile                      everything, with each Triton an
 python -m tools.gpu_compile --part 1/4           a fourth of it
 python -m tools.gpu_compile --only attention     launches whose name has that in it
 python -m tools.gpu_compile --record             shrink the record; --raise NAME lets one grow,
-                                                 --raise-all what was never compiled before
+                                                 --raise-all all new entries
 
 Compiled are the kernels that tests/unit_tests/core/ops/aot describes, every candidate of every
 `Launches`, and each launch that tests/gpu and the benches make, in fp32 and bf16. Each is compiled
-by the pinned Triton and by that of older torch, and assembled by ptxas 12.8, 13.0 and 13.1, which
-the first run installs under build/gpu-compile. What did not change since is not compiled again.
+by the pinned Triton and by the Triton of an older torch, and assembled by ptxas 12.8, 13.0 and
+13.1, which the first run installs under build/gpu-compile. Unchanged launches are not
+compiled again.
 `tools.gpu_compile.faults` says what fails. The report, report.md and report.json, goes to --output.
 Exit code: 1 for a fault that is not on record, 2 for a release that cannot be installed.
 """
@@ -54,14 +55,14 @@ Job = tuple[Launch, int]
 Results = Mapping[str, tuple[Sequence[Job], Sequence[Outcome]]]
 
 
-def environment(triton: Path | None, **more: str) -> dict[str, str]:
+def environment(triton: Path | None, **variables: str) -> dict[str, str]:
     """Return the environment of a process that compiles with a release of Triton."""
     folders = [str(triton or ""), str(ROOT), str(ROOT / "megatron_core")]
     folders.append(os.environ.get("PYTHONPATH", ""))
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    found |= {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1", **more}
-    found.pop("TRITON_INTERPRET", None)
-    return found
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environ |= {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1", **variables}
+    environ.pop("TRITON_INTERPRET", None)
+    return environ
 
 
 def recorded(cache: Cache) -> tuple[list[Launch], list[str]]:
@@ -69,20 +70,20 @@ def recorded(cache: Cache) -> tuple[list[Launch], list[str]]:
     has changed."""
     code = hashlib.sha256()
     for name in RECORDED_FROM:
-        place = ROOT / name
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        file = ROOT / name
+        for path in [file] if file.is_file() else sorted(file.rglob("*.py")):
             code.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     key = f"launches-{code.hexdigest()}"
     stored = cache.get(key)
     if stored is None:
         launches, problems = record_launches()
-        cache.put(key, [[asdict(each) for each in launches], problems])
+        cache.put(key, [[asdict(one_launch) for one_launch in launches], problems])
         return launches, problems
     return [Launch(**values) for values in stored[0]], stored[1]
 
 
 def record_launches() -> tuple[list[Launch], list[str]]:
-    """Run tests/gpu and the benches without a device; return what they launch, and problems."""
+    """Run tests/gpu and the benches without a device; return their launches, and problems."""
     tests = ["-q", "-p", "tests.support.compile_only", "-c", "tests/gpu/pytest.ini", "--rootdir"]
     tests += [".", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
     commands = {"tests": ["pytest", *tests], "benches": ["tools.gpu_compile.record_benches"]}
@@ -109,21 +110,21 @@ def record_launches() -> tuple[list[Launch], list[str]]:
                 if process.returncode and path.name.startswith("benches"):
                     lines = [x for x in text.splitlines() if x.startswith("problem: ")]
                     problems += [f"sm_{architecture}: {line}" for line in lines]
-                found = launch.read(path)
-                launches += [replace(x, architectures=(architecture,)) for x in found]
+                recorded_launches = launch.read(path)
+                launches += [replace(x, architectures=(architecture,)) for x in recorded_launches]
     return launches, problems
 
 
 def jobs_of(launches: Sequence[Launch], options: argparse.Namespace) -> list[Job]:
     """Return (launch, architecture) of the part that is asked for, each once."""
     jobs = {}
-    for each in launches:
-        for architecture in each.architectures:
-            code = json.dumps([asdict(replace(each, architectures=())), architecture])
-            if options.only in each.name or options.only in each.kernel:
-                jobs.setdefault(code, (each, architecture))
-    part, parts = options.part
-    return [jobs[code] for code in sorted(jobs)][part - 1 :: parts]
+    for one_launch in launches:
+        for architecture in one_launch.architectures:
+            code = json.dumps([asdict(replace(one_launch, architectures=())), architecture])
+            if options.only in one_launch.name or options.only in one_launch.kernel:
+                jobs.setdefault(code, (one_launch, architecture))
+    number, count = options.part
+    return [jobs[code] for code in sorted(jobs)][number - 1 :: count]
 
 
 def compiled(
@@ -160,9 +161,9 @@ def compiled(
                     stderr=subprocess.DEVNULL,
                     text=True,
                 )
-            each, architecture = jobs[index]
+            one_launch, architecture = jobs[index]
             try:
-                process.stdin.write(json.dumps([asdict(each), architecture]) + "\n")
+                process.stdin.write(json.dumps([asdict(one_launch), architecture]) + "\n")
                 process.stdin.flush()
                 outcomes[index] = json.loads(process.stdout.readline())
             except (BrokenPipeError, json.JSONDecodeError):
@@ -183,12 +184,12 @@ def found_faults(
     jobs: Sequence[Job], outcomes: Sequence[Outcome], triton: str
 ) -> dict[str, dict[str, int]]:
     """Return the faults of each entry, the largest counts of its launches."""
-    budget, found = faults.budget_of(triton), {}
-    for (each, architecture), outcome in zip(jobs, outcomes, strict=True):
-        entry = faults.entry_of(each, architecture)
-        new = faults.faults_of(each, architecture, outcome, triton=triton, budget=budget)
-        found[entry] = faults.merged(found.get(entry, {}), new)
-    return found
+    budget, faults_by_entry = faults.budget_of(triton), {}
+    for (one_launch, architecture), outcome in zip(jobs, outcomes, strict=True):
+        entry = faults.entry_of(one_launch, architecture)
+        new = faults.faults_of(one_launch, architecture, outcome, triton=triton, budget=budget)
+        faults_by_entry[entry] = faults.merged(faults_by_entry.get(entry, {}), new)
+    return faults_by_entry
 
 
 def report(output: Path, results: Results, lines: Sequence[str]) -> None:
@@ -199,14 +200,19 @@ def report(output: Path, results: Results, lines: Sequence[str]) -> None:
     rows[0] += ["tensor cores", "faults"]
     for triton, (jobs, outcomes) in results.items():
         data["launches"][triton] = [
-            {"name": each.name, "source": each.source, "architecture": architecture, **outcome}
-            for (each, architecture), outcome in zip(jobs, outcomes, strict=True)
+            {
+                "name": one_launch.name,
+                "source": one_launch.source,
+                "architecture": architecture,
+                **outcome,
+            }
+            for (one_launch, architecture), outcome in zip(jobs, outcomes, strict=True)
         ]
-        for (each, architecture), outcome in zip(jobs, outcomes, strict=True):
+        for (one_launch, architecture), outcome in zip(jobs, outcomes, strict=True):
             bad = outcome.get("error") or outcome["faults"]
-            if each.source != launch.DESCRIBED and not bad:
+            if one_launch.source != launch.DESCRIBED and not bad:
                 continue
-            rows.append(_row(triton, each, architecture, outcome))
+            rows.append(_row(triton, one_launch, architecture, outcome))
     text = "# Compile-only report\n\n" + "\n".join(f"- {line}" for line in lines)
     text += (
         "\n\nDescribed kernels, and other launches with a fault; all launches are in report.json."
@@ -215,9 +221,9 @@ def report(output: Path, results: Results, lines: Sequence[str]) -> None:
     (output / "report.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
-def _row(triton: str, each: Launch, architecture: int, outcome: Outcome) -> list[str]:
+def _row(triton: str, one_launch: Launch, architecture: int, outcome: Outcome) -> list[str]:
     """Return a row of the report."""
-    head = [triton, each.name, each.dtype, str(architecture)]
+    head = [triton, one_launch.name, one_launch.dtype, str(architecture)]
     if "error" in outcome:
         return [*head, "", "", "", outcome["error"]]
     needs = "; ".join(f"{k}: {r}/{s}" for k, (r, s) in outcome["needs"].items())
@@ -284,8 +290,8 @@ def main() -> int:
         return 2
     launches, new = launch.described() if launch.DESCRIBED in options.sources else [], []
     if set(options.sources) - {launch.DESCRIBED}:
-        more, new = recorded(Cache(FOLDER / "cache"))
-        launches += [x for x in more if x.source in options.sources]
+        described_launches, new = recorded(Cache(FOLDER / "cache"))
+        launches += [x for x in described_launches if x.source in options.sources]
         print(f"gpu-compile: recorded in {time.monotonic() - start:.0f} s", flush=True)
     jobs = jobs_of(launch.named(launches), options)
     whole = (
@@ -296,20 +302,22 @@ def main() -> int:
         begun = time.monotonic()
         outcomes = compiled(jobs, folder, tools, options.jobs)
         results[triton] = (jobs, outcomes)
-        found = found_faults(jobs, outcomes, triton)
+        faults_by_entry = found_faults(jobs, outcomes, triton)
         if whole and folder is None:
-            found |= faults.untested(launches)
-        known = record.get(triton, {})
+            faults_by_entry |= faults.untested(launches)
+        recorded_faults = record.get(triton, {})
         if options.record:
             try:
                 raising = None if options.raise_all else options.raising
-                known = faults.updated(found, known, whole=whole, raising=raising)
+                recorded_faults = faults.updated(
+                    faults_by_entry, recorded_faults, whole=whole, raising=raising
+                )
             except ValueError as error:
                 print(f"gpu-compile: error: {error}", file=sys.stderr)
                 return 1
-            record[triton] = known
+            record[triton] = recorded_faults
             faults.write_record(record)
-        lines = faults.differences(found, known, whole=whole)
+        lines = faults.differences(faults_by_entry, recorded_faults, whole=whole)
         new += [f"Triton {triton}: {line}" for line in lines[0]]
         gone += [f"Triton {triton}: {line}: run with --record" for line in lines[1]]
         spent = sum(outcome.get("seconds", 0.0) for outcome in outcomes)

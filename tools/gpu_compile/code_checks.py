@@ -39,7 +39,7 @@ _NO_DESTINATION = ("ST", "RED", "ATOMS", "BAR", "BRA", "R2UR", "SYNCS", "UTMA")
 
 
 class Code(NamedTuple):
-    """Instructions and, for each, the indices of those that may follow it."""
+    """Instructions and, for each, the indices of its possible successors."""
 
     instructions: list[str]
     successors: list[list[int]]
@@ -74,8 +74,8 @@ def unordered_writes(
             groups[index] = group
         group += "wgmma.commit_group" in line
     if buffers is not None and len(buffers) != group:
-        every = [buffer for product in buffers for buffer in product]
-        buffers = [every] * group
+        all_buffers = [buffer for product in buffers for buffer in product]
+        buffers = [all_buffers] * group
 
     def after(index: int, state: tuple[frozenset, frozenset]) -> tuple[frozenset, frozenset]:
         running, finished = state
@@ -128,8 +128,8 @@ def overwritten_operands(sass: str) -> list[str]:
         groups, current = state
         line = code.instructions[index]
         if match := _HGMMA.search(line):
-            first = int(match[1])
-            current |= frozenset(range(first, first + _OPERAND_REGISTERS))
+            start = int(match[1])
+            current |= frozenset(range(start, start + _OPERAND_REGISTERS))
         if "HGMMA" in line and "gsb0" in line:
             groups, current = (*groups, current)[-4:], frozenset()
         if match := _DEPBAR.search(line):
@@ -194,7 +194,7 @@ def _flow(
     after: Callable[[int, State], State],
     joined: Callable[[State, State], State],
 ) -> list[State | None]:
-    """Return the state before each instruction; None before those that nothing reaches."""
+    """Return the state before each instruction; None before unreachable instructions."""
     states: list[State | None] = [None] * len(code.instructions)
     if not states:
         return states
@@ -204,9 +204,9 @@ def _flow(
         index = waiting.popleft()
         state = after(index, states[index])
         for following in code.successors[index]:
-            known = states[following]
-            new = state if known is None else joined(known, state)
-            if new != known:
+            previous = states[following]
+            new = state if previous is None else joined(previous, state)
+            if new != previous:
                 states[following] = new
                 waiting.append(following)
     return states
@@ -223,21 +223,21 @@ def _offsets(instructions: Sequence[str]) -> Callable[[str], int | None]:
         if match := _DEFINITION.match(line):
             definitions[match[2]] = (match[1], match[3].split(", "))
             times[match[2]] += 1
-    known: dict[str, int | None] = {}
+    offset_by_register: dict[str, int | None] = {}
 
     def constant(name: str, depth: int = 0) -> int | None:
         if name == "global_smem":
             return 0
-        if name in known or depth > 40 or name not in definitions or times[name] > 1:
-            return known.get(name)
+        if name in offset_by_register or depth > 40 or name not in definitions or times[name] > 1:
+            return offset_by_register.get(name)
         operation, operands = definitions[name]
-        parts = [constant(x, depth + 1) for x in operands if x.startswith(("%", "global"))]
-        bases = [part for part in parts if part is not None]
+        values = [constant(x, depth + 1) for x in operands if x.startswith(("%", "global"))]
+        bases = [base for base in values if base is not None]
         numbers = [int(x) for x in operands if re.fullmatch(r"-?\d+", x)]
         value = None
         if len(bases) == 1:
             value = bases[0] + (sum(numbers) if operation in ("add", "or") else 0)
-        known[name] = value
+        offset_by_register[name] = value
         return value
 
     return constant
@@ -249,7 +249,7 @@ def buffers_of(ir: str) -> list[list[tuple[int, int]]]:
     Args:
         ir: text with `allocation.offset` at each `ttg.local_alloc`.
     """
-    places: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     products = []
     for line in ir.splitlines():
         if match := re.search(
@@ -257,15 +257,15 @@ def buffers_of(ir: str) -> list[list[tuple[int, int]]]:
             r".*?!ttg\.memdesc<([\dx]+)x(\w+),",
             line,
         ):
-            places[match[1]] = (int(match[2]), _bytes(match[3], match[4]))
+            spans[match[1]] = (int(match[2]), _bytes(match[3], match[4]))
         elif match := re.search(
             r"(%[\w#]+) = ttg\.memdesc_(?:trans|index|subslice|reshape|reinterpret) *(%[\w#]+)",
             line,
         ):
-            if match[2] in places:
-                places[match[1]] = places[match[2]]
+            if match[2] in spans:
+                spans[match[1]] = spans[match[2]]
         elif match := re.search(r"ttng\.warp_group_dot (%[\w#]+), (%[\w#]+),", line):
-            products.append([places[x] for x in match.groups() if x in places])
+            products.append([spans[x] for x in match.groups() if x in spans])
     return products
 
 

@@ -37,16 +37,16 @@ _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Outcome(TypedDict, total=False):
-    """What became of a launch on an architecture.
+    """The result of compiling a launch for an architecture.
 
     Args:
-        error: why it does not compile or assemble.
-        shared_bytes: of a block.
-        instructions: of tensor cores, by name.
+        error: compiler or assembler error, if any.
+        shared_bytes: shared memory of a block.
+        instructions: number of tensor-core instructions by name.
         register_operands: products whose left operand is in registers.
-        faults: how often each fault occurs, those that do.
+        faults: number of occurrences of each fault.
         needs: registers and stack bytes of a thread, by release of ptxas.
-        seconds: that the compiler and the assemblers took.
+        seconds: compile and assembly time.
     """
 
     error: str
@@ -134,7 +134,7 @@ def allocated(ttgir: str, architecture: int) -> str:
 
 
 def code_faults(ttgir: str, ptx: str, *, architecture: int, warps: int) -> dict[str, int]:
-    """Count the faults of a compiled kernel, those that occur."""
+    """Count the occurrences of each fault in a compiled kernel."""
     module = ir_checks.Module(ttgir)
     counts = {"mma.sync of 64 rows": ir_checks.narrow_instructions(module)}
     if architecture == 90:
@@ -163,11 +163,11 @@ class Compiler:
         """Compile one launch for one architecture."""
         start = time.perf_counter()
         try:
-            found = self._outcome(launch, architecture)
+            outcome = self._outcome(launch, architecture)
         except Exception as error:  # whatever Triton raises
             lines = [line for line in str(error).splitlines() if line.strip()]
-            found = Outcome(error=(lines or [repr(error)])[-1][:300])
-        return found | {"seconds": time.perf_counter() - start}
+            outcome = Outcome(error=(lines or [repr(error)])[-1][:300])
+        return outcome | {"seconds": time.perf_counter() - start}
 
     def _outcome(self, launch: Launch, architecture: int) -> Outcome:
         key = f"{launch.source_hash()}-{triton.__version__}-{architecture}"
@@ -225,14 +225,14 @@ class Compiler:
             command = [str(self.assemblers[release]), "-lineinfo", "-v", "--regAllocOptLevel=2"]
             command += [] if fusion else ["--fmad=false"]
             command += [f"--gpu-name=sm_{architecture}a", str(source), "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            if process.returncode:
+                lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
                 return {"error": lines[0].replace(folder, "")[:200]}
             overwritten = code_checks.overwritten_operands(_sass(target)) if machine else []
         used = {
-            "registers": int(re.search(r"Used (\d+) registers", done.stderr)[1]),
-            "stack": int(re.search(r"(\d+) bytes stack frame", done.stderr)[1]),
+            "registers": int(re.search(r"Used (\d+) registers", process.stderr)[1]),
+            "stack": int(re.search(r"(\d+) bytes stack frame", process.stderr)[1]),
             "overwritten": len(overwritten),
         }
         self.cache.put(key, used)
@@ -246,10 +246,10 @@ def _version(ptx: str) -> tuple[int, int]:
 
 def _sass(cubin: Path) -> str:
     """Return the machine instructions of a cubin."""
-    done = subprocess.run(
+    process = subprocess.run(
         [_BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
     )
-    return done.stdout
+    return process.stdout
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled kernel may not show, and the record of those that do; the record only shrinks.
+"""Faults that a compiled kernel must not have, and the record of known faults, which only shrinks.
 
 `record.json` holds, by release of Triton and by kernel/sm_NN, how often each known fault occurs, or
 for registers and stack bytes how many. Described kernels and candidates have entries of their own.
@@ -51,8 +51,8 @@ def budget_of(triton: str) -> Budget:
 
 def entry_of(launch: Launch, architecture: int) -> str:
     """Return the entry of a launch in the record."""
-    own = launch.source in (DESCRIBED, CANDIDATE)
-    name = launch.name if own else f"{launch.kernel} {launch.dtype} launches"
+    is_own = launch.source in (DESCRIBED, CANDIDATE)
+    name = launch.name if is_own else f"{launch.kernel} {launch.dtype} launches"
     return f"{name}/sm_{architecture}"
 
 
@@ -86,46 +86,49 @@ def faults_of(
 def untested(launches: Iterable[Launch]) -> dict[str, dict[str, int]]:
     """Return a fault for each described kernel that no test of tests/gpu launches, by entry."""
     kernels: dict[str, set[str]] = {DESCRIBED: set(), TEST: set()}
-    for each in launches:
-        kernels.setdefault(each.source, set()).add(each.kernel)
+    for one_launch in launches:
+        kernels.setdefault(one_launch.source, set()).add(one_launch.kernel)
     missing = sorted(kernels[DESCRIBED] - kernels[TEST])
     return {f"{kernel} in tests/gpu": {"no launch": 1} for kernel in missing}
 
 
-def merged(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+def merged(counts: Mapping[str, int], new_counts: Mapping[str, int]) -> dict[str, int]:
     """Return the larger count of each fault."""
-    return {name: max(counts.get(name, 0), more.get(name, 0)) for name in {**counts, **more}}
+    return {
+        name: max(counts.get(name, 0), new_counts.get(name, 0)) for name in {**counts, **new_counts}
+    }
 
 
 def differences(
-    found: Mapping[str, Faults], record: Mapping[str, Faults], *, whole: bool
+    new_faults: Mapping[str, Faults], record: Mapping[str, Faults], *, whole: bool
 ) -> tuple[list[str], list[str]]:
     """Compare faults with the record of the same release of Triton.
 
     Args:
-        found: faults by entry, an empty mapping for an entry without any.
+        new_faults: faults by entry, an empty mapping for an entry without any.
         record: the known faults by entry.
-        whole: everything was compiled: an entry of the record that is not among `found` is stale.
+        whole: everything was compiled: an entry of the record that is not among `new_faults` is
+            stale.
 
     Returns:
         (faults that are new or more than recorded, faults that are fewer or gone).
     """
     new, gone = [], []
-    for entry, faults in found.items():
-        known = record.get(entry, {})
-        for name in sorted({**faults, **known}):
-            count, limit = faults.get(name, 0), known.get(name, 0)
+    for entry, faults in new_faults.items():
+        recorded = record.get(entry, {})
+        for name in sorted({**faults, **recorded}):
+            count, limit = faults.get(name, 0), recorded.get(name, 0)
             if count > limit:
                 new.append(f"{entry}: {name}: {count}, {limit} on record")
             elif count < limit and (whole or not entry.split("/")[0].endswith(" launches")):
                 gone.append(f"{entry}: {name}: {count}, {limit} on record")
     if whole:
-        gone += [f"{entry}: is on record and not launched" for entry in record.keys() - found]
+        gone += [f"{entry}: is on record and not launched" for entry in record.keys() - new_faults]
     return new, sorted(gone)
 
 
 def updated(
-    found: Mapping[str, Faults],
+    new_faults: Mapping[str, Faults],
     record: Mapping[str, Faults],
     *,
     whole: bool,
@@ -134,15 +137,15 @@ def updated(
     """Return the new record of one release of Triton.
 
     Args:
-        found: faults by entry.
+        new_faults: faults by entry.
         record: the old record; empty begins one.
-        whole: drop entries that are not among `found`.
+        whole: drop entries that are not among `new_faults`.
         raising: kernels or entries whose faults may be new or more; None allows all.
 
     Raises:
         ValueError: a fault that is new or more and not in `raising`.
     """
-    new, _ = differences(found, record, whole=whole)
+    new, _ = differences(new_faults, record, whole=whole)
     refused = [
         line for line in new if raising is not None and not _named(line.split(": ")[0], raising)
     ]
@@ -151,13 +154,13 @@ def updated(
             "the record only shrinks; fix these, or name each with --raise and say why in the"
             f" commit: {'; '.join(refused)}"
         )
-    kept = {} if whole else {k: dict(v) for k, v in record.items() if k not in found}
-    for entry, faults in found.items():
+    entries = {} if whole else {k: dict(v) for k, v in record.items() if k not in new_faults}
+    for entry, faults in new_faults.items():
         if not whole and entry.split("/")[0].endswith(" launches"):
             faults = merged(faults, record.get(entry, {}))
         if faults:
-            kept[entry] = dict(sorted(faults.items()))
-    return dict(sorted(kept.items()))
+            entries[entry] = dict(sorted(faults.items()))
+    return dict(sorted(entries.items()))
 
 
 def _named(entry: str, names: Collection[str]) -> bool:
@@ -172,12 +175,12 @@ def read_record(path: Path = RECORD) -> dict[str, dict[str, dict[str, int]]]:
 
 def write_record(record: Mapping[str, Mapping[str, Faults]], path: Path = RECORD) -> None:
     """Write the record, one line an entry."""
-    parts = []
+    paragraphs = []
     for triton, entries in sorted(record.items()):
         lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items()]
         body = ",\n".join(lines)
-        parts.append(f" {json.dumps(triton)}: {{\n{body}\n }}")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+        paragraphs.append(f" {json.dumps(triton)}: {{\n{body}\n }}")
+    path.write_text("{\n" + ",\n".join(paragraphs) + "\n}\n", encoding="utf-8")
 
 
 def tabulated(rows: Sequence[Sequence[str]]) -> str:

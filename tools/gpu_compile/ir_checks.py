@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that a kernel's TTGIR, the text of its module in Triton's GPU dialect, can show.
 
-Each function returns how often a fault occurs. Values are followed through operations and through
-loops and branches, whose results are what they yield.
+Each function returns the number of occurrences of a fault. Values are followed through operations,
+and through loops and branches, whose results are their yielded values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Module:
     """
 
     def __init__(self, ttgir: str) -> None:
-        self.layouts = {name: rest for name, *rest in _MMA.findall(ttgir)}
+        self.layouts = {name: fields for name, *fields in _MMA.findall(ttgir)}
         self.operations: list[_Operation] = []
         self._uses: dict[str, set[str]] = defaultdict(set)
         self._regions: list[_Region] = []

@@ -68,9 +68,9 @@ class Launch:
     def started_with(self, values: Mapping[str, Any]) -> bool:
         """Tell whether the launch has these constants and options."""
         names = [name for name, _ in self.signature]
-        own = {names[path[0]]: value for path, value in self.constants if len(path) == 1}
-        own |= self.options
-        return all(own.get(name) == value for name, value in values.items())
+        launch_options = {names[path[0]]: value for path, value in self.constants if len(path) == 1}
+        launch_options |= self.options
+        return all(launch_options.get(name) == value for name, value in values.items())
 
     def source_hash(self) -> str:
         """Return the hash of the kernel's source, of all that it calls, and of the launch."""
@@ -117,7 +117,7 @@ def encoded(value: Any) -> Any:
     if isinstance(value, tl.constexpr):
         return encoded(value.value)
     if isinstance(value, tuple | list):
-        return {"tuple": [encoded(each) for each in value]}
+        return {"tuple": [encoded(element) for element in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a compile-time constant of type {type(value).__name__}: {value!r}")
@@ -132,7 +132,7 @@ def decoded(value: Any) -> Any:
     if "function" in value:
         module, name = value["function"]
         return getattr(importlib.import_module(module), name)
-    return tuple(decoded(each) for each in value["tuple"])
+    return tuple(decoded(element) for element in value["tuple"])
 
 
 def described() -> list[Launch]:
@@ -140,19 +140,19 @@ def described() -> list[Launch]:
     from tests.unit_tests.core.ops.compile_kernels import descriptions
 
     launches = []
-    for each in descriptions(None):
-        names = each.kernel.arg_names
+    for element in descriptions(None):
+        names = element.kernel.arg_names
         launches.append(
             Launch(
-                module=each.kernel.fn.__module__,
-                kernel=each.kernel.fn.__name__,
-                signature=list(each.signature().items()),
-                constants=[([names.index(k)], encoded(v)) for k, v in each.constants.items()],
-                attributes=[(list(path), value) for path, value in each.attributes().items()],
-                options=each.options,
-                name=each.name,
+                module=element.kernel.fn.__module__,
+                kernel=element.kernel.fn.__name__,
+                signature=list(element.signature().items()),
+                constants=[([names.index(k)], encoded(v)) for k, v in element.constants.items()],
+                attributes=[(list(path), value) for path, value in element.attributes().items()],
+                options=element.options,
+                name=element.name,
                 source=DESCRIBED,
-                architectures=each.architectures,
+                architectures=element.architectures,
             )
         )
     return launches
@@ -160,7 +160,7 @@ def described() -> list[Launch]:
 
 def write(path: Path, launches: Iterable[Launch]) -> None:
     """Write launches, one a line, each once."""
-    lines = {json.dumps(asdict(each), sort_keys=True) for each in launches}
+    lines = {json.dumps(asdict(element), sort_keys=True) for element in launches}
     path.write_text("".join(f"{line}\n" for line in sorted(lines)), encoding="utf-8")
 
 
@@ -173,10 +173,10 @@ def named(launches: Sequence[Launch]) -> list[Launch]:
     """Give launches without a name one: kernel, dtype and a number that tells variants apart."""
     counts: dict[str, int] = {}
     result = []
-    for each in launches:
-        if not each.name:
-            name = f"{each.kernel} {each.dtype}"
+    for element in launches:
+        if not element.name:
+            name = f"{element.kernel} {element.dtype}"
             counts[name] = counts.get(name, 0) + 1
-            each = replace(each, name=f"{name} #{counts[name]}")
-        result.append(each)
+            element = replace(element, name=f"{name} #{counts[name]}")
+        result.append(element)
     return result

@@ -32,7 +32,7 @@ class MissingToolError(Exception):
 
 @dataclass(frozen=True)
 class Toolchains:
-    """What is installed.
+    """The installed releases.
 
     Args:
         tritons: the folder to put first on PYTHONPATH by release; None is the environment's own.
@@ -50,11 +50,11 @@ def pinned_triton(root: Path = ROOT) -> str:
 
 
 def installed(folder: Path, *, run: Run = subprocess.run) -> Toolchains:
-    """Install what is missing under `folder` and return everything.
+    """Install missing releases under `folder` and return all.
 
     Args:
-        folder: build/gpu-compile, or another.
-        run: as `subprocess.run`.
+        folder: install folder, usually build/gpu-compile.
+        run: `subprocess.run` or a stand-in.
 
     Raises:
         MissingToolError: a release cannot be installed, or its program does not run.
@@ -65,15 +65,15 @@ def installed(folder: Path, *, run: Run = subprocess.run) -> Toolchains:
         tritons[release] = _install(folder / f"triton-{release}", f"triton=={release}", run)
         if not (tritons[release] / "triton/__init__.py").is_file():
             raise MissingToolError(f"no Triton in {tritons[release]}: delete the folder, run again")
-    own = run(
+    completed = run(
         [sys.executable, "-c", "import triton; print(triton.__version__)"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if own.stdout.strip() != pinned:
+    if completed.stdout.strip() != pinned:
         raise MissingToolError(
-            f"this environment has Triton {own.stdout.strip() or 'absent'}, not the pinned"
+            f"this environment has Triton {completed.stdout.strip() or 'absent'}, not the pinned"
             f" {pinned}: pip install -c constraints.txt triton=={pinned}"
         )
     assemblers = {}
@@ -88,8 +88,8 @@ def _install(target: Path, requirement: str, run: Run) -> Path:
     if target.is_dir():
         return target
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    done = run([*command, str(target), requirement], capture_output=True, text=True, check=False)
-    if done.returncode:
+    process = run([*command, str(target), requirement], capture_output=True, text=True, check=False)
+    if process.returncode:
         raise MissingToolError(
             f"{requirement} cannot be installed: with a network, pip install --no-deps --target"
             f" {target} {requirement}"

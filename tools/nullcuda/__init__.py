@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA device that computes nothing, under torch's real CUDA wheel: `make gpu-null`.
 
-Most of what goes wrong on the first day on a GPU is not arithmetic: an exception in a branch that
-no CPU takes, a host wait in the middle of a step, a call that CUDA refuses while a graph is
-captured, a peak of memory that nobody had computed. All of it happens in Python, in torch's
-dispatcher, in its caching allocator, in streams and graphs, and none of that needs a GPU. So a
-thousand lines of C stand in for the libraries below torch:
+Most problems of the first day on a GPU are not arithmetic: an exception in a branch that no CPU
+takes, a host wait in the middle of a step, a call that CUDA refuses during graph
+capture, an unexpected memory peak. All of these happen in Python, in torch's dispatcher, in its
+caching allocator, in streams and graphs, and need no GPU. So a thousand lines of C stand in for the
+libraries below torch:
 
     libcudart   memory is address space that nobody touches, up to the device's size; streams and
                 events know what captures need, and refuse what CUDA refuses
@@ -16,9 +16,9 @@ thousand lines of C stand in for the libraries below torch:
 
 torch, its CUDA build of 3 GB, is the real one, and so are autograd, the caching allocator, streams,
 events, `CUDAGraph`, pinned memory and Triton's launches. What the device shows: exceptions, memory
-peaks, launches, waits of the host, calls refused in captures, the host's time. What it cannot show:
-values (kernels do nothing: what they would have written reads as zero, and no test compares it),
-speed, NCCL (torch's fake process group is in its place and moves nothing), CUPTI.
+peaks, launches, waits of the host, calls refused in captures, the host's time. It cannot show
+values (kernels do nothing: their outputs read as zero, and no test compares them), speed, NCCL
+(torch's fake process group is in its place and moves nothing), CUPTI.
 
     make gpu-null                                   everything (5 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json

@@ -112,18 +112,18 @@ class NullDevice:
         command = [str(self.python), *words]
         environment = {**self.environment, "NULLCUDA_DEVICES": str(devices)}
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=PART_SECONDS)
+            process = subprocess.run(command, cwd=ROOT, env=environment, timeout=PART_SECONDS)
         except subprocess.TimeoutExpired:
             print(f"gpu-null: not finished after {PART_SECONDS} s: {' '.join(words)}")
             return 1
-        return done.returncode
+        return process.returncode
 
     def tests(self, jobs: int) -> list[str]:
-        """Run tests/gpu; return what is wrong."""
+        """Run tests/gpu; return the problems."""
         return self.pytest("tests/gpu", "-c", "tests/gpu/pytest.ini", "-m", "gpu", jobs=jobs)
 
     def runs(self, jobs: int) -> list[str]:
-        """Run what four GPUs run of tests/functional_tests; return what is wrong."""
+        """Run the tests of tests/functional_tests for four GPUs; return the problems."""
         files = [
             str(path.relative_to(ROOT))
             for path in sorted(RUNS.glob("**/test_*.py"))
@@ -133,7 +133,7 @@ class NullDevice:
         return self.pytest(*files, *words, jobs=jobs)
 
     def pytest(self, *words: str, jobs: int) -> list[str]:
-        """Run tests on four devices; return what is wrong."""
+        """Run tests on four devices; return the problems."""
         options = ["--rootdir", ".", "-p", "no:cacheprovider", "-p", "tools.nullcuda.plugin", "-q"]
         options += ["--tb=short", "--durations=3", "-p", "timeout", "--timeout", "900"]
         if jobs > 1:
@@ -142,16 +142,16 @@ class NullDevice:
         return [f"pytest {words[0]}: exit code {code}"] if code else []
 
     def bench(self, name: str) -> list[str]:
-        """Run a bench; return what is wrong."""
+        """Run a bench; return the problems."""
         code = self.run("-m", "tools.nullcuda.benches", BENCHES[name], "--seconds", "900")
         return [f"{name}: exit code {code}: see above"] if code else []
 
     def steps(self, only: list[str] | None, *, trace: int = 0) -> tuple[dict, list[str]]:
-        """Measure steps; return them, and which did not run.
+        """Measure steps; return the figures, and the steps that did not run.
 
         Args:
-            only: parts of the names of those that are measured.
-            trace: how many lines of calls are printed for each.
+            only: substrings of the names of the measured steps.
+            trace: number of printed call lines for each step.
         """
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "steps.json"
@@ -166,7 +166,7 @@ class NullDevice:
 
 
 def judge(report: dict, options: argparse.Namespace) -> list[str]:
-    """Compare measured steps with the record, or write it; return what is wrong."""
+    """Compare measured steps with the record, or write the record; return the problems."""
     recorded = record.read() if record.RECORD.exists() else {}
     measured = report["steps"]
     if options.record:
@@ -181,8 +181,11 @@ def judge(report: dict, options: argparse.Namespace) -> list[str]:
 def pack_cache(
     device: NullDevice, folder: Path, archive: Path, options: argparse.Namespace
 ) -> list[str]:
-    """Pack what was compiled, then run the parts again with the archive at another path; return
-    what is wrong."""
+    """Pack the compiled kernels, and run the parts again with the archive at another path.
+
+    Returns:
+        The problems.
+    """
     size = triton_cache.pack(folder, archive)
     print(f"gpu-null: {size / 1e6:.1f} MB of compiled kernels in {archive}")
     problems = []
@@ -191,8 +194,8 @@ def pack_cache(
     with tempfile.TemporaryDirectory() as moved:
         kernels = triton_cache.unpack(archive, Path(moved) / "triton")
         log = Path(moved) / "compiled.txt"
-        more = {"TRITON_CACHE_DIR": f"{moved}/triton", "NULLCUDA_COMPILE_LOG": str(log)}
-        run_parts(NullDevice(device.python, {**device.environment, **more}), options)
+        variables = {"TRITON_CACHE_DIR": f"{moved}/triton", "NULLCUDA_COMPILE_LOG": str(log)}
+        run_parts(NullDevice(device.python, {**device.environment, **variables}), options)
         lines = log.read_text().splitlines() if log.exists() else []
     compiled = [line for line in lines if line.startswith("compiled ")]
     print(
@@ -204,7 +207,7 @@ def pack_cache(
 
 
 def run_parts(device: NullDevice, options: argparse.Namespace) -> list[str]:
-    """Run the parts that were asked for; return what is wrong."""
+    """Run the selected parts; return the problems."""
     problems: list[str] = []
     for part in (part for part in PARTS if part in options.only):
         if part == "runs" and options.cache:
@@ -228,7 +231,7 @@ def run_parts(device: NullDevice, options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> list[str]:
-    """Build what is missing and run the parts; return what is wrong.
+    """Build missing files and run the parts; return the problems.
 
     Raises:
         SetupError: the null device cannot be built here.
@@ -251,7 +254,7 @@ def run(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """Run what was asked for and return the exit code."""
+    """Run the selected parts and return the exit code."""
     parser = command_line()
     options = parser.parse_args()
     if options.record and "steps" not in options.only:

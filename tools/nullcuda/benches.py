@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a bench of tools/bench over the null device, with nothing in it that judges values or speed.
+"""Run a bench of tools/bench over the null device, without its checks of values and speed.
 
 python -m tools.nullcuda.benches gpu_train --part FILE
 
-A race is void where two calls compute different things or where a loss is not plausible: here both
-compute nothing. What counts is that every call ran without a problem; figures are not printed,
-because none of them is a speed of anything, but peaks of memory are.
+A race is normally void if two calls compute different values or if a loss is implausible; here the
+calls compute nothing. The bench passes if every call runs without a problem. Times are not printed,
+because they have no meaning; memory peaks are printed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _TAKE_TURNS = turns.take_turns
 
 
 def names_of(rows: Sequence[GpuRow]) -> str:
-    """Return what was raced, without figures: none of them is a speed. Memory is real."""
+    """Return the names of the rows without times, which have no meaning; memory is real."""
     lines = []
     for row in rows:
         peers = {name: peer["figure"] for name, peer in row["peers"].items()}
         figures = {"ours": row["ours"], **peers} if row["unit"] == "GB" else {}
-        shown = [f"{name} {figure:.1f} GB" for name, figure in figures.items()]
-        lines.append(f"{row['what']}: {', '.join(shown) or f'ran, beside {len(peers)} peers'}")
+        labels = [f"{name} {figure:.1f} GB" for name, figure in figures.items()]
+        lines.append(f"{row['what']}: {', '.join(labels) or f'ran, beside {len(peers)} peers'}")
     return "\n".join(lines)
 
 

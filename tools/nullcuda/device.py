@@ -77,7 +77,7 @@ def caller(frame: FrameType | None) -> str:
     """Return the innermost line of the project among a frame and its callers."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(part in path for part in UNINTERESTING):
+        if not any(pattern in path for pattern in UNINTERESTING):
             return f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno}"
         frame = frame.f_back
     import torch

@@ -96,8 +96,8 @@ def build_environment(folder: Path = FOLDER) -> Path:
     if not python.exists():
         subprocess.run([supported_python(), "-m", "venv", str(venv)], check=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--index-url", INDEX]
-    done = subprocess.run([*command, "-r", str(REQUIREMENTS)])
-    if done.returncode:
+    process = subprocess.run([*command, "-r", str(REQUIREMENTS)])
+    if process.returncode:
         raise SetupError(
             f"pip could not install {REQUIREMENTS.relative_to(ROOT)} (see above): "
             f"is {INDEX} reachable, and is there room in {folder}?"
@@ -118,9 +118,9 @@ def device_environment(
     """Return the environment of a process that runs over the null device.
 
     Args:
-        library: that stands in for CUDA's.
-        memory_bytes: of the device.
-        compiles: let Triton compile what is launched, else it is only launched.
+        library: the stand-in for CUDA's libraries.
+        memory_bytes: memory of the device.
+        compiles: let Triton compile launched kernels; otherwise kernels are launched uncompiled.
         cache: folder of compiled kernels.
     """
     site = Path(__file__).with_name("site")

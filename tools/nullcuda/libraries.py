@@ -40,7 +40,7 @@ DEFINED = re.compile(r" [TDBR] (\w+)$", re.MULTILINE)
 
 
 def calls_of(listing: str) -> dict[str, str]:
-    """Return the library of each call of CUDA, by what `nm` says of undefined symbols."""
+    """Return the library of each CUDA function, from the undefined symbols of `nm`."""
     return dict(CALL.findall(listing))
 
 
@@ -108,8 +108,8 @@ def _compile(site_packages: Path, folder: Path) -> None:
     nvrtc = {name: library for name, library in calls.items() if library.startswith(NVRTC)}
     (name,) = set(nvrtc.values())
     _link(libraries / name, [compiled.pop("nvrtc")], nvrtc, folder)
-    others = dict(calls.items() - nvrtc.items())
-    _link(libraries / LIBRARY, [*compiled.values(), str(undefined)], others, folder)
+    other_calls = dict(calls.items() - nvrtc.items())
+    _link(libraries / LIBRARY, [*compiled.values(), str(undefined)], other_calls, folder)
     (libraries / "libcuda.so.1").symlink_to(LIBRARY)
 
 
@@ -121,11 +121,11 @@ def _link(library: Path, objects: Sequence[str], calls: Mapping[str, str], folde
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if "error" in line]
         raise SetupError(
-            f"{command[0]} failed: {(lines or done.stderr.splitlines() or ['no message'])[0]}: "
+            f"{command[0]} failed: {(lines or process.stderr.splitlines() or ['no message'])[0]}: "
             "is it a C compiler for this machine, of the headers in build/nullcuda/venv?"
         )
-    return done.stdout
+    return process.stdout

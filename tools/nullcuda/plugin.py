@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that runs tests of GPUs over the null device, where no value means anything.
 
-A test fails by whatever it raises and by how runs end, but not by what it finds wrong with values:
-after an `assert` that does not hold the test goes on, so that its last line runs too, and
-comparisons of tests/support return at once. Launches are those that the device has seen, by name.
+A test fails by an exception or by the exit code of a run, but not by wrong values: after a failed
+`assert` the test continues, so that its last line runs too, and the comparisons of tests/support
+return at once. Launches are the launches that the device has seen, by name.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Finder:
 
 
 def _launched(function: Callable[[], object]) -> Any:
-    """Return what a call launches, as `tests.support.launch_kernels.launched` does."""
+    """Return the launches of a call, like `tests.support.launch_kernels.launched`."""
     launch_kernels = importlib.import_module("tests.support.launch_kernels")
     function()
     with calls() as seen:
@@ -149,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [
         item
         for item in items
-        if item.nodeid.startswith(RUNS) and any(part in item.nodeid for part in NOT_HERE)
+        if item.nodeid.startswith(RUNS) and any(pattern in item.nodeid for pattern in NOT_HERE)
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -54,10 +54,10 @@ def write(steps: Steps, *, versions: Mapping[str, str], path: Path = RECORD) -> 
 
 
 def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list[str]:
-    """Return what is wrong with measured steps, a line each.
+    """Return a line for each problem of the measured steps.
 
     Args:
-        measured, recorded: by name of the step.
+        measured, recorded: figures by name of the step.
         complete: every step was to be measured.
     """
     lines = [f"{name}: not on record: add --record" for name in measured.keys() - recorded.keys()]

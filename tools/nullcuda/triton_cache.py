@@ -26,7 +26,7 @@ SUFFIXES = (".cubin", ".json", ".so")
 
 
 def packed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield name and contents of what an archive of a cache holds."""
+    """Yield name and content of each member of a cache archive."""
     for path in sorted(folder.glob("*/*")):
         if path.suffix not in SUFFIXES or not path.is_file():
             continue
@@ -71,7 +71,7 @@ def unpack(archive: Path, folder: Path) -> int:
                 data = tar.extractfile(member)
                 if data is None or not key or "/" in name or {key, name} & {"", ".", ".."}:
                     raise ValueError(f"{archive}: {member.name!r} is no file of a Triton cache")
-                _place(folder / key, name, data.read(), executable=bool(member.mode & 0o100))
+                _write_file(folder / key, name, data.read(), executable=bool(member.mode & 0o100))
                 kernels += name.endswith(".cubin")
     except (OSError, tarfile.TarError) as error:
         raise ValueError(f"{archive}: {error}: make one by make gpu-cache") from error
@@ -80,7 +80,7 @@ def unpack(archive: Path, folder: Path) -> int:
     return kernels
 
 
-def _place(folder: Path, name: str, data: bytes, *, executable: bool) -> None:
+def _write_file(folder: Path, name: str, data: bytes, *, executable: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if name.startswith(GROUP):
         children = json.loads(data)["child_paths"]

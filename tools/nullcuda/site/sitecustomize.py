@@ -2,8 +2,8 @@
 """Python imports this first in each process over the null device, by its PYTHONPATH.
 
 Process groups of NCCL are torch's fake ones. Triton's kernels are launched without being compiled,
-unless NULLCUDA_COMPILES is set: then Triton compiles and loads them as on a GPU, and writes what it
-compiles to NULLCUDA_COMPILE_LOG.
+unless NULLCUDA_COMPILES is set: then Triton compiles and loads them as on a GPU, and logs each
+compilation to NULLCUDA_COMPILE_LOG.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LaunchedKernel:
     def launch_metadata(self, grid: Any, stream: int, *arguments: Any) -> None:
         """Return nothing: no hook asks."""
 
-    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+    def run(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
         """Launch it, as Triton's launcher does: an empty grid is no launch.
 
         Raises:
@@ -77,7 +77,7 @@ class LaunchedKernel:
             ValueError: an argument lies in memory that a GPU cannot read.
         """
         if not self.checked:
-            for position, argument in enumerate(rest[5:]):
+            for position, argument in enumerate(args[5:]):
                 if getattr(getattr(argument, "device", None), "type", "cuda") == "cpu" and not (
                     argument.is_pinned()
                 ):
@@ -111,7 +111,7 @@ def log_compilations(compiler: ModuleType) -> None:
     """Append a line for each kernel that is asked for: compiled, or taken from the cache."""
     import triton
 
-    def listener(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+    def listener(*, src: Any, cache_hit: bool, **options: Any) -> None:
         with open(os.environ["NULLCUDA_COMPILE_LOG"], "a", encoding="utf-8") as log:
             log.write(f"{'cached' if cache_hit else 'compiled'} {src.name}\n")
 

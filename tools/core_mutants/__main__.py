@@ -94,8 +94,8 @@ def run_contexts(options: argparse.Namespace) -> int:
     line += ["-p", "tools.core_mutants.contexts", "-n", "2", "--dist", "worksteal"]
     line += ["-m", "not slow and not gpu", *options.tests]
     ended = subprocess.run(line, cwd=ROOT, env={**os.environ, OUT: str(CONTEXTS)}, check=False)
-    found = Contexts.read(CONTEXTS)
-    print(f"{len(found.seconds)} tests passed, {sum(found.seconds.values()):.0f} s")
+    contexts = Contexts.read(CONTEXTS)
+    print(f"{len(contexts.seconds)} tests passed, {sum(contexts.seconds.values()):.0f} s")
     return ended.returncode
 
 
@@ -115,9 +115,9 @@ def run_draw(options: argparse.Namespace) -> int:
 
 def run_locate(options: argparse.Namespace) -> int:
     """Say where the mutants are."""
-    found, missing = sites(modules_to_mutate()), 0
+    all_sites, missing = sites(modules_to_mutate()), 0
     for mutant in Record.read(options.record).mutants:
-        site = locate(mutant, found)
+        site = locate(mutant, all_sites)
         missing += site is None
         print(f"gone: {mutant}" if site is None else f"{mutant.number}. {site.mutation}")
     return int(missing > 0)
@@ -128,10 +128,10 @@ def run_judge(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     record = Record.read(options.record)
     contexts = Contexts() if options.recheck else Contexts.read(CONTEXTS)
-    wanted = [m for m in record.mutants if not options.only or m.number in options.only]
-    found: list[Site] = sites(modules_to_mutate())
+    selected = [m for m in record.mutants if not options.only or m.number in options.only]
+    all_sites: list[Site] = sites(modules_to_mutate())
     look_up = rechecks if options.recheck else cases
-    chosen = look_up(wanted, lambda mutant: locate(mutant, found), contexts)
+    chosen = look_up(selected, lambda mutant: locate(mutant, all_sites), contexts)
     if options.rest:
         chosen = [case for case in chosen if case.is_open]
     verdicts = {mutant.number: mutant for mutant in record.mutants}

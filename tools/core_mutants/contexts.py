@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pytest -p tools.core_mutants.contexts: which test executes which lines of megatron.core.
+"""pytest -p tools.core_mutants.contexts: record the lines of megatron.core that each test runs.
 
-Lines that ranks execute (`tests.support.ranks`), and children that they or the test fork, count for
-the test that started them. Programs that a test starts by a command line are not watched. Nor are
-ranks that are killed: they leave no chance to write down what they executed.
+Lines that ranks execute (`tests.support.ranks`), and forked children of ranks or tests, count for
+the test that started them. Programs that a test starts by a command line are not recorded. Neither
+are killed ranks, which cannot write their lines.
 
 The environment variable `OUT` names the file. Each of its lines is one JSON object: of a test
 {"test", "seconds", "passed"}, or of the lines that one process executed for one test
@@ -51,28 +51,32 @@ class Contexts:
     @classmethod
     def read(cls, path: Path) -> Contexts:
         """Read what this plugin wrote. Tests that failed or were skipped cover nothing."""
-        found, executed = cls(), []
+        contexts, executed = cls(), []
         with path.open(encoding="utf-8") as file:
             for text in file:
                 entry = json.loads(text)
                 if "lines" in entry:
                     executed.append(entry)
                 elif entry["passed"]:
-                    found.seconds[entry["test"]] = entry["seconds"]
+                    contexts.seconds[entry["test"]] = entry["seconds"]
         for entry in executed:
-            if entry["test"] in found.seconds or entry["test"] == IMPORT:
+            if entry["test"] in contexts.seconds or entry["test"] == IMPORT:
                 for name, lines in entry["lines"].items():
                     for line in lines:
-                        found.covering[name][line].add(entry["test"])
-        return found
+                        contexts.covering[name][line].add(entry["test"])
+        return contexts
 
-    def tests_of(self, path: str, *wanted: range) -> list[str]:
-        """Return the tests that execute a line of the first range of which any is executed, the
-        quickest first. If only imports do, the tests that execute any function of the module.
+    def tests_of(self, path: str, *line_ranges: range) -> list[str]:
+        """Return the tests that execute a line of the first executed range, the fastest first.
+
+        If only imports execute it, return the tests that execute any function of the module.
         """
         lines = self.covering.get(path, {})
-        each = (set().union(*(lines.get(line, set()) for line in some)) for some in wanted)
-        tests: set[str] = next(filter(None, each), set())
+        tests_by_range = (
+            set().union(*(lines.get(line, set()) for line in line_range))
+            for line_range in line_ranges
+        )
+        tests: set[str] = next(filter(None, tests_by_range), set())
         if tests == {IMPORT}:
             tests = set().union(*lines.values())
         return sorted(tests - {IMPORT}, key=lambda test: (self.seconds[test], test))
@@ -118,13 +122,13 @@ def _tell_before_exit(tell: Callable[[], None]) -> None:
     """Have `tell` called before os._exit, which is how ranks and forked children leave."""
     leave = os._exit
 
-    def told(code: int) -> NoReturn:
+    def exit_after_report(code: int) -> NoReturn:
         try:
             tell()
         finally:
             leave(code)
 
-    os._exit = told
+    os._exit = exit_after_report
 
 
 def be_rank(test: str, out: str, *args: Any) -> None:
@@ -174,8 +178,8 @@ class Recorder:
             ranks._rank_main = original
             lines = _executed(self.watched, self.test)
             _append(self.out, {"test": self.test, "lines": lines})
-            told = {"test": self.test, "seconds": seconds, "passed": self.passed}
-            _append(self.out, told)
+            record = {"test": self.test, "seconds": seconds, "passed": self.passed}
+            _append(self.out, record)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure or a skip."""

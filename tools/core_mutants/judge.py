@@ -147,13 +147,13 @@ class Checkout:
         names: dict[str, list[str]] = {}
         for event, name, _ in events:
             names.setdefault(event, []).append(name)
-        last, test, at = events[-1]
+        last_event, test, at = events[-1]
         return Outcome(
             code=code,
             timed_out=timed_out,
             failed=tuple(dict.fromkeys(names.get("failed", []))),
             broken=names.get("broken", [""])[0],
-            running=test if last == "start" else "",
+            running=test if last_event == "start" else "",
             running_seconds=time.time() - at,
             ended=len(names.get("end", [])),
             log=log,
@@ -195,28 +195,30 @@ class Case:
 
 
 def cases(
-    mutants: Sequence[Mutant], places: Callable[[Mutant], Site | None], contexts: Contexts
+    mutants: Sequence[Mutant], locate_site: Callable[[Mutant], Site | None], contexts: Contexts
 ) -> list[Case]:
     """Look up the tests of every mutant.
 
     Raises:
         ValueError: the code of a mutant is gone.
     """
-    found = []
+    case_list = []
     for mutant in mutants:
-        site = places(mutant)
+        site = locate_site(mutant)
         if site is None:
             raise ValueError(f"gone, run draw to replace it: {mutant}")
         covering = contexts.tests_of(*lines_of(site))
         killer = mutant.by.removesuffix(HANGS)
-        ordered = sorted(covering, key=lambda test, first=killer: test != first)  # stable
+        ordered = sorted(
+            covering, key=lambda test, killer_first=killer: test != killer_first
+        )  # stable
         tests = affordable(ordered, contexts.seconds, SECONDS)
-        found.append(Case(mutant, site, tests, len(covering)))
-    return found
+        case_list.append(Case(mutant, site, tests, len(covering)))
+    return case_list
 
 
 def rechecks(
-    mutants: Sequence[Mutant], places: Callable[[Mutant], Site | None], contexts: Contexts
+    mutants: Sequence[Mutant], locate_site: Callable[[Mutant], Site | None], contexts: Contexts
 ) -> list[Case]:
     """Return the mutants that a test has killed and that are still there, with that test alone.
 
@@ -226,20 +228,20 @@ def rechecks(
     Raises:
         ValueError: the test that has killed a mutant is gone.
     """
-    found = []
+    case_list = []
     for mutant in mutants:
-        site, killer = places(mutant), mutant.by.removesuffix(HANGS)
+        site, killer = locate_site(mutant), mutant.by.removesuffix(HANGS)
         if site is None or "::" not in killer:
             continue
-        name, _, rest = killer.partition("::")
+        name, _, test_name = killer.partition("::")
         if not (ROOT / name).is_file():
             moved = list((ROOT / "tests").rglob(Path(name).name))
             if len(moved) != 1:
                 raise ValueError(f"{name} is gone: judge {mutant} by contexts")
-            killer = f"{moved[0].relative_to(ROOT)}::{rest}"
+            killer = f"{moved[0].relative_to(ROOT)}::{test_name}"
         contexts.seconds[killer] = _HANG_SECONDS
-        found.append(Case(mutant, site, [killer], mutant.tests))
-    return found
+        case_list.append(Case(mutant, site, [killer], mutant.tests))
+    return case_list
 
 
 def judge_one(checkout: Checkout, case: Case, contexts: Contexts, seconds: float) -> Mutant:
@@ -290,16 +292,16 @@ def checkouts(count: int) -> Iterator[queue.Queue[Checkout]]:
 
 
 def judge(
-    found: Sequence[Case],
+    case_list: Sequence[Case],
     contexts: Contexts,
     free: queue.Queue[Checkout],
-    done: Callable[[Mutant], None],
+    on_judged: Callable[[Mutant], None],
     *,
     seconds: float = SECONDS,
 ) -> None:
-    """Judge mutants, as many at a time as there are copies, and call `done` with each."""
+    """Judge mutants, as many at a time as there are copies, and call `on_judged` with each."""
 
-    def one(case: Case) -> Mutant:
+    def judge_case(case: Case) -> Mutant:
         checkout = free.get()
         try:
             return judge_one(checkout, case, contexts, seconds)
@@ -307,13 +309,13 @@ def judge(
             free.put(checkout)
 
     with ThreadPoolExecutor(free.qsize()) as pool:
-        for verdict in as_completed([pool.submit(one, case) for case in found]):
-            done(verdict.result())
+        for verdict in as_completed([pool.submit(judge_case, case) for case in case_list]):
+            on_judged(verdict.result())
 
 
-def failing_without(found: Sequence[Case], checkout: Checkout) -> list[str]:
-    """Run the first tests of each mutant on the code as it is, and return those that fail."""
-    tests = dict.fromkeys(test for case in found for test in case.tests[:5])
+def failing_without(case_list: Sequence[Case], checkout: Checkout) -> list[str]:
+    """Run the first tests of each mutant on the unchanged code, and return the failing tests."""
+    tests = dict.fromkeys(test for case in case_list for test in case.tests[:5])
     return _failures(checkout, list(tests))
 
 

@@ -23,7 +23,7 @@ class Progress:
     """Choose and order the tests, and write down what happens."""
 
     def __init__(self, tests: list[str], out: str) -> None:
-        self.place = {test: place for place, test in enumerate(tests)}
+        self.positions = {test: positions for positions, test in enumerate(tests)}
         self.out = out
         self.tell("core", str(core_folder()))
 
@@ -37,10 +37,10 @@ class Progress:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Keep the tests of the list, in its order."""
-        others = [item for item in items if item.nodeid not in self.place]
-        config.hook.pytest_deselected(items=others)
-        kept = [item for item in items if item.nodeid in self.place]
-        items[:] = sorted(kept, key=lambda item: self.place[item.nodeid])
+        deselected = [item for item in items if item.nodeid not in self.positions]
+        config.hook.pytest_deselected(items=deselected)
+        selected = [item for item in items if item.nodeid in self.positions]
+        items[:] = sorted(selected, key=lambda item: self.positions[item.nodeid])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Tell of a file that cannot be imported."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants that are found again after their code has moved, and the committed record of them."""
+"""The committed record of mutants, and the search for a mutant whose code has moved."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Record:
-    """Mutants that are there, and those that were drawn once and whose code is gone."""
+    """Mutants with existing code, and earlier mutants whose code is gone."""
 
     seed: int
     mutants: tuple[Mutant, ...]
@@ -77,9 +77,9 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read a record."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        parts = {name: tuple(Mutant(**m) for m in found[name]) for name in ("mutants", "gone")}
-        return cls(found["seed"], **parts)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        mutants = {name: tuple(Mutant(**m) for m in fields[name]) for name in ("mutants", "gone")}
+        return cls(fields["seed"], **mutants)
 
     def write(self, path: Path) -> None:
         """Write a record."""
@@ -88,7 +88,7 @@ class Record:
 
 
 def modules_to_mutate() -> list[str]:
-    """Return the modules of megatron.core but those that import Triton: kernels need a GPU."""
+    """Return the modules of megatron.core that do not import Triton: kernels need a GPU."""
     return [module for module in modules_of(CORE) if not _imports_triton(module)]
 
 
@@ -102,8 +102,8 @@ def _imports_triton(module: str) -> bool:
 
 
 def sites(modules: Iterable[str]) -> list[Site]:
-    """Return every possible mutation of these modules."""
-    found = []
+    """Return every possible mutation of the modules."""
+    all_sites = []
     for module in modules:
         text, _ = source_of(module)
         lines = text.splitlines()
@@ -113,30 +113,32 @@ def sites(modules: Iterable[str]) -> list[Site]:
             before = " ".join(text[mutation.start : mutation.stop].split())  # indents may change
             key = (mutation.function, line, before, mutation.text)
             seen[key] = seen.get(key, 0) + 1
-            found.append(Site(mutation, line, before, seen[key]))
-    return found
+            all_sites.append(Site(mutation, line, before, seen[key]))
+    return all_sites
 
 
-def draw(found: Sequence[Site], count: int, *, seed: int, record: Record | None = None) -> Record:
-    """Draw mutants; of a former record, keep those that are still there and replace the others."""
-    kept, gone = [], list(record.gone if record else ())
+def draw(
+    all_sites: Sequence[Site], count: int, *, seed: int, record: Record | None = None
+) -> Record:
+    """Draw mutants; keep the existing mutants of an earlier record and replace the others."""
+    remaining, gone = [], list(record.gone if record else ())
     for mutant in record.mutants if record else ():
-        site = locate(mutant, found)
+        site = locate(mutant, all_sites)
         if site is None:
             gone.append(mutant)
         else:
-            kept.append(replace(mutant, module=site.mutation.module))
-    by_mutation = {site.mutation: site for site in found}
-    taken = {_name(mutant) for mutant in (*kept, *gone)}
-    number = max((mutant.number for mutant in (*kept, *gone)), default=0)
+            remaining.append(replace(mutant, module=site.mutation.module))
+    by_mutation = {site.mutation: site for site in all_sites}
+    recorded_names = {_name(mutant) for mutant in (*remaining, *gone)}
+    number = max((mutant.number for mutant in (*remaining, *gone)), default=0)
     for mutation in sample(by_mutation, len(by_mutation), seed=seed):
-        if len(kept) >= count:
+        if len(remaining) >= count:
             break
         mutant = _mutant(by_mutation[mutation], number + 1)
-        if _name(mutant) not in taken:
-            kept.append(mutant)
+        if _name(mutant) not in recorded_names:
+            remaining.append(mutant)
             number += 1
-    return Record(seed, tuple(kept), tuple(gone))
+    return Record(seed, tuple(remaining), tuple(gone))
 
 
 def _mutant(site: Site, number: int) -> Mutant:
@@ -158,20 +160,20 @@ def _name(mutant: Mutant) -> tuple[str | int, ...]:
     return (mutant.function, mutant.line, mutant.before, mutant.after, mutant.occurrence)
 
 
-def locate(mutant: Mutant, found: Iterable[Site]) -> Site | None:
+def locate(mutant: Mutant, all_sites: Iterable[Site]) -> Site | None:
     """Find a mutant in the code as it is now, or None if it is gone.
 
     The function is looked for by its qualified name in the module, then in all of core, then by the
-    last part of its name, less leading underscores. The edit is that of the same line of source
-    text; where the function has kept its qualified name, the line may have changed, if the function
-    holds the edit only once.
+    last part of its name, without leading underscores. The edit must be on the same line of source
+    text. If the function has the same qualified name, the line may differ, if the function contains
+    the edit only once.
     """
-    same = [s for s in found if (s.before, s.mutation.text) == (mutant.before, mutant.after)]
-    here = [s for s in same if s.mutation.module == mutant.module]
-    last = _last(mutant.function)
+    same = [s for s in all_sites if (s.before, s.mutation.text) == (mutant.before, mutant.after)]
+    in_module = [s for s in same if s.mutation.module == mutant.module]
+    function_name = _function_name(mutant.function)
     named = [s for s in same if s.mutation.function == mutant.function]
-    named_here = [s for s in here if s.mutation.function == mutant.function]
-    alike = [s for s in here + same if _last(s.mutation.function) == last]
+    named_here = [s for s in in_module if s.mutation.function == mutant.function]
+    alike = [s for s in in_module + same if _function_name(s.mutation.function) == function_name]
     for candidates in (named_here, named, alike):
         for site in candidates:
             if (site.line, site.occurrence) == (mutant.line, mutant.occurrence):
@@ -181,26 +183,28 @@ def locate(mutant: Mutant, found: Iterable[Site]) -> Site | None:
     return None
 
 
-def _last(function: str) -> str:
+def _function_name(function: str) -> str:
     return function.rpartition(".")[2].lstrip("_")
 
 
 def lines_of(site: Site) -> tuple[str, range, range]:
-    """Return the file, relative to the folder of megatron.core, the lines of the expression, and
-    those of the statement around it: an expression may have no instructions of its own."""
+    """Return (file below megatron.core, lines of the expression, lines of its statement).
+
+    The statement is needed because an expression may have no instructions of its own.
+    """
     text, path = source_of(site.mutation.module)
-    first, last = site.mutation.line, text.count("\n", 0, site.mutation.stop) + 1
-    around = range(first, last + 1)
+    start, stop = site.mutation.line, text.count("\n", 0, site.mutation.stop) + 1
+    around = range(start, stop + 1)
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt) and node.lineno <= first and last <= (node.end_lineno or 0):
+        if isinstance(node, ast.stmt) and node.lineno <= start and stop <= (node.end_lineno or 0):
             body = getattr(node, "body", None)  # of a compound statement, the head
             end = (node.end_lineno or 0) + 1
             if body and body[0].lineno > node.lineno:
                 end = body[0].lineno
-            if last < end:
+            if stop < end:
                 around = range(node.lineno, end)  # inner ones come later
     name = Path(path).resolve().relative_to(core_folder()).as_posix()
-    return name, range(first, last + 1), around
+    return name, range(start, stop + 1), around
 
 
 def compare(old: Record, new: Record) -> tuple[list[str], bool]:
@@ -210,11 +214,11 @@ def compare(old: Record, new: Record) -> tuple[list[str], bool]:
     lines = [f"killed before: {counts[0]} of {len(old.mutants)}"]
     lines.append(f"killed now: {counts[1]} of {len(new.mutants)}")
     for mutant in old.mutants:
-        other = now.get(mutant.number)
-        if other is None:
+        new_mutant = now.get(mutant.number)
+        if new_mutant is None:
             lines.append(f"gone ({mutant.verdict} before): {mutant}")
-        elif mutant.verdict == KILLED and other.verdict != KILLED:
-            lines.append(f"killed before, {other.verdict or 'not judged'} now: {other}")
+        elif mutant.verdict == KILLED and new_mutant.verdict != KILLED:
+            lines.append(f"killed before, {new_mutant.verdict or 'not judged'} now: {new_mutant}")
     before = {mutant.number for mutant in old.mutants}
     lines += [f"redrawn ({m.verdict}): {m}" for m in new.mutants if m.number not in before]
     return lines, counts[1] < counts[0]
@@ -222,11 +226,11 @@ def compare(old: Record, new: Record) -> tuple[list[str], bool]:
 
 def summary(record: Record) -> str:
     """Count the verdicts and list every mutant that no test kills."""
-    parts = [
+    phrases = [
         f"{sum(mutant.verdict == verdict for mutant in record.mutants)} {verdict or 'not judged'}"
         for verdict in (KILLED, SURVIVED, NOT_COVERED, "")
     ]
-    lines = [f"{len(record.mutants)} mutants: " + ", ".join(parts)]
+    lines = [f"{len(record.mutants)} mutants: " + ", ".join(phrases)]
     for mutant in record.mutants:
         if mutant.verdict in (SURVIVED, NOT_COVERED):
             seen = f", {mutant.ran} of {mutant.tests} tests ran" if mutant.tests else ""

@@ -5,11 +5,11 @@
 
 Counted are the wheels: `megatron.core` and the applications.
 
-Code lines have no docstring, comment or blank. A module imports another if any of its statements
-does, inside functions and under TYPE_CHECKING too. "One importer": modules imported by exactly one
-other, as a share of those that could be a part of it: not entry points, kernels and `__init__`s.
-"Circles" are sets of modules that import each other, where a name imported from a package counts as
-an import of the module that defines it.
+Code lines exclude docstrings, comments and blank lines. A module imports another if any of its
+statements does, including statements inside functions and under TYPE_CHECKING. "One importer":
+modules with exactly one importer, as a share of all modules that could be merged into their
+importer; entry points, kernels and `__init__`s cannot. "Circles" are import cycles, where a name
+imported from a package counts as an import of the module that defines it.
 
 Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
 forward pass with loss, and one decode step; with the number of files that they are in. `--root`
@@ -45,8 +45,8 @@ class Module:
     """One source file.
 
     Args:
-        name: dotted; that of a package for its `__init__`.
-        path: where it is.
+        name: dotted name; the package's name for its `__init__`.
+        path: path of the file.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -57,7 +57,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """That which relative imports start from."""
+        """The package that relative imports start from."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
     @property
@@ -83,20 +83,22 @@ class Module:
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    parts = self.package.split(".")
-                    base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+                    segments = self.package.split(".")
+                    base = ".".join(
+                        [*segments[: len(segments) - node.level + 1], *filter(None, [base])]
+                    )
                 yield from ((base, alias.name) for alias in node.names)
 
 
 def read_modules(root: Path) -> dict[str, Module]:
     """Return the modules of the wheels by name."""
-    found = {}
+    modules = {}
     for folder, package in WHEELS.items():
         for path in sorted((root / folder).rglob("*.py")):
-            parts = path.relative_to(root / folder).with_suffix("").parts
-            name = ".".join([package, *(part for part in parts if part != "__init__")])
-            found[name] = Module(name, path)
-    return found
+            segments = path.relative_to(root / folder).with_suffix("").parts
+            name = ".".join([package, *(segment for segment in segments if segment != "__init__")])
+            modules[name] = Module(name, path)
+    return modules
 
 
 def import_graph(modules: dict[str, Module]) -> dict[str, set[str]]:
@@ -118,22 +120,22 @@ def import_graph(modules: dict[str, Module]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, module in modules.items():
         for base, what in module.imported():
-            if (found := target(base, what)) is not None and found != name:
-                graph[name].add(found)
+            if (imported := target(base, what)) is not None and imported != name:
+                graph[name].add(imported)
     return graph
 
 
 def single_importers(modules: dict[str, Module]) -> dict[str, str]:
-    """Return the modules that one other imports, of those that could be a part of it: {it: other}.
+    """Return {module: importer} of the mergeable modules with exactly one importer.
 
     A name imported from a package counts as an import of the package.
     """
     importers: dict[str, set[str]] = defaultdict(set)
     for name, module in modules.items():
         for base, what in module.imported():
-            found = f"{base}.{what}" if f"{base}.{what}" in modules else base
-            if found in modules and found != name:
-                importers[found].add(name)
+            imported = f"{base}.{what}" if f"{base}.{what}" in modules else base
+            if imported in modules and imported != name:
+                importers[imported].add(name)
     return {
         name: next(iter(by))
         for name, by in sorted(importers.items())
@@ -146,23 +148,23 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    cycles: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(graph[name]):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
+        for imported in sorted(graph[name]):
+            if imported not in index:
+                visit(imported)
+                low[name] = min(low[name], low[imported])
+            elif imported in stack:
+                low[name] = min(low[name], index[imported])
         if low[name] == index[name]:
-            place = stack.index(name)
-            members = stack[place:]
-            del stack[place:]
+            position = stack.index(name)
+            members = stack[position:]
+            del stack[position:]
             if len(members) > 1:
-                found.append(sorted(members))
+                cycles.append(sorted(members))
 
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 10 * len(graph)))
@@ -170,7 +172,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if name not in index:
             visit(name)
     sys.setrecursionlimit(limit)
-    return found
+    return cycles
 
 
 def calls_of(run: Callable[[], object], root: Path) -> tuple[int, int]:
@@ -193,8 +195,8 @@ def calls_of(run: Callable[[], object], root: Path) -> tuple[int, int]:
 
 
 def small_runs(root: Path) -> dict[str, Callable[[], object]]:
-    """Return what is traced, each ready to be run once: building a GPT of two layers, a forward
-    pass with loss of another one, and its decode step.
+    """Return the traced functions by name: building a GPT of two layers, a forward pass with loss
+    of another GPT, and its decode step. Each function can be called once.
 
     Raises:
         ValueError: `megatron.core` is imported from elsewhere than `root`.
@@ -245,13 +247,13 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
 
 
 def figures(root: Path) -> dict[str, object]:
-    """Return all figures by what they are of."""
+    """Return all figures by name."""
     modules = read_modules(root)
     graph = import_graph(modules)
     core = [m for name, m in modules.items() if name.startswith("megatron.core")]
     apps = [m for name, m in modules.items() if not name.startswith("megatron.core")]
     single, possible = single_importers(modules), [m for m in modules.values() if m.could_be_a_part]
-    found: dict[str, object] = {
+    figure_by_name: dict[str, object] = {
         "code lines": sum(code_lines(m.text, m.tree) for m in modules.values()),
         "code lines of core": sum(code_lines(m.text, m.tree) for m in core),
         "code lines of the apps": sum(code_lines(m.text, m.tree) for m in apps),
@@ -266,8 +268,8 @@ def figures(root: Path) -> dict[str, object]:
         "modules that pretraining imports": len(graph.get("megatron.training.pretraining", ())),
     }
     for what, run in small_runs(root).items():
-        found[f"calls: {what}"], found[f"files: {what}"] = calls_of(run, root)
-    return found
+        figure_by_name[f"calls: {what}"], figure_by_name[f"files: {what}"] = calls_of(run, root)
+    return figure_by_name
 
 
 def main() -> None:
@@ -286,11 +288,11 @@ def main() -> None:
         for members in circles(graph):
             print("circle:", " ".join(members))
         return
-    found = figures(root)
+    figure_by_name = figures(root)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figure_by_name, indent=1))
         return
-    for what, value in found.items():
+    for what, value in figure_by_name.items():
         print(f"{value:>10,}  {what}")
 
 

@@ -11,21 +11,21 @@ does not list, or an entry there that nothing needs.
 Roots:
     1. modules that run as a program: `if __name__ == "__main__"`, or a script of a pyproject.toml;
     2. a name in the `__all__` of a package which README.md or docs/*.md documents: a code span that
-       is the name or a call of it, or a Python code block with it in it. Standing in `__all__` or
-       in a docstring is no use. Imports in Python code blocks are uses like those of code, and a
-       module that is named in full, as in `megatron.core.models.hybrid`, is public as a whole
+       is the name or a call of it, or a Python code block with it in it. An entry in `__all__`
+       or a docstring is no use. An import in a Python code block is a use like an import in code,
+       and a module that is named in full, as in `megatron.core.models.hybrid`, is public as a whole
        unless it is a package or a program;
-    3. what tools/ and experimental/ mention. Tests never count. `--tools-only` prints what they
-       alone keep alive;
+    3. names that tools/ and experimental/ mention. Tests never count. `--tools-only` prints the
+       definitions that only they keep alive;
     4. the entries of dead_allowed.toml, each with a reason: a definition, a module or a package,
        whose definitions are then all roots.
 
-What is a use: a name, resolved through imports and re-exports of packages, is a use of that
-definition, unless a function binds the name itself; an import is a use of the module only. A method
+Uses: a name, resolved through imports and re-exports of packages, is a use of the definition,
+unless a function binds the name itself; an import is a use of the module only. A method
 lives where its class does and live code has an attribute or a string of its name, whatever the
-object: this errs to life. Special methods live with their class, and overrides of what a library
-calls (`LIBRARY_CALLS`) where a base is no class of ours. Names in nested functions are not looked
-into; kernels are reached by their names in `kernel[grid](...)`.
+object: in doubt a method is live. Special methods live with their class, and so do overrides of
+methods that a library calls (`LIBRARY_CALLS`) if a base class is foreign. Names in nested functions
+are not looked into; kernels are reached by their names in `kernel[grid](...)`.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ class Module:
 
 def dotted_name(key: Key) -> str:
     """Return the name of a definition as one would import it."""
-    return ".".join(part for part in key if part)
+    return ".".join(segment for segment in key if segment)
 
 
 def read_module(path: Path, root: Path, base: Path) -> Module:
     """Parse one file; `base` is the folder that its dotted name begins behind."""
-    parts = list(path.relative_to(base).with_suffix("").parts)
-    is_package = parts[-1] == "__init__"
+    segments = list(path.relative_to(base).with_suffix("").parts)
+    is_package = segments[-1] == "__init__"
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    name = ".".join(parts[:-1] if is_package else parts)
+    name = ".".join(segments[:-1] if is_package else segments)
     module = Module(name, path.relative_to(root).as_posix(), tree, is_package)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -134,8 +134,8 @@ def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a body, and those in its if, try and with statements."""
     for node in body:
         if isinstance(node, ast.If | ast.Try | ast.With):
-            for part in ("body", "orelse", "finalbody"):
-                yield from top_level(getattr(node, part, []))
+            for field in ("body", "orelse", "finalbody"):
+                yield from top_level(getattr(node, field, []))
             for handler in getattr(node, "handlers", []):
                 yield from top_level(handler.body)
         yield node
@@ -154,7 +154,7 @@ def constants(node: ast.stmt) -> list[str]:
 
 
 class Walk(ast.NodeVisitor):
-    """Collect what a piece of code mentions, but not what `skipped` nodes in it do."""
+    """Collect the names that code mentions, without the names in `skipped` nodes."""
 
     def __init__(self, wheels: Wheels, module: Module, skipped: frozenset[ast.AST]) -> None:
         self._wheels, self._module, self._skipped = wheels, module, skipped
@@ -183,8 +183,8 @@ class Walk(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in [*node.decorator_list, *node.bases, *node.keywords]:
-            self.visit(part)
+        for expression in [*node.decorator_list, *node.bases, *node.keywords]:
+            self.visit(expression)
         for statement in _without_docstring(node.body):
             self.visit(statement)
 
@@ -217,8 +217,8 @@ class Walk(ast.NodeVisitor):
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0] if body else None
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+    statement = body[0] if body else None
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return body[1:]
     return body
 
@@ -267,31 +267,31 @@ class Wheels:
             return {(module, name)}
         if home is not None and name in home.imports and depth < 8:
             return {
-                found
-                for there, what in home.imports[name]
-                for found in (self.resolve(there, what, depth=depth + 1) if what else {(there, "")})
+                key
+                for source, what in home.imports[name]
+                for key in (self.resolve(source, what, depth=depth + 1) if what else {(source, "")})
             }
         return {(f"{module}.{name}", "")} if f"{module}.{name}" in self.modules else set()
 
     def meant(self, module: Module, name: str, chain: Iterable[str] = ()) -> set[Key]:
         """Return the definitions that `name`, or `name.chain`, stands for in a module."""
         if name in module.definitions:
-            found = {(module.name, name)}
+            keys = {(module.name, name)}
         else:
-            found = set()
-            for there, what in module.imports.get(name, ()):
-                found |= self.resolve(there, what) if what else {(there, "")}
+            keys = set()
+            for source, what in module.imports.get(name, ()):
+                keys |= self.resolve(source, what) if what else {(source, "")}
         for attribute in chain:
-            packages = {key[0] for key in found if not key[1]}
-            found = {
+            packages = {key[0] for key in keys if not key[1]}
+            keys = {
                 key
                 for package in packages
                 for key in self.resolve(package, attribute) or {(f"{package}.{attribute}", "")}
             }
-        return {key for key in found if key[1] or key[0] in self.modules}
+        return {key for key in keys if key[1] or key[0] in self.modules}
 
     def _list(self, module: Module) -> None:
-        """List the definitions of a module, without what they use."""
+        """List the definitions of a module, without their uses."""
         module.definitions[""] = Definition((module.name, ""), module.path, 1, Uses())
         for node in top_level(module.tree.body):
             if isinstance(node, Function | ast.ClassDef):
@@ -308,24 +308,24 @@ class Wheels:
 
     def _define(self, module: Module) -> None:
         """Find what each definition of a module mentions, and list methods."""
-        own: dict[ast.stmt, list[str]] = {}
+        names_by_statement: dict[ast.stmt, list[str]] = {}
         for node in top_level(module.tree.body):
             names = [node.name] if isinstance(node, Function | ast.ClassDef) else constants(node)
             if names and names[0] in module.definitions:
-                own[node] = names
-        for node, names in own.items():
+                names_by_statement[node] = names
+        for node, names in names_by_statement.items():
             methods: list[Function] = []
             if isinstance(node, ast.ClassDef):
                 methods = [m for m in top_level(node.body) if isinstance(m, Function)]
             uses = self.uses(module, node, methods)
             for name in names:
-                mine = module.definitions[name].uses
-                mine.names |= uses.names
-                mine.attributes |= uses.attributes
+                definition_uses = module.definitions[name].uses
+                definition_uses.names |= uses.names
+                definition_uses.attributes |= uses.attributes
             if isinstance(node, ast.ClassDef):
                 self._define_methods(module, node, methods)
         body = ast.Module(_without_docstring(module.tree.body), [])
-        module.definitions[""].uses = self.uses(module, body, own)
+        module.definitions[""].uses = self.uses(module, body, names_by_statement)
 
     def _define_methods(self, module: Module, owner: ast.ClassDef, methods: list[Function]) -> None:
         of_library = self._has_foreign_base(module, owner)
@@ -346,10 +346,10 @@ class Wheels:
         for base in owner.bases:
             walk = Walk(self, module, frozenset())
             walk.visit(base)
-            ours = [key for key in walk.uses.names if key[1]]
-            if not ours:
+            wheel_bases = [key for key in walk.uses.names if key[1]]
+            if not wheel_bases:
                 return True
-            for name, what in ours:
+            for name, what in wheel_bases:
                 home = self.modules[name]
                 classes = [n for n in top_level(home.tree.body) if isinstance(n, ast.ClassDef)]
                 if any(self._has_foreign_base(home, n) for n in classes if n.name == what):
@@ -357,14 +357,14 @@ class Wheels:
         return False
 
     def uses(self, module: Module, node: ast.AST, skipped: Iterable[ast.AST]) -> Uses:
-        """Return what a piece of a module's code mentions."""
+        """Return the names that a node of a module mentions."""
         walk = Walk(self, module, frozenset(skipped))
         walk.visit(node)
         return walk.uses
 
     def _read_documents(self) -> Uses:
         """Return what documents use."""
-        found, words = Uses(), set[str]()
+        uses, words = Uses(), set[str]()
         for pattern in DOCUMENTS:
             for path in sorted(self.root.glob(pattern)):
                 text = path.read_text(encoding="utf-8")
@@ -376,22 +376,22 @@ class Wheels:
                     if called := re.fullmatch(r"(?:\w+\.)*(\w+)(?:\(.*\))?", span):
                         words.add(called[1])
                 for code in [*spans, *(code for _, code in blocks)]:
-                    found.attributes.update(re.findall(r"\.([A-Za-z_]\w*)", code))
+                    uses.attributes.update(re.findall(r"\.([A-Za-z_]\w*)", code))
                     for name in re.findall(r"\bmegatron(?:\.\w+)+", code):
-                        found.names |= self._named_in_full(name)
+                        uses.names |= self._named_in_full(name)
                 for language, code in blocks:
                     if language == "python":
                         words.update(re.findall(r"\w+", code))
-                        found.names |= self._imports_of(code)
+                        uses.names |= self._imports_of(code)
         for module in self.modules.values():
             if module.is_package and module.exports:
                 names = words if module.exports == ("*",) else words & set(module.exports)
                 for name in names:
-                    found.names |= self.resolve(module.name, name)
-        return found
+                    uses.names |= self.resolve(module.name, name)
+        return uses
 
     def _named_in_full(self, name: str) -> set[Key]:
-        """Return what a document means by a dotted name: of a module, its public definitions."""
+        """Return the definitions that a dotted name in a document means; a module means all."""
         module = self.modules.get(name)
         if module is None:
             return self.resolve(*name.rpartition(".")[::2])
@@ -414,7 +414,7 @@ class Wheels:
 
     def roots(self, *, with_users: bool) -> Uses:
         """Return what programs, documents and (if asked) tools and experiments mention."""
-        found = Uses(set(self._documented.names), set(self._documented.attributes))
+        root_uses = Uses(set(self._documented.names), set(self._documented.attributes))
         scripts = " ".join(
             path.read_text(encoding="utf-8")
             for path in [self.root / "pyproject.toml", self.root / "megatron_core/pyproject.toml"]
@@ -422,18 +422,18 @@ class Wheels:
         )
         for module in self.modules.values():
             if _is_program(module):
-                found.names.add((module.name, ""))
+                root_uses.names.add((module.name, ""))
             for function in re.findall(rf'"{re.escape(module.name)}:(\w+)"', scripts):
-                found.names.add((module.name, function))
+                root_uses.names.add((module.name, function))
         for folder in USERS if with_users else ():
             for path in sorted((self.root / folder).rglob("*.py")):
                 if "tests" in path.relative_to(self.root).parts:
                     continue
                 user = read_module(path, self.root, self.root)
                 uses = self.uses(user, user.tree, [])
-                found.names |= uses.names | self._modules_of(user)
-                found.attributes |= uses.attributes
-        return found
+                root_uses.names |= uses.names | self._modules_of(user)
+                root_uses.attributes |= uses.attributes
+        return root_uses
 
     def _modules_of(self, module: Module) -> set[Key]:
         """Return the modules that a module imports."""
@@ -449,8 +449,8 @@ class Wheels:
 
     def live(self, roots: Uses, entries: Iterable[str]) -> set[Key]:
         """Return every definition that is reached from roots and from entries of the list."""
-        kept = {key for entry in entries for key in self.covered(entry)}
-        pending = list(roots.names | kept)
+        live_keys = {key for entry in entries for key in self.covered(entry)}
+        pending = list(roots.names | live_keys)
         attributes, live = set(roots.attributes), set[Key]()
         by_owner: dict[Key, list[Definition]] = defaultdict(list)
         waiting: dict[str, list[Definition]] = defaultdict(list)
@@ -520,10 +520,10 @@ def check(root: Path) -> list[str]:
     live = wheels.live(roots, allowed)
     lines = _listed(wheels, live)
     for name in allowed:
-        others = [other for other in allowed if other != name]
+        other_names = [allowed_name for allowed_name in allowed if allowed_name != name]
         if not wheels.covered(name):
             lines.append(f"{ALLOWED}:1 {name}: there is no such definition: delete the entry")
-        elif len(wheels.live(roots, others)) == len(live):
+        elif len(wheels.live(roots, other_names)) == len(live):
             lines.append(f"{ALLOWED}:1 {name}: is reached without the entry: delete it")
     return lines
 
@@ -537,7 +537,7 @@ def tools_only(root: Path) -> list[str]:
 
 
 def _listed(wheels: Wheels, live: set[Key]) -> list[str]:
-    """Return lines of what is not live; a dead class stands for its methods, a module for all."""
+    """Return a line for each dead definition; a dead class or module includes its members."""
     dead = [d for key, d in wheels.definitions.items() if key not in live]
     keys = {d.key for d in dead}
     return [

@@ -27,18 +27,21 @@ SCRIPTS = frozenset({"megatron.hf.convert"})
 
 
 def packages(root: Path) -> dict[str, set[str]]:
-    """Return which packages each one imports: those of core, and the applications."""
+    """Return the imported packages of each package of core and of each application."""
 
     def package(module: str) -> str:
-        parts = module.split(".")
-        return ".".join(parts[1:3] if parts[1] == "core" else parts[1:2])
+        segments = module.split(".")
+        return ".".join(segments[1:3] if segments[1] == "core" else segments[1:2])
 
     graph: dict[str, set[str]] = {}
     for module, imported in import_graph(read_modules(root)).items():
         if module in SCRIPTS or package(module) == "core":
             continue
-        found = graph.setdefault(package(module), set())
-        found |= {package(other) for other in imported} - {package(module), "core"}
+        imported_packages = graph.setdefault(package(module), set())
+        imported_packages |= {package(imported_module) for imported_module in imported} - {
+            package(module),
+            "core",
+        }
     return graph
 
 
@@ -46,19 +49,19 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return a graph without circles less every edge that a longer path replaces."""
 
     def below(name: str) -> set[str]:
-        return set().union(*({other} | below(other) for other in graph[name]))
+        return set().union(*({target} | below(target) for target in graph[name]))
 
     return {
-        name: {other for other in others if not any(other in below(o) for o in others)}
-        for name, others in graph.items()
+        name: {target for target in targets if not any(target in below(o) for o in targets)}
+        for name, targets in graph.items()
     }
 
 
 def picture(edges: Mapping[str, set[str]]) -> list[str]:
     """Return a graph as a Mermaid flow chart from top to bottom."""
     lines = ["```mermaid", "flowchart TD"]
-    for name, others in sorted(edges.items()):
-        lines += [f"    {name} --> {other}" for other in sorted(others)]
+    for name, targets in sorted(edges.items()):
+        lines += [f"    {name} --> {target}" for target in sorted(targets)]
     return [*lines, "```"]
 
 
@@ -67,7 +70,7 @@ def walk(run: Callable[[], object]) -> list[tuple[str, str, str]]:
 
     Calls from outside core and from torch have an empty caller.
     """
-    found: dict[str, tuple[str, str]] = {}
+    steps: dict[str, tuple[str, str]] = {}
 
     def file_of(frame: FrameType | None) -> str:
         while frame is not None:
@@ -85,15 +88,15 @@ def walk(run: Callable[[], object]) -> list[tuple[str, str, str]]:
         if str(CORE) not in code.co_filename:
             return
         file = file_of(frame)
-        if file not in found:
-            found[file] = (code.co_qualname, file_of(frame.f_back))
+        if file not in steps:
+            steps[file] = (code.co_qualname, file_of(frame.f_back))
 
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return [(file, function, caller) for file, (function, caller) in found.items()]
+    return [(file, function, caller) for file, (function, caller) in steps.items()]
 
 
 def life_of_a_weight() -> None:
@@ -163,10 +166,10 @@ def page(text: str) -> str:
         ValueError: the page has no marks for a picture.
     """
     graph = packages(ROOT)
-    core = {name: others for name, others in graph.items() if name.startswith("core.")}
+    core = {name: targets for name, targets in graph.items() if name.startswith("core.")}
     short = {
-        name.removeprefix("core."): {other.removeprefix("core.") for other in others}
-        for name, others in reduced(core).items()
+        name.removeprefix("core."): {target.removeprefix("core.") for target in targets}
+        for name, targets in reduced(core).items()
     }
     traced = walks()
     drawn = {"packages": picture(short)} | {name: table(rows) for name, rows in traced.items()}
@@ -174,8 +177,8 @@ def page(text: str) -> str:
         begin, end = f"<!-- drawn: {name} -->", f"<!-- end of {name} -->"
         if begin not in text or end not in text:
             raise ValueError(f"{PAGE} has no {begin} and {end}")
-        before, _, rest = text.partition(begin)
-        text = "\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2]
+        before, _, suffix = text.partition(begin)
+        text = "\n".join([before + begin, "", *lines, "", end]) + suffix.partition(end)[2]
     return text
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what the ranks of pipeline schedules compute over time, as one SVG picture.
+"""Draw the computations of all ranks over time for pipeline schedules, as one SVG picture.
 
 python tools/draw_schedule.py --stages 4 --microbatches 8 --chunks 2 \\
     --schedule 1f1b interleaved zb-h1 --output docs/images/pipeline-schedules.svg
 
-All schedules have one scale. Times are those of a rank for one microbatch, so each of v chunks
-takes a v-th of them. Only "interleaved" and "forward" take --chunks and --group-size.
+All schedules have one scale. The times are the times of one rank for one microbatch, so each of v
+chunks takes a v-th of them. Only "interleaved" and "forward" take --chunks and --group-size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel import (
 DEFAULT_OUTPUT = Path(__file__).resolve().parents[1] / "docs/images/pipeline-schedules.svg"
 
 #: Pixels.
-_WIDTH, _LANE, _MARGIN, _LABEL, _TITLE = 960, 24, 16, 56, 40
+_WIDTH, _RANK_HEIGHT, _MARGIN, _LABEL, _TITLE = 960, 24, 16, 56, 40
 _INK, _PAPER, _IDLE = "#24292f", "#ffffff", "#eceff2"
 
 
@@ -111,10 +111,10 @@ def picture(timelines: Sequence[Timeline]) -> str:
     body = []
     for line in timelines:
         body += _panel(line, top, scale)
-        top += _TITLE + _LANE * len(line.ranks)
+        top += _TITLE + _RANK_HEIGHT * len(line.ranks)
     kinds = {event.action.kind for line in timelines for events in line.ranks for event in events}
     body += _legend([_PAINTS[kind] for kind in _PAINTS if kind in kinds], top + _MARGIN)
-    height = top + _MARGIN + _LANE + _MARGIN // 2
+    height = top + _MARGIN + _RANK_HEIGHT + _MARGIN // 2
     names = ", ".join(line.schedule.name for line in timelines)
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
@@ -141,7 +141,7 @@ def _panel(line: Timeline, top: int, scale: float) -> Iterator[str]:
         f"{max(line.peak_activations()) / schedule.chunks:g} microbatches alive on a rank</text>"
     )
     for rank, events in enumerate(line.ranks):
-        y = top + _TITLE - 6 + rank * _LANE
+        y = top + _TITLE - 6 + rank * _RANK_HEIGHT
         yield f'<text x="{_MARGIN}" y="{y + 15}" font-size="12">rank {rank}</text>'
         left, width = _MARGIN + _LABEL, line.makespan * scale
         yield _box(left, y, width, _IDLE)
@@ -179,7 +179,7 @@ def _legend(paints: Sequence[_Paint], y: float) -> Iterator[str]:
 def _box(x: float, y: float, width: float, colour: str, *, stroke: bool = False) -> str:
     line = f' stroke="{_PAPER}" stroke-width="0.8"' if stroke else ""
     return (
-        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_LANE - 4}" '
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_RANK_HEIGHT - 4}" '
         f'fill="{colour}"{line}/>'
     )
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make gpu` runs, in this very Python: a training step, the tests marked gpu, then the other
-benches, in 9 minutes.
+"""The program of `make gpu`: a training step, the tests marked gpu, then the other benches, in
+9 minutes.
 
 python -m tools.gpu                         everything; a table and bench_results/<gpu>-<day>.json
 python -m tools.gpu --stages tests decode   some stages, which share all of the time; their results
-                                            join those of the same day
+                                            join the results of the same day
 python -m tools.gpu --rehearse              everything tiny, on a CPU, in Triton's interpreter
-python -m tools.gpu --rehearse --quick      the part of this that takes seconds
+python -m tools.gpu --rehearse --quick      the stages that take seconds
 
-No virtual environment and no network: torch, triton, numpy, safetensors, pytest and transformers
-are all that is needed; flash-linear-attention and mamba_ssm are raced where they can be imported,
-which is said first.
-All stages share one deadline; what a stage leaves of its time, those after it share. A stage that
-fails does not stop the next; the exit code is 1 then. Without a GPU it says so and exits with 0, or
-with 1 under --require-gpu, which is how CI calls it.
+It runs in the current Python, without a virtual environment or network, and needs torch, triton,
+numpy, safetensors, pytest and transformers. flash-linear-attention and mamba_ssm are raced if they
+can be imported; the first lines of the output list them.
+All stages share one deadline; later stages share the time that a stage leaves. A failing stage does
+not stop the next stage, and the exit code is 1. Without a GPU the exit code is 0, or 1 under
+--require-gpu, which CI uses.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def ptxas_problem(ptxas: str) -> str | None:
 
 def environment(*, rehearse: bool = False) -> dict[str, str]:
     """Return the environment in which this checkout's packages are found."""
-    places = [str(ROOT), str(ROOT / "megatron_core"), os.environ.get("PYTHONPATH", "")]
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in places if p)}
+    paths = [str(ROOT), str(ROOT / "megatron_core"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     # Products have one order where a test asks for one.
-    found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    found.pop("TRITON_INTERPRET", None)
+    variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    variables.pop("TRITON_INTERPRET", None)
     if rehearse:
-        found |= INTERPRETED
-    return found
+        variables |= INTERPRETED
+    return variables
 
 
 def compilers_line(variables: Mapping[str, str]) -> str | None:
@@ -107,13 +107,13 @@ def compilers_line(variables: Mapping[str, str]) -> str | None:
         " device = torch.device('cuda' if torch.cuda.is_available() else 'cpu');"
         " print(compiler.explain(device) or '')"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if process.returncode:
+        error = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         return f"the compilers of the kernels are unknown: {error}"
-    return f"kernels: {done.stdout.strip()}" if done.stdout.strip() else None
+    return f"kernels: {process.stdout.strip()}" if process.stdout.strip() else None
 
 
 def test_command(*words: str) -> list[str]:
@@ -130,7 +130,7 @@ def stage_seconds(name: str, names: Sequence[str], seconds: float) -> float:
         names: of it and of all that follow it.
         seconds: that are left for them.
     """
-    return seconds * STAGES[name] / sum(STAGES[each] for each in names)
+    return seconds * STAGES[name] / sum(STAGES[stage] for stage in names)
 
 
 def test_stage(options: argparse.Namespace, seconds: float) -> Stage:
@@ -150,26 +150,26 @@ def test_stage(options: argparse.Namespace, seconds: float) -> Stage:
     return Stage("tests", commands, seconds, jobs)
 
 
-def stage_of(name: str, options: argparse.Namespace, parts: Path, seconds: float) -> Stage:
-    """Return a stage that may take some seconds.
+def stage_of(name: str, options: argparse.Namespace, folder: Path, seconds: float) -> Stage:
+    """Return a stage with a time limit.
 
     Args:
-        name: of the stage.
-        options: of the command line.
-        parts: folder in which each bench leaves what it measured.
-        seconds: that it may take.
+        name: name of the stage.
+        options: command line options.
+        folder: folder of the benches' result files.
+        seconds: time limit.
     """
     if name == "tests":
         return test_stage(options, seconds)
     module = {"training": "gpu_train"}.get(name, f"gpu_{name}")
-    words = ["--part", str(parts / f"{name}.json"), "--seconds", str(max(seconds - 5, 1))]
+    words = ["--part", str(folder / f"{name}.json"), "--seconds", str(max(seconds - 5, 1))]
     words += ["--rehearse"] if options.rehearse else []
     words += ["--quick"] if options.quick else []
     command = [sys.executable, "-m", f"tools.bench.{module}", *words]
     return Stage(name, {name: command}, seconds)
 
 
-def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None], list[Outcome]]:
+def run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, str | None], list[Outcome]]:
     """Say what compiles the kernels and which peers there are, then run the stages in order.
 
     Returns:
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None]
     names = [name for name in STAGES if name in options.stages]
     for position, name in enumerate(names):
         left = max(deadline - time.monotonic(), 0.0)
-        stage = stage_of(name, options, parts, stage_seconds(name, names[position:], left))
+        stage = stage_of(name, options, folder, stage_seconds(name, names[position:], left))
         print(f"gpu: {stage.name}: at most {stage.seconds:.0f} s", flush=True)
         outcomes.append(
             run_stage(
@@ -199,9 +199,9 @@ def run(options: argparse.Namespace, parts: Path) -> tuple[dict[str, str | None]
 
 
 def report(
-    peers: Mapping[str, str | None], outcomes: list[Outcome], parts: Path, output: Path
+    peers: Mapping[str, str | None], outcomes: list[Outcome], folder: Path, output: Path
 ) -> None:
-    """Print the table, what is open and how stages ended; write the results of the benches."""
+    """Print the table, open targets and stage outcomes; write the results of the benches."""
     from tools.bench.gpu_results import joined, text_of
 
     when = datetime.datetime.now().isoformat(timespec="seconds")
@@ -210,8 +210,8 @@ def report(
         | {"commands": len(o.last_lines)}
         for o in outcomes
     }
-    path, found = joined(ended, parts, output, peers=peers)
-    print(text_of(found))
+    path, results = joined(ended, folder, output, peers=peers)
+    print(text_of(results))
     print(f"gpu: written to {path}")
 
 
@@ -246,7 +246,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run what was asked for and return the exit code."""
+    """Run the selected stages and return the exit code."""
     parser = command_line()
     options = parser.parse_args()
     if options.quick and not options.rehearse:
@@ -271,10 +271,10 @@ def main() -> int:
     if ptxas and not options.rehearse and (problem := ptxas_problem(ptxas)) is not None:
         print(f"gpu: error: {problem}", file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as parts:
-        peers, outcomes = run(options, Path(parts))
+    with tempfile.TemporaryDirectory() as folder:
+        peers, outcomes = run(options, Path(folder))
         output = options.output or (REHEARSED if options.rehearse else RESULTS)
-        report(peers, outcomes, Path(parts), Path(output))
+        report(peers, outcomes, Path(folder), Path(output))
     failed = [o for o in outcomes if o.problems]
     for outcome in outcomes:
         state = f"{len(outcome.problems)} problems" if outcome.problems else "passed"

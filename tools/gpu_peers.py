@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the benches: which of them this machine's Python can import, and why not the others."""
+"""Peer libraries of the benches: whether this Python can import each, and the reason if not."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def refusals(
 def _refusal(process: subprocess.Popen[str], end: float, seconds: float) -> str | None:
     """Wait for an import and return why it failed, or None."""
     try:
-        _, said = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        _, output = process.communicate(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return f"not imported within {seconds:g} s"
     if process.returncode == 0:
         return None
-    lines = said.strip().splitlines() or [f"exit code {process.returncode}"]
+    lines = output.strip().splitlines() or [f"exit code {process.returncode}"]
     return lines[-1].strip()[:LONGEST_REASON]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: commands with a time limit each, under one deadline, none of which stops the next."""
+"""Stages: commands with time limits under one deadline; a failure does not stop the next."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::\S+)(?: - (.*))?$", re.MULTIL
 
 @dataclass(frozen=True)
 class Stage:
-    """What is run together.
+    """Commands that run together.
 
     Args:
-        name: of the stage.
-        commands: what to run, by name; each is a process.
-        seconds: limit of all of them together.
-        jobs: how many of them at once.
+        name: name of the stage.
+        commands: argument lists by name; each runs as a process.
+        seconds: time limit of the whole stage.
+        jobs: number of concurrent commands.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Outcome:
     """How a stage ended.
 
     Args:
-        name: of the stage.
+        name: name of the stage.
         seconds: that it took.
         problems: of each command that failed or was not finished, one line.
         last_lines: what each command said last.
@@ -81,20 +81,20 @@ class _Process:
             self.process.wait(KILL_SECONDS)
 
     def text(self) -> str:
-        """Return what it has printed."""
+        """Return its output."""
         return self.log.read_text("utf-8", "replace")
 
 
 def run_stage(
     stage: Stage, *, folder: Path, environment: Mapping[str, str], deadline: float
 ) -> Outcome:
-    """Run a stage; print what failed in full and one line of what did not.
+    """Run a stage; print the full output of failed commands, and one line for each other.
 
     Args:
-        stage: what to run.
-        folder: where commands run.
-        environment: of commands.
-        deadline: of `time.monotonic`, at which everything ends.
+        stage: the stage.
+        folder: working folder of the commands.
+        environment: environment of the commands.
+        deadline: time of `time.monotonic` at which all commands are stopped.
     """
     with tempfile.TemporaryDirectory() as logs:
         return _run(stage, Path(logs), folder, environment, deadline)

@@ -49,16 +49,16 @@ UNSAFE_SUFFIXES = ("_object", "_object_list")
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
     """Return what each imported name stands for, dotted."""
-    found = {}
+    aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.asname:
-                    found[alias.asname] = alias.name
+                    aliases[alias.asname] = alias.name
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return aliases
 
 
 def _why(name: str, call: ast.Call, source: Source) -> str | None:
@@ -71,8 +71,8 @@ def _why(name: str, call: ast.Call, source: Source) -> str | None:
         return f"{name} reads pickles: use safetensors"
     if name in NEEDED:
         keyword, value = NEEDED[name]
-        given = {k.arg: k.value for k in call.keywords}.get(keyword)
-        if not (isinstance(given, ast.Constant) and given.value is value):
+        argument = {k.arg: k.value for k in call.keywords}.get(keyword)
+        if not (isinstance(argument, ast.Constant) and argument.value is value):
             return f"{name} may run code from data: say {keyword}={value}"
     return None
 
@@ -92,8 +92,12 @@ def _opens_a_file(name: str, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr == "open":
-        first = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
-        is_mode = isinstance(first, str) and 0 < len(first) < 4 and set(first) <= MODE_LETTERS
+        file_name = (
+            call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+        )
+        is_mode = (
+            isinstance(file_name, str) and 0 < len(file_name) < 4 and set(file_name) <= MODE_LETTERS
+        )
         return is_mode or any(k.arg in OPEN_KEYWORDS for k in call.keywords)
     bare = not call.args and not call.keywords
     return call.func.attr in PATH_METHODS or (call.func.attr == "read_bytes" and bare)
@@ -106,8 +110,8 @@ def plain_files(source: Source) -> Iterator[Finding]:
     aliases = _aliases(source.tree)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
-            first, dot, rest = dotted(node.func).partition(".")
-            name = aliases.get(first, first) + dot + rest
+            package, dot, attribute = dotted(node.func).partition(".")
+            name = aliases.get(package, package) + dot + attribute
             if _opens_a_file(name, node):
                 text = "a file of a stranger may be a link, a pipe or endless: open it with "
                 text += "megatron.core.untrusted_files"
@@ -128,8 +132,8 @@ def unsafe(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call):
             continue
-        first, dot, rest = dotted(node.func).partition(".")
-        why = _why(aliases.get(first, first) + dot + rest, node, source)
+        package, dot, attribute = dotted(node.func).partition(".")
+        why = _why(aliases.get(package, package) + dot + attribute, node, source)
         if why is not None:
             yield Finding("unsafe", source.path, node.lineno, why)
             continue

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the house style, less the exceptions of `budgets.toml`, and the static gate of
-`security_rules.py`, less those of `unsafe_allowed.toml`.
+"""Check the house style, except for the entries of `budgets.toml`, and the static gate of
+`security_rules.py`, except for the entries of `unsafe_allowed.toml`.
 
     python tools/style_check.py [--root DIR]
 
-Prints one line per breach and exits 1 if there is any. An exception that nothing needs any more is
-a breach too, so both lists only shrink.
+Prints one line per breach and exits 1 if there is any. An exception that is no longer needed is a
+breach too, so both lists only shrink.
 """
 
 from __future__ import annotations

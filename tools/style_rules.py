@@ -118,27 +118,29 @@ def code_lines(text: str, tree: ast.Module) -> int:
     """Count the lines of a source text that hold code: no docstring, comment or blank."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT)
     skipped += (tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER)
-    held: set[int] = set()
+    code_line_numbers: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in skipped:
-            held.update(range(token.start[0], token.end[0] + 1))
+            code_line_numbers.update(range(token.start[0], token.end[0] + 1))
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
         if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            held.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-    return len(held)
+            docstring = node.body[0]
+            code_line_numbers.difference_update(
+                range(docstring.lineno, (docstring.end_lineno or 0) + 1)
+            )
+    return len(code_line_numbers)
 
 
 def dotted(node: ast.AST) -> str:
     """Return `a.b.c` for a name or a chain of attributes, else the empty string."""
-    parts: list[str] = []
+    segments: list[str] = []
     while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
+        segments.append(node.attr)
         node = node.value
     if not isinstance(node, ast.Name):
         return ""
-    return ".".join([node.id, *reversed(parts)])
+    return ".".join([node.id, *reversed(segments)])
 
 
 def _decorators(node: Function | ast.ClassDef) -> list[str]:
@@ -150,7 +152,7 @@ def _is_kernel(node: Function) -> bool:
 
 
 def header(source: Source) -> Iterator[Finding]:
-    """The licence line comes first, then a docstring; the file name says what it holds."""
+    """The licence line comes first, then a docstring; the file name names its content."""
     lines = source.text.splitlines()[:2]
     if lines and lines[0].startswith("#!"):
         lines = lines[1:]
@@ -163,9 +165,11 @@ def header(source: Source) -> Iterator[Finding]:
             "docstring", source.path, 1, "say the one idea of this file in a module docstring"
         )
     path = PurePosixPath(source.path)
-    for part in (*path.parts[:-1], path.stem):
-        if part in BANNED_NAMES:
-            yield Finding("file-name", source.path, 1, f"{part!r} names no idea: say which it is")
+    for segment in (*path.parts[:-1], path.stem):
+        if segment in BANNED_NAMES:
+            yield Finding(
+                "file-name", source.path, 1, f"{segment!r} names no idea: say which it is"
+            )
 
 
 def public_docstrings(source: Source) -> Iterator[Finding]:
@@ -191,11 +195,11 @@ def sizes(source: Source) -> Iterator[Finding]:
         message = f"{lines} lines of code, over {FILE_LINES}"
         yield Finding("file-lines", source.path, 1, message, lines)
     for name, node, _ in source.functions():
-        first = node.body[0]
+        docstring = node.body[0]
         documented = ast.get_docstring(node, clean=False) is not None
         count = node.end_lineno - node.lineno + 1
         if documented:
-            count -= first.end_lineno - first.lineno + 1
+            count -= docstring.end_lineno - docstring.lineno + 1
         limit = KERNEL_LINES if _is_kernel(node) else FUNCTION_LINES
         if count > limit:
             where = f"{source.path}::{name}"
@@ -230,8 +234,8 @@ def parameters(source: Source) -> Iterator[Finding]:
     """At most 8 parameters, self and cls not counted; those easily confused are keyword-only.
 
     In public functions of the wheels, keyword-only are: after the second parameter, every one that
-    has a default or is a bool; after the third, every one annotated with int, float or str (or a
-    union of these with None). Required tensors and objects may be positional. The insides of an
+    has a default or is a bool; after the third, every one annotated with int, float or str (or
+    such a union with None). Required tensors and objects may be positional. The insides of an
     op (core/ops/<name>/, but for what the package's __all__ lists) are no public functions. Left
     out altogether: autograd.Function methods, Triton kernels, special methods except __init__ and
     __call__, and tests (whose parameters are fixtures).
@@ -291,8 +295,8 @@ def module_state(source: Source) -> Iterator[Finding]:
             if [dotted(t) for t in targets] == ["__all__"]:
                 continue
             value = node.value
-            made = dotted(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
-            if isinstance(value, MUTABLE_DISPLAYS) or made in MUTABLE_CALLS:
+            constructor = dotted(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            if isinstance(value, MUTABLE_DISPLAYS) or constructor in MUTABLE_CALLS:
                 text = (
                     "mutable module state: use a tuple, frozenset or MappingProxyType, or pass it"
                 )
@@ -352,22 +356,22 @@ def _compared_for_a_call(node: ast.expr, in_call: bool) -> Iterator[bool]:
     match node:
         case ast.Compare(left=left, comparators=others):
             yield in_call
-            parts = [left, *others]
+            operands = [left, *others]
         case ast.Call(func=function, args=arguments, keywords=keywords):
             in_call = True
-            parts = [function, *arguments, *(keyword.value for keyword in keywords)]
+            operands = [function, *arguments, *(keyword.value for keyword in keywords)]
         case ast.Attribute(value=value) | ast.Starred(value=value):
-            parts = [value]
+            operands = [value]
         case ast.UnaryOp(operand=operand):
-            parts = [operand]
+            operands = [operand]
         case ast.BinOp(left=left, right=right):
-            parts = [left, right]
+            operands = [left, right]
         case ast.BoolOp(values=values):
-            parts = values
+            operands = values
         case _:  # pytest does not look inside of anything else
             return
-    for part in parts:
-        yield from _compared_for_a_call(part, in_call)
+    for expression in operands:
+        yield from _compared_for_a_call(expression, in_call)
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -407,18 +411,18 @@ def dependencies(source: Source) -> Iterator[Finding]:
 def documented_names(root: Path) -> dict[str, frozenset[str]]:
     """Return the names of the wheels that experiments may import, by module: those in the `__all__`
     of packages of core, and those in the tables of experimental/README.md."""
-    found: dict[str, set[str]] = {}
+    names_by_page: dict[str, set[str]] = {}
     for file in (root / CORE).rglob("__init__.py"):
         module = ".".join(file.parent.relative_to(root / "megatron_core").parts)
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             listed = isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
             if listed and [dotted(target) for target in node.targets] == ["__all__"]:
-                found.setdefault(module, set()).update(ast.literal_eval(node.value))
+                names_by_page.setdefault(module, set()).update(ast.literal_eval(node.value))
     readme = root / EXPERIMENTS / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     for module, names in re.findall(r"^\| `(megatron\.[\w.]+)` \| (.+) \|$", text, re.MULTILINE):
-        found.setdefault(module, set()).update(re.findall(r"`(\w+)`", names))
-    return {module: frozenset(names) for module, names in found.items()}
+        names_by_page.setdefault(module, set()).update(re.findall(r"`(\w+)`", names))
+    return {module: frozenset(names) for module, names in names_by_page.items()}
 
 
 def experiment_imports(
@@ -428,10 +432,10 @@ def experiment_imports(
 
     Its tests may import more.
     """
-    parts = PurePosixPath(source.path).parts
-    if parts[0] != EXPERIMENTS or source.is_test:
+    segments = PurePosixPath(source.path).parts
+    if segments[0] != EXPERIMENTS or source.is_test:
         return
-    own = f"{EXPERIMENTS}.{parts[1]}."
+    own_package = f"{EXPERIMENTS}.{segments[1]}."
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = [(alias.name, "") for alias in node.names]
@@ -445,7 +449,7 @@ def experiment_imports(
                 wrong = name not in documented.get(module, ())
             else:
                 wrong = top in ("tests", "tools") or (
-                    top == EXPERIMENTS and not f"{module}.".startswith(own)
+                    top == EXPERIMENTS and not f"{module}.".startswith(own_package)
                 )
             if wrong:
                 text = (

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package uses of TransformerEngine, checked against the source of a release.
+"""Check this package's uses of TransformerEngine against the source of a release.
 
     python -m tools.te_contract build/transformer-engine/2.20.2 transformer_engine-2.19.0.whl
 
-reads a folder or a wheel without importing it, prints one table for all of them, one line per
+reads folders or wheels without importing them, prints one table for all releases, one line per
 drift, and exits with 1 if there is one. The table below is the whole contract: what
-`megatron.core.extensions.transformer_engine` passes, overrides and is asked for.
+`megatron.core.extensions.transformer_engine` passes, overrides and implements.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ CONTRACT: tuple[Use, ...] = (
 )
 
 
-def _reader(source: Path) -> Callable[[str], str | None]:
+def _make_reader(source: Path) -> Callable[[str], str | None]:
     """Return what reads a file below transformer_engine/pytorch; None where there is none."""
     if source.is_dir():
         folder = source / "transformer_engine" / "pytorch"
@@ -175,7 +175,7 @@ def drifts(source: Path, uses: tuple[Use, ...] = CONTRACT) -> Iterator[tuple[Use
     Args:
         source: a folder with `transformer_engine` in it, or a wheel.
     """
-    read = _reader(source)
+    read = _make_reader(source)
     for use in uses:
         text = read(use.path)
         if text is None:
@@ -188,11 +188,11 @@ def drifts(source: Path, uses: tuple[Use, ...] = CONTRACT) -> Iterator[tuple[Use
             if missing:
                 yield use, f"{use.name} has no field {', '.join(missing)}"
             continue
-        found = _function(tree, use.name)
-        if found is None:
+        function = _function(tree, use.name)
+        if function is None:
             yield use, f"{use.path} has no {use.name}"
             continue
-        yield from ((use, problem) for problem in _problems(found.args, use))
+        yield from ((use, problem) for problem in _problems(function.args, use))
 
 
 def _fields(tree: ast.Module, name: str) -> set[str] | None:
@@ -200,39 +200,40 @@ def _fields(tree: ast.Module, name: str) -> set[str] | None:
     kinds = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
     if not kinds:
         return None
-    found: set[str] = set()
+    field_names: set[str] = set()
     for line in kinds[0].body:
         targets = line.targets if isinstance(line, ast.Assign) else []
         targets = [line.target] if isinstance(line, ast.AnnAssign) else targets
-        found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
+        field_names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return field_names
 
 
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef | None:
     body: list[ast.stmt] = tree.body
-    *classes, last = name.split(".")
-    for wanted in classes:
-        kinds = [n for n in body if isinstance(n, ast.ClassDef) and n.name == wanted]
+    *classes, function_name = name.split(".")
+    for class_name in classes:
+        kinds = [n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name]
         if not kinds:
             return None
         body = kinds[0].body
-    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == last]
+    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == function_name]
     return functions[0] if functions else None
 
 
-def _problems(given: ast.arguments, use: Use) -> Iterator[str]:
-    positional = [a.arg for a in (*given.posonlyargs, *given.args)]
+def _problems(arguments: ast.arguments, use: Use) -> Iterator[str]:
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
     if "." in use.name:
         positional = positional[1:]  # self
-    known = {*positional, *(a.arg for a in given.kwonlyargs)}
-    missing = [name for name in use.arguments if name not in known]
-    if missing and given.kwarg is None:
+    parameter_names = {*positional, *(a.arg for a in arguments.kwonlyargs)}
+    missing = [name for name in use.arguments if name not in parameter_names]
+    if missing and arguments.kwarg is None:
         yield f"{use.name} has no argument {', '.join(missing)}"
-    required = positional[: len(positional) - len(given.defaults)]
+    required = positional[: len(positional) - len(arguments.defaults)]
     least = len([name for name in required if name not in use.arguments])
-    most = len(positional) if given.vararg is None else use.positions
-    if not least <= use.positions <= most:
-        yield f"{use.name} takes {least} to {most} arguments by position, not {use.positions}"
+    most_positional = len(positional) if arguments.vararg is None else use.positions
+    if not least <= use.positions <= most_positional:
+        counts = f"{least} to {most_positional} arguments by position"
+        yield f"{use.name} takes {counts}, not {use.positions}"
 
 
 def main() -> int:
@@ -242,18 +243,19 @@ def main() -> int:
     absent = [str(source) for source in sources if not source.exists()]
     if absent:
         parser.error(f"{', '.join(absent)}: no such folder or wheel, run make te-wheels")
-    found = {source: dict(drifts(source)) for source in sources}
+    drifts_by_source = {source: dict(drifts(source)) for source in sources}
     width = max(len(use.name) for use in CONTRACT)
     print(f"{'':{width}}  " + "  ".join(source.name for source in sources))
     for use in CONTRACT:
         marks = (
-            f"{'drift' if use in found[source] else 'ok':{len(source.name)}}" for source in sources
+            f"{'drift' if use in drifts_by_source[source] else 'ok':{len(source.name)}}"
+            for source in sources
         )
         print(f"{use.name:{width}}  " + "  ".join(marks))
-    for source, problems in found.items():
+    for source, problems in drifts_by_source.items():
         for problem in problems.values():
             print(f"{source.name}: {problem}")
-    return int(any(found.values()))
+    return int(any(drifts_by_source.values()))
 
 
 if __name__ == "__main__":

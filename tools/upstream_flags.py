@@ -21,7 +21,7 @@ from megatron.training.config.translated_flags import TRANSLATED
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "support" / "upstream"
 
-_KNOWN = [*options(Config), *TRANSLATED]
+_OPTION_NAMES = [*options(Config), *TRANSLATED]
 _HARMLESS = [flag.option for flag in NO_EFFECT]
 
 #: A flag that another project's library would be needed for; what it computes is here.
@@ -34,16 +34,16 @@ POSITIONS = ("(default)", "learned_absolute", "rope", "yarn", "none")
 
 @dataclass(frozen=True)
 class Figures:
-    """What is accepted.
+    """The accepted flags.
 
     Args:
-        uses: of flags in configurations that train.
-        accepted: how many of them, by each flag's commonest value.
-        configs: configurations that train decoder-only models.
-        unchanged: how many of them have no flag that is refused, and name position embeddings
-            that are here.
-        flags: how many flags these have together.
-        refused: flags of theirs that are refused, with their values, and how often.
+        uses: number of flag uses in training configurations.
+        accepted: number of accepted uses, with each flag's most common value.
+        configs: number of configurations that train decoder-only models.
+        unchanged: number of configurations without a refused flag and with supported position
+            embeddings.
+        flags: number of distinct flags in these configurations.
+        refused: refused flags with their values, and the number of uses.
     """
 
     uses: int
@@ -62,14 +62,13 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
 
 
 def is_accepted(words: list[str]) -> bool:
-    """Tell whether a training program reads a flag with its value; what it means is not looked
-    at."""
+    """Return whether a training program parses a flag with its value, ignoring its effect."""
     if "=".join(words) in PRESENT:
         return True
     if len(words) > 1 and "${" in words[1]:  # a value that a run of it fills in: a number or a path
         return any(is_accepted([words[0], value]) for value in ("1", "path"))
     try:
-        read_flags(words, _KNOWN, harmless=_HARMLESS)
+        read_flags(words, _OPTION_NAMES, harmless=_HARMLESS)
     except ValueError:
         return False
     return True
@@ -84,19 +83,21 @@ def _flags(text: str) -> Iterator[list[str]]:
 
 
 def figures(as_if: Collection[str] = ()) -> Figures:
-    """Return what is accepted, and would be if these flags were, with any value."""
+    """Return the accepted share, as if the given flags were accepted with any value."""
     uses = accepted = configs = unchanged = total = 0
     for row in _rows("flags.tsv"):
         value = row["commonest_values"].split("; ")[0]
         count = int(row["uses_in_training"])
         uses += count
         words = [row["flag"], *([value] if value else [])]
-        known = row["today"] == "accepted" or row["flag"] in as_if or (count and is_accepted(words))
-        accepted += count if known else 0
+        is_known = (
+            row["today"] == "accepted" or row["flag"] in as_if or (count and is_accepted(words))
+        )
+        accepted += count if is_known else 0
     refused: Counter[str] = Counter()
     for row in _rows("configs.tsv"):
-        given = [flag for flag in _flags(row["not_accepted_today"]) if flag[0] not in as_if]
-        words = [flag for flag in given if not is_accepted(flag)]
+        missing_flags = [flag for flag in _flags(row["not_accepted_today"]) if flag[0] not in as_if]
+        words = [flag for flag in missing_flags if not is_accepted(flag)]
         refused.update("=".join([flag[0], " ".join(flag[1:])]).rstrip("=") for flag in words)
         configs += 1
         total += int(row["flags"])
@@ -105,19 +106,22 @@ def figures(as_if: Collection[str] = ()) -> Figures:
 
 
 def main() -> None:
-    """Print the two shares, and on request what is refused most often."""
+    """Print the two shares, and on request the most common refused flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refused", type=int, default=0, metavar="N", help="list N refused flags")
     parser.add_argument("--as-if", nargs="+", default=[], help="count these as accepted, no dashes")
     words = parser.parse_args()
-    found = figures([f"--{name}" for name in words.as_if])
-    share, whole = found.accepted / found.uses, found.unchanged / found.configs
-    print(f"uses in training configs accepted: {found.accepted} of {found.uses}, {share:.1%}")
-    print(f"configs that parse with no edit: {found.unchanged} of {found.configs}, {whole:.1%}")
-    left = found.refused.total()
-    print(f"flags of these accepted: {found.flags - left} of {found.flags}")
+    shares = figures([f"--{name}" for name in words.as_if])
+    share, whole = (
+        shares.accepted / shares.uses,
+        shares.unchanged / shares.configs,
+    )
+    print(f"uses in training configs accepted: {shares.accepted} of {shares.uses}, {share:.1%}")
+    print(f"configs that parse with no edit: {shares.unchanged} of {shares.configs}, {whole:.1%}")
+    left = shares.refused.total()
+    print(f"flags of these accepted: {shares.flags - left} of {shares.flags}")
     print(f"({PRESENT[0]} is counted as accepted)")
-    for flag, count in found.refused.most_common(words.refused):
+    for flag, count in shares.refused.most_common(words.refused):
         print(f"{count:6} {flag}")
 
 

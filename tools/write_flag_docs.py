@@ -134,7 +134,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _rows(found: list[Option], docs: dict[str, str]) -> list[list[str]]:
+def _rows(section_options: list[Option], docs: dict[str, str]) -> list[list[str]]:
     return [
         [
             f"`--{option.name}`",
@@ -142,7 +142,7 @@ def _rows(found: list[Option], docs: dict[str, str]) -> list[list[str]]:
             _cell(default_text(option)),
             _cell(docs[option.name]),
         ]
-        for option in found
+        for option in section_options
     ]
 
 
@@ -152,14 +152,14 @@ def _program(name: str, schema: type) -> Iterator[str]:
     docs = option_docs(schema)
     groups = [(None, ""), *section_titles(schema).items()]
     for section, title in groups:
-        found = [option for option in options(schema) if option.section == section]
-        if found:
+        section_options = [option for option in options(schema) if option.section == section]
+        if section_options:
             yield f"### {title.rstrip('.')}\n\n" if title else ""
-            yield table(_HEADER, _rows(found, docs))
+            yield table(_HEADER, _rows(section_options, docs))
 
 
 def _harmless() -> Iterator[list[str]]:
-    """Yield the rows of flags without effect, those of one kind and reason together."""
+    """Yield the table rows of flags without effect, grouped by kind and reason."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for flag in sorted(NO_EFFECT, key=lambda flag: KINDS.index(flag.kind)):
         values = flag.values or "switch"
@@ -178,15 +178,15 @@ def _translations() -> Iterator[list[str]]:
         yield [f"`--{option.name}`", values or value_text(option) or "switch", _cell(meaning)]
 
 
-def _instead(known: Answer) -> tuple[str, str]:
+def _instead(answer: Answer) -> tuple[str, str]:
     """Return what to do about a flag that is not here, and the reason."""
-    nearest = f"`--{known.nearest}`" if known.nearest else ""
-    if known.unsupported:
-        return f"not supported{f', nearest: {nearest}' if nearest else ''}", known.reason
-    return nearest or "leave it out", known.reason
+    nearest = f"`--{answer.nearest}`" if answer.nearest else ""
+    if answer.unsupported:
+        return f"not supported{f', nearest: {nearest}' if nearest else ''}", answer.reason
+    return nearest or "leave it out", answer.reason
 
 
-def _parts() -> Iterator[str]:
+def _paragraphs() -> Iterator[str]:
     """Yield the parts of the page."""
     yield _INTRODUCTION
     yield "## Options about options\n\nEvery program has these.\n\n"
@@ -195,9 +195,9 @@ def _parts() -> Iterator[str]:
         yield from _program(name, schema)
     yield _NAMES
     values = [
-        [f"`--{flag}`", f"`{theirs}`", f"`{ours}`"]
+        [f"`--{flag}`", f"`{foreign_name}`", f"`{local_name}`"]
         for flag, pairs in VALUE_NAMES.items()
-        for theirs, ours in pairs.items()
+        for foreign_name, local_name in pairs.items()
     ]
     yield table(["flag", "Megatron's value", "ours"], values)
     yield _ALIASES
@@ -212,17 +212,17 @@ def _parts() -> Iterator[str]:
     yield table(["flag", "values", "kind", "what happens here"], list(_harmless()))
     yield _ANSWERS
     grouped: dict[tuple[str, str], list[str]] = {}
-    for name, known in answered().items():
-        grouped.setdefault(_instead(known), []).append(f"`--{name}`")
-    for prefix, known in answered_prefixes().items():
-        grouped.setdefault(_instead(known), []).append(f"`--{prefix}...`")
-    rows = [[" ".join(names), mend, _cell(reason)] for (mend, reason), names in grouped.items()]
+    for name, answer in answered().items():
+        grouped.setdefault(_instead(answer), []).append(f"`--{name}`")
+    for prefix, answer in answered_prefixes().items():
+        grouped.setdefault(_instead(answer), []).append(f"`--{prefix}...`")
+    rows = [[" ".join(names), fix, _cell(reason)] for (fix, reason), names in grouped.items()]
     yield table(["flag", "instead", "reason"], rows).rstrip() + "\n"
 
 
 def page() -> str:
     """Return the text of docs/flags.md."""
-    return "".join(_parts())
+    return "".join(_paragraphs())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/performance.md from every .json file of bench_results, and what was printed there on
-CPUs, cpu-*.md.
+"""Write docs/performance.md from the .json files of bench_results and the CPU tables, cpu-*.md.
 
 python -m tools.write_performance            write it
 python -m tools.write_performance --check    exit 1 unless it is as written
@@ -189,8 +188,8 @@ PROMISES: tuple[tuple[str, str], ...] = (
 
 def read(folder: Path) -> list[dict]:
     """Return every result in a folder, the newest first."""
-    found = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    return sorted(found, key=lambda result: result["when"], reverse=True)
+    results = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda result: result["when"], reverse=True)
 
 
 def read_cpu(folder: Path) -> str:

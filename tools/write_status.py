@@ -74,12 +74,12 @@ def test_of(nodeid: str) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """What a page is written from.
+    """The test results of a page.
 
     Args:
-        tests: the tests that passed, with what they covered.
+        tests: the passed tests, with their coverage.
         failed: node ids of tests that failed or were skipped.
-        claimed: what the tests of the tree claim.
+        claimed: the claims of the tests in the tree.
     """
 
     tests: Covered
@@ -88,10 +88,10 @@ class Results:
 
     def passed(self) -> dict[str, bool]:
         """Return the tests that passed, and whether all their cases that did are slow."""
-        found: dict[str, bool] = {}
+        slow_by_test: dict[str, bool] = {}
         for nodeid, (slow, _) in self.tests.items():
-            found[test_of(nodeid)] = found.get(test_of(nodeid), True) and slow
-        return found
+            slow_by_test[test_of(nodeid)] = slow_by_test.get(test_of(nodeid), True) and slow
+        return slow_by_test
 
     def missing(self, claim: str | None = None) -> list[str]:
         """Return the tests that are marked (with a claim) and did not run or pass at all."""
@@ -99,25 +99,25 @@ class Results:
         return sorted({t for t, c in self.claimed - passed if claim is None or claim == c})
 
     def note(self, claim: str) -> str:
-        """Return what to add to the empty cells of a claim: how many of its tests are missing."""
-        asked = {test for test, c in self.claimed if c == claim}
+        """Return a note for the empty cells of a claim: the number of its missing tests."""
+        claiming_tests = {test for test, c in self.claimed if c == claim}
         if not (missing := len(self.missing(claim))):
             return ""
-        return f" ({missing} of its {len(asked)} tests {MISSING})"
+        return f" ({missing} of its {len(claiming_tests)} tests {MISSING})"
 
 
 def of_the_tree(tests: Covered, failed: Iterable[str], claimed: Claimed) -> tuple[Results, list]:
-    """Return what is about tests and claims that the tree has, and a line for each other one."""
-    names, gone, kept = {test for test, _ in claimed}, [], {}
+    """Return the results of existing tests and claims, and a line for each removed one."""
+    names, gone, current_tests = {test for test, _ in claimed}, [], {}
     for nodeid, (slow, claims) in tests.items():
         name = test_of(nodeid)
         gone += [f"{nodeid}: the tree has no such test or mark"] if name not in names else []
         old = sorted(c for c in claims if (name, c) not in claimed) if name in names else []
         gone += [f"{nodeid}: it claims {c!r} no more" for c in old]
         if left := {c: rans for c, rans in claims.items() if (name, c) in claimed}:
-            kept[nodeid] = (slow, left)
+            current_tests[nodeid] = (slow, left)
     still = frozenset(nodeid for nodeid in failed if test_of(nodeid) in names)
-    return Results(kept, still, claimed), gone
+    return Results(current_tests, still, claimed), gone
 
 
 def _head(results: Results) -> Iterator[str]:
@@ -142,7 +142,7 @@ def cells_of(tests: Covered) -> dict[Cell, bool]:
     Raises:
         ValueError: a setting that has no row.
     """
-    found: dict[Cell, bool] = {}
+    cells: dict[Cell, bool] = {}
     for slow, claims in tests.values():
         for claim, rans in claims.items():
             for ran in rans:
@@ -152,15 +152,15 @@ def cells_of(tests: Covered) -> dict[Cell, bool]:
                 for grid in (name for name, holds in GRIDS.items() if holds(ran)):
                     for row in rows if ran.strategy else ():
                         cell = (ran.strategy, row, grid)
-                        found[cell] = found.get(cell, False) or not slow
-    return found
+                        cells[cell] = cells.get(cell, False) or not slow
+    return cells
 
 
 def mark(cells: Mapping[Cell, bool], cell: Cell) -> str:
-    """Return what stands in a cell.
+    """Return the content of a cell.
 
     Raises:
-        ValueError: a test covers what is said to be impossible.
+        ValueError: a test covers an impossible cell.
     """
     why = reason(*cell)
     if cell in cells:
@@ -186,8 +186,8 @@ def _empty(strategy: str, cells: Mapping[Cell, bool], results: Results) -> Itera
     lines, total, possible = [], 0, 0
     for row in (*CLAIMS, *all_settings()):
         marks = {grid: mark(cells, (strategy, row, grid)) for grid in GRIDS}
-        empty = [grid for grid, found in marks.items() if found == EMPTY]
-        filled = [grid for grid, found in marks.items() if found in (CHANGES, NIGHTS)]
+        empty = [grid for grid, cell in marks.items() if cell == EMPTY]
+        filled = [grid for grid, cell in marks.items() if cell in (CHANGES, NIGHTS)]
         total, possible = total + len(empty), possible + len(empty) + len(filled)
         if not empty:
             continue
@@ -205,17 +205,17 @@ def _names(grids: Iterable[str]) -> str:
 def _impossible() -> Iterator[str]:
     yield "| why | strategies | rows | grids |"
     yield "|---|---|---|---|"
-    for one in IMPOSSIBLE:
-        yield f"| {one.why} | {' | '.join(_restriction(one))} |"
+    for impossible in IMPOSSIBLE:
+        yield f"| {impossible.why} | {' | '.join(_restriction(impossible))} |"
 
 
-def _restriction(one: Impossible) -> Iterator[str]:
-    for names in (one.strategies, one.rows, one.grids):
+def _restriction(impossible: Impossible) -> Iterator[str]:
+    for names in (impossible.strategies, impossible.rows, impossible.grids):
         yield "all" if names is None else ", ".join(names)
 
 
 def _tests(results: Results) -> Iterator[str]:
-    """List the tests of each claim: those of the night marked, those that are missing too."""
+    """List the tests of each claim, with marks for nightly and missing tests."""
     by_claim: dict[str, dict[str, bool]] = defaultdict(dict)
     idle: dict[str, set[str]] = defaultdict(set)
     for nodeid, (slow, claims) in results.tests.items():
@@ -254,7 +254,7 @@ def tests_of(text: str) -> set[str]:
     """Return the tests that passed according to a page."""
     lists = text.partition("\n## The tests\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^- `([^`]+)`(.*)$", lists, re.MULTILINE)
-    return {name for name, said in lines if MISSING not in said}
+    return {name for name, remark in lines if MISSING not in remark}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

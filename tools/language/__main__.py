@@ -105,7 +105,7 @@ class Measured:
 
 
 def read_files(root: Path) -> dict[str, Facts]:
-    """Return path -> facts of every file; those of unchanged files come from the cache."""
+    """Return path -> facts of every file; facts of unchanged files come from the cache."""
     tool = b"".join(p.read_bytes() for p in sorted(TOOL.glob("*.*")) if p.name != "bounds.toml")
     words = tomllib.loads((TOOL / "words.toml").read_text(encoding="utf-8"))
     cache = root / CACHE

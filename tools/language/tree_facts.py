@@ -63,7 +63,7 @@ def _dotted(path: str) -> str:
 
 
 class References:
-    """What a back-quoted name, dotted name or path can lead to.
+    """The possible targets of a back-quoted name, dotted name or path.
 
     Args:
         root: of the repository.
@@ -130,7 +130,7 @@ class References:
         return any(path.endswith(endings) for path in self.paths)
 
     def _modules_of(self, segments: list[str], path: str) -> list[str]:
-        """Return the files of modules with a dotted name; a role is that of the op at `path`."""
+        """Return the files of modules with a dotted name; a role belongs to the op at `path`."""
         dotted, folder = "." + ".".join(segments), path.rpartition("/")[0]
         return [
             candidate

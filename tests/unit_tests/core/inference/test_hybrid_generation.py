@@ -114,7 +114,7 @@ def fed(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Te
     for count in steps:
         # A shorter row begins later, so that a step has rows at different places.
         counts = [
-            max(0, min(count, len(row) - fed.done[n], first + count - (length - len(row))))
+            max(0, min(count, len(row) - fed.num_fed[n], first + count - (length - len(row))))
             for n, row in enumerate(rows)
         ]
         layout = fed.layout(counts)
@@ -122,7 +122,7 @@ def fed(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Te
             hidden = model(fed.packed(tokens)[None], layout=layout, cache=fed.cache)
             fed.unpacked(model.head(hidden)[:, 0].double(), logits)
         first += count
-    assert fed.done == [len(row) for row in rows]
+    assert fed.num_fed == [len(row) for row in rows]
     return logits
 
 

@@ -76,7 +76,7 @@ def in_steps(model: GPTModel, tokens: torch.Tensor, steps) -> tuple[torch.Tensor
             layout = fed.layout([count] * rows)
             new = fed.packed(tokens.t())[None]
             fed.unpacked(model.full_logits(new, cache=fed.cache, layout=layout)[:, 0], logits)
-    assert fed.done == [length] * rows
+    assert fed.num_fed == [length] * rows
     return logits, fed
 
 

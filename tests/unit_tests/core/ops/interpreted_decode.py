@@ -298,7 +298,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_implementation", chosen)
     for step in STEPS:
         feed([int(one) for one in step])
-    assert fed.done == [PROMPT + 2] * 3
+    assert fed.num_fed == [PROMPT + 2] * 3
     assert relative_error(out[: PROMPT + 2], whole[: PROMPT + 2]) < 1e-5
     assert len(calls) >= len(STEPS)
 

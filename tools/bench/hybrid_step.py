@@ -100,7 +100,7 @@ def per_sequence(cut: SequenceSharding, group: Group) -> Iterator[None]:
         return torch.cat(form.moved(x[:, 0].split(sections, -1)), -1), None
 
     def gather_heads(y, layout, group):
-        return RecurrenceOutput(form.back(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
+        return RecurrenceOutput(form.gather(y.flatten(2)).flatten(0, 1).unflatten(-1, y.shape[2:]))
 
     with (
         mock.patch.object(mixer, "scatter_heads", scatter_heads),

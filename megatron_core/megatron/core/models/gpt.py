@@ -436,7 +436,7 @@ class GPTModel(StoreModule):
         extra = self.multi_token(
             final, mtp_targets, layout, rope=self._rope(layout), aux_factor=aux_factor
         )
-        return attach_aux_loss(loss, extra), nll.t()
+        return attach_mtp_loss(loss, extra), nll.t()
 
     def logits(
         self,
@@ -804,12 +804,12 @@ class MultiTokenPredictionLayer(nn.Module):
         return self.decoder(mixed, layout, rope=rope, cache=cache, aux_factor=aux_factor)
 
 
-def attach_aux_loss(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+def attach_mtp_loss(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
     """Return `loss` with the gradient of `loss + extra`; both are scalars."""
-    return apply_function(_AttachAuxLoss, loss, extra)
+    return apply_function(_AttachMTPLoss, loss, extra)
 
 
-class _AttachAuxLoss(torch.autograd.Function):
+class _AttachMTPLoss(torch.autograd.Function):
     """Forward: the loss. Backward: the incoming gradient, for both inputs. Saves nothing."""
 
     @staticmethod

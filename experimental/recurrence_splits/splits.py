@@ -22,7 +22,7 @@ from megatron.core.ops.recurrence import (
     split_tensors,
 )
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ssm.state_passing import NOBODY, ChainStep, Fold
+from megatron.core.ssm.state_passing import NO_RECEIVER, PassingStep, StatePassing
 
 #: Tokens that splits of a sequence keep together: whole chunks of the recurrences.
 SPLIT_CHUNK = 128
@@ -95,26 +95,26 @@ class Split:
         *,
         back: bool,
     ) -> torch.Tensor:
-        fold = self.segments.cached(
-            ("fold", back, given is None), lambda: self._fold(back, given is not None)
+        state_passing = self.segments.cached(
+            ("fold", back, given is None), lambda: self._state_passing(back, given is not None)
         )
         if given is not None:
             addends = torch.cat([addends, given])
-        taken = transitions.index_select(0, fold.transitions)
-        return fold.states(addends, taken, transposed=back)
+        chain_transitions = transitions.index_select(0, state_passing.transitions)
+        return state_passing.states(addends, chain_transitions, transposed=back)
 
-    def _fold(self, back: bool, given: bool) -> Fold:
-        """Return the fold; slots are the segments, then what is given for each sequence."""
+    def _state_passing(self, back: bool, given: bool) -> StatePassing:
+        """Return the state passing; slots are the segments, then the given states of sequences."""
         chains = []
         for number, (first, last) in enumerate(self._ends):
             order = list(range(first, last + 1))
             if back:
                 order.reverse()
-            steps = [ChainStep(one, one, taker) for one, taker in pairwise(order)]
+            steps = [PassingStep(one, one, taker) for one, taker in pairwise(order)]
             if given:
-                steps.insert(0, ChainStep(self.segments.count + number, NOBODY, order[0]))
+                steps.insert(0, PassingStep(self.segments.count + number, NO_RECEIVER, order[0]))
             chains.append(steps)
-        return Fold(chains, self.segments)
+        return StatePassing(chains, self.segments)
 
 
 def recur_split(

@@ -28,7 +28,7 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "a rank takes the weights of its neighbour's heads": (
         "ssm.mixer",
-        "Part.of",
+        "UnitShard.of",
         "[self.index]",
         "[self.index - 1]",
         _DELTA,
@@ -56,16 +56,16 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "gradients of states are multiplied by what is not transposed": (
         "ssm.state_passing",
-        "_last_gradients",
+        "_final_gradients",
         "transposed=True",
         "transposed=False",
         {**_DELTA, "linear_mode": "segments"},
     ),
     "states are folded from one rank's summaries": (
         "ssm.state_passing",
-        "Links.of",
-        "slot = link.source * exports + link.export",
-        "slot = group.rank * exports + link.export",
+        "StateExchange.of",
+        "slot = transfer.source * num_exports + transfer.export",
+        "slot = group.rank * num_exports + transfer.export",
         {**_MAMBA, "linear_mode": "segments"},
     ),
     "ranks that hold the same group keep their own gradients": (
@@ -77,14 +77,14 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "copies of a group meet heads in another order": (
         "ssm.mamba2",
-        "Mamba2.spread",
-        "part.unflatten(-1, (copies, -1))",
-        "part.unflatten(-1, (-1, copies)).mT",
+        "Mamba2.replicate_shared",
+        "columns.unflatten(-1, (copies, -1))",
+        "columns.unflatten(-1, (-1, copies)).mT",
         {**_MAMBA, "mamba_groups": 1},
     ),
     "squares of a norm on several ranks are summed in forward alone": (
         "ssm.mamba2",
-        "Mamba2._normed",
+        "Mamba2._apply_norm",
         "copy_to_group(reduce_from_group(squares, self._tp), self._tp)",
         "reduce_from_group(squares, self._tp)",
         {"mixer": "mamba", "norm_groups": 1},

@@ -328,7 +328,7 @@ def test_what_a_recurrence_sends_is_worked_out_from_its_weights(tp):
         assert (found.features_in + found.features_out) * tp == rows
         assert found.features_out * tp == mixer.output.weight.shape[1]
         assert found.conv_channels * tp == mixer.conv.shape[0]
-        assert found.heads * tp == mixer.rates.shape[0]
+        assert found.heads * tp == mixer.a_log.shape[0]
         assert found.units * tp == mixer.units
 
 

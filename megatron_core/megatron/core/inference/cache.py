@@ -69,7 +69,7 @@ class CacheShapes:
                 windows.append(layer.core.window)
                 cpu_dtype = layer.core.context.cpu_dtype
             elif isinstance(layer, RecurrentMixer):
-                states |= layer.kept_shapes(dtype)
+                states |= layer.cache_shapes(dtype)
         # One layer with full attention needs all tokens, so no block may be freed early.
         finite = [window for window in windows if window is not None]
         window = max(finite) if finite and len(finite) == len(windows) else None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a recurrence gets the tokens of other ranks, chosen by communication volume. Pure arithmetic.
+"""Choice of the context-parallel mode of a recurrence by communication volume. Pure arithmetic.
 
-Per layer and rank, forward and backward, with t = s/cp local tokens of b rows:
+Volume per layer and rank, forward and backward, with t = s/cp local tokens of b rows:
 
     headwise  (cp-1)/cp of the input features and of the outputs, and their gradients
     segments  to each of cp - 1 ranks a state and its transition, fp32, for each summary,
               and a state again backward; W - 1 tokens for each summary to one rank, and back
 
-A rank sends a summary for each of its runs that another rank continues: 2 of a row in zigzag order,
-1 of a contiguous one, however many documents it holds; as many again for each sequence that is
-split separately. So the volume of headwise grows with the tokens, that of segments with the
-sequences. Where a document ends within a run, less is sent than is counted here.
+A rank sends a summary for each run of its tokens that another rank continues: 2 per row in zigzag
+order, 1 in contiguous order, for any number of documents, times the number of separately split
+sequences. So the volume of headwise grows with the tokens, the volume of segments with the
+sequences. If a document ends within a run, the real volume is smaller.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _STATE_BYTES = 4  # states travel in fp32
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """One recurrent layer of one rank, and its tokens.
+    """Sizes of one recurrent layer on one rank, and of its tokens.
 
     Args:
-        units: of heads that headwise keeps together: key heads, or groups; of this rank.
-        features_in: of a token that go into the convolution and the recurrence, of all units.
-        features_out: of a token that come out.
-        heads: that have a state.
+        units: number of units (key heads, or groups) on this rank; headwise does not split a unit.
+        features_in: input features of the convolution and the recurrence per token, of all units.
+        features_out: output features per token.
+        heads: number of heads with a state.
         key_channels, value_channels: K, V of a state.
-        transition: K where a state is multiplied by a matrix, 1 where by a number.
-        conv_channels: that are convolved.
+        transition: K if M is a matrix, 1 if it is a scalar.
+        conv_channels: channels of the convolution.
         conv_width: W.
-        shared_features: of `features_in`, those that several heads of a unit share: where there are
-            fewer units than ranks, heads are sharded, and of these every rank gets a copy. 0 is of
-            units that cannot be sharded.
-        tokens: local ones of a row, s/cp, padding included.
+        shared_features: number of `features_in` that the heads of a unit share. If there are fewer
+            units than ranks, headwise splits units by heads and replicates the shared features. 0:
+            units cannot be split.
+        tokens: local tokens of a row, s/cp, including padding.
         rows: b.
-        sequences: of a row that are split separately.
+        sequences: number of sequences of a row that are split separately.
         order: "zigzag" or "contiguous".
-        element_bytes: of an activation.
+        element_bytes: bytes of an activation element.
     """
 
     units: int
@@ -74,9 +74,9 @@ class LinearShape:
         """Return the shape with the tokens of a layout.
 
         Args:
-            layout: of a microbatch, split over ranks.
+            layout: the layout of a microbatch, split over ranks.
             rows: b.
-            element_bytes: of an activation.
+            element_bytes: bytes of an activation element.
 
         Raises:
             ValueError: a layout without a split.
@@ -94,12 +94,12 @@ class LinearShape:
         )
 
     def copies(self, cp: int) -> int:
-        """Return how many ranks share a unit under headwise."""
+        """Return the number of ranks that share a unit in headwise mode."""
         return 1 if self.units % cp == 0 else cp // self.units
 
     def summaries(self, cp: int) -> int:
-        """Return how many summaries the rank that sends most of them does."""
-        runs = 2 if self.order == ZIGZAG and cp > 2 else 1  # of two ranks, runs meet in the middle
+        """Return the maximum number of summaries that a rank sends."""
+        runs = 2 if self.order == ZIGZAG and cp > 2 else 1  # two zigzag ranks: the runs join
         return self.rows * self.sequences * runs
 
     @property
@@ -109,13 +109,12 @@ class LinearShape:
 
     @property
     def transition_bytes(self) -> int:
-        """Bytes of what the states of one summary are multiplied by."""
+        """Bytes of the transitions M of one summary."""
         return self.heads * self.transition**2 * _STATE_BYTES
 
 
 def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearShape:
-    """Return what decides how much a recurrent block sends, without its tokens, on each of so many
-    tensor parallel ranks."""
+    """Return the sizes of a recurrent block on each of `tp` ranks, without tokens."""
     if isinstance(config, GatedDeltaNetConfig):
         heads = config.num_value_heads // tp
         keys = 2 * config.num_key_heads // tp * config.key_channels
@@ -149,7 +148,7 @@ def linear_shape(config: GatedDeltaNetConfig | Mamba2Config, tp: int) -> LinearS
 
 @dataclass(frozen=True)
 class LinearModeChoice:
-    """A mode, and why.
+    """A mode and the reason for it.
 
     Args:
         mode: "headwise" or "segments".
@@ -161,7 +160,7 @@ class LinearModeChoice:
 
 
 def head_problem(shape: LinearShape, cp: int) -> str | None:
-    """Return why heads cannot be sharded over cp ranks, with the fix; None if they can."""
+    """Return why heads cannot be sharded over cp ranks, with the fix, or None."""
     if shape.units % cp == 0:
         return None
     if shape.shared_features and cp % shape.units == 0 and shape.heads % cp == 0:
@@ -186,16 +185,16 @@ def sent_bytes(mode: str, shape: LinearShape, cp: int) -> int:
         tokens = shape.tokens * shape.rows
         return 2 * tokens * features * shape.element_bytes * (cp - 1) // cp
     if mode == SEGMENTS:
-        # A document on two ranks is handed over once: nothing is multiplied.
-        once = cp == 2 and shape.order != ZIGZAG
-        summary = 2 * shape.state_bytes + (0 if once else shape.transition_bytes)
+        # Two ranks transfer a document's state once: the first rank starts from zero, without M.
+        is_single_transfer = cp == 2 and shape.order != ZIGZAG
+        summary = 2 * shape.state_bytes + (0 if is_single_transfer else shape.transition_bytes)
         halo = 2 * (shape.conv_width - 1) * shape.conv_channels * shape.element_bytes
         return shape.summaries(cp) * ((cp - 1) * summary + halo)
     raise ValueError(f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}")
 
 
 def choose_mode(mode: str, shape: LinearShape, cp: int) -> LinearModeChoice:
-    """Return the mode that is asked for, or with "auto" the one that sends least.
+    """Return the requested mode; for "auto" the mode with the least volume.
 
     Raises:
         ValueError: an unknown mode, or heads that do not divide for headwise.
@@ -206,15 +205,15 @@ def choose_mode(mode: str, shape: LinearShape, cp: int) -> LinearModeChoice:
         if mode == HEADWISE and reason is not None:
             raise ValueError(f"linear-cp-mode headwise: {reason}")
         return LinearModeChoice(mode, f"{mode} was asked for")
-    fitting = [one for one in (HEADWISE, SEGMENTS) if one != HEADWISE or reason is None]
-    sent = {one: sent_bytes(one, shape, cp) for one in fitting}
-    best = min(fitting, key=lambda one: sent[one])  # headwise, where both send as much
-    shown = ", ".join(f"{one} {sent[one] / 1e6:,.2f} MB" for one in sorted(fitting, key=sent.get))
-    why = f"least of what leaves a rank per layer: {shown}"
+    modes = [name for name in (HEADWISE, SEGMENTS) if name != HEADWISE or reason is None]
+    volumes = {name: sent_bytes(name, shape, cp) for name in modes}
+    best = min(modes, key=lambda name: volumes[name])  # headwise if both send as much
+    listing = ", ".join(f"{m} {volumes[m] / 1e6:,.2f} MB" for m in sorted(modes, key=volumes.get))
+    why = f"least of what leaves a rank per layer: {listing}"
     return LinearModeChoice(best, why if reason is None else f"{why}; not headwise: {reason}")
 
 
 def explain(mode: str, shape: LinearShape, cp: int) -> str:
-    """Say in one line which mode is used and why."""
+    """Return one line with the mode and the reason for it."""
     choice = choose_mode(mode, shape, cp)
     return f"recurrences over context parallel {cp} by {choice.mode}: {choice.why}"

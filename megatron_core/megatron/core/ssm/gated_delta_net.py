@@ -23,7 +23,7 @@ from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitLayout
 from megatron.core.ssm.choice import linear_shape
-from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
+from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding
@@ -35,8 +35,8 @@ class GatedDeltaNet(RecurrentMixer):
     Args:
         name: prefix of its weights.
         config: its shape.
-        norm: for the epsilon of its norm.
-        build: the surroundings.
+        norm: config of the output norm, for its epsilon.
+        build: the backend, weight store and process groups.
 
     Raises:
         ValueError: heads that do not divide over the ranks.
@@ -87,25 +87,27 @@ class GatedDeltaNet(RecurrentMixer):
             units=heads,
             width=config.conv_width,
         )
-        rates = InitSpec.log_of_uniform(1.0, 16.0)
-        self.rates = self.declare_per_head("A_log", config.num_value_heads, rates)
-        ones = InitSpec.constant(1.0)
-        self.bias = self.declare_per_head("dt_bias", config.num_value_heads, ones)
-        # One weight for all heads, of which each rank has some.
-        normed = WeightSharding.of(
+        a_log_init = InitSpec.log_of_uniform(1.0, 16.0)
+        self.a_log = self.declare_per_head("A_log", config.num_value_heads, a_log_init)
+        ones_init = InitSpec.constant(1.0)
+        self.dt_bias = self.declare_per_head("dt_bias", config.num_value_heads, ones_init)
+        # All heads share this weight, so each tp rank has a partial gradient.
+        norm_sharding = WeightSharding.of(
             f"{name}.output_norm.weight",
             (config.value_channels,),
             gradient={"tp": "partial"},
             weight_decay=False,
         )
-        self.norm_weight = build.store.declare(normed, ones)
+        self.norm_weight = build.store.declare(norm_sharding, ones_init)
         self.output = build.row_linear(f"{name}.output", values)
 
-    def gated(self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
-        """Return [s, b, H V], see `RecurrentMixer.gated`."""
+    def norm_and_gate(
+        self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice
+    ) -> torch.Tensor:
+        """Return [s, b, H V], see `RecurrentMixer.norm_and_gate`."""
         gate, gradient = slice_of(gate)
         heads = out.split_head_shards(gate).unflatten(-1, (self.unit_layout.heads, -1))
-        normed = gated_rms_norm(
+        outputs = gated_rms_norm(
             out.rows,
             ProjectionSlice(heads, gradient),
             self.norm_weight.stored(),
@@ -113,16 +115,16 @@ class GatedDeltaNet(RecurrentMixer):
             order=NORM_FIRST,
             row_index=out.order,
         )  # [s · b · parts, u/parts, r, V]
-        return normed.reshape(*gate.shape[:2], -1)
+        return outputs.reshape(*gate.shape[:2], -1)
 
-    def decoded(
+    def decode_tokens(
         self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
-        """Return [b, H V], see `RecurrentMixer.decoded`."""
+        """Return [b, H V], see `RecurrentMixer.decode_tokens`."""
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon)
         return self.decode(units, slots, cache, norm).flatten(1)
 
-    def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight [u, c, W] and no bias, for a share of the units."""
+    def convolution(self, shard: UnitShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and no bias, for a shard of the units."""
         weight = self.conv.read_only().view(self.units, -1, self.config.conv_width)
-        return part.of(weight), None
+        return shard.of(weight), None

@@ -8,9 +8,9 @@ a causal convolution and SiLU. Per head, with state S [N, P] and A = −e^A_log:
 
 and out = RMSNorm(y · SiLU(gate)), normalised in groups of channels, one weight a channel.
 
-With fewer groups than tp ranks each B and C is replicated on consecutive ranks, whose heads all use
-it; their gradients of it are addends, which the gradient plan sums. Over context-parallel ranks
-copies of it are sent in the same way.
+With fewer groups than tp ranks each B and C is replicated on the consecutive ranks whose heads use
+it; the gradient plan sums their gradients. Headwise context parallelism replicates B and C in the
+same way.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron.core.ops.recurrence_decode.reference import OutputNorm
 from megatron.core.ops.recurrence_prologue import UnitLayout
 from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
 from megatron.core.ssm.choice import linear_shape
-from megatron.core.ssm.mixer import Part, RecurrentCache, RecurrentMixer
+from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Cut, WeightSharding
 
-#: Step sizes start spread evenly, by their logarithm, between these.
-FIRST_STEPS = (1e-3, 0.1)
+#: Initial steps dt are log-uniform between these.
+INITIAL_DT = (1e-3, 0.1)
 
 
 class Mamba2(RecurrentMixer):
@@ -45,8 +45,8 @@ class Mamba2(RecurrentMixer):
     Args:
         name: prefix of its weights.
         config: its shape.
-        norm: for the epsilon of its norm.
-        build: the surroundings.
+        norm: config of the output norm, for its epsilon.
+        build: the backend, weight store and process groups.
 
     Raises:
         ValueError: heads or groups that do not divide over the ranks.
@@ -61,56 +61,58 @@ class Mamba2(RecurrentMixer):
             raise ValueError("; ".join(problems))
         groups, heads = config.num_groups, config.num_heads
         shape = linear_shape(config, group.size)
-        in_unit = heads // group.size // shape.units  # on this rank
+        heads_per_unit = heads // group.size // shape.units  # on this rank
         sizes = (config.state_channels, config.head_channels)
         super().__init__(
             name,
             shape=shape,
-            unit=UnitLayout.state_space(in_unit, *sizes, config.dt_limit),
+            unit=UnitLayout.state_space(heads_per_unit, *sizes, config.dt_limit),
             recurrence=state_space_recurrence(),
             build=build,
         )
         self.config, self.epsilon = config, norm.epsilon
         inner, shared = config.inner_channels, groups * config.state_channels
-        pieces = min(groups, group.size)
+        num_blocks = min(groups, group.size)
         self.input = build.column_linear(
             f"{name}.input",
             [
                 (f"{name}.x", inner, None),
-                (f"{name}.B", shared, pieces),
-                (f"{name}.C", shared, pieces),
+                (f"{name}.B", shared, num_blocks),
+                (f"{name}.C", shared, num_blocks),
                 (f"{name}.dt", heads, None),
                 (f"{name}.gate", inner, None),
             ],
             bias=config.bias,
             interleave=groups,
         )
-        parts = {"x": (inner, None), "B": (shared, pieces), "C": (shared, pieces)}
+        segment_shapes = {"x": (inner, None), "B": (shared, num_blocks), "C": (shared, num_blocks)}
         depthwise = {"units": groups, "width": config.conv_width}
-        self.conv = self.declare_convolution("weight", parts, **depthwise)
+        self.conv = self.declare_convolution("weight", segment_shapes, **depthwise)
         if config.conv_bias:
-            self.conv_bias = self.declare_convolution("bias", parts, **depthwise)
-        rates = InitSpec.log_of_uniform(1.0, 16.0)
-        self.rates = self.declare_per_head("A_log", heads, rates)
-        self.bias = self.declare_per_head("dt_bias", heads, InitSpec.step_bias(*FIRST_STEPS))
-        ones = InitSpec.constant(1.0)
-        self.skip = self.declare_per_head("D", heads, ones)
-        normed = WeightSharding.of(
+            self.conv_bias = self.declare_convolution("bias", segment_shapes, **depthwise)
+        a_log_init = InitSpec.log_of_uniform(1.0, 16.0)
+        self.a_log = self.declare_per_head("A_log", heads, a_log_init)
+        self.dt_bias = self.declare_per_head("dt_bias", heads, InitSpec.step_bias(*INITIAL_DT))
+        ones_init = InitSpec.constant(1.0)
+        self.skip = self.declare_per_head("D", heads, ones_init)
+        norm_sharding = WeightSharding.of(
             f"{name}.output_norm.weight", (inner,), Cut(axis="tp", dim=0), weight_decay=False
         )
-        self.norm_weight = build.store.declare(normed, ones)
+        self.norm_weight = build.store.declare(norm_sharding, ones_init)
         self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)
 
-    def gated(self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice) -> torch.Tensor:
-        """Return [s, b, H P], see `RecurrentMixer.gated`."""
+    def norm_and_gate(
+        self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice
+    ) -> torch.Tensor:
+        """Return [s, b, H P], see `RecurrentMixer.norm_and_gate`."""
         gate, gradient = slice_of(gate)
         size = self._group_size
         if size is None or out.head_shards > 1 or gate.shape[-1] % size:
-            joined = gate.flatten(2).flatten(0, 1)
-            normed = self._normed(out.joined().flatten(1), joined)
+            flat_gate = gate.flatten(2).flatten(0, 1)
+            outputs = self._apply_norm(out.joined().flatten(1), flat_gate)
         else:
             weight = self.norm_weight.stored()
-            normed = gated_rms_norm(
+            outputs = gated_rms_norm(
                 out.rows.flatten(2),
                 ProjectionSlice(out.split_head_shards(gate), gradient),
                 weight._replace(value=weight.value.view(self.units, -1)),
@@ -119,67 +121,71 @@ class Mamba2(RecurrentMixer):
                 group_size=size,
                 row_index=out.order,
             )  # [s · b, u, hP]
-        return normed.reshape(*gate.shape[:2], -1)
+        return outputs.reshape(*gate.shape[:2], -1)
 
-    def decoded(
+    def decode_tokens(
         self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
     ) -> torch.Tensor:
-        """Return [b, H P], see `RecurrentMixer.decoded`."""
+        """Return [b, H P], see `RecurrentMixer.decode_tokens`."""
         if (size := self._group_size) is None:
             absent = slots < 0
-            gate = gate.masked_fill(absent[:, None, None], 0)  # whatever it holds
-            return self._normed(self.decode(units, slots, cache, None).flatten(1), gate.flatten(1))
+            gate = gate.masked_fill(absent[:, None, None], 0)  # padding rows may be NaN
+            return self._apply_norm(
+                self.decode(units, slots, cache, None).flatten(1), gate.flatten(1)
+            )
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon, GATE_FIRST, size)
         return self.decode(units, slots, cache, norm).flatten(1)
 
     @property
     def _group_size(self) -> int | None:
-        """Channels that are normalised together; None if they are on several ranks."""
+        """Channels of a norm group; None if a group spans several ranks."""
         groups, ranks = self.config.normed_groups, self._tp.size
         return self.config.inner_channels // groups if groups >= ranks else None
 
-    def _normed(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _apply_norm(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return RMSNorm(out · SiLU(gate)) [..., d] of out and gate [..., d]."""
         weight = self.norm_weight.read_only(torch.float32)
         if (size := self._group_size) is not None:
             return gated_rms_norm(
                 out, gate, weight, eps=self.epsilon, order=GATE_FIRST, group_size=size
             )
-        # The channels of a group are on several ranks, which add up their squares.
-        wide = accumulation_dtype(out.dtype)
-        gated = out.to(wide) * functional.silu(gate.to(wide))
+        # A norm group spans several tp ranks: all-reduce the sums of squares, one slot per group.
+        dtype_acc = accumulation_dtype(out.dtype)
+        gated_out = out.to(dtype_acc) * functional.silu(gate.to(dtype_acc))
         groups, ranks = self.config.normed_groups, self._tp.size
-        own = self._tp.rank * groups // ranks
-        squares = gated.square().sum(-1, keepdim=True)  # [s, b, 1]
-        squares = functional.pad(squares, (own, groups - 1 - own))
+        local_group = self._tp.rank * groups // ranks
+        squares = gated_out.square().sum(-1, keepdim=True)  # [s, b, 1]
+        squares = functional.pad(squares, (local_group, groups - 1 - local_group))
         squares = copy_to_group(reduce_from_group(squares, self._tp), self._tp)  # [s, b, groups]
-        mean = squares[..., own : own + 1] * (groups / self.config.inner_channels)
-        return (gated * (mean + self.epsilon).rsqrt() * weight).to(out.dtype)
+        mean = squares[..., local_group : local_group + 1] * (groups / self.config.inner_channels)
+        return (gated_out * (mean + self.epsilon).rsqrt() * weight).to(out.dtype)
 
-    def convolution(self, part: Part) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight [u, c, W] and bias [u, c], for a share of the units."""
+    def convolution(self, shard: UnitShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and bias [u, c], for a shard of the units."""
         weight = self.conv.read_only().view(self.units, -1, self.config.conv_width)
         bias = None if self.conv_bias is None else self.conv_bias.read_only().view(self.units, -1)
-        if self.units % part.count:
-            copies = part.count // self.units
-            weight = self.spread(weight.movedim(-1, 0), copies).movedim(0, -1)
-            bias = None if bias is None else self.spread(bias, copies)
-        return part.of(weight), None if bias is None else part.of(bias)
+        if self.units % shard.count:
+            copies = shard.count // self.units
+            weight = self.replicate_shared(weight.movedim(-1, 0), copies).movedim(0, -1)
+            bias = None if bias is None else self.replicate_shared(bias, copies)
+        return shard.of(weight), None if bias is None else shard.of(bias)
 
-    def added(self, out: torch.Tensor, inputs: RecurrenceInputs, part: Part) -> torch.Tensor:
+    def apply_skip(
+        self, out: torch.Tensor, inputs: RecurrenceInputs, shard: UnitShard
+    ) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""
-        return add_skip(out, inputs.value, part.of(self.skip.read_only(torch.float32)))
+        return add_skip(out, inputs.value, shard.of(self.skip.read_only(torch.float32)))
 
-    def spread(self, units: torch.Tensor, copies: int) -> torch.Tensor:
-        """Return units [..., u, w] sharded further, [..., u · copies, w'], with copies of B and C.
+    def replicate_shared(self, units: torch.Tensor, copies: int) -> torch.Tensor:
+        """Split units [..., u, w] by heads, [..., u · copies, w'], with copies of B and C.
 
-        Heads are sharded, what they share is repeated, for consecutive ranks.
+        Heads and steps are split, B and C are repeated, for consecutive ranks.
         """
         config = self.config
         values, state = self.unit_layout.heads * config.head_channels, config.state_channels
-        rest = units.shape[-1] - values - 2 * state  # a step for each head, or none
-        sizes = [values, 2 * state, rest]
-        x, shared, steps = units.split(sizes, dim=-1)
-        cut = [part.unflatten(-1, (copies, -1)) for part in (x, steps) if part.shape[-1]]
-        cut.insert(1, shared.unsqueeze(-2).expand(*shared.shape[:-1], copies, 2 * state))
-        return torch.cat(cut, dim=-1).flatten(-3, -2)
+        num_steps = units.shape[-1] - values - 2 * state  # one step per head, or none
+        sizes = [values, 2 * state, num_steps]
+        x, shared, dt = units.split(sizes, dim=-1)
+        shards = [columns.unflatten(-1, (copies, -1)) for columns in (x, dt) if columns.shape[-1]]
+        shards.insert(1, shared.unsqueeze(-2).expand(*shared.shape[:-1], copies, 2 * state))
+        return torch.cat(shards, dim=-1).flatten(-3, -2)

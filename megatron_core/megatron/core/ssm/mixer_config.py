@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of recurrent mixers: everything that decides them, nothing about ranks."""
+"""The configs of recurrent mixers: their shapes, without ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 HEADWISE, SEGMENTS, AUTO = "headwise", "segments", "auto"
 
-#: How a recurrence meets the tokens of other ranks.
+#: Context-parallel modes of a recurrence.
 LINEAR_MODES = (HEADWISE, SEGMENTS, AUTO)
 
 
@@ -21,7 +21,7 @@ class GatedDeltaNetConfig:
         num_value_heads: heads Hv of values, gates and states; Hv / Hk share a key head.
         key_channels: features K of a query or key head.
         value_channels: features V of a value head.
-        conv_width: tokens that the causal convolution sees.
+        conv_width: taps W of the causal convolution.
     """
 
     num_key_heads: int
@@ -31,11 +31,11 @@ class GatedDeltaNetConfig:
     conv_width: int = 4
 
     def problems(self, tp: int = 1, *, cp: int = 1, mode: str = AUTO) -> list[str]:
-        """List what cannot be on so many ranks.
+        """List the problems of this shape on tp and cp ranks.
 
         Args:
-            tp, cp: ranks that share heads, and tokens of a row.
-            mode: how the recurrence meets the tokens of other ranks.
+            tp, cp: tensor and context parallel sizes.
+            mode: one of `LINEAR_MODES`.
         """
         sizes = {
             "linear-num-key-heads": self.num_key_heads,
@@ -44,23 +44,23 @@ class GatedDeltaNetConfig:
             "linear-value-head-dim": self.value_channels,
             "linear-conv-kernel-dim": self.conv_width,
         }
-        found = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
-        if found:
-            return found
+        problems = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
+        if problems:
+            return problems
         if self.num_value_heads % self.num_key_heads:
-            found.append(
+            problems.append(
                 f"linear-num-key-heads {self.num_key_heads} must divide linear-num-value-heads "
                 f"{self.num_value_heads}"
             )
         if self.num_key_heads % tp:
-            found.append(
+            problems.append(
                 f"linear-num-key-heads {self.num_key_heads} must divide by "
                 f"tensor-model-parallel-size {tp}"
             )
-        return found or mode_problems(mode, self.cut_problem(tp, cp))
+        return problems or mode_problems(mode, self.shard_problem(tp, cp))
 
-    def cut_problem(self, tp: int, cp: int) -> str | None:
-        """Return why a tp rank's heads cannot be sharded over cp ranks too; None if they can."""
+    def shard_problem(self, tp: int, cp: int) -> str | None:
+        """Return why a tp rank's heads cannot be sharded over cp ranks, or None."""
         heads = self.num_key_heads // tp
         if heads % cp:
             return f"{heads} key heads of a rank do not divide over {cp} context parallel ranks"
@@ -75,11 +75,11 @@ class Mamba2Config:
         num_heads: heads H, of P channels each.
         head_channels: P.
         state_channels: N, of a head's state [N, P].
-        num_groups: G; the H / G heads of a group share what is written and read by (B and C).
-        conv_width: tokens that the causal convolution sees.
+        num_groups: G; the H / G heads of a group share B and C.
+        conv_width: taps W of the causal convolution.
         conv_bias, bias: whether the convolution, and the projections, have biases.
-        norm_groups: of channels that are normalised together after the gate; None is G.
-        dt_limit: [least, most] step dt of a token.
+        norm_groups: number of channel groups of the norm after the gate; None is G.
+        dt_limit: [minimum, maximum] of the step dt.
     """
 
     num_heads: int
@@ -99,15 +99,15 @@ class Mamba2Config:
 
     @property
     def normed_groups(self) -> int:
-        """Groups of channels that are normalised together."""
+        """Number of channel groups of the norm."""
         return self.num_groups if self.norm_groups is None else self.norm_groups
 
     def problems(self, tp: int = 1, *, cp: int = 1, mode: str = AUTO) -> list[str]:
-        """List what cannot be on so many ranks.
+        """List the problems of this shape on tp and cp ranks.
 
         Args:
-            tp, cp: ranks that share heads, and tokens of a row.
-            mode: how the recurrence meets the tokens of other ranks.
+            tp, cp: tensor and context parallel sizes.
+            mode: one of `LINEAR_MODES`.
         """
         sizes = {
             "mamba-num-heads": self.num_heads,
@@ -117,31 +117,33 @@ class Mamba2Config:
             "mamba-conv-kernel-dim": self.conv_width,
             "mamba-norm-groups": self.normed_groups,
         }
-        found = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
+        problems = [f"{name} {size}: use 1 or more" for name, size in sizes.items() if size < 1]
         low, high = self.dt_limit
         if not 0.0 <= low < high:
-            found.append(f"mamba-dt-limit {low} {high}: use 0 <= least < most")
-        if found:
-            return found
+            problems.append(f"mamba-dt-limit {low} {high}: use 0 <= least < most")
+        if problems:
+            return problems
         heads, groups = self.num_heads, self.num_groups
         if heads % groups:
-            found.append(f"mamba-num-groups {groups} must divide mamba-num-heads {heads}")
+            problems.append(f"mamba-num-groups {groups} must divide mamba-num-heads {heads}")
         if heads % self.normed_groups:
-            found.append(f"mamba-norm-groups {self.normed_groups} must divide the {heads} heads")
+            problems.append(f"mamba-norm-groups {self.normed_groups} must divide the {heads} heads")
         if heads % tp:
-            found.append(f"mamba-num-heads {heads} must divide by tensor-model-parallel-size {tp}")
+            problems.append(
+                f"mamba-num-heads {heads} must divide by tensor-model-parallel-size {tp}"
+            )
         for name, count in (("groups", groups), ("norm-groups", self.normed_groups)):
             if count % tp and tp % count:
-                found.append(
+                problems.append(
                     f"mamba-num-{name} {count} must divide tensor-model-parallel-size {tp} or be a "
                     "multiple of it"
                 )
-        return found or mode_problems(mode, self.cut_problem(tp, cp))
+        return problems or mode_problems(mode, self.shard_problem(tp, cp))
 
-    def cut_problem(self, tp: int, cp: int) -> str | None:
-        """Return why a tp rank's heads cannot be sharded over cp ranks once more; None if they can.
+    def shard_problem(self, tp: int, cp: int) -> str | None:
+        """Return why a tp rank's heads cannot be sharded over cp ranks, or None.
 
-        A group is sharded with copies of what its heads share.
+        A group can be split by heads; each rank then has a copy of its B and C.
         """
         groups, heads = max(1, self.num_groups // tp), self.num_heads // tp
         if heads % cp:
@@ -151,15 +153,15 @@ class Mamba2Config:
         return None
 
 
-def mode_problems(mode: str, cut_problem: str | None) -> list[str]:
-    """List what keeps a recurrence from meeting the tokens of other ranks, with the fix.
+def mode_problems(mode: str, shard_problem: str | None) -> list[str]:
+    """List the problems of a context-parallel mode, with the fix.
 
     Args:
         mode: one of `LINEAR_MODES`.
-        cut_problem: why heads cannot be sharded over the ranks.
+        shard_problem: why heads cannot be sharded over the ranks.
     """
     if mode not in LINEAR_MODES:
         return [f"linear-cp-mode {mode!r}: use {', '.join(LINEAR_MODES)}"]
-    if mode == HEADWISE and cut_problem is not None:
-        return [f"linear-cp-mode headwise: {cut_problem}: use segments"]
+    if mode == HEADWISE and shard_problem is not None:
+        return [f"linear-cp-mode headwise: {shard_problem}: use segments"]
     return []

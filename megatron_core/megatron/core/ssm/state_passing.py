@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """State passing: recurrences over sequences whose segments are on several ranks.
 
-A segment is affine in its first state, S_last = M · S_first + S_ext. Each segment is first computed
-from a zero state, as far as its last state needs, which gives S_ext and the transition M. `Fold`
-derives all first states from the [S_ext | M] of all segments: chains of small products, all chains
-side by side, for which segments need not wait for each other. With these states the segments run as
-sequences of their own. `Links` gives which states a rank sends and receives, and in which order.
+The final state of a segment is affine in its initial state: S_final = M · S_initial + S_ext. First
+each rank computes the summary [S_ext | M] of its segments, from a zero state and without outputs,
+and all-gathers the summaries. `StatePassing` then computes all initial states: chains of small
+products, all chains in parallel. With its initial state each segment runs as an independent
+sequence. `StateExchange` lists the summaries that a rank sends, and the states that it needs.
 
-Backward: the gradients of first states as if nothing read the last ones, then the same chains in
-reverse with Mᵀ, then each segment with the gradient of its last state. M itself needs no gradient:
-its inputs get theirs from the run with the true first state.
+Backward first computes the gradients of the initial states for a zero gradient of the final states,
+then runs the same chains in reverse with Mᵀ, and then differentiates each segment with the gradient
+of its final state. M itself needs no gradient: its inputs are differentiated in the run with the
+true initial state.
 
 Source: the affine form of a chunk (Yang et al. 2024, arXiv 2412.06464, section 3.3), and of SSD
 (Dao & Gu 2024, arXiv 2405.21060, section 6), used for segments.
@@ -39,181 +40,187 @@ from megatron.core.ops.recurrence import (
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.process_groups import Group
 
-NOBODY = -1
-"""The taker of a state that nobody here needs."""
+NO_RECEIVER = -1
+"""The receiver of a state that no segment of this rank needs."""
 
 
-class ChainStep(NamedTuple):
-    """One step of a chain: state ← M · state + addend, 0 before the first.
+class PassingStep(NamedTuple):
+    """One step of a chain: state ← M · state + addend, from a zero state.
 
     Args:
-        addend: slot of what is added.
-        transition: slot of M; of a first step none is read.
-        taker: the segment that takes the state, or `NOBODY`.
+        addend: slot of the addend.
+        transition: slot of M; unused in the first step.
+        receiver: the segment whose initial state this is, or `NO_RECEIVER`.
     """
 
     addend: int
     transition: int
-    taker: int
+    receiver: int
 
 
-class Fold:
-    """What follows chains step by step and hands out the states.
+class StatePassing:
+    """Runs all chains in parallel, step by step, and gathers the states of the receivers.
 
-    Steps after the last that has a taker are left out.
+    Steps after the last receiver of a chain are dropped.
 
     Args:
-        chains: of steps.
-        sequences: the segments that take states; it keeps the maps.
+        chains: the steps of each chain.
+        sequences: the segments that receive states.
     """
 
-    def __init__(self, chains: Sequence[Sequence[ChainStep]], sequences: Sequences) -> None:
-        kept = sorted((_needed(chain) for chain in chains), key=len, reverse=True)
-        kept = [chain for chain in kept if chain]
-        most = len(kept[0]) if kept else 0
-        steps = [[chain[i] for chain in kept if len(chain) > i] for i in range(most)]
-        self._counts = [len(step) for step in steps]
-        flat = [one for step in steps for one in step]
-        moved = sequences.to_device
-        self._addends = moved(np.array([one.addend for one in flat], dtype=np.int64))
-        later = flat[len(kept) :]
-        #: int64 [n], the slots of M in the order in which they are read.
-        self.transitions = moved(np.array([one.transition for one in later], dtype=np.int64))
-        take = np.full(sequences.count, len(flat), dtype=np.int64)
-        for number, one in enumerate(flat):
-            if one.taker != NOBODY:
-                take[one.taker] = number
-        self._take, self._total = moved(take), len(flat)
+    def __init__(self, chains: Sequence[Sequence[PassingStep]], sequences: Sequences) -> None:
+        trimmed = sorted((_trim(chain) for chain in chains), key=len, reverse=True)
+        trimmed = [chain for chain in trimmed if chain]
+        num_steps = len(trimmed[0]) if trimmed else 0
+        levels = [[chain[i] for chain in trimmed if len(chain) > i] for i in range(num_steps)]
+        self._counts = [len(level) for level in levels]
+        flat_steps = [step for level in levels for step in level]
+        to_device = sequences.to_device
+        self._addends = to_device(np.array([step.addend for step in flat_steps], dtype=np.int64))
+        transition_steps = flat_steps[len(trimmed) :]
+        #: int64 [n], the slots of M in the order of the steps.
+        slots = [step.transition for step in transition_steps]
+        self.transitions = to_device(np.array(slots, dtype=np.int64))
+        state_index = np.full(sequences.count, len(flat_steps), dtype=np.int64)
+        for index, step in enumerate(flat_steps):
+            if step.receiver != NO_RECEIVER:
+                state_index[step.receiver] = index
+        self._state_index, self._total = to_device(state_index), len(flat_steps)
 
     @property
-    def hands_out(self) -> bool:
-        """Return whether any segment takes a state."""
+    def has_receivers(self) -> bool:
+        """Return whether any segment receives a state."""
         return self._total > 0
 
     def states(
         self, addends: torch.Tensor, transitions: torch.Tensor, *, transposed: bool = False
     ) -> torch.Tensor:
-        """Return the state of each segment, [N, H, K, V], zero of those that take none.
+        """Return the state of each segment [N, H, K, V]; zero for segments that receive none.
 
         Args:
             addends: [slots, H, K, V].
-            transitions: [n, H, K, K] or [n, H, 1, 1], taken by `self.transitions`.
+            transitions: [n, H, K, K] or [n, H, 1, 1], gathered with `self.transitions`.
             transposed: use Mᵀ.
         """
-        found = addends.new_empty((self._total + 1, *addends.shape[1:]))
-        torch.index_select(addends, 0, self._addends, out=found[:-1])
-        found[-1].zero_()
-        ends = list(accumulate(self._counts))
-        used = 0
-        for count, first, before in zip(self._counts[1:], ends, [0, *ends], strict=False):
-            step = transitions[used : used + count]
-            state = found[before : before + count]
-            found[first : first + count] += apply_transition(step, state, transposed=transposed)
-            used += count
-        return found.index_select(0, self._take)
+        states = addends.new_empty((self._total + 1, *addends.shape[1:]))
+        torch.index_select(addends, 0, self._addends, out=states[:-1])
+        states[-1].zero_()
+        starts, offset = list(accumulate(self._counts)), 0
+        for count, start, previous in zip(self._counts[1:], starts, [0, *starts], strict=False):
+            transition = transitions[offset : offset + count]
+            state = states[previous : previous + count]
+            states[start : start + count] += apply_transition(
+                transition, state, transposed=transposed
+            )
+            offset += count
+        return states.index_select(0, self._state_index)
 
 
-def _needed(chain: Sequence[ChainStep]) -> Sequence[ChainStep]:
-    """Return a chain up to the last step that has a taker."""
-    ends = [number for number, step in enumerate(chain, start=1) if step.taker != NOBODY]
+def _trim(chain: Sequence[PassingStep]) -> Sequence[PassingStep]:
+    """Return a chain up to the last step with a receiver."""
+    ends = [end for end, step in enumerate(chain, start=1) if step.receiver != NO_RECEIVER]
     return chain[: max(ends, default=0)]
 
 
-class Selected:
-    """Some of the segments, to be worked on without the others.
+class SegmentSubset:
+    """A subset of the segments, for operations that need only these.
 
-    That means to prepare them once more. Unless they are few it is cheaper to use what is prepared
-    for all segments, and to leave the others' results alone.
+    A separate run has to prepare the subset again. Unless the subset is small, it is cheaper to
+    run all segments from their prepared state, and to select the results.
 
     Args:
-        numbers: which.
+        indices: the segments of the subset.
         sequences: all segments.
     """
 
-    def __init__(self, numbers: Sequence[int], sequences: Sequences) -> None:
-        self.count = len(numbers)
+    def __init__(self, indices: Sequence[int], sequences: Sequences) -> None:
+        self.count = len(indices)
         lengths, starts = sequences.lengths, sequences.bounds
-        own = [lengths[number] for number in numbers]
-        self.is_apart = 4 * sum(own) <= sequences.tokens
-        self.is_all = tuple(numbers) == tuple(range(sequences.count))
-        self._numbers = sequences.to_device(np.array(numbers, dtype=np.int64))
+        selected = [lengths[index] for index in indices]
+        self.is_separate = 4 * sum(selected) <= sequences.tokens
+        self.is_all = tuple(indices) == tuple(range(sequences.count))
+        self._indices = sequences.to_device(np.array(indices, dtype=np.int64))
         self.sequences = Sequences(
-            [0, *accumulate(own)] if own else (0, 0), device=sequences.device
+            [0, *accumulate(selected)] if selected else (0, 0), device=sequences.device
         )
-        if self.is_apart:
-            parts = [np.arange(starts[n], starts[n] + lengths[n]) for n in numbers]
-            self._tokens = sequences.to_device(np.concatenate([np.zeros(0, np.int64), *parts]))
+        if self.is_separate:
+            token_ranges = [np.arange(starts[n], starts[n] + lengths[n]) for n in indices]
+            self._tokens = sequences.to_device(
+                np.concatenate([np.zeros(0, np.int64), *token_ranges])
+            )
 
     def inputs(self, inputs: RecurrenceInputs) -> RecurrenceInputs:
-        """Return the selected segments' tokens of inputs, where they are worked on apart."""
+        """Return the inputs of the subset's tokens, for a separate run."""
         return RecurrenceInputs(*(self.tokens(x) for x in inputs))
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the selected segments' tokens of x [t, ...]."""
+        """Return the subset's tokens of x [t, ...]."""
         return x.index_select(0, self._tokens)
 
     def results(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the selected ones of all segments' results [N, ...]."""
-        return x if self.is_all else x.index_select(0, self._numbers)
+        """Return the subset's rows of the results of all segments [N, ...]."""
+        return x if self.is_all else x.index_select(0, self._indices)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Links:
-    """How own pieces hang together with those of other ranks.
+class StateExchange:
+    """The exchange of states between the local segments and the segments of other ranks.
 
     Args:
         group: cp.
-        exports: pieces whose summaries others need, filled up to `export_slots`.
-        entries: pieces whose first states come from others, filled up to `entry_slots`.
-        first: gives first states from summaries.
-        last: gives gradients of last states from those of first ones.
+        exports: segments whose summaries other ranks need, padded to `export_slots`.
+        entries: segments whose initial states come from other ranks, padded to `entry_slots`.
+        initial: computes initial states from summaries.
+        final: computes gradients of final states from gradients of initial states.
         chained: whether any M is needed.
     """
 
     group: Group
-    exports: Selected
-    entries: Selected
+    exports: SegmentSubset
+    entries: SegmentSubset
     export_slots: int
     entry_slots: int
-    first: Fold
-    last: Fold
+    initial: StatePassing
+    final: StatePassing
     chained: bool
 
     @staticmethod
-    def of(pieces: LocalSequences, group: Group) -> Links:
-        """Return how own pieces hang together with those of other ranks."""
-        sequences, rank = pieces.sequences, pieces.rank
-        exports, entries = pieces.export_slots, pieces.entry_slots
-        first, last = [], []
-        for chain in pieces.chains:
-            steps = []
-            for link in chain:
-                slot = link.source * exports + link.export
-                taker = pieces.entries[link.entry] if link.target == rank else NOBODY
-                steps.append(ChainStep(slot, slot, taker))
-            first.append(steps)
-            steps, behind = [], NOBODY
-            for link in reversed(chain):
-                slot = link.target * entries + link.entry
-                taker = pieces.exports[link.export] if link.source == rank else NOBODY
-                # The piece after this link is the one before the next, which exported its M.
-                steps.append(ChainStep(slot, behind, taker))
-                behind = link.source * exports + link.export
-            last.append(steps)
-        return Links(
+    def of(local: LocalSequences, group: Group) -> StateExchange:
+        """Return the exchange for the local segments of a layout."""
+        sequences, rank = local.sequences, local.rank
+        num_exports, num_entries = local.export_slots, local.entry_slots
+        initial, final = [], []
+        for chain in local.chains:
+            chain_steps = []
+            for transfer in chain:
+                slot = transfer.source * num_exports + transfer.export
+                receiver = local.entries[transfer.entry] if transfer.target == rank else NO_RECEIVER
+                chain_steps.append(PassingStep(slot, slot, receiver))
+            initial.append(chain_steps)
+            chain_steps, next_export = [], NO_RECEIVER
+            for transfer in reversed(chain):
+                slot = transfer.target * num_entries + transfer.entry
+                receiver = (
+                    local.exports[transfer.export] if transfer.source == rank else NO_RECEIVER
+                )
+                # The segment after this transfer precedes the next one, and exported its M.
+                chain_steps.append(PassingStep(slot, next_export, receiver))
+                next_export = transfer.source * num_exports + transfer.export
+            final.append(chain_steps)
+        return StateExchange(
             group=group,
-            exports=Selected(pieces.exports, sequences),
-            entries=Selected(pieces.entries, sequences),
-            export_slots=exports,
-            entry_slots=entries,
-            first=Fold(first, sequences),
-            last=Fold(last, sequences),
-            chained=pieces.chained,
+            exports=SegmentSubset(local.exports, sequences),
+            entries=SegmentSubset(local.entries, sequences),
+            export_slots=num_exports,
+            entry_slots=num_entries,
+            initial=StatePassing(initial, sequences),
+            final=StatePassing(final, sequences),
+            chained=local.chained,
         )
 
 
-def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
-    """Return x [n, ...] with rows of zeros after, [slots, ...]."""
+def pad_rows(x: torch.Tensor, slots: int) -> torch.Tensor:
+    """Zero-pad x [n, ...] to [slots, ...]."""
     if x.shape[0] == slots:
         return x
     return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, slots - x.shape[0]))
@@ -221,218 +228,229 @@ def filled_up(x: torch.Tensor, slots: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _SegmentCall:
-    """The arguments of the autograd function other than tensors.
+    """The non-tensor arguments of the autograd function.
 
     Args:
-        recurrence: which.
-        sequences: of the packed tokens.
-        links: to other ranks; None where no rank has any.
+        recurrence: its operations.
+        sequences: the boundaries of the packed tokens.
+        exchange: with other ranks; None if no document is split over ranks.
     """
 
     recurrence: Recurrence
     sequences: Sequences
-    links: Links | None = None
+    exchange: StateExchange | None = None
     keep_states: bool = False
 
 
 def recur_in_segments(
     recurrence: Recurrence,
     inputs: RecurrenceInputs,
-    pieces: LocalSequences,
+    local: LocalSequences,
     group: Group,
     *,
     keep_states: bool = False,
 ) -> torch.Tensor:
-    """Run a recurrence over documents of which each rank has pieces.
+    """Run a recurrence over documents whose tokens are split over ranks.
 
-    One all-gather forward, of a state and what it is multiplied by for each piece that is continued
-    elsewhere; one backward, of a state. None where no document goes on from one rank to another.
+    Forward takes one all-gather, of [S_ext | M] of each segment that another rank continues, and
+    backward one all-gather of a state per segment. If no document crosses ranks there is none.
 
     Args:
-        recurrence: which.
-        inputs: of own tokens, packed as `pieces` do.
-        pieces: own ones, of the layout of all ranks.
+        recurrence: its operations.
+        inputs: of the local tokens, packed in the order of `local`.
+        local: the local segments of the layout.
         group: cp.
-        keep_states: keep the states before chunks for backward, see `Recurrence.sweep`.
+        keep_states: save the states before chunks for backward, see `Recurrence.sweep`.
 
     Returns:
         out [t, H, V] in value's dtype.
 
     Raises:
-        ValueError: pieces of another rank or split, tokens of another number.
+        ValueError: segments of another rank or split, or another number of tokens.
     """
-    _check(pieces, group)
-    sequences = pieces.sequences
+    _check(local, group)
+    sequences = local.sequences
     sequences.check("recur_in_segments", **inputs._asdict())
-    links = None
-    if pieces.crossed:
-        links = sequences.cached("links", lambda: Links.of(pieces, group))
+    exchange = None
+    if local.crossed:
+        exchange = sequences.cached("state_exchange", lambda: StateExchange.of(local, group))
     call = _SegmentCall(
         recurrence=recurrence,
         sequences=sequences,
-        links=links,
+        exchange=exchange,
         keep_states=keep_states and torch.is_grad_enabled(),
     )
     return apply_function(_Segments, call, *inputs)
 
 
 @dataclass(eq=False)
-class _Kept:
-    """What backward needs of one rank's run.
+class _RankState:
+    """The tensors of one rank's run that backward needs.
 
     Args:
-        inputs: of own tokens.
-        prepared: what the recurrence keeps; None of no tokens.
-        between: the gathered M between own pieces and the ends of their documents.
+        inputs: of the local tokens.
+        prepared: the recurrence's prepared state; None if there are no local tokens.
+        transitions: the gathered M of the segments after the local ones, in the order of
+            `StateExchange.final`.
     """
 
     inputs: RecurrenceInputs
     prepared: Any = None
-    between: torch.Tensor | None = None
+    transitions: torch.Tensor | None = None
 
 
 class _Segments(torch.autograd.Function):
-    """forward: summaries, gathered; first states; the sweep. dgrad and wgrad: gradients of first
-    states, gathered; those of last states; the recurrence's own. Saves what the recurrence keeps,
-    and the gathered M between own pieces and the ends of their documents."""
+    """Forward: gather summaries, compute initial states, sweep.
+
+    dgrad and wgrad: gather gradients of initial states, compute gradients of final states, run the
+    recurrence's backward. Saves the tensors of the recurrence and the gathered M.
+    """
 
     @staticmethod
     def forward(ctx, call: _SegmentCall, *inputs):
-        kept, first = _Kept(RecurrenceInputs(*inputs)), None
+        rank_state, initial = _RankState(RecurrenceInputs(*inputs)), None
         ctx.call = call
         if call.sequences.tokens:
-            kept.prepared = call.recurrence.prepare(kept.inputs, call.sequences)
-        if call.links is not None:
-            first = _first_states(call, kept)
-        out, ctx.shell, tensors = torch.zeros_like(kept.inputs.value), kept.inputs, ()
-        if kept.prepared is not None:
-            out, _ = call.recurrence.sweep(kept.prepared, first, keep_states=call.keep_states)
-            ctx.shell, tensors = split_tensors(kept.prepared)
-        ctx.save_for_backward(kept.between, *tensors)
+            rank_state.prepared = call.recurrence.prepare(rank_state.inputs, call.sequences)
+        if call.exchange is not None:
+            initial = _initial_states(call, rank_state)
+        out, ctx.shell, tensors = torch.zeros_like(rank_state.inputs.value), rank_state.inputs, ()
+        if rank_state.prepared is not None:
+            out, _ = call.recurrence.sweep(
+                rank_state.prepared, initial, keep_states=call.keep_states
+            )
+            ctx.shell, tensors = split_tensors(rank_state.prepared)
+        ctx.save_for_backward(rank_state.transitions, *tensors)
         return out
 
     @staticmethod
-    def backward(ctx, grad):
-        call, last = ctx.call, None
-        between, *tensors = ctx.saved_tensors
+    def backward(ctx, d_out):
+        call, d_final = ctx.call, None
+        transitions, *tensors = ctx.saved_tensors
         prepared = restore_tensors(ctx.shell, tuple(tensors)) if tensors else None
         inputs = ctx.shell if prepared is None else prepared.inputs
-        if call.links is not None:
-            last = _last_gradients(call, _Kept(inputs, prepared, between), grad)
+        if call.exchange is not None:
+            d_final = _final_gradients(call, _RankState(inputs, prepared, transitions), d_out)
         if prepared is None:
             return None, *(torch.zeros_like(x) for x in inputs)
-        grads, _ = call.recurrence.backward(prepared, grad, last)
-        return None, *grads
+        d_inputs, _ = call.recurrence.backward(prepared, d_out, d_final)
+        return None, *d_inputs
 
 
-def _first_states(call: _SegmentCall, kept: _Kept) -> torch.Tensor | None:
-    """Return the first states of pieces [N, H, K, V], None if all are zero; keep M for backward.
+def _initial_states(call: _SegmentCall, rank_state: _RankState) -> torch.Tensor | None:
+    """Return the initial states of segments [N, H, K, V], None if all are zero.
+
+    It stores the gathered M for backward in `rank_state.transitions`.
 
     Args:
-        call: what runs.
-        kept: of own tokens.
+        call: the recurrence and the exchange.
+        rank_state: this rank's tensors.
     """
-    links, recurrence = call.links, call.recurrence
-    assert links is not None
-    exports = links.exports
+    exchange, recurrence = call.exchange, call.recurrence
+    assert exchange is not None
+    exports = exchange.exports
     if not exports.count:
-        states, steps = _no_summaries(call, kept.inputs)
-    elif exports.is_apart:
-        own = recurrence.prepare(exports.inputs(kept.inputs), exports.sequences)
-        states, steps = recurrence.summary(own)
+        states, transitions = _empty_summaries(call, rank_state.inputs)
+    elif exports.is_separate:
+        exported = recurrence.prepare(exports.inputs(rank_state.inputs), exports.sequences)
+        states, transitions = recurrence.summary(exported)
     else:
-        states, steps = (exports.results(x) for x in recurrence.summary(kept.prepared))
-    size = states.shape[1:]  # [H, K, V]
-    parts = [states, steps] if links.chained else [states]
-    message = torch.cat([part.flatten(2) for part in parts], dim=2)  # [n, H, K · V + M]
-    gathered = all_gather(filled_up(message, links.export_slots), links.group)
-    states, rest = gathered.tensor_split([size[1:].numel()], dim=2)
-    states = states.unflatten(2, size[1:])  # [cp · E, H, K, V]
-    steps = rest.unflatten(2, steps.shape[2:]) if links.chained else steps
-    kept.between = steps.index_select(0, links.last.transitions)
-    if not links.first.hands_out:
+        states, transitions = (exports.results(x) for x in recurrence.summary(rank_state.prepared))
+    state_shape = states.shape[1:]  # [H, K, V]
+    fields = [states, transitions] if exchange.chained else [states]
+    message = torch.cat([field.flatten(2) for field in fields], dim=2)  # [n, H, K · V + M]
+    gathered = all_gather(pad_rows(message, exchange.export_slots), exchange.group)
+    states, packed = gathered.tensor_split([state_shape[1:].numel()], dim=2)
+    states = states.unflatten(2, state_shape[1:])  # [cp · E, H, K, V]
+    transitions = packed.unflatten(2, transitions.shape[2:]) if exchange.chained else transitions
+    rank_state.transitions = transitions.index_select(0, exchange.final.transitions)
+    if not exchange.initial.has_receivers:
         return None
-    return links.first.states(states, steps.index_select(0, links.first.transitions))
+    return exchange.initial.states(
+        states, transitions.index_select(0, exchange.initial.transitions)
+    )
 
 
-def _no_summaries(
+def _empty_summaries(
     call: _SegmentCall, inputs: RecurrenceInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return no (S_ext, M), of the shapes that other ranks send; a token of zeros tells them."""
-    one = RecurrenceInputs(*(x.new_zeros((1, *x.shape[1:])) for x in inputs))
-    sequences = Sequences((0, 1), device=one.key.device)
-    states, steps = call.recurrence.summary(call.recurrence.prepare(one, sequences))
-    return states[:0], steps[:0]
+    """Return (S_ext, M) with zero rows; the summary of one zero token gives the shapes."""
+    token = RecurrenceInputs(*(x.new_zeros((1, *x.shape[1:])) for x in inputs))
+    sequences = Sequences((0, 1), device=token.key.device)
+    states, transitions = call.recurrence.summary(call.recurrence.prepare(token, sequences))
+    return states[:0], transitions[:0]
 
 
-def _last_gradients(call: _SegmentCall, kept: _Kept, grad: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradients of the last states of pieces [N, H, K, V], None if all are zero.
+def _final_gradients(
+    call: _SegmentCall, rank_state: _RankState, d_out: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the gradients of the final states of segments [N, H, K, V], None if all are zero.
 
     Args:
-        call: what runs.
-        kept: of own tokens.
-        grad: of out.
+        call: the recurrence and the exchange.
+        rank_state: this rank's tensors.
+        d_out: gradient of out.
     """
-    links, recurrence = call.links, call.recurrence
-    assert links is not None
-    entries = links.entries
+    exchange, recurrence = call.exchange, call.recurrence
+    assert exchange is not None
+    entries = exchange.entries
     if not entries.count:
-        value, key = kept.inputs.value, kept.inputs.key
+        value, key = rank_state.inputs.value, rank_state.inputs.key
         shape = (0, value.shape[1], key.shape[2], value.shape[2])
-        own = value.new_zeros(shape, dtype=accumulation_dtype(value.dtype))
-    elif entries.is_apart:
-        prepared = recurrence.prepare(entries.inputs(kept.inputs), entries.sequences)
-        own = recurrence.state_gradient(prepared, entries.tokens(grad))
+        d_entries = value.new_zeros(shape, dtype=accumulation_dtype(value.dtype))
+    elif entries.is_separate:
+        prepared = recurrence.prepare(entries.inputs(rank_state.inputs), entries.sequences)
+        d_entries = recurrence.state_gradient(prepared, entries.tokens(d_out))
     else:
-        own = entries.results(recurrence.state_gradient(kept.prepared, grad))
-    gathered = all_gather(filled_up(own, links.entry_slots), links.group)
-    if not links.last.hands_out:
+        d_entries = entries.results(recurrence.state_gradient(rank_state.prepared, d_out))
+    gathered = all_gather(pad_rows(d_entries, exchange.entry_slots), exchange.group)
+    if not exchange.final.has_receivers:
         return None
-    return links.last.states(gathered, kept.between, transposed=True)
+    return exchange.final.states(gathered, rank_state.transitions, transposed=True)
 
 
-def _check(pieces: LocalSequences, group: Group) -> None:
-    """Raise ValueError where pieces are not those of this rank of the group."""
-    if pieces.sharding.size != group.size or pieces.rank != group.rank:
+def _check(local: LocalSequences, group: Group) -> None:
+    """Raise ValueError unless the segments belong to this rank of the group."""
+    if local.sharding.size != group.size or local.rank != group.rank:
         raise ValueError(
-            f"the pieces are those of rank {pieces.rank} of {pieces.sharding.size}, group "
-            f"{group.name} is rank {group.rank} of {group.size}: make the layout for this group"
+            f"the pieces are those of rank {local.rank} of {local.sharding.size}, group {group.name} "
+            f"is rank {group.rank} of {group.size}: make the layout for this group"
         )
 
 
 def halo_rows(
     x: torch.Tensor,
-    pieces: LocalSequences,
+    local: LocalSequences,
     group: Group,
     *,
     width: int,
     channels: int | None = None,
     packing: PackingIndices | None = None,
 ) -> torch.Tensor | None:
-    """Return the `width` tokens before each piece, zero before the first of a document.
+    """Return the `width` tokens before each segment, zero before the start of a document.
 
-    One exchange forward of the tokens that are needed, one backward of their gradients.
+    One all-to-all sends the tokens forward, one their gradients backward.
 
     Args:
-        x: [t, ...], own tokens, packed as `pieces` do; with `packing` [n, ...], as stored.
-        pieces: own ones, of the layout of all ranks.
+        x: [t, ...], local tokens, packed in the order of `local`; with `packing` [n, ...], rows.
+        local: the local segments of the layout.
         group: cp.
-        width: of a convolution, less 1.
-        channels: so many of the last dimension, the first; None is all.
-        packing: the row of x that each token is.
+        width: W - 1 of a convolution.
+        channels: number of leading channels of the last dimension to send; None is all.
+        packing: the row of x of each token.
 
     Returns:
-        [N, width, ...]; None, which is zeros, where no document goes on from one rank to another.
+        [N, width, ...]; None means zeros, if no document crosses ranks.
 
     Raises:
-        ValueError: pieces of another rank or split, or tokens of another number.
+        ValueError: segments of another rank or split, or another number of tokens.
     """
-    _check(pieces, group)
+    _check(local, group)
     if packing is None:
-        pieces.sequences.check("halo_rows", x=x)
-    if width == 0 or not pieces.crossed:
+        local.sequences.check("halo_rows", x=x)
+    if width == 0 or not local.crossed:
         return None
-    halo = pieces.halo(width)
+    halo = local.halo(width)
     if packing is not None:
         halo = replace(halo, send_index=packing.rows.index_select(0, halo.send_index))
     return apply_function(
@@ -441,7 +459,7 @@ def halo_rows(
 
 
 class _Halo(torch.autograd.Function):
-    """forward: exchange rows that others need; dgrad: their gradients back, summed. Saves none."""
+    """Forward: send rows to other ranks; dgrad: send gradients back and sum. Saves nothing."""
 
     @staticmethod
     def forward(ctx, x, halo: SequenceHalo, group: Group, width: int, channels: int):
@@ -452,19 +470,19 @@ class _Halo(torch.autograd.Function):
             send_counts=halo.send_counts,
             receive_counts=halo.receive_counts,
         )
-        known = filled_up(received, received.shape[0] + 1)
-        return known.index_select(0, halo.take).unflatten(0, (-1, width))  # [N, width, ...]
+        padded_rows = pad_rows(received, received.shape[0] + 1)
+        return padded_rows.index_select(0, halo.take).unflatten(0, (-1, width))  # [N, width, ...]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, d_out):
         halo: SequenceHalo = ctx.halo
-        back = all_to_all(
-            grad.flatten(0, 1).index_select(0, halo.halo_rows),
+        d_rows = all_to_all(
+            d_out.flatten(0, 1).index_select(0, halo.halo_rows),
             ctx.group,
             send_counts=halo.receive_counts,
             receive_counts=halo.send_counts,
         )
-        found = back.new_zeros(ctx.shape)
-        # A token may be lent to several pieces, where runs are shorter than the halo.
-        found[..., : ctx.channels].index_add_(0, halo.send_index, back)
-        return found, None, None, None, None
+        d_x = d_rows.new_zeros(ctx.shape)
+        # Several segments may read a token, if segments are shorter than the halo.
+        d_x[..., : ctx.channels].index_add_(0, halo.send_index, d_rows)
+        return d_x, None, None, None, None

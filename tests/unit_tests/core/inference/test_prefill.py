@@ -17,7 +17,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.ssm.mixer import carried, keep
+from megatron.core.ssm.mixer import load_state, store_state
 
 GREEDY = SamplingParams(temperature=0)
 VOCABULARY, MODULUS = 53, 10_007
@@ -83,7 +83,7 @@ class Hashing:
         kept = None
         if not self.paged:
             kept = cache.buffer("hash", (), dtype=torch.int64, device=torch.device("cpu"))
-            hashes = carried(kept, rows.state_slots)
+            hashes = load_state(kept, rows.state_slots)
         found = torch.zeros(len(x), 1, dtype=torch.int64)
         for row, (first, last) in enumerate(pairwise(bounds)):
             assert layout.positions[first:last].tolist() == list(
@@ -97,7 +97,7 @@ class Hashing:
             if kept is not None:
                 hashes[row] = state
         if kept is not None:
-            keep(kept, rows.state_slots, hashes)
+            store_state(kept, rows.state_slots, hashes)
         return torch.nn.functional.one_hot(found % VOCABULARY, VOCABULARY).float()
 
     def _before(self, rows, row: int, first: int, last: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import StateCache
-from megatron.core.ssm.mixer import carried, keep
+from megatron.core.ssm.mixer import load_state, store_state
 
 CPU = torch.device("cpu")
 
@@ -62,9 +62,9 @@ def test_a_row_without_a_slot_reads_zeros_and_writes_nothing() -> None:
     kept[-1] = math.nan  # nobody's
     before = kept.clone()
     slots = torch.tensor([2, -1, 0, -1])
-    found = carried(kept, slots)
+    found = load_state(kept, slots)
     assert torch.equal(found, torch.stack([before[2], torch.zeros(3), before[0], torch.zeros(3)]))
-    keep(kept, slots, torch.tensor([[2.0], [math.nan], [0.5], [math.nan]]).expand(4, 3))
+    store_state(kept, slots, torch.tensor([[2.0], [math.nan], [0.5], [math.nan]]).expand(4, 3))
     assert torch.equal(kept[:3], torch.stack([torch.full((3,), 0.5), before[1], 2 * torch.ones(3)]))
 
 

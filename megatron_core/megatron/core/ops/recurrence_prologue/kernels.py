@@ -20,7 +20,7 @@ import triton.language as tl
 
 
 @triton.jit
-def first_column(
+def section_start(
     section,
     QUERY: tl.constexpr,
     KEY: tl.constexpr,
@@ -99,10 +99,10 @@ def load_initial_rows(
 def softplus(x):
     """Return log(1 + e^x), with a small relative error for small results too."""
     exp_neg = tl.exp(-tl.abs(x))
-    one_plus = 1.0 + exp_neg
+    shifted = 1.0 + exp_neg
     # Corrects the rounding of 1 + exp_neg to first order, as log1p does.
     log1p = tl.where(
-        one_plus == 1.0, exp_neg, tl.log(one_plus) * (exp_neg / tl.maximum(one_plus - 1.0, 1e-30))
+        shifted == 1.0, exp_neg, tl.log(shifted) * (exp_neg / tl.maximum(shifted - 1.0, 1e-30))
     )
     return tl.maximum(x, 0.0) + log1p
 
@@ -296,7 +296,7 @@ def prologue_forward_kernel(
             GATE_T,
         )
     else:
-        column = first_column(section, QUERY, KEY, VALUE, BLOCK)
+        column = section_start(section, QUERY, KEY, VALUE, BLOCK)
         inside = columns_inside(section, tl.arange(0, BLOCK), KEYS, VALUES, BLOCK)
         channel = unit * (2 * KEYS + VALUES) + column  # of all units
         channels = units * (2 * KEYS + VALUES)
@@ -427,8 +427,8 @@ def differentiate_token(
 ):
     """Differentiate one token of each segment; return the new `d_rows` and `d_weights`.
 
-    `rows` are the rows of the token and of the three tokens before it. `d_rows` are the
-    contributions of later tokens to the gradients of these rows, `d_weights` the gradients of taps
+    `rows` are the rows of the token and of the three tokens before it, `d_rows` the
+    contributions of later tokens to their gradients, `d_weights` the gradients of taps
     and bias so far. The other tuples hold pointers and strides.
     """
     in_range = token < tokens
@@ -573,7 +573,7 @@ def prologue_backward_kernel(
             GATE_T,
         )
     else:
-        column = first_column(section, QUERY, KEY, VALUE, BLOCK)
+        column = section_start(section, QUERY, KEY, VALUE, BLOCK)
         inside = columns_inside(section, tl.arange(0, BLOCK), KEYS, VALUES, BLOCK)
         channel = unit * CHANNELS + column  # of all units
         source_ptr += column

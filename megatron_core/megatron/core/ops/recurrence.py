@@ -338,8 +338,8 @@ def decay_differences(
         out: the output buffer; None allocates one.
     """
     count, size, _ = rows.shape
-    above = rows.new_full((size, size), -torch.inf).triu_(1)
-    return torch.baddbmm(above.expand(count, -1, -1), rows, columns, out=out)
+    upper_mask = rows.new_full((size, size), -torch.inf).triu_(1)
+    return torch.baddbmm(upper_mask.expand(count, -1, -1), rows, columns, out=out)
 
 
 def zero_clamped_grad(d_decay: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -383,8 +383,8 @@ class Sweep:
         self._states = initial.new_empty((chunks.count + count, *shape))
         self._final = initial.new_empty((count, *shape))
         self._states[:count] = chunks.sorted(initial)
-        alive = self._steps.sizes[0]
-        self._final[alive:] = self._states[alive:count]  # empty sequences
+        num_active = self._steps.sizes[0]
+        self._final[num_active:] = self._states[num_active:count]  # empty sequences
         self.states_before = self._states[: chunks.count]
 
     def advance(self, block: slice, transition: torch.Tensor, added: torch.Tensor | None) -> None:
@@ -398,7 +398,7 @@ class Sweep:
         states, steps = self._states, self._steps
         for step, span in steps.spans(block):
             begin = steps.begins[step]
-            end, following = begin + steps.sizes[step], steps.sizes[step + 1]
+            end, next_size = begin + steps.sizes[step], steps.sizes[step + 1]
             rows = slice(begin + span.start - block.start, begin + span.stop - block.start)
             out = states[end + span.start : end + span.stop]
             _affine(
@@ -407,9 +407,9 @@ class Sweep:
                 None if added is None else added[rows],
                 out,
             )
-            if span.stop > following:
-                ended = max(following, span.start)
-                self._final[ended : span.stop] = states[end + ended : end + span.stop]
+            if span.stop > next_size:
+                ended_begin = max(next_size, span.start)
+                self._final[ended_begin : span.stop] = states[end + ended_begin : end + span.stop]
 
     def final(self) -> torch.Tensor:
         """Return the final states [N, H, K, V] in the order of the sequences."""
@@ -432,8 +432,8 @@ class SweepBack:
         self._d_final = chunks.sorted(d_final)
         self.d_states_after = d_final.new_empty((chunks.count, *d_final.shape[1:]))
         self._d_initial = d_final.new_empty(d_final.shape)
-        alive = self._steps.sizes[0]
-        self._d_initial[alive:] = self._d_final[alive:]
+        num_active = self._steps.sizes[0]
+        self._d_initial[num_active:] = self._d_final[num_active:]
 
     def advance(self, block: slice, transition: torch.Tensor, added: torch.Tensor) -> None:
         """Carry the gradients back through the preceding chunks.
@@ -445,15 +445,17 @@ class SweepBack:
         """
         grads, steps = self.d_states_after, self._steps
         for step, span in reversed(list(steps.spans(block))):
-            begin, following = steps.begins[step], steps.sizes[step + 1]
-            if span.stop > following:
-                ended = max(following, span.start)
-                grads[begin + ended : begin + span.stop] = self._d_final[ended : span.stop]
+            begin, next_size = steps.begins[step], steps.sizes[step + 1]
+            if span.stop > next_size:
+                ended_begin = max(next_size, span.start)
+                grads[begin + ended_begin : begin + span.stop] = self._d_final[
+                    ended_begin : span.stop
+                ]
             chunks = slice(begin + span.start, begin + span.stop)
             rows = slice(chunks.start - block.start, chunks.stop - block.start)
             if step:
-                before = steps.begins[step - 1]
-                out = grads[before + span.start : before + span.stop]
+                previous_begin = steps.begins[step - 1]
+                out = grads[previous_begin + span.start : previous_begin + span.stop]
             else:
                 out = self._d_initial[span]
             transposed = transition[rows]

@@ -135,7 +135,7 @@ def seen_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    shared: tl.constexpr,
+    group_heads: tl.constexpr,
     keys: tl.constexpr,
     query_stride_t: tl.constexpr,
     query_stride_h: tl.constexpr,
@@ -148,7 +148,7 @@ def seen_kernel(
     """Store scale (Q Kᵀ) ∘ D of one chunk and head, outside the sequential sweep."""
     chunk = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
-    group = head // shared
+    group = head // group_heads
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     start = tl.load(chunk_starts_ptr + chunk)
@@ -182,7 +182,7 @@ def sweep_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    shared: tl.constexpr,
+    group_heads: tl.constexpr,
     keys: tl.constexpr,
     values: tl.constexpr,
     query_stride_t: tl.constexpr,
@@ -225,7 +225,7 @@ def sweep_kernel(
     block = tl.program_id(0) % blocks
     head = (state_index % heads).to(tl.int64)
     sequence = (state_index // heads).to(tl.int64)
-    group = head // shared
+    group = head // group_heads
     first_chunk, count, start, remaining = chunks_of(
         sequence, chunk_starts_ptr, chunk_ends_ptr, chunk_offsets_ptr
     )
@@ -342,7 +342,7 @@ def reverse_sweep_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    shared: tl.constexpr,
+    group_heads: tl.constexpr,
     keys: tl.constexpr,
     values: tl.constexpr,
     query_stride_t: tl.constexpr,
@@ -379,7 +379,7 @@ def reverse_sweep_kernel(
     block = tl.program_id(0) % blocks
     head = (tl.program_id(0) // blocks % heads).to(tl.int64)
     sequence = (tl.program_id(0) // blocks // heads).to(tl.int64)
-    group = head // shared
+    group = head // group_heads
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     column = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -637,7 +637,7 @@ def recurrence_gradients_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    shared: tl.constexpr,
+    group_heads: tl.constexpr,
     keys: tl.constexpr,
     values: tl.constexpr,
     query_stride_t: tl.constexpr,
@@ -676,7 +676,7 @@ def recurrence_gradients_kernel(
     units: tl.constexpr = heads // HEADS
     unit = (tl.program_id(0) % units).to(tl.int64)
     chunk = (tl.program_id(0) // units).to(tl.int64)
-    group = unit * HEADS // shared
+    group = unit * HEADS // group_heads
     feature = tl.arange(0, KEYS)
     is_key = within(feature, keys, KEYS)
     d_reads = tl.zeros([ROWS, KEYS], dtype=tl.float32)  # query rows, key rows

@@ -462,13 +462,13 @@ def heads_per_program(prepared: PreparedOnDevice) -> int:
     It is the largest number that leaves a large GPU enough programs. From Blackwell on it is one:
     tensor memory has no room for the accumulators of a loop.
     """
-    value, shared = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
+    value, group_heads = prepared.inputs.value, prepared.heads // prepared.inputs.key.shape[1]
     if uses_tensor_memory(value):
         return 1
     programs = prepared.chunks.count * prepared.heads
-    max_heads = min(shared, gradients_launch(prepared).get("HEADS", shared))
+    max_heads = min(group_heads, gradients_launch(prepared).get("HEADS", group_heads))
     candidates = (
-        n for n in range(max_heads, 1, -1) if shared % n == 0 and programs // n >= PROGRAMS
+        n for n in range(max_heads, 1, -1) if group_heads % n == 0 and programs // n >= PROGRAMS
     )
     return next(candidates, 1)
 

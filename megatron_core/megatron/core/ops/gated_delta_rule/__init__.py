@@ -195,7 +195,7 @@ class DeltaRuleChunks:
     ) -> None:
         count, self.size, self.groups, self.keys = grids.key.shape
         self.heads, self.values = grids.value.shape[2:]
-        self.shared, self.scale = self.heads // self.groups, scale
+        self.group_heads, self.scale = self.heads // self.groups, scale
         # Queries stacked on keys [m, G, 2C, K]: most products need both.
         self.pair = grids.key.new_empty((count, self.groups, 2 * self.size, self.keys), dtype=dtype)
         self.query, self.key = self.pair.split(self.size, 2)
@@ -213,13 +213,13 @@ class DeltaRuleChunks:
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [m, H, ...] as [m, G, r, ...]."""
-        return x.unflatten(1, (self.groups, self.shared))
+        return x.unflatten(1, (self.groups, self.group_heads))
 
-    def shared_by(self, x: torch.Tensor) -> torch.Tensor:
+    def repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [m, G, a, b] repeated for each head, [m, H, a, b]; x itself if r is 1."""
-        if self.shared == 1:
+        if self.group_heads == 1:
             return x
-        return x.repeat_interleave(self.shared, 1)
+        return x.repeat_interleave(self.group_heads, 1)
 
     @cached_property
     def decay_mask(self) -> torch.Tensor:
@@ -286,14 +286,14 @@ class DeltaRuleChunks:
     @cached_property
     def transition(self) -> torch.Tensor:
         """M [m, H, K, K]."""
-        matrix = product(self.shared_by(self.key).mT, self.neg_w)
+        matrix = product(self.repeat_heads(self.key).mT, self.neg_w)
         matrix.diagonal(0, -2, -1).add_(1.0)
         return matrix.mul_(self.decay_from_start[..., -1:, None])
 
     @cached_property
     def q_state(self) -> torch.Tensor:
         """Γ (Q - tril(Q Kᵀ) W) [m, H, C, K]."""
-        queries = product(self.shared_by(self.gram[:, :, : self.size].tril()), self.neg_w)
+        queries = product(self.repeat_heads(self.gram[:, :, : self.size].tril()), self.neg_w)
         self.by_group(queries).add_(self.query[:, :, None])
         return queries.mul_(self.decay_from_start[..., None])
 
@@ -329,13 +329,13 @@ class DeltaRuleChunks:
         pairs = (self.by_group(d_scores) * self.gram[:, :, None]).flatten(1, 2)
         d_beta = torch.linalg.vecdot(x, self.value).sub_(key_terms).sub_(pairs[:, :, size:].sum(-1))
         # The heads of a group share K, so their rows are stacked for one product.
-        flat_reads = d_reads.view(-1, self.shared * 2 * size, self.keys)
+        flat_reads = d_reads.view(-1, self.group_heads * 2 * size, self.keys)
         flat_reads.baddbmm_(d_scores.view(*flat_reads.shape[:2], size), self.key.flatten(0, 1))
         d_query, f = d_reads.split(size, 2)  # dQ, f
         d_key_writes = product(v_new, d_states_after.mT).mul_(
             self.decay_to_end[..., None]
         )  # e V' dSᵀ
-        to_end = torch.linalg.vecdot(d_key_writes, self.shared_by(self.key))
+        to_end = torch.linalg.vecdot(d_key_writes, self.repeat_heads(self.key))
         d_decay = self._decay_gradient(query_terms - key_terms * self.beta, pairs, to_end)
         d_decay += (
             torch.linalg.vecdot(states_before, d_states_after)
@@ -343,9 +343,9 @@ class DeltaRuleChunks:
             .mul_(self.decay_from_start[..., -1])[..., None]
         )
         d_scores[:, :, size:].mul_(beta.neg())
-        add_product_(d_key_writes, d_scores.mT, self.shared_by(self.pair))  # w
+        add_product_(d_key_writes, d_scores.mT, self.repeat_heads(self.pair))  # w
         d_key = d_key_writes.addcmul_(f, beta, value=-1)
-        if self.shared > 1:
+        if self.group_heads > 1:
             d_query, d_key = (self.by_group(y).sum(2) for y in (d_query, d_key))
         return RecurrenceInputs(
             query=d_query * self.scale,
@@ -434,8 +434,8 @@ def step(
     if not value.shape[0]:
         return torch.zeros_like(value)
     dtype = accumulation_dtype(value.dtype)
-    shared = value.shape[1] // key.shape[1]
-    query, key = (x.to(dtype).repeat_interleave(shared, 1).unsqueeze(2) for x in (query, key))
+    group_heads = value.shape[1] // key.shape[1]
+    query, key = (x.to(dtype).repeat_interleave(group_heads, 1).unsqueeze(2) for x in (query, key))
     query = query * (key.shape[-1] ** -0.5 if scale is None else scale)  # [b, Hv, 1, K]
     is_active = slots >= 0
     first_row = is_active.to(torch.uint8).argmax()  # 0 if there is none

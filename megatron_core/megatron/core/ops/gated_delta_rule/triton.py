@@ -75,7 +75,7 @@ def solve_kernel(
     scale,
     chunks,
     heads: tl.constexpr,
-    shared: tl.constexpr,
+    group_heads: tl.constexpr,
     keys: tl.constexpr,
     query_stride_t: tl.constexpr,
     query_stride_h: tl.constexpr,
@@ -97,7 +97,7 @@ def solve_kernel(
     """
     chunk = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
-    group = head // shared
+    group = head // group_heads
     rows = tl.arange(0, CHUNK)
     feature = tl.arange(0, KEYS)
     start = tl.load(chunk_starts_ptr + chunk)

@@ -53,16 +53,16 @@ BACKWARD_PROGRAMS = 4096
 
 
 @triton.jit
-def x_rows(row, live, index_ptr, groups_per_row, HAS_INDEX: tl.constexpr):
+def x_rows(row, in_range, index_ptr, groups_per_row, HAS_INDEX: tl.constexpr):
     """Return the row of x for each row of the gate, and the mask of rows that have one."""
     if HAS_INDEX:
         outer = row // groups_per_row
-        index = tl.load(index_ptr + outer, mask=live, other=-1)
-        return index.to(tl.int32) * groups_per_row + (row - outer * groups_per_row), live & (
+        index = tl.load(index_ptr + outer, mask=in_range, other=-1)
+        return index.to(tl.int32) * groups_per_row + (row - outer * groups_per_row), in_range & (
             index >= 0
         )
     else:
-        return row, live
+        return row, in_range
 
 
 @triton.jit(do_not_specialize=["count"])

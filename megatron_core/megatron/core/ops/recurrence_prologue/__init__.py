@@ -30,7 +30,7 @@ from megatron.core.ops.recurrence_prologue.reference import (
 )
 from megatron.core.ops.sequences import PackingIndices, Sequences, require_sequences
 
-__all__ = ["PrologueWeights", "UnitParts", "recurrence_inputs", "recurrence_prologue"]
+__all__ = ["PrologueWeights", "UnitLayout", "recurrence_inputs", "recurrence_prologue"]
 
 #: Limits of the kernel: taps W of the convolution, and features K of a key.
 MAX_TAPS, MAX_KEYS = 4, 1024

@@ -292,8 +292,8 @@ class ChunkBuffers:
 
 def _elements(value: torch.Tensor) -> int:
     """Return the elements of a chunk's largest buffer: a row of C or V for each token and head."""
-    _, size, groups, shared, value_size = value.shape
-    return size * groups * shared * max(size, value_size)
+    _, size, groups, group_heads, value_size = value.shape
+    return size * groups * group_heads * max(size, value_size)
 
 
 def blocks(
@@ -319,9 +319,9 @@ def by_group(
     x: torch.Tensor, scale: torch.Tensor, scratch: ChunkBuffers, buffer: int
 ) -> torch.Tensor:
     """Return x [m, C, G, r, V] times scale [m, H, C] as [m, G, C, r, V], in a buffer."""
-    m, size, groups, shared, value_size = x.shape
-    scale = scale.view(m, groups, shared, size, 1).transpose(2, 3)
-    out = scratch.view(buffer, m, groups, size, shared, value_size)
+    m, size, groups, group_heads, value_size = x.shape
+    scale = scale.view(m, groups, group_heads, size, 1).transpose(2, 3)
+    out = scratch.view(buffer, m, groups, size, group_heads, value_size)
     return torch.mul(x.transpose(1, 2), scale, out=out)
 
 
@@ -334,8 +334,8 @@ def state_addend(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def chunk_output(block: StateSpaceChunks, scratch: ChunkBuffers, out: torch.Tensor) -> None:
     """Write P x' + exp(a) Q S to `out` [m, C, G, r, V]; uses three buffers of `scratch`."""
-    m, size, groups, shared, value_size = block.value.shape
-    heads = (m, groups, shared, size)
+    m, size, groups, group_heads, value_size = block.value.shape
+    heads = (m, groups, group_heads, size)
     scores = _decay_mask(block, scratch, 0).mul_(_scores(block))
     x = _weighted_values(block, scratch, 1)
     chunk_out = scratch.view(2, *heads, value_size)
@@ -378,8 +378,8 @@ def _differentiate_within(
     block: StateSpaceChunks, scratch: ChunkBuffers, d_out: torch.Tensor, grads: Gradients
 ) -> torch.Tensor:
     """Differentiate P x'; return its contribution Pᵀ dO to dx' [m, C, G, r, V], in buffer 3."""
-    m, size, groups, shared, value_size = block.value.shape
-    heads = (m, groups, shared, size)
+    m, size, groups, group_heads, value_size = block.value.shape
+    heads = (m, groups, group_heads, size)
     scores, decay_mask = _scores(block), _decay_mask(block, scratch, 0)
     x = _weighted_values(block, scratch, 1)
     d_out_heads = scratch.view(2, *heads, value_size).copy_(d_out.permute(0, 2, 3, 1, 4))
@@ -431,8 +431,8 @@ def _scores(block: StateSpaceChunks) -> torch.Tensor:
 
 def _decay_mask(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return L [m, G, r, C, C]."""
-    m, size, groups, shared, _ = block.value.shape
-    decay_mask = scratch.view(buffer, m, groups, shared, size, size)
+    m, size, groups, group_heads, _ = block.value.shape
+    decay_mask = scratch.view(buffer, m, groups, group_heads, size, size)
     rows, columns = block.rows.flatten(0, 1), block.columns.flatten(0, 1)
     decay_differences(rows, columns, out=decay_mask.flatten(0, 2))
     return power(decay_mask, out=decay_mask)
@@ -440,9 +440,9 @@ def _decay_mask(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> 
 
 def _weighted_values(block: StateSpaceChunks, scratch: ChunkBuffers, buffer: int) -> torch.Tensor:
     """Return x' [m, G, r, C, V]."""
-    m, size, groups, shared, width = block.value.shape
-    out = scratch.view(buffer, m, groups, shared, size, width)
-    dt = block.dt.view(m, groups, shared, size, 1)
+    m, size, groups, group_heads, width = block.value.shape
+    out = scratch.view(buffer, m, groups, group_heads, size, width)
+    dt = block.dt.view(m, groups, group_heads, size, 1)
     return torch.mul(block.value.permute(0, 2, 3, 1, 4), dt, out=out)
 
 
@@ -522,13 +522,13 @@ def step(inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor) 
     query, key, value, decay, dt = (x.index_select(0, source).to(dtype) for x in inputs)
     slot_index = slots.index_select(0, source).clamp_(min=0)
     old_state = state.index_select(0, slot_index)
-    groups, shared = key.shape[1], heads // key.shape[1]
-    shape = (rows, groups, shared, -1, value_size)  # [b, G, r, K, V]
+    groups, group_heads = key.shape[1], heads // key.shape[1]
+    shape = (rows, groups, group_heads, -1, value_size)  # [b, G, r, K, V]
     update = key[:, :, None, :, None] * (value * dt[..., None]).view(
-        rows, groups, shared, 1, value_size
+        rows, groups, group_heads, 1, value_size
     )
     new_state = update.addcmul_(
-        old_state.to(dtype).view(shape), decay.exp().view(rows, groups, shared, 1, 1)
+        old_state.to(dtype).view(shape), decay.exp().view(rows, groups, group_heads, 1, 1)
     )
     out = (query[:, :, None, None] @ new_state).view(rows, heads, value_size).to(inputs.value.dtype)
     new_state = new_state.view_as(old_state).to(state.dtype)
@@ -614,8 +614,8 @@ class PreparedStateSpace:
         if states is not None:
             return _by_group(states.to(self.dtype), self.groups)
         heads, value_size = self.inputs.value.shape[1:]
-        shared, keys = heads // self.groups, self.inputs.key.shape[-1]
-        shape = (self.chunks.sequence_count, self.groups, keys, shared, value_size)
+        group_heads, keys = heads // self.groups, self.inputs.key.shape[-1]
+        shape = (self.chunks.sequence_count, self.groups, keys, group_heads, value_size)
         return self.dt.new_zeros(()).expand(shape)
 
 
@@ -736,8 +736,8 @@ class StateSpaceDual:
 
 def _state_addends(key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return Kᵀ (scale · x) of all chunks: [n, G, K, r, V] of [n, G, C, K], [n, C, G, r, V]."""
-    n, _, groups, shared, value_size = value.shape
-    states = key.new_empty((n, groups, key.shape[-1], shared, value_size))
+    n, _, groups, group_heads, value_size = value.shape
+    states = key.new_empty((n, groups, key.shape[-1], group_heads, value_size))
     for _, scratch, x, keys, scales, out in blocks(1, key.dtype, value, key, scale, states):
         out.copy_(state_addend(keys, by_group(x, scales, scratch, 0)))
     return states

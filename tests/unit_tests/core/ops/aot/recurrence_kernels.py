@@ -20,9 +20,9 @@ from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
 #: The delta rule of Qwen3-Next, SSD of Nemotron-H, and of the tallest states.
-DELTA = {"heads": 32, "shared": 2, "keys": 128, "values": 128}
-DUAL = {"heads": 128, "shared": 16, "keys": 128, "values": 64}
-TALL = {"heads": 24, "shared": 24, "keys": 256, "values": 64}
+DELTA = {"heads": 32, "group_heads": 2, "keys": 128, "values": 128}
+DUAL = {"heads": 128, "group_heads": 16, "keys": 128, "values": 64}
+TALL = {"heads": 24, "group_heads": 24, "keys": 256, "values": 64}
 SUMMED = {
     "beta_ptr": "*fp32",
     "cumsum_ptr": "*fp32",
@@ -43,7 +43,7 @@ POINTERS = tuple(name for name in sweep_kernel.arg_names if name.endswith("_ptr"
 
 def strides(sizes: dict[str, int]) -> dict[str, int]:
     """Return the strides of inputs without gaps."""
-    heads, groups = sizes["heads"], sizes["heads"] // sizes["shared"]
+    heads, groups = sizes["heads"], sizes["heads"] // sizes["group_heads"]
     found = {"beta_stride_t": heads, "beta_stride_h": 1}
     for name, of, width in (
         ("query", groups, sizes["keys"]),

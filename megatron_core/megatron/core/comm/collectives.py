@@ -134,6 +134,7 @@ _TAG = 0
 
 def uses_direct_exchange(full_tensor: torch.Tensor, group: Group) -> bool:
     """Return whether a collective whose full tensor is `full_tensor` uses direct sends."""
+    # All ranks must choose alike, so only the shape, the dtype and the group decide.
     return (
         full_tensor.device.type == "cpu"
         and group.size <= MAX_DIRECT_RANKS
@@ -320,6 +321,7 @@ def all_gather_async(x: torch.Tensor, group: Group, *, out: torch.Tensor | None 
     def start() -> CollectiveWork:
         if not uses_direct_exchange(out, group):
             return _gather_method(handle)(out, x)
+        # The input is copied at the launch, which a link may delay, and not before it.
         shards = list(out.view(group.size, -1).unbind(0))
         local_shard = shards[group.rank]
         if local_shard.data_ptr() != x.data_ptr():
@@ -534,6 +536,7 @@ def observe(
     Returns:
         The observers' contexts, to be entered while the caller waits for the transfer.
     """
+    # The usual case builds no record: a training step starts hundreds of transfers.
     if not group.observers:
         return ()
     record = CollectiveRecord(

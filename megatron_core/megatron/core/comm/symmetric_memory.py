@@ -150,6 +150,7 @@ class TorchMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         assert group.handle is not None
+        # Exchanges handles with all ranks: a rank that does not call it makes its peers wait.
         handle = symmetric.rendezvous(local, group.handle)
         return SymmetricBuffers(
             local=local,
@@ -195,6 +196,7 @@ class Arena:
         Args:
             full_bytes: bytes of the larger one of input and output.
         """
+        # Every term is equal on all ranks: otherwise some would wait in a kernel for the others.
         return (
             0 < full_bytes <= self.nbytes
             and dtype in (torch.float32, torch.bfloat16)
@@ -348,6 +350,7 @@ class Arena:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x contiguous, at an address aligned to a pack."""
+    # Kernels load whole packs of 16 bytes.
     if x.is_contiguous() and x.data_ptr() % PACK_BYTES == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder: a stack of pre-norm residual blocks built from a layer pattern, or a range of them.
+"""Decoder: a stack of pre-norm residual blocks built from a layer pattern or a range of its blocks.
 
-Each block is delta = mixer(norm(stream)), stream += delta. The addition is fused into the next
-block's norm, which reads both anyway, so the stream is read and written once a block.
+Each block computes delta = mixer(norm(stream)), stream += delta. The addition is fused into the
+norm of the next block, so each block reads and writes the stream only once.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from megatron.core.weight_gather.handle import WeightHandle
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the blocks of a pattern are.
+    """Configuration of the blocks of a layer pattern.
 
     Args:
-        pattern: one symbol a block; a `|` between blocks, where a pipeline stage ends, means
-            nothing here.
-        attention, mlp, moe, delta_net, mamba: the shapes of the blocks; None where no block is one.
-        norm: of every block, and the final one.
-        hidden_dropout: probability of dropping an element of a block's output in training.
+        pattern: one symbol per block; stage separators `|` are ignored.
+        attention, mlp, moe, delta_net, mamba: shapes of the blocks; None if the pattern has no such
+            block.
+        norm: shape of the norm of each block and of the final norm.
+        hidden_dropout: dropout probability of block outputs in training.
     """
 
     pattern: str
@@ -95,7 +95,7 @@ def missing_shapes(
     delta_net: GatedDeltaNetConfig | None,
     mamba: Mamba2Config | None,
 ) -> list[str]:
-    """List the blocks of a pattern whose shape is not given, or of another kind."""
+    """List the blocks of a pattern without a shape, or with a shape of another kind."""
     latent = isinstance(attention, LatentAttentionConfig)
     shapes = {
         ATTENTION: None if latent else attention,
@@ -104,7 +104,7 @@ def missing_shapes(
         DELTA_NET: delta_net,
         MAMBA: mamba,
     }
-    mends = {
+    fixes = {
         ATTENTION: "attention is latent, write '+'" if latent else "give the shape of attention",
         LATENT: "give the shape of latent attention, or write '*' for attention of heads",
         DENSE: "give the shape of MLPs",
@@ -112,7 +112,7 @@ def missing_shapes(
         MAMBA: "give the shape of Mamba-2",
     }
     problems = [
-        f"layer pattern {symbols!r} has {symbol!r}: {mends[symbol]}"
+        f"layer pattern {symbols!r} has {symbol!r}: {fixes[symbol]}"
         for symbol, shape in shapes.items()
         if symbol in symbols and shape is None
     ]
@@ -124,13 +124,13 @@ def missing_shapes(
 class HiddenDropout(nn.Module):
     """Dropout of [s, b, h] activations outside tensor-parallel blocks.
 
-    What is dropped is a function of sample and place in its row. `HiddenDropout.of` makes none for
-    a rate of 0.
+    The mask is a function of the sample and the position in its row only, so it does not depend on
+    the parallel layout.
     """
 
     @staticmethod
-    def of(name: str, rate: float, *, build: LayerBuild) -> HiddenDropout | None:
-        """Make that of the block `name`; None if it drops nothing."""
+    def create(name: str, rate: float, *, build: LayerBuild) -> HiddenDropout | None:
+        """Return the dropout of block `name`; None for a rate of 0."""
         return HiddenDropout(name, rate, build=build) if rate else None
 
     def __init__(self, name: str, rate: float, *, build: LayerBuild) -> None:
@@ -139,10 +139,11 @@ class HiddenDropout(nn.Module):
         self.key = dropout_key(build.seed, name, "hidden")
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        """Return x [s, b, h] ([s/tp, b, h] under sequence parallelism) with elements dropped."""
+        """Apply dropout to x [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         if layout.sample_ids is None:
             return x
-        # Not the positions: those of a row's documents repeat, and would drop the same features.
+        # Not the position ids: they restart in each document of a row, so the documents would get
+        # the same mask.
         positions, numbers = layout.sample_positions, layout.sample_numbers
         samples = layout.sample_ids
         if numbers is not None:
@@ -154,11 +155,11 @@ class HiddenDropout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One mixer with its norm and dropout.
+    """A mixer with its norm and dropout.
 
     Attributes:
-        handles: of its weights.
-        recomputes: compute the normalised stream again in backward instead of keeping it.
+        handles: handles of the block's weights.
+        recomputes: recompute the normalised stream in backward instead of saving it.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class DecoderBlock(nn.Module):
         layout: SequenceLayout,
         **context: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add delta to the stream; return (this block's delta, the stream), each [s/tp, b, h]."""
+        """Add `delta` to the stream; return (delta of this block, stream), each [s/tp, b, h]."""
         if self._norm_in_mixer:
             normed = stream = delta if stream is None else stream + delta
         elif stream is None:
@@ -192,34 +193,36 @@ class DecoderBlock(nn.Module):
             normed, stream = self.norm(delta, stream)
         mixed = self.mixer(normed, layout, **context)
         if self.recomputes and torch.is_grad_enabled() and not self._norm_in_mixer:
-            source = stream.detach()  # the norm keeps it as well
+            source = stream.detach()  # no extra memory: the norm saves it as well
             discard_until_backward(normed, lambda: self.norm(source), used_by=mixed)
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
 def _first_product(mixer: nn.Module) -> ColumnParallelLinear | None:
-    """Return the column parallel layer that alone reads a mixer's input; None if several do."""
+    """Return the only layer that reads the mixer's input; None if several layers read it."""
     if isinstance(mixer, SelfAttention):
         return mixer.qkv
     return mixer.input if isinstance(mixer, MLP) else None
 
 
 class Decoder(nn.Module):
-    """Blocks of a pattern and the final norm.
+    """Blocks of a layer pattern and the final norm.
 
-    Names, initial values and dropout of a block are functions of its place in the whole pattern, so
-    they do not depend on where that is split.
+    Names, initial values and dropout of a block depend only on its index in the whole pattern, not
+    on the split over pipeline stages.
 
     Args:
         name: prefix of all weights; block i of the pattern is `{name}.blocks.{i}`.
-        blocks: [first, last) of the pattern's blocks; None is all of them.
-        normed: whether the final norm follows them. Without it the result is the stream.
-        first_attention: number of the first attention layer, for a cache that other decoders use.
+        config: configuration of the blocks.
+        build: build options of the model.
+        blocks: block range [start, end) of the pattern; None means all blocks.
+        normed: apply the final norm. Without it the result is the stream.
+        first_attention: cache index of the first attention layer, if decoders share a cache.
 
     Attributes:
-        layers: [first, last) of `blocks` for each layer; a layer is the unit in which sharded
-            weights are gathered. Of a layer that the range splits, the blocks inside count as one.
-        end_attention: one above the number of the last attention layer.
+        layers: range [start, end) in `blocks` of each layer. A layer is the unit of weight
+            gathering. If the range splits a layer, its blocks inside the range form a layer.
+        end_attention: cache index after the last attention layer.
     """
 
     def __init__(
@@ -263,12 +266,12 @@ class Decoder(nn.Module):
         self.set_recompute(Recompute())
 
     def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> DecoderBlock:
-        """Build the next block; the names of its weights start by `prefix`."""
+        """Build the next block; its weight names start with `prefix`."""
         config = self.config
         norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
         mixer = self._mixer(symbol, prefix=prefix, build=build)
-        drop = HiddenDropout.of(prefix, config.hidden_dropout, build=build)
-        # The block's weights are the last ones: looking at all of them would be quadratic.
+        drop = HiddenDropout.create(prefix, config.hidden_dropout, build=build)
+        # The block's weights were declared last. Scanning all weights would be quadratic in depth.
         latest = takewhile(
             lambda item: item[0].startswith(f"{prefix}."), reversed(build.store.handles.items())
         )
@@ -276,7 +279,7 @@ class Decoder(nn.Module):
         return DecoderBlock(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:
-        """Build what a block does; attention layers are numbered, for their caches."""
+        """Build the mixer of a block; attention layers are numbered for their cache entries."""
         config = self.config
         if symbol == EXPERTS:
             assert config.moe is not None
@@ -291,21 +294,21 @@ class Decoder(nn.Module):
         if symbol == MAMBA:
             assert config.mamba is not None
             return Mamba2(f"{prefix}.mamba", config=config.mamba, **shared)
-        at = self.end_attention
+        index = self.end_attention
         self.end_attention += 1
         if isinstance(config.attention, LatentAttentionConfig):
-            return LatentAttention(f"{prefix}.attention", at, config=config.attention, **shared)
+            return LatentAttention(f"{prefix}.attention", index, config=config.attention, **shared)
         assert config.attention is not None
-        return SelfAttention(f"{prefix}.attention", at, config=config.attention, **shared)
+        return SelfAttention(f"{prefix}.attention", index, config=config.attention, **shared)
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Choose what is computed again in backward; it changes no value.
+        """Set activation recomputation; it changes no value.
 
-        A range of the pattern's blocks has its own runs of layers; where it has fewer layers than a
-        run, the run is what there is.
+        A decoder on part of the pattern forms its own groups of layers. If it has fewer layers than
+        a group, all its layers form one group.
 
         Raises:
-            ValueError: more layers than the whole pattern has.
+            ValueError: `recompute` has more layers than the whole pattern.
         """
         recompute.runs(self._all_layers)
         layers = len(self.layers)
@@ -330,15 +333,16 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         aux_factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the stream [s, b, h], normalised if the final norm is here, from `hidden`.
-
-        Both are [s/tp, b, h] under sequence parallelism.
+        """Return the stream [s, b, h] after the blocks, normalised if this decoder has the final
+        norm. With sequence parallelism input and output are [s/tp, b, h].
 
         Args:
-            hidden: [s, b, h], the embeddings or the stream after the blocks before these.
-            cache: of the keys and values of these attention blocks, numbered from 0.
-            aux_factor: fp32 scalar, the factor of routers' auxiliary losses in the step's loss;
-                None adds none.
+            hidden: [s, b, h], the embeddings or the stream of the previous decoder.
+            layout: layout of the tokens.
+            rope: rotary table of the layout; None without rotary positions.
+            cache: cache of keys and values during generation.
+            aux_factor: fp32 scalar, factor of the routers' auxiliary losses in the loss of the
+                step; None disables them.
         """
         context = {"layout": layout, "rope": rope, "cache": cache, "aux_factor": aux_factor}
         delta, stream = hidden, None
@@ -351,10 +355,10 @@ class Decoder(nn.Module):
             else:
                 delta, stream = run(delta, stream)
         if self.final_norm is None:
-            # The norm would have rounded this sum to the stream's dtype as well, so a split changes
-            # no bit of the forward. In backward the norm joins both gradients of the sum before it
-            # rounds; after a split autograd joins them rounded. In fp32 that is the same, in bf16
-            # one rounding more a split.
+            # The norm would round this sum to the stream's dtype as well, so a split changes no bit
+            # of the forward pass. In backward the norm adds both gradients of the sum before
+            # rounding; across a split autograd adds rounded gradients. The results are equal in
+            # fp32; in bf16 each split adds one rounding.
             return delta if stream is None else stream + delta
         return self.final_norm(delta) if stream is None else self.final_norm(delta, stream)[0]
 
@@ -365,7 +369,7 @@ def _through(
     stream: torch.Tensor | None,
     **context: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return delta and stream, each [s/tp, b, h], after one block or more."""
+    """Run several blocks; return delta and stream, each [s/tp, b, h]."""
     for block in blocks:
         delta, stream = block(delta, stream, **context)
     assert stream is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTConfig: everything that decides a GPT, and nothing about ranks."""
+"""GPTConfig: the configuration of a language model, independent of the parallel layout."""
 
 from __future__ import annotations
 
@@ -25,35 +25,33 @@ from megatron.core.transformer import (
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Everything that decides a model's logical weights and its function; nothing about ranks.
+    """Configuration of a model's logical weights and its function.
 
-    A GPT has L layers of two blocks, attention and what follows it; a hybrid has any blocks, those
-    of its `pattern`.
+    A GPT has L layers of two blocks, attention and an MLP or experts. A hybrid has the blocks of
+    its `pattern`.
 
     Args:
-        num_layers: L, each an attention block and an MLP or a mixture of experts; of a hybrid the
-            number of blocks.
-        hidden_size: h.
-        vocab_size: V, without padding.
-        attention, mlp, norm: shapes of the parts; attention may be latent, and None where no block
-            is one.
-        rope: rotary position embedding; None has none.
-        max_position_embeddings: P, positions of a learned absolute position embedding, which is
-            added to that of the tokens; None has none. Without either there are no positions.
-        tied: one weight for the embedding and the head.
-        hidden_dropout: probability of dropping an element of the embedding or of a block's output.
-        init_std: standard deviation of initial weights; output projections have init_std /
-            sqrt(blocks), of which a GPT has 2 L.
-        moe: shape of the mixtures of experts; None where no layer has one.
-        ffn_pattern: what follows attention in each layer, "-" an MLP or "E" a mixture of experts;
-            empty is the same in all, experts if `moe` is given. Of a hybrid it is empty.
-        mtp_num_layers: depth D of multi-token prediction (DeepSeek-AI 2024, section 2.2): so many
-            more layers predict the tokens after the next.
-        mtp_loss_factor: of the mean of their D losses in the training loss.
-        pattern: the blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty is a GPT.
-        delta_net, mamba: shapes of the gated delta nets and of Mamba-2; None where no block is one.
-        mtp_pattern: the blocks of each depth of multi-token prediction; empty is a layer like a
-            GPT's last.
+        num_layers: number of layers L of a GPT; number of blocks of a hybrid.
+        hidden_size: hidden size h.
+        vocab_size: vocabulary size V without padding.
+        attention: shape of attention, possibly latent; None without attention blocks.
+        mlp: shape of MLPs; None without MLP blocks.
+        norm: shape of norms.
+        rope: rotary position embedding; None without it.
+        max_position_embeddings: number of positions P of a learned absolute position embedding,
+            added to the token embedding; None without it.
+        tied: share one weight between the embedding and the head.
+        hidden_dropout: dropout probability of the embedding and of block outputs.
+        init_std: standard deviation of initial weights; output projections use init_std /
+            sqrt(number of blocks), where a GPT has 2 L blocks.
+        moe: shape of the mixtures of experts; None without experts.
+        ffn_pattern: per layer "-" for an MLP or "E" for experts; empty means experts in all layers
+            if `moe` is set, otherwise MLPs. Empty for a hybrid.
+        mtp_num_layers: number D of MTP layers (DeepSeek-AI 2024, section 2.2).
+        mtp_loss_factor: factor of the mean of the D MTP losses in the training loss.
+        pattern: blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty for a GPT.
+        delta_net, mamba: shapes of gated delta nets and of Mamba-2; None without such blocks.
+        mtp_pattern: blocks of each MTP layer; empty means the blocks of a GPT's last layer.
     """
 
     num_layers: int
@@ -91,13 +89,13 @@ class GPTConfig:
         ep: int = 1,
         linear_mode: str = AUTO,
     ) -> list[str]:
-        """List everything that is wrong with this model on these ranks; empty if nothing is.
+        """List the problems of this model on these ranks; empty for a valid combination.
 
         Args:
-            tp, cp: ranks that share weights, and tokens of a row.
-            engine: of context parallelism.
-            etp, ep: ranks that share each expert's weights, and the experts.
-            linear_mode: how recurrences meet the tokens of other ranks.
+            tp, cp: tensor- and context-parallel sizes.
+            engine: implementation of context parallelism in attention.
+            etp, ep: expert-tensor- and expert-parallel sizes.
+            linear_mode: implementation of context parallelism in recurrent mixers.
         """
         problems = []
         for name, size in (
@@ -153,7 +151,7 @@ class GPTConfig:
         return []
 
     def _pattern_problems(self) -> list[str]:
-        """List what is wrong with which blocks there are, and with their shapes missing."""
+        """List the problems of the pattern, the feed-forward pattern and the block shapes."""
         problems = []
         if self.pattern:
             problems += symbol_problems(self.pattern)
@@ -203,7 +201,7 @@ class GPTConfig:
 
     @property
     def blocks(self) -> str:
-        """The symbols of all blocks of the model, without those of multi-token prediction."""
+        """Symbols of all blocks of the model, without MTP layers."""
         if self.pattern:
             return self.pattern
         latent = isinstance(self.attention, LatentAttentionConfig)
@@ -211,12 +209,12 @@ class GPTConfig:
 
     @property
     def layer_blocks(self) -> int:
-        """The blocks of one of the `num_layers`."""
+        """Number of blocks per layer of `num_layers`."""
         return 1 if self.pattern else 2
 
     @property
     def mtp_blocks(self) -> str:
-        """The symbols of the blocks of each depth of multi-token prediction; none without it."""
+        """Symbols of the blocks of each MTP layer; empty without MTP."""
         if self.mtp_num_layers < 1:
             return ""
         return self.mtp_pattern or self.blocks[-2:]
@@ -232,7 +230,7 @@ class GPTConfig:
 
     @property
     def decoder(self) -> DecoderConfig:
-        """What its blocks are."""
+        """Configuration of the decoder."""
         return DecoderConfig(
             pattern=self.blocks,
             attention=self.attention,
@@ -243,7 +241,7 @@ class GPTConfig:
 
     @property
     def router_names(self) -> tuple[str, ...]:
-        """The names of all routers, in the order of the model."""
+        """Names of all routers in model order."""
         blocks_by_decoder = {"decoder": self.blocks}
         blocks_by_decoder |= {
             f"mtp.{k}.decoder": self.mtp_blocks for k in range(self.mtp_num_layers)
@@ -256,13 +254,13 @@ class GPTConfig:
         )
 
     def without_further_prediction(self) -> GPTConfig:
-        """Return the model that predicts the next token alone."""
+        """Return the configuration without MTP layers."""
         moe = self.moe if EXPERTS in self.blocks else None
         return dataclasses.replace(self, moe=moe, mtp_num_layers=0, mtp_pattern="")
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether routers add something to the training loss."""
+        """Whether routers add auxiliary losses to the training loss."""
         if self.moe is None:
             return False
         router = self.moe.router
@@ -272,14 +270,19 @@ class GPTConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
         fields = dataclasses.asdict(self)
-        if fields["mamba"] is not None:  # JSON has no infinity
+        # JSON has no infinity: store None, which `_mamba` reads as infinity.
+        if fields["mamba"] is not None:
             limits = fields["mamba"]["dt_limit"]
             fields["mamba"]["dt_limit"] = [x if math.isfinite(x) else None for x in limits]
         return fields
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> GPTConfig:
-        """Rebuild a config from `to_json`. Raises ValueError for unknown or missing fields."""
+        """Restore a configuration from `to_json`.
+
+        Raises:
+            ValueError: a field is unknown or missing.
+        """
         fields = dict(data)
         try:
             if fields["attention"] is not None:
@@ -309,6 +312,6 @@ class GPTConfig:
 
 
 def _mamba(data: Mapping[str, Any]) -> Mamba2Config:
-    """Rebuild the shape of Mamba-2 from `to_json`."""
+    """Restore the shape of Mamba-2 from `to_json`."""
     low, high = data["dt_limit"]
     return Mamba2Config(**{**data, "dt_limit": (low, math.inf if high is None else high)})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published hybrid models: each a `GPTConfig` with the blocks of a pattern.
+"""Configurations of published hybrid models.
 
-Called without arguments a function returns the published model; its arguments make smaller ones of
-the same kind. examples/hybrid has the same models as options of pretrain_hybrid.
+Without arguments each function returns the published model; arguments change its size.
+examples/hybrid has the same models as options of pretrain_hybrid.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 
-#: Three gated delta nets to one attention; after each an MLP or experts.
+#: Token mixers of four layers of Qwen3-Next: three gated delta nets, one attention.
 QWEN3_NEXT_LAYERS = "GGG*"
 
-#: Of Nemotron-H-8B.
+#: Layer pattern of Nemotron-H-8B.
 NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
 
@@ -34,10 +34,12 @@ def qwen3_next(
     attention, experts in all layers.
 
     Args:
-        num_layers: of two blocks each.
-        attention, delta_net, moe: shapes of the blocks; None is the published one.
-        mtp_num_layers: depths of multi-token prediction, each an attention layer with experts; the
-            published weights have one.
+        num_layers: number of layers of two blocks.
+        hidden_size: hidden size h.
+        vocab_size: vocabulary size V.
+        attention, delta_net, moe: shapes of the blocks; None takes the published shape.
+        mtp_num_layers: number of MTP layers, each an attention layer with experts; the published
+            weights have one.
     """
     mixers = (QWEN3_NEXT_LAYERS[layer % 4] for layer in range(num_layers))
     pattern = "".join(mixer + EXPERTS for mixer in mixers)
@@ -82,11 +84,13 @@ def mamba2(
     vocab_size: int = 50_288,
     mamba: Mamba2Config | None = None,
 ) -> GPTConfig:
-    """Return a Mamba-2 language model, by default mamba2-2.7b: Mamba-2 blocks and nothing else.
+    """Return a Mamba-2 language model, by default mamba2-2.7b, with Mamba-2 blocks only.
 
     Args:
-        num_layers: Mamba-2 blocks.
-        mamba: their shape; None is that of the published models, 2 h features in heads of 64.
+        num_layers: number of Mamba-2 blocks.
+        hidden_size: hidden size h.
+        vocab_size: vocabulary size V.
+        mamba: shape of the blocks; None takes the published shape, 2 h features in heads of 64.
     """
     shape = Mamba2Config(
         num_heads=2 * hidden_size // 64, head_channels=64, state_channels=128, norm_groups=1
@@ -113,13 +117,15 @@ def nemotron_h(
     attention: AttentionConfig | None = None,
     mamba: Mamba2Config | None = None,
 ) -> GPTConfig:
-    """Return Nemotron-H, by default Nemotron-H-8B: Mamba-2 and MLP blocks with a few of attention,
-    which has no positions.
+    """Return Nemotron-H, by default Nemotron-H-8B: Mamba-2 and MLP blocks, and a few attention
+    blocks without position embedding.
 
     Args:
-        pattern: its blocks, of M, - and *.
-        ffn_hidden_size: inner features of the MLPs, squared relu.
-        attention, mamba: shapes of the blocks; None is the published one.
+        pattern: layer pattern of M, - and *.
+        hidden_size: hidden size h.
+        vocab_size: vocabulary size V.
+        ffn_hidden_size: inner features of the MLPs, with squared ReLU.
+        attention, mamba: shapes of the blocks; None takes the published shape.
     """
     grouped = AttentionConfig(num_attention_heads=32, num_query_groups=8, kv_channels=128)
     shape = Mamba2Config(

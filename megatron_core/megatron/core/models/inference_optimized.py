@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of generation, as few operations as it takes, over the weights of a GPTModel.
+"""Forward pass for generation with few operations, on the weights of a GPTModel.
 
     >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     >>> fast = InferenceOptimizedModel(model)
     >>> engine = Engine(fast, EngineConfig(num_blocks=8), shapes=shapes, vocab_size=VOCABULARY)
 
-It has no weights and no modules of its own: it reads those of the model, so what training or an
-update writes shows in the next step. It runs forward only, outside of autograd. Activations are
-packed tokens [t, h]; what differs from the model's own forward:
+The optimized model has no weights. It reads the weights of the model, so training steps and weight
+updates take effect in the next step. It runs forward only, without autograd. Activations are packed
+tokens [t, h]. Differences to the forward pass of the model:
 
-| part | model | here |
+| operation | model | optimized model |
 |---|---|---|
-| rotary tables | computed each step | rows of a table that is made once |
-| rotation | into a new tensor | in place, queries and keys at once |
-| keys and values | two writes, two gathers | one each, into pages that hold both |
-| attention, MLP | modules in [s, b, h] | [t, h], without checks of shapes |
-| their intermediate results | new tensors | buffers, by the number of tokens, that layers share |
-| row-parallel product | reduced by its layer | left as addends, which the next norm reduces |
-| the same on one rank | a tensor that is added | added to the residual stream by the product |
+| rotary tables | computed each step | rows of a cached table |
+| rotation | into a new tensor | in place, queries and keys together |
+| keys and values | two writes, two gathers | one write and one gather, into fused pages |
+| attention, MLP | modules on [s, b, h] | [t, h], without shape checks |
+| intermediate results | new tensors | buffers per number of tokens, shared by all layers |
+| row-parallel product, tp > 1 | reduced by the layer | partial sums, reduced by the next norm |
+| row-parallel product, tp = 1 | a tensor to add | the GEMM adds to the residual stream |
 
-Mixers other than attention and MLPs (experts, latent attention, recurrences) run their modules. But
-experts under sequence parallelism take the rows of all ranks, each routes all of them, and the sums
-of shared and routed experts are reduced at once: two collectives. Over NVLink these move no padding
-of a step that only decodes.
+Other mixers (experts, latent attention, recurrent mixers) run their modules. The exception is
+experts with sequence parallelism: each rank gathers and routes the tokens of all ranks, and shared
+and routed experts are reduced together, which takes two collectives. Over NVLink the collectives
+skip the padding of decode-only steps.
 
-The residual stream under tensor parallelism: between blocks there is the stream, and `delta`, which
-the last block adds to it. `delta` may be addends of the ranks; whoever normalises reduces first,
-which under sequence parallelism is one step: reduce-scatter, add, norm, all-gather. Where
-`megatron.core.comm.symmetric_memory` has found a way over NVLink, that is one kernel. Between
-pipeline stages goes the stream with `delta` reduced and added, as from the model's own forward.
+Residual stream with tensor parallelism: blocks pass the stream and `delta`, the output of the
+previous block, which is not added yet. `delta` may be a partial sum per rank. The next norm reduces
+it first; with sequence parallelism this is reduce-scatter, add, norm, all-gather, one kernel if
+`megatron.core.comm.symmetric_memory` has NVLink access. Pipeline stages exchange the stream with
+`delta` reduced and added, as the model does.
 """
 
 from __future__ import annotations
@@ -69,59 +69,64 @@ from megatron.core.transformer import (
 )
 from megatron.core.weight_gather import WeightHandle, copy_weights
 
-#: Dtypes that norms are computed in as they are.
-_WIDE = frozenset({torch.float32, torch.float64})
+#: Dtypes in which norms need no cast.
+_NORM_DTYPES = frozenset({torch.float32, torch.float64})
 
-#: Positions that the rotary table has at first; it doubles where a step needs more.
+#: Initial number of positions of the rotary table; it doubles on demand.
 TABLE_ROWS = 4096
 
-#: Tokens of a step whose buffers are kept. Longer steps compute prompts, and allocate.
+#: Largest step with persistent buffers, in tokens. Larger steps are prefill and allocate.
 BUFFERED_TOKENS = 256
 
 
 class Buffers:
-    """Memory for what the layers of a step compute and the next layer computes over.
+    """Buffers for intermediate results, which all layers of a step share.
 
-    There is one tensor by name, of `BUFFERED_TOKENS`; its beginnings are made once for each number
-    of tokens. It stays where it is: recorded steps go on using it. Results that outlive a layer
-    have no place here.
+    There is one tensor of `BUFFERED_TOKENS` rows per name. Views of its prefixes are created once
+    per number of tokens.
+
+    Warning:
+        The next layer overwrites the buffers. A result that outlives its layer must not use one.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._memory: dict[tuple[str, int], Tensor] = {}
-        self._beginnings: dict[tuple[str, int, int], Tensor] = {}
+        self._views: dict[tuple[str, int, int], Tensor] = {}
 
-    def of(self, name: str, tokens: int, features: int) -> Tensor:
-        """Return [tokens, features], contiguous, with anything in it."""
-        view = self._beginnings.get((name, tokens, features))
-        return view if view is not None else self._made(name, tokens, features)
+    def get(self, name: str, tokens: int, features: int) -> Tensor:
+        """Return an uninitialised contiguous tensor [tokens, features]."""
+        view = self._views.get((name, tokens, features))
+        return view if view is not None else self._create(name, tokens, features)
 
-    def _made(self, name: str, tokens: int, features: int) -> Tensor:
+    def _create(self, name: str, tokens: int, features: int) -> Tensor:
         if tokens > BUFFERED_TOKENS:
             return torch.empty(tokens, features, dtype=self.dtype, device=self.device)
+        # Never reallocated: recorded steps hold the address.
         memory = self._memory.get((name, features))
         if memory is None:
             memory = torch.empty(BUFFERED_TOKENS, features, dtype=self.dtype, device=self.device)
             self._memory[name, features] = memory
-        self._beginnings[name, tokens, features] = memory[:tokens]
+        self._views[name, tokens, features] = memory[:tokens]
         return memory[:tokens]
 
 
-class RotaryRows:
-    """Rotate heads in place, by rows of a table of all positions.
+class RotaryCache:
+    """Cached rotary table, for in-place rotation of heads.
 
     Args:
-        rotary: the model's frequencies.
-        device: where positions will be.
+        rotary: rotary embedding of the model.
+        device: device of the positions.
     """
 
     def __init__(self, rotary: RotaryEmbedding, device: torch.device) -> None:
         self.rotary, self.device, self.size = rotary, device, 0
 
     def _grow(self, size: int) -> None:
-        """Make the table of positions 0 to size - 1: cosines and sines, fp32 [size, r], with the
-        signs of what each feature adds to the other of its pair."""
+        """Compute cos and sin of positions 0 to size - 1, fp32 [size, r].
+
+        The sign of sin is the sign with which a feature is added to the other feature of its pair.
+        """
         table = self.rotary(torch.arange(size, device=self.device))
         if table.interleaved:
             cos = table.cos.repeat_interleave(2, -1)
@@ -131,12 +136,12 @@ class RotaryRows:
             sin = torch.cat([table.sin, -table.sin], -1)
         self.size, self.table, self._cos, self._sin = size, table, cos, sin
 
-    def at(self, positions: Tensor, end: int) -> Rotation:
-        """Return the rotation of tokens.
+    def rotation(self, positions: Tensor, end: int) -> Rotation:
+        """Return the rotation of t tokens.
 
         Args:
             positions: int64 [t].
-            end: above all positions.
+            end: exclusive upper bound of the positions, known on the host.
         """
         if end > self.size:
             self._grow(max(TABLE_ROWS, 1 << (end - 1).bit_length()))
@@ -147,41 +152,42 @@ class RotaryRows:
         )
 
 
-class Halves(NamedTuple):
-    """The features of t tokens' heads that are rotated, [t, n, r], and their two halves."""
+class RotaryHalves(NamedTuple):
+    """The rotated features of heads, [t, n, r], and views of their two halves, [t, n, r / 2]."""
 
-    whole: Tensor
-    first: Tensor
-    second: Tensor
+    full: Tensor
+    left: Tensor
+    right: Tensor
 
     @staticmethod
-    def of(x: Tensor) -> Halves:
-        """Return those of [t, n, r]."""
-        return Halves(x, *x.chunk(2, -1))
+    def from_heads(x: Tensor) -> RotaryHalves:
+        """Return the features [t, n, r] with views of their halves."""
+        return RotaryHalves(x, *x.chunk(2, -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """cos and sin of t tokens, fp32 [t, 1, r]; sin has the signs of `RotaryRows`."""
+    """cos and sin of t tokens, fp32 [t, 1, r]; sin has the signs of `RotaryCache`."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
 
-    def rotate_(self, heads: Halves, scratch: Halves) -> None:
-        """Rotate heads in place; scratch is written."""
-        x = heads.whole
+    def rotate_(self, heads: RotaryHalves, scratch: RotaryHalves) -> None:
+        """Rotate heads in place. `scratch`, of the same shape, is overwritten."""
+        x = heads.full
         if self.interleaved or x.dtype != self.cos.dtype:
             x_fp32 = x.to(accumulation_dtype(x.dtype))
             x.copy_((x_fp32 * self.cos).add_(self._swapped(x_fp32 * self.sin)))
         else:
-            torch.mul(x, self.sin, out=scratch.whole)
+            # The sine products must be complete before `x` is scaled in place.
+            torch.mul(x, self.sin, out=scratch.full)
             x.mul_(self.cos)
-            heads.first.add_(scratch.second)
-            heads.second.add_(scratch.first)
+            heads.left.add_(scratch.right)
+            heads.right.add_(scratch.left)
 
     def _swapped(self, x: Tensor) -> Tensor:
-        """Return x [t, n, r] with the two features of each pair exchanged."""
+        """Return x [t, n, r] with the two features of each pair swapped."""
         if self.interleaved:
             return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return x.roll(x.shape[-1] // 2, -1)
@@ -189,15 +195,15 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What all blocks of a step share.
+    """Inputs that all blocks of a step share.
 
     Args:
-        layout: of the new tokens.
-        cache: of keys and values, and of states.
-        rotation: of the attention blocks' heads.
-        rope: for mixers that run their modules; None if there are none.
-        rows: int32 [tp], how many of each rank's tokens are no padding, for experts whose tokens
-            move over NVLink; None for others, and where a rank's padding is not at its end.
+        layout: layout of the tokens.
+        cache: cache of keys, values and states.
+        rotation: rotation of attention heads; None without rotary positions.
+        rope: rotary table for mixers that run their modules; None without such mixers.
+        rows: int32 [tp], number of tokens without padding per rank, for experts over NVLink. None
+            without such experts, or if the padding is not at the end of each rank's tokens.
     """
 
     layout: SequenceLayout
@@ -208,22 +214,22 @@ class Step:
 
 
 class InferenceOptimizedModel:
-    """Generate with the weights of a model; a `megatron.core.inference.engine.LanguageModel`.
+    """A `megatron.core.inference.engine.LanguageModel` on the weights of a GPTModel.
 
     Args:
-        model: one chunk: all of it, or a pipeline stage.
-        comm: collectives of sequence parallelism; None goes through torch.distributed.
-        copies: dtype of copies of the matrices that are multiplied by instead; None makes none.
-            The embedding, routers, experts and what latent attention absorbs stay as stored.
+        model: the model or its pipeline stage, in one chunk.
+        comm: collectives of sequence parallelism; None uses torch.distributed.
+        copies: dtype of low-bit copies of the weight matrices, which replace them in products; None
+            makes no copies. The embedding, routers, experts and the matrices that latent attention
+            absorbs are not copied.
 
     Attributes:
-        head: of the model, which hidden states come to whole. Raises ValueError if it is on another
-            stage.
-        copied: what the copies cost; None without copies.
+        head: output head for gathered hidden states. Raises ValueError on stages without a head.
+        copied: size of the copies; None without copies.
 
     Raises:
-        ValueError: copies of matrices that are not on a CPU, or in that dtype already, or a
-            batch-invariant model.
+        ValueError: the model is batch-invariant, or copies are requested for matrices on a GPU or
+            in the dtype of the copies.
     """
 
     def __init__(
@@ -240,11 +246,11 @@ class InferenceOptimizedModel:
             )
         self.model, self.region, self._scatters = model, model.region, model.region.scatters
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
-        self._rows = None
+        self._rotary = None
         if model.rotary is not None:
-            self._rows = RotaryRows(model.rotary, model.rotary.frequencies.device)
+            self._rotary = RotaryCache(model.rotary, model.rotary.frequencies.device)
         buffers = self._buffers = Buffers(model.store.dtype, model.store.device)
-        self._blocks: list[Block] = []
+        self._blocks: list[OptimizedBlock] = []
         for block in model.decoder.blocks:
             inner: OptimizedAttention | OptimizedMLP | None = None
             experts: OptimizedExperts | None = None
@@ -252,9 +258,9 @@ class InferenceOptimizedModel:
                 inner = OptimizedAttention(block.mixer, buffers)
             elif isinstance(block.mixer, MLP):
                 inner = OptimizedMLP(block.mixer, buffers)
-            elif isinstance(block.mixer, MoE) and OptimizedExperts.takes(block.mixer):
+            elif isinstance(block.mixer, MoE) and OptimizedExperts.supports(block.mixer):
                 experts = OptimizedExperts(block.mixer, self.comm, buffers)
-            self._blocks.append(Block(block.norm, block.mixer, inner, experts))
+            self._blocks.append(OptimizedBlock(block.norm, block.mixer, inner, experts))
         self._runs_modules = any(b.inner is None and b.experts is None for b in self._blocks)
         has_experts = any(block.experts is not None for block in self._blocks)
         self._counts_rows = has_experts and self.comm.way != "torch.distributed"
@@ -262,20 +268,20 @@ class InferenceOptimizedModel:
         self.weights_replaced()
 
     @functools.cached_property
-    def head(self) -> WholeHead:
-        """The head. Raises ValueError if it is on another pipeline stage."""
-        return WholeHead(self.model.head, self.comm)
+    def head(self) -> GatheredHead:
+        """Output head for gathered hidden states. Raises ValueError on stages without a head."""
+        return GatheredHead(self.model.head, self.comm)
 
     def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Return the shape of the hidden states of tokens [1, t] between two stages."""
+        """Return the shape of the hidden states that stages exchange for tokens [1, t]."""
         return self.model.boundary_shape(tokens)
 
-    def join_experts(self, most_tokens: int) -> None:
-        """Do as `GPTModel.join_experts`."""
-        self.model.join_experts(most_tokens)
+    def join_experts(self, max_tokens: int) -> None:
+        """See `GPTModel.join_experts`."""
+        self.model.join_experts(max_tokens)
 
     def weights_replaced(self) -> None:
-        """Copy the matrices again, if there are copies."""
+        """Copy the matrices again if the model uses copies."""
         if self._copies is not None:
             self.copied = copy_weights(matrices(self.model), self._copies)
 
@@ -287,44 +293,46 @@ class InferenceOptimizedModel:
         cache: KeyValueCache,
         hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [t, 1, h], whole on every rank, of new tokens [1, t].
+        """Return hidden states [t, 1, h] of new tokens [1, t], gathered on all ranks.
 
-        Before the last pipeline stage it is the stream, [t/tp, 1, h] under sequence parallelism, as
-        `hidden_states` of the stage before are.
+        Pipeline stages before the last return the stream, and receive it as `hidden_states`:
+        [t, 1, h], or [t/tp, 1, h] with sequence parallelism.
         """
         step = self._step(layout, cache)
         if self._scatters:
             self.comm.begin_step()
         if hidden_states is None:
-            hidden_states = self._embedded(tokens, layout)  # [t, 1, h]
+            hidden_states = self._embed(tokens, layout)  # [t, 1, h]
         delta: Tensor | None = hidden_states.squeeze(1)
         stream: Tensor | None = None
-        addends = False  # whether delta is the sum over tp of what the ranks have
+        is_partial = False  # whether delta is a partial sum, to be reduced over tp
         for norm, mixer, inner, experts in self._blocks:
-            normed, stream = self._entered(
-                norm, delta, stream, addends=addends, whole=inner is not None
+            normed, stream = self._add_and_norm(
+                norm, delta, stream, is_partial=is_partial, gather=inner is not None
             )
             if inner is not None:
-                delta = self._left(inner.output, inner(normed, step), stream)
-                addends = delta is not None
+                delta = self._row_parallel_product(inner.output, inner(normed, step), stream)
+                is_partial = delta is not None
             elif experts is not None:
-                delta, addends = experts(normed, step), False
+                delta, is_partial = experts(normed, step), False
             else:
                 mix = functools.partial(
                     mixer, normed.unsqueeze(1), layout, rope=step.rope, cache=cache
                 )
                 graph = layout.rows_with_past.graph if isinstance(mixer, MoE) else None
-                # The host reads how many tokens each expert has.
+                # The host reads the number of tokens of each expert, which a graph cannot record.
                 mixed = mix() if graph is None else graph.call_for(mix)
-                delta, addends = mixed.squeeze(1), False
+                delta, is_partial = mixed.squeeze(1), False
         final = self.model.decoder.final_norm
         if final is None:
             if delta is None:
                 assert stream is not None
                 return stream.unsqueeze(1)
-            delta = self._reduced(delta) if addends else delta
+            delta = self._reduce(delta) if is_partial else delta
             return (delta if stream is None else stream + delta).unsqueeze(1)
-        normed, _ = self._entered(final, delta, stream, addends=addends, whole=True, last=True)
+        normed, _ = self._add_and_norm(
+            final, delta, stream, is_partial=is_partial, gather=True, is_output=True
+        )
         if self._scatters:
             self.comm.check()
         return normed.unsqueeze(1)
@@ -338,41 +346,42 @@ class InferenceOptimizedModel:
         layout: SequenceLayout,
         cache: KeyValueCache,
     ) -> Tensor:
-        """Do as `GPTModel.predict_ahead`; the depths run their modules."""
+        """See `GPTModel.predict_ahead`; the MTP layers run their modules."""
         return self.model.predict_ahead(depth, hidden_states, tokens, layout=layout, cache=cache)
 
     def _step(self, layout: SequenceLayout, cache: KeyValueCache) -> Step:
         rotation = rope = None
-        if self._rows is not None:
+        if self._rotary is not None:
             end = layout.rows_with_past.batch.max_context
-            rotation = self._rows.at(layout.positions, end)
-            rope = self._rows.rotary(layout.positions) if self._runs_modules else None
+            rotation = self._rotary.rotation(layout.positions, end)
+            rope = self._rotary.rotary(layout.positions) if self._runs_modules else None
         rows, paged = None, layout.rows_with_past
-        if self._counts_rows and paged.prefill is None:  # else padding is in the middle
+        # With prefill rows, padding lies between decode rows and prefill rows, not at the end.
+        if self._counts_rows and paged.prefill is None:
             real = paged.slot_mapping.view(self.region.group.size, -1) >= 0
             rows = real.sum(1, dtype=torch.int32)
         return Step(layout, cache, rotation, rope, rows)
 
-    def _embedded(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return [t, 1, h], of this rank's tokens under sequence parallelism."""
-        hidden = self._reduced(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
+    def _embed(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return embeddings [t, 1, h]; with sequence parallelism t runs over this rank's tokens."""
+        hidden = self._reduce(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
         if self.model.position_embedding is not None:
             learned = self.model.position_embedding
-            longest = layout.rows_with_past.batch.max_context
-            if longest > learned.positions:
+            max_context = layout.rows_with_past.batch.max_context
+            if max_context > learned.positions:
                 raise ValueError(
-                    f"a text of {longest} tokens for a model that has learned {learned.positions} "
-                    "positions: use shorter ones"
+                    f"a text of {max_context} tokens for a model that has learned "
+                    f"{learned.positions} positions: use shorter ones"
                 )
             hidden = hidden + learned.look_up(layout)
         return hidden
 
-    def _left(self, linear: nn.Module, x: Tensor, stream: Tensor) -> Tensor | None:
+    def _row_parallel_product(self, linear: nn.Module, x: Tensor, stream: Tensor) -> Tensor | None:
         """Multiply by a row-parallel weight.
 
         Returns:
-            This rank's addend [t, h], the bias in that of rank 0; None if there is one rank, and
-            the product has been added to the stream.
+            The partial sum [t, h] of this rank, with the bias on rank 0; None with one rank, after
+            adding the product to `stream` in place.
         """
         group = self.region.group
         if group.size == 1:
@@ -383,50 +392,51 @@ class InferenceOptimizedModel:
             out = self.comm.addends((x.shape[0], linear.weight.shape[0]), x.dtype)
         return linear.weight.linear(x, bias, out=out)
 
-    def _entered(
+    def _add_and_norm(
         self,
         norm: Norm,
         delta: Tensor | None,
         stream: Tensor | None,
         *,
-        addends: bool,
-        whole: bool,
-        last: bool = False,
+        is_partial: bool,
+        gather: bool,
+        is_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Add delta to the stream and normalise it.
+        """Add delta to the stream and normalise the sum.
 
         Args:
-            delta: [t, h] if it is addends, else as the stream; None is 0.
-            stream: of this rank's tokens under sequence parallelism; None is 0.
-            whole: the tokens of all ranks are wanted.
-            last: the result leaves the model, so it is no buffer.
+            norm: norm of the next block.
+            delta: [t, h] for partial sums, otherwise as `stream`; None means 0.
+            stream: [t, h], or this rank's [t/tp, h] with sequence parallelism; None means 0.
+            is_partial: `delta` is a partial sum, to be reduced over tp.
+            gather: return the normalised tokens of all ranks.
+            is_output: the result leaves the model, so it must not be a shared buffer.
 
         Returns:
             (normalised, stream).
         """
-        whole = whole and self._scatters
-        if addends:
+        gather = gather and self._scatters
+        if is_partial:
             assert delta is not None
-            if whole and stream is not None and self.comm.fuses(delta):
+            if gather and stream is not None and self.comm.fuses(delta):
                 fused = row_norm(norm)
                 if fused is not None:
                     return self.comm.reduce_norm_gather(delta, stream, fused), stream
-            delta = self._reduced(delta)
-        normed, stream = normalise(norm, delta, stream, None if last else self._buffers)
-        return (self.comm.all_gather(normed) if whole else normed), stream
+            delta = self._reduce(delta)
+        normed, stream = normalise(norm, delta, stream, None if is_output else self._buffers)
+        return (self.comm.all_gather(normed) if gather else normed), stream
 
-    def _reduced(self, addends: Tensor) -> Tensor:
-        """Return the sum over tp, under sequence parallelism of this rank's tokens."""
+    def _reduce(self, partial_sum: Tensor) -> Tensor:
+        """Reduce partial sums over tp; with sequence parallelism to this rank's tokens."""
         if self.region.group.size == 1:
-            return addends
+            return partial_sum
         if self._scatters:
-            return self.comm.reduce_scatter(addends)
-        return all_reduce(addends, self.region.group)
+            return self.comm.reduce_scatter(partial_sum)
+        return all_reduce(partial_sum, self.region.group)
 
 
 def matrices(model: GPTModel) -> list[WeightHandle]:
-    """Return the weights that tokens are multiplied by: of linear layers, and of the head if it is
-    on this pipeline stage."""
+    """Return the weights of the linear layers, and of the head on its pipeline stage."""
     linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
     absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
     linears = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
@@ -434,14 +444,14 @@ def matrices(model: GPTModel) -> list[WeightHandle]:
     return [*(module.weight for module in linears), *head]
 
 
-class WholeHead:
-    """A head to which hidden states come whole."""
+class GatheredHead:
+    """Output head for hidden states that are gathered already."""
 
     def __init__(self, head: VocabParallelHead, comm: SequenceParallelComm) -> None:
         self.head, self.comm = head, comm
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Return hidden [s, b, h]."""
+        """Return `hidden` [s, b, h], which is gathered already."""
         return hidden
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -449,18 +459,18 @@ class WholeHead:
         return self.head.weight.linear(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Return the logits of all ranks, fp32 [s, b, V]."""
-        return self._joined(logits).float()
+        """All-gather logits to fp32 [s, b, V]."""
+        return self._all_gather(logits).float()
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write the logits of all ranks to `out`, fp32 [s, b, V], and return it."""
+        """Write the gathered logits to `out`, fp32 [s, b, V], and return `out`."""
         if self.head.projects_whole(hidden):
             self.head.weight.linear(hidden.flatten(0, 1), out=out.flatten(0, 1))
             return out
-        return out.copy_(self._joined(self.project(hidden)))
+        return out.copy_(self._all_gather(self.project(hidden)))
 
-    def _joined(self, logits: Tensor) -> Tensor:
-        """Return the logits of all ranks [s, b, V] in the dtype that they are in."""
+    def _all_gather(self, logits: Tensor) -> Tensor:
+        """All-gather logits to [s, b, V] without a cast."""
         if not self.head.region.scatters:
             return self.head.joined(logits)
         return self.head.join(self.comm.all_gather(logits.unsqueeze(0)))
@@ -469,22 +479,23 @@ class WholeHead:
 def normalise(
     norm: Norm, delta: Tensor | None, stream: Tensor | None, buffers: Buffers | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(delta + stream), delta + stream), [t, h] each; one of the two may be None.
+    """Return (norm(delta + stream), delta + stream), [t, h] each; one input may be None.
 
-    May write to delta. The first result may be one of the buffers.
+    Warning:
+        It may write to `delta`, and the first result may be a shared buffer.
     """
     total = stream if delta is None else delta
     assert total is not None
-    added = None if delta is None else stream
-    if norm.bias is not None or total.device.type != "cpu" or total.dtype not in _WIDE:
-        return norm(total, added) if added is not None else (norm(total), total)
-    if added is not None:
-        total.add_(added)
+    residual = None if delta is None else stream
+    if norm.bias is not None or total.device.type != "cpu" or total.dtype not in _NORM_DTYPES:
+        return norm(total, residual) if residual is not None else (norm(total), total)
+    if residual is not None:
+        total.add_(residual)
     return _rms_norm(norm, total, buffers), total
 
 
 def row_norm(norm: Norm) -> RowNorm | None:
-    """Return a norm as the fused kernel takes it; None for LayerNorm."""
+    """Return the norm's parameters for the fused kernel; None for LayerNorm."""
     if norm.bias is not None:
         return None
     config = norm.config
@@ -494,13 +505,13 @@ def row_norm(norm: Norm) -> RowNorm | None:
 def _rms_norm(norm: Norm, x: Tensor, buffers: Buffers | None) -> Tensor:
     """Return the RMSNorm of [t, h], fp32 or fp64: x w sqrt(h) / sqrt(|x|^2 + h eps).
 
-    Four operations. While weights go through a CPU's cache each costs microseconds, whatever its
-    size.
+    Only four operations: while weights stream through the cache of a CPU, each operation of a
+    decode step costs microseconds, independent of its size.
     """
     weight, (tokens, size) = norm.weight.use(torch.float32), x.shape
     length = out = None
     if buffers is not None and buffers.dtype is x.dtype:
-        length, out = buffers.of("length", tokens, 1), buffers.of("normed", tokens, size)
+        length, out = buffers.get("length", tokens, 1), buffers.get("normed", tokens, size)
     length = torch.linalg.vector_norm(x, 2, -1, True, out=length)  # [t, 1]
     length.hypot_(_root(size * norm.config.epsilon, x.dtype))
     normed = torch.addcdiv(_root(0.0, x.dtype), x, length, value=math.sqrt(size), out=out)
@@ -511,34 +522,34 @@ def _rms_norm(norm: Norm, x: Tensor, buffers: Buffers | None) -> Tensor:
 
 @functools.cache
 def _root(square: float, dtype: torch.dtype) -> Tensor:
-    """Return a square root, [] on the CPU."""
+    """Return the square root as a 0-dimensional CPU tensor, cached by value and dtype."""
     return torch.tensor(math.sqrt(square), dtype=dtype)
 
 
 class Heads(NamedTuple):
-    """Views of what a product with the weights of queries, keys and values writes.
+    """Views of the output of the QKV projection.
 
     Args:
-        flat: [t, (n + 2g) d], or [t, (2n + 2g) d] with gates of the output.
+        flat: projection output [t, (n + 2g) d], or [t, (2n + 2g) d] with output gates.
         query: [t, n, d].
         key: [t, g, d].
-        turned: of both, the r features of [t, n + g, d] that are rotated.
-        scratch: as large.
+        rotated: the r rotated features of queries and keys, [t, n + g, r].
+        scratch: scratch of the rotation, same shape.
         key_value: [t, 2g, d].
-        gate: [t, n, d], without elements where there is none.
+        gate: [t, n, d]; empty without output gates.
     """
 
     flat: Tensor
     query: Tensor
     key: Tensor
-    turned: Halves
-    scratch: Halves
+    rotated: RotaryHalves
+    scratch: RotaryHalves
     key_value: Tensor
     gate: Tensor
 
 
 class OptimizedAttention:
-    """Self-attention of packed tokens up to its output projection, by the weights of a module."""
+    """Self-attention on packed tokens, without the output projection, on a module's weights."""
 
     def __init__(self, mixer: SelfAttention, buffers: Buffers) -> None:
         self.mixer, self.output = mixer, mixer.output
@@ -557,7 +568,7 @@ class OptimizedAttention:
             for norm, heads_view in zip(self._norms, (heads.query, heads.key), strict=True):
                 heads_view.copy_(norm(heads_view))
         if step.rotation is not None:
-            step.rotation.rotate_(heads.turned, heads.scratch)
+            step.rotation.rotate_(heads.rotated, heads.scratch)
         sinks = None if mixer.sinks is None else mixer.sinks.use(torch.float32)
         out = step.cache.attend(
             mixer.layer,
@@ -572,23 +583,23 @@ class OptimizedAttention:
         return out.reshape(x.shape[0], -1)
 
     def _heads(self, x: Tensor, rotation: Rotation | None) -> Heads:
-        """Return views of the buffer for x, made once for each number of tokens."""
+        """Return views of the QKV buffer, cached by the number of tokens."""
         n, g, d = self.mixer.heads, self.mixer.kv_heads, self.mixer.config.kv_channels
         tokens = x.shape[0]
-        flat = self._buffers.of("heads", tokens, self._weight.shape[0])
+        flat = self._buffers.get("heads", tokens, self._weight.shape[0])
+        # Large steps get a new buffer each time, so compare its identity.
         views = self._views.get(tokens)
         if views is not None and views.flat is flat:
             return views
-        heads, turned = flat.view(tokens, -1, d), 0
-        if rotation is not None:
-            turned = rotation.cos.shape[-1]
-        scratch = self._buffers.of("turned", tokens, (n + g) * turned).view(tokens, n + g, turned)
+        heads = flat.view(tokens, -1, d)
+        r = 0 if rotation is None else rotation.cos.shape[-1]
+        scratch = self._buffers.get("rotated", tokens, (n + g) * r).view(tokens, n + g, r)
         views = Heads(
             flat,
             query=heads[:, :n],
             key=heads[:, n : n + g],
-            turned=Halves.of(heads[:, : n + g, :turned]),
-            scratch=Halves.of(scratch),
+            rotated=RotaryHalves.from_heads(heads[:, : n + g, :r]),
+            scratch=RotaryHalves.from_heads(scratch),
             key_value=heads[:, n : n + 2 * g],
             gate=heads[:, n + 2 * g :],
         )
@@ -598,7 +609,7 @@ class OptimizedAttention:
 
 
 class OptimizedMLP:
-    """An MLP of packed tokens up to its down projection, by the weights of a module."""
+    """MLP on packed tokens, without the down projection, on a module's weights."""
 
     def __init__(self, mixer: MLP, buffers: Buffers) -> None:
         self.mixer, self.output, self._buffers = mixer, mixer.down, buffers
@@ -608,7 +619,7 @@ class OptimizedMLP:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return [t, f/tp] from x [t, h]."""
         tokens = x.shape[0]
-        inner = self._buffers.of("inner", tokens, self._weight.shape[0])
+        inner = self._buffers.get("inner", tokens, self._weight.shape[0])
         self._weight.linear(x, self._bias, out=inner)  # [t, 2f/tp] or [t, f/tp]
         if not self.mixer.config.gated or inner.device.type != "cpu":
             return self.mixer.activate(inner)
@@ -621,10 +632,10 @@ class OptimizedMLP:
 
 
 class OptimizedExperts:
-    """A mixture of experts whose ranks are those of sequence parallelism, by a module's weights.
+    """Mixture of experts with expert ranks equal to the sequence-parallel ranks.
 
-    Its collectives are all-gather-v and reduce-scatter-v, where a step has padding at the end of
-    ranks' tokens.
+    The collectives are all-gather-v and reduce-scatter-v, without padding, if the padding of a step
+    is at the end of each rank's tokens.
     """
 
     def __init__(self, mixer: MoE, comm: SequenceParallelComm, buffers: Buffers) -> None:
@@ -632,36 +643,35 @@ class OptimizedExperts:
         self._shared = None if mixer.shared is None else OptimizedMLP(mixer.shared.mlp, buffers)
 
     @staticmethod
-    def takes(mixer: MoE) -> bool:
-        """Whether the ranks that share experts are those that share tokens, and drop none."""
+    def supports(mixer: MoE) -> bool:
+        """Return whether expert ranks equal sequence-parallel ranks and no tokens are dropped."""
         same = mixer.ranks.group.ranks == mixer.region.group.ranks
         return mixer.region.scatters and same and mixer.router.capacity_factor is None
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """Return [t/tp, h] from x [t/tp, h]."""
         if step.rows is None:
-            return self.comm.reduce_scatter(self._sums(self.comm.all_gather(x), step))
-        everyone = self.comm.all_gather_v(x, step.rows)  # [t, h]
-        return self.comm.reduce_scatter_v(self._sums(everyone, step), step.rows)
+            return self.comm.reduce_scatter(self._partial_sums(self.comm.all_gather(x), step))
+        gathered = self.comm.all_gather_v(x, step.rows)  # [t, h]
+        return self.comm.reduce_scatter_v(self._partial_sums(gathered, step), step.rows)
 
-    def _sums(self, everyone: Tensor, step: Step) -> Tensor:
-        """Return [t, h] partial(tp) from the rows of all ranks [t, h]."""
+    def _partial_sums(self, gathered: Tensor, step: Step) -> Tensor:
+        """Return the partial sums [t, h] of this rank's experts for the tokens of all ranks."""
         mixer, shared = self.mixer, self._shared
-        share = Share(everyone.unsqueeze(1), step.layout, region=mixer.region)
-        routing = mixer.router(everyone, share)
-        sums = partial_sums(everyone, routing, mixer.experts, ranks=mixer.ranks)
+        share = Share(gathered.unsqueeze(1), step.layout, region=mixer.region)
+        routing = mixer.router(gathered, share)
+        sums = partial_sums(gathered, routing, mixer.experts, ranks=mixer.ranks)
         if shared is None:
             return sums
         assert mixer.shared is not None
-        shared_out = shared.output.weight.linear(shared(everyone, step))
+        shared_out = shared.output.weight.linear(shared(gathered, step))
         if mixer.shared.gate is not None:
-            shared_out = shared_out * mixer.shared.gate.linear(everyone).sigmoid()
+            shared_out = shared_out * mixer.shared.gate.linear(gathered).sigmoid()
         return sums + shared_out
 
 
-class Block(NamedTuple):
-    """A block of the model; `inner` or `experts` runs in place of its mixer's module, if there is
-    such."""
+class OptimizedBlock(NamedTuple):
+    """A block of the model. `inner` or `experts`, if set, replaces the mixer's module."""
 
     norm: Norm
     mixer: nn.Module

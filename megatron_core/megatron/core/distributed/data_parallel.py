@@ -483,9 +483,8 @@ class GradientBucket:
         self.bucket, self.config, self.model_chunk = bucket, config, bucket.model_chunk
         self.pool, self.stream, self.on_full = pool, stream, on_full
         once = bucket.gtp and config.gtp_reduce_scatter_per == "step"
-        self.inner, self.outer = reductions(
-            bucket.placement, bucket.groups.outer_axes, per_step=once
-        )
+        outer_axes = bucket.groups.outer_axes
+        self.inner, self.outer = reductions(bucket.placement, outer_axes, per_step=once)
         # A single data-parallel rank reduces nothing, so its sums need no conversion.
         self.fp32_sum = config.fp32_accumulation and self.inner.scatter
         self.num_outer_reductions = 0

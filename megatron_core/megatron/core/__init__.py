@@ -17,21 +17,11 @@ if TYPE_CHECKING:
     from megatron.core.backend import LayerBuild as LayerBuild
     from megatron.core.device import choose_device as choose_device
     from megatron.core.initialize import InitSpec as InitSpec
-    from megatron.core.process_groups import (
-        Group as Group,
-    )
-    from megatron.core.process_groups import (
-        ProcessGroupCollection as ProcessGroupCollection,
-    )
-    from megatron.core.process_groups import (
-        RankGrid as RankGrid,
-    )
-    from megatron.core.weight_sharding import (
-        Placement as Placement,
-    )
-    from megatron.core.weight_sharding import (
-        WeightSharding as WeightSharding,
-    )
+    from megatron.core.process_groups import Group as Group
+    from megatron.core.process_groups import ProcessGroupCollection as ProcessGroupCollection
+    from megatron.core.process_groups import RankGrid as RankGrid
+    from megatron.core.weight_sharding import Placement as Placement
+    from megatron.core.weight_sharding import WeightSharding as WeightSharding
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

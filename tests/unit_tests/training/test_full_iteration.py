@@ -84,7 +84,7 @@ def test_hybrid_of_whole_rows_replays_bits_of_eager_steps():
     with one_thread():
         found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
     assert_equal_runs(*found)
-    assert whole_rows(torch.device("cpu")).maps_made == 1, "tables were made for other rows too"
+    assert whole_rows(torch.device("cpu")).num_maps == 1, "tables were made for other rows too"
 
 
 @pytest.mark.parametrize(("granularity", "factor"), [(None, None), ("full", 0.7)])

@@ -80,7 +80,7 @@ class Blocks(tuple[AttentionBlock, ...]):
     def __init__(self, blocks: Iterable[AttentionBlock] = ()) -> None:
         del blocks  # the tuple has them already
         #: Number of computed tile lists.
-        self.tile_lists_made = 0
+        self.num_tile_lists = 0
         self._tile_lists: dict[tuple[str, int, int], TileList] = {}
 
     @staticmethod
@@ -101,7 +101,7 @@ class Blocks(tuple[AttentionBlock, ...]):
             is_query = side == "query"
             ranges = [(x.row0, x.row1, *((x.q0, x.q1) if is_query else (x.k0, x.k1))) for x in self]
             self._tile_lists[key] = _tile_list(ranges, rows, length)
-            self.tile_lists_made += 1
+            self.num_tile_lists += 1
         return self._tile_lists[key]
 
 
@@ -430,7 +430,7 @@ def backward(
         value: [s_k, b, g, d].
         out: [s_q, b, n, d], the complete output: of all blocks of all ranks, and of sinks.
         lse: [b, n, s_q], the complete log-sum-exp.
-        blocks: the forward pass's blocks of these queries and keys.
+        blocks: the blocks of the forward pass for the given queries and keys.
         scale, window, dropout, cpu_dtype: options of the forward pass.
         fp32_sums: return unrounded sums in fp32 (fp64 for fp64), which are added to other sums.
 
@@ -464,7 +464,7 @@ def backward(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, new_out: torch.Tensor, new_lse: torch.Tensor
 ) -> None:
-    """Merge attention to new keys into (out, lse), in place; exact if one of them saw no key.
+    """Merge attention to new keys into (out, lse), in place; exact if either result saw no key.
 
     Args:
         out: [s_q, b, n, d], fp32 or fp64.

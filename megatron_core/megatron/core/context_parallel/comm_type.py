@@ -6,11 +6,11 @@ per head and cp - 1 of cp shards leaving the rank:
 
     ring        2 (cp-1) steps of keys and values, and cp steps of their gradients in fp32
     all_gather  keys and values of the other ranks twice, their gradients once
-    all_to_all  (cp-1)/cp of q, k, v, the output and the gradients of these four
+    all_to_all  (cp-1)/cp of q, k, v, the output and all their gradients
 
 Grouped-query attention makes ring and all_gather cheap; many ranks make all_to_all cheap, because
 it moves 1/cp of each head. The ring never moves the least, because it sends fp32 sums. It is for
-long rows: all_gather holds the keys and values of all ranks at a time, the ring those of two ranks.
+long rows: all_gather holds the keys and values of all ranks at a time, the ring only of two ranks.
 Only the user knows this memory limit.
 """
 

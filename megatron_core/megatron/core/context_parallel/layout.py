@@ -140,7 +140,7 @@ class _Plans:
     """Caches of a layout, shared by its copies: blocks of attention, index maps of tokens, and the
     communication types that layers chose."""
 
-    plans_made: int = 0
+    num_plans: int = 0
     maps: dict[tuple, object] = field(default_factory=dict)
     _blocks: dict[tuple, Blocks] = field(default_factory=dict)
     _choices: dict[tuple, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class _Plans:
         """Return the blocks of `key`; compute them the first time."""
         if key not in self._blocks:
             self._blocks[key] = make()
-            self.plans_made += 1
+            self.num_plans += 1
         return self._blocks[key]
 
     def map(self, key: tuple, make: Callable[[], _Map]) -> _Map:
@@ -165,8 +165,8 @@ class _Plans:
         return self._choices[key]
 
     @property
-    def tile_lists_made(self) -> int:
-        return sum(blocks.tile_lists_made for blocks in self._blocks.values())
+    def num_tile_lists(self) -> int:
+        return sum(blocks.num_tile_lists for blocks in self._blocks.values())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -434,18 +434,18 @@ class SequenceLayout:
         )
 
     @property
-    def plans_made(self) -> int:
+    def num_plans(self) -> int:
         """Return the number of computed block lists: one for each kind, not for each layer."""
-        return self._plans.plans_made
+        return self._plans.num_plans
 
     @property
-    def tile_lists_made(self) -> int:
+    def num_tile_lists(self) -> int:
         """Return the number of computed tile lists: at most one of queries and one of keys for each
         kind of blocks."""
-        return self._plans.tile_lists_made
+        return self._plans.num_tile_lists
 
     @property
-    def maps_made(self) -> int:
+    def num_maps(self) -> int:
         """Return the number of computed index maps: one for each kind, not for each layer."""
         return len(self._plans.maps)
 
@@ -722,7 +722,7 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
     Raises:
         ValueError: a layout of another number of rows, or with documents known only by ids.
     """
-    documents = known_documents(layout, batch)
+    documents = require_documents(layout, batch)
     sharding, width = layout.sharding, layout.positions.shape[0]
     length, gathered = (
         (width, width) if sharding is None else (sharding.length, sharding.padded[-1])
@@ -741,14 +741,14 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
 def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
     """Return the result of `SequenceLayout.cu_seqlens`."""
     bounds = [0]
-    for row in known_documents(layout, batch):
+    for row in require_documents(layout, batch):
         start = bounds[-1]
         bounds += [start + end for end in row[1:]]
     longest = max(end - begin for begin, end in pairwise(bounds))
     return _moved(torch.tensor(bounds, dtype=torch.int32), layout.positions.device), longest
 
 
-def known_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
+def require_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
     """Return the cumulative lengths of the documents of each row, [0, ..., s].
 
     Raises:
@@ -941,7 +941,7 @@ def local_sequences(layout: SequenceLayout, batch: int) -> LocalSequences:
     Raises:
         ValueError: a layout of another number of rows, or with documents known only by ids.
     """
-    documents = known_documents(layout, batch)
+    documents = require_documents(layout, batch)
     device, sharding = layout.positions.device, layout.sharding
     if sharding is None:
         sharding = SequenceSharding.of(layout.positions.shape[0], 1)

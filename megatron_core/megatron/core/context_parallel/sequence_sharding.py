@@ -46,7 +46,7 @@ class TokenRange:
         start: local index of the first token.
         length: number of tokens.
         row_start: row index of the first token.
-        sequence: number of their sequence among those that are split separately.
+        sequence: number of their sequence among the separately split sequences.
     """
 
     start: int

@@ -8,9 +8,9 @@ package stores weights and gradients. A TE module is built without memory, and i
 
 | TE calls | implemented by |
 |---|---|
-| materialize_group_for_forward, _for_backward | `WeightHandle.get()`: gathered if sharded |
-| grad_buffer | the gradient slot if it is empty, else a buffer of the same shape |
-| finalize_group_grads | accumulate: the buffer is added, the slot is marked as written |
+| materialize_group_for_forward, _for_backward | `WeightHandle.get()`: gathered if need be |
+| grad_buffer | `main_grad` if the next gradient overwrites it, else a buffer of its shape |
+| finalize_group_grads | the gradient is accumulated: a separate buffer is added to `main_grad` |
 
 TE saves the protocol object for backward, never the gathered weight, so TE layers work with every
 sharding strategy like this package's own layers. Biases and norm weights are ordinary copies

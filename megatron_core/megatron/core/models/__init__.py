@@ -11,22 +11,12 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.models.decoder import Decoder as Decoder
     from megatron.core.models.decoder import DecoderConfig as DecoderConfig
-    from megatron.core.models.gpt import (
-        GPTModel as GPTModel,
-    )
-    from megatron.core.models.gpt import (
-        MultiTokenPrediction as MultiTokenPrediction,
-    )
+    from megatron.core.models.gpt import GPTModel as GPTModel
+    from megatron.core.models.gpt import MultiTokenPrediction as MultiTokenPrediction
     from megatron.core.models.gpt_config import GPTConfig as GPTConfig
-    from megatron.core.models.hybrid import (
-        mamba2 as mamba2,
-    )
-    from megatron.core.models.hybrid import (
-        nemotron_h as nemotron_h,
-    )
-    from megatron.core.models.hybrid import (
-        qwen3_next as qwen3_next,
-    )
+    from megatron.core.models.hybrid import mamba2 as mamba2
+    from megatron.core.models.hybrid import nemotron_h as nemotron_h
+    from megatron.core.models.hybrid import qwen3_next as qwen3_next
     from megatron.core.models.inference_optimized import (
         InferenceOptimizedModel as InferenceOptimizedModel,
     )

@@ -12,12 +12,8 @@ if TYPE_CHECKING:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet as GatedDeltaNet
     from megatron.core.ssm.mamba2 import Mamba2 as Mamba2
     from megatron.core.ssm.mixer import RecurrentCache as RecurrentCache
-    from megatron.core.ssm.mixer_config import (
-        GatedDeltaNetConfig as GatedDeltaNetConfig,
-    )
-    from megatron.core.ssm.mixer_config import (
-        Mamba2Config as Mamba2Config,
-    )
+    from megatron.core.ssm.mixer_config import GatedDeltaNetConfig as GatedDeltaNetConfig
+    from megatron.core.ssm.mixer_config import Mamba2Config as Mamba2Config
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -118,7 +118,7 @@ def exchanged(rank: int, world: int):
                     "its gradient, too": (back.grad, packed(d_y[:, :, heads])),
                 }
                 bad += [what for what, (got, want) in pairs.items() if not torch.equal(got, want)]
-        counts = (len(records), {record.kind for record in records}, layout.maps_made)
+        counts = (len(records), {record.kind for record in records}, layout.num_maps)
         found[name] = (bad, counts, [record.bytes for record in records][:4], int((~real).sum()))
     return found
 
@@ -177,7 +177,7 @@ def test_one_rank_packs_only(batch):
     assert torch.equal(returned, wide[..., :5])
     (grad,) = torch.autograd.grad(returned.square().sum(), wide)
     assert torch.equal(grad, torch.cat([2 * wide[..., :5], torch.zeros(6, batch, 4, 4)], 3))
-    assert layout.maps_made == 1
+    assert layout.num_maps == 1
 
 
 def unfit(rank: int, world: int):

@@ -367,7 +367,7 @@ def test_visits_say_where_blocks_lie_and_which_is_first_there():
     assert queries == (((0, 2, 0, 3), (1, 2, 2, 5)), (True, False), False)
     assert keys == (((0, 2, 0, 3), (1, 2, 3, 5)), (True, True), False)
     assert plan.tile_list("key", 2, 5) is keys
-    assert plan.tile_lists_made == 2
+    assert plan.num_tile_lists == 2
     assert (
         Blocks([*plan, AttentionBlock(0, 1, 0, 5, 3, 5, 0, 0, False)]).tile_list("key", 2, 5).covers
     )

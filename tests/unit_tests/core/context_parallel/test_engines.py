@@ -150,7 +150,7 @@ def attended(rank: int, world: int, case: Case):
     moved: dict[str, list[int]] = {}
     for record in records:
         moved.setdefault(record.kind, []).append(record.bytes)
-    return found, sink_grad, moved, layout.plans_made
+    return found, sink_grad, moved, layout.num_plans
 
 
 def _here(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

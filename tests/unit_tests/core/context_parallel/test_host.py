@@ -65,7 +65,7 @@ def two_layers(rank: int, world: int):
                 for _ in range(2):
                     out = context_attention(out, key, value, attend=attend, engine=engine)
                 torch.autograd.grad(out, leaves, grad)
-            counts.append((layout.plans_made, layout.tile_lists_made))
+            counts.append((layout.num_plans, layout.num_tile_lists))
         found[engine] = (seen, counts)
     with reads() as seen:
         if torch.ones(2).sum() > 1:

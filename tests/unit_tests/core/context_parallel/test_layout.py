@@ -145,12 +145,12 @@ def test_blocks_are_those_of_the_runs_and_documents():
 
 def test_plans_are_built_once_for_all_layers():
     layout = SequenceLayout.make(SequenceSharding.of(16, 2), 0, rows=2)
-    assert layout.plans_made == 0
+    assert layout.num_plans == 0
     first = [layout.blocks(rank) for rank in (0, 1)]
     for _ in range(5):
         again = [layout.blocks(rank) for rank in (0, 1)]
         assert all(a is b for a, b in zip(first, again, strict=True))
-    assert layout.plans_made == 2
+    assert layout.num_plans == 2
     for made, ask in enumerate(
         [
             lambda: layout.blocks(0, 4),
@@ -162,9 +162,9 @@ def test_plans_are_built_once_for_all_layers():
         start=3,
     ):
         assert ask() is ask()
-        assert layout.plans_made == made
+        assert layout.num_plans == made
     other = SequenceLayout.make(SequenceSharding.of(16, 2), 0, rows=2)
-    assert other.plans_made == 0  # nothing is kept outside a layout
+    assert other.num_plans == 0  # nothing is kept outside a layout
 
 
 def test_other_samples_share_what_was_worked_out():
@@ -176,7 +176,7 @@ def test_other_samples_share_what_was_worked_out():
     assert (layout.sample_ids.tolist(), other.sample_ids.tolist()) == ([4, 6], [1, 2])
     assert other.blocks(0) is blocks
     assert other.row_blocks() is layout.row_blocks()
-    assert layout.plans_made == other.plans_made == 2
+    assert layout.num_plans == other.num_plans == 2
     assert other.row_indices is layout.row_indices
 
 

@@ -151,11 +151,11 @@ def test_tokens_in_order_are_not_copied():
 def test_all_layers_share_one_map():
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=2)
     first = layout.whole_rows(2)
-    assert layout.maps_made == 1
+    assert layout.num_maps == 1
     assert layout.with_samples(torch.arange(2)).whole_rows(2) is first
     padding = torch.ones(4, 2, dtype=torch.bool)
     assert layout.with_padding(padding).whole_rows(2) is first
-    assert (layout.maps_made, layout.plans_made) == (1, 0)
+    assert (layout.num_maps, layout.num_plans) == (1, 0)
 
 
 def test_some_tokens_of_a_call_may_be_packed():

@@ -122,7 +122,7 @@ def trained(case: Case, groups: ProcessGroupCollection):
             loss, nll = model.loss(*(layout.local(x) for x in batch.values()), layout=layout)
             engine.backward(loss, last=index == 1)
             losses.append((loss.detach(), nll.detach()))
-            plans += [layout.plans_made] if group.size > 1 else []
+            plans += [layout.num_plans] if group.size > 1 else []
         engine.finish()
     found = {}
     for handle in model.store.handles.values():
@@ -253,7 +253,7 @@ def test_documents_match_with_blockwise_attention_or_mask():
                 "blocks": model.loss(**batch, layout=by_blocks)[1],
                 "none": model.loss(**batch)[1],
             }
-    assert (by_ids.plans_made, by_blocks.plans_made) == (0, 1)
+    assert (by_ids.num_plans, by_blocks.num_plans) == (0, 1)
     assert torch.equal(nll["rows"], nll["ids"])
     assert_all_close({"nll": nll["blocks"]}, {"nll": nll["rows"]})
     assert (nll["none"] - nll["rows"]).abs().max() > 0.1

@@ -121,7 +121,7 @@ def _after_changes(rank: int, world: int, engines: tuple[str, ...]) -> dict[str,
             nll.append(loss[1])
         found[engine] = torch.stack(nll)
     # Attention went by blocks: of each rank's keys in the ring, of all in each other engine.
-    assert layout.plans_made == (world + 2 if world > 1 else 1)
+    assert layout.num_plans == (world + 2 if world > 1 else 1)
     return found
 
 

@@ -329,7 +329,7 @@ def two_layers(rank: int, world: int):
                 out = out + recur_in_segments(recurrence, inputs, pieces, groups["cp"])
                 out = out + halo.sum()
             torch.autograd.backward((out.sum(),))
-    return seen, layout.maps_made, {(record.kind, record.dtype) for record in records}
+    return seen, layout.num_maps, {(record.kind, record.dtype) for record in records}
 
 
 def test_the_host_never_waits_and_states_travel_in_fp32():

@@ -494,7 +494,7 @@ class NoEffectFlag:
     kind: Kind
     reason: str
     values: str = ""
-    conflict: Callable[[Mapping[str, Any]], str | None] = lambda given: None
+    conflict: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     note: str | None = None
 
     @property
@@ -555,12 +555,12 @@ def _accept(
     Raises:
         ValueError: lists all rejected flags in one line.
     """
-    given = {**file, **flags}
+    options = {**file, **flags}
     problems: list[str] = []
     lines: list[str] = []
-    uses = [flag for flag in accepted.no_effect if flag.name in given]
+    uses = [flag for flag in accepted.no_effect if flag.name in options]
     for flag in uses:
-        problem = flag.problem(given[flag.name], given, strict=strict)
+        problem = flag.problem(options[flag.name], options, strict=strict)
         problems += [] if problem is None else [problem]
         for values in (flags, file):
             values.pop(flag.name, None)
@@ -572,7 +572,7 @@ def _accept(
     lines += [f"no effect here: {', '.join(flags_by_kind)}"] if flags_by_kind else []
     for flag in uses:
         if flag.note:
-            value = f" {given[flag.name]}" if flag.values else ""
+            value = f" {options[flag.name]}" if flag.values else ""
             lines.append(f"--{flag.name}{value}: {flag.note}")
     try:
         lines += accepted.translate(flags, file)

@@ -80,8 +80,8 @@ class Option:
         if self.choices:
             choice = our_value(self.name, text)
             if choice not in self.choices:
-                mend = f"use one of {', '.join(self.choices)}{value_reason(self.name, text)}"
-                raise ValueError(f"{where} is {text!r}: {mend}")
+                fix = f"use one of {', '.join(self.choices)}{value_reason(self.name, text)}"
+                raise ValueError(f"{where} is {text!r}: {fix}")
             return choice
         if self.kind is bool:
             if text.lower() not in ("true", "false"):

@@ -141,11 +141,11 @@ def _is_charsmap(value: Any) -> bool:
     The library allocates memory for a trie of the claimed size.
     """
     try:
-        data = base64.b64decode(value, validate=True)
+        content = base64.b64decode(value, validate=True)
     except (TypeError, ValueError):
         return False
-    size = int.from_bytes(data[:4], "little")
-    return size % 4 == 0 and 0 < size <= len(data) - 4
+    size = int.from_bytes(content[:4], "little")
+    return size % 4 == 0 and 0 < size <= len(content) - 4
 
 
 #: Limit on the factor by which the steps of a tokenizer may lengthen a text together.
@@ -162,11 +162,11 @@ def check_growth(path: Path, tokenizer: Any) -> None:
     Raises:
         ValueError: they exceed the limit.
     """
-    for part in ("normalizer", "post_processor", "decoder"):
-        component = getattr(tokenizer, part)
+    for component_name in ("normalizer", "post_processor", "decoder"):
+        component = getattr(tokenizer, component_name)
         if component is not None and _growth(json.loads(component.__getstate__())) > _MAX_GROWTH:
             raise ValueError(
-                f"tokenizer {path}: the steps of its {part} lengthen a text more than "
+                f"tokenizer {path}: the steps of its {component_name} lengthen a text more than "
                 f"{_MAX_GROWTH} times: {_REPAIR}"
             )
 
@@ -177,12 +177,12 @@ def _growth(step: Any) -> float:
     if kind == "Sequence":
         names = ("normalizers", "processors", "decoders")
         inner = next((step[name] for name in names if name in step), [])
-        return math.prod(min(_growth(each), 2.0 * _MAX_GROWTH) for each in inner)
+        return math.prod(min(_growth(inner_step), 2.0 * _MAX_GROWTH) for inner_step in inner)
     if kind == "Replace":
         pattern, content = step["pattern"], step["content"]
         if pattern.get("String"):
             return max(1.0, len(content) / len(pattern["String"]))
         return 1.0 + len(content)
     if kind == "TemplateProcessing":
-        return max(1.0, sum("Sequence" in piece for piece in step["single"]))
+        return max(1.0, sum("Sequence" in item_template for item_template in step["single"]))
     return 1.0

@@ -62,7 +62,7 @@ _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER_BYTES = tuple(code for code in range(256) if code not in _VISIBLE)
 _BYTE_LEVEL: Mapping[str, int] = MappingProxyType(
     {chr(code): code for code in _VISIBLE}
-    | {chr(0x100 + place): code for place, code in enumerate(_OTHER_BYTES)}
+    | {chr(0x100 + offset): code for offset, code in enumerate(_OTHER_BYTES)}
 )
 
 TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
@@ -110,8 +110,12 @@ class SpecialTokens:
         """Return a description for messages."""
         if not self:
             return "no special tokens"
-        places = (("before", self.before), ("after", self.after))
-        ids = [f"{' '.join(map(str, found))} {name} each text" for name, found in places if found]
+        ids_by_position = (("before", self.before), ("after", self.after))
+        ids = [
+            f"{' '.join(map(str, token_ids))} {name} each text"
+            for name, token_ids in ids_by_position
+            if token_ids
+        ]
         return f"special tokens {' and '.join(ids)}"
 
     def to_json(self) -> dict[str, list[int]]:
@@ -259,9 +263,9 @@ class HuggingFaceTokenizer:
         self._eod = self._end(path)
         # Ids need not be contiguous.
         self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self._special = self._added() if add_special_tokens else SpecialTokens()
+        self._special = self._added_special_tokens() if add_special_tokens else SpecialTokens()
         added = self._tokenizer.get_added_tokens_decoder()
-        self._left_out = frozenset(number for number, token in added.items() if token.special)
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._probe_ids: list[int] = []
         with contextlib.suppress(UnusableText), self._library_errors(), quiet_panics():
             self._probe_ids = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
@@ -273,30 +277,32 @@ class HuggingFaceTokenizer:
             add = self._tokenizer.num_special_tokens_to_add(False) > 0
         for text in _PROBES:
             with contextlib.suppress(UnusableText), self._library_errors(), quiet_panics():
-                found = self._tokenizer.encode(text, add_special_tokens=add)
-                self._tokenizer.decode(found.ids, skip_special_tokens=True)
+                encoding = self._tokenizer.encode(text, add_special_tokens=add)
+                self._tokenizer.decode(encoding.ids, skip_special_tokens=True)
 
     def _added(self) -> SpecialTokens:
         """Return the special tokens that the post-processor adds around a text."""
         if self._tokenizer.num_special_tokens_to_add(False) == 0:
             return SpecialTokens()
         with self._library_errors():
-            found = self._tokenizer.encode(_PROBE)
-        mask = found.special_tokens_mask
-        first = mask.index(0) if 0 in mask else len(mask)
-        last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
-        return SpecialTokens(before=tuple(found.ids[:first]), after=tuple(found.ids[last:]))
+            encoding = self._tokenizer.encode(_PROBE)
+        mask = encoding.special_tokens_mask
+        text_begin = mask.index(0) if 0 in mask else len(mask)
+        text_end = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
+        return SpecialTokens(
+            before=tuple(encoding.ids[:text_begin]), after=tuple(encoding.ids[text_end:])
+        )
 
     def _end(self, path: Path) -> int | None:
-        said = _said_end(path.with_name("tokenizer_config.json"))
-        if said is not None:
-            found: int | None = self._tokenizer.token_to_id(said)
-            if found is None:
+        eos_token = _eos_token_of(path.with_name("tokenizer_config.json"))
+        if eos_token is not None:
+            eos_id: int | None = self._tokenizer.token_to_id(eos_token)
+            if eos_id is None:
                 raise ValueError(
                     f"{path.with_name('tokenizer_config.json')} names {said!r} as eos_token, which "
                     f"{path} does not have: correct one of them"
                 )
-            return found
+            return eos_id
         ids = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
         return next((number for number in ids if number is not None), None)
 
@@ -333,8 +339,8 @@ class HuggingFaceTokenizer:
         Special tokens are not added: the text is a fragment, or contains them already.
         """
         with self._library_errors():
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def to_json(self) -> str:
         """Return the whole tokenizer as the library's JSON."""
@@ -347,8 +353,8 @@ class HuggingFaceTokenizer:
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token within a text."""
-        piece = self.name_of(token)
-        if piece is None or token in self._left_out:
+        name = self.name_of(token)
+        if name is None or token in self._special_ids:
             return None
         # Decode after another token: some decoders drop a leading space of a text.
         text = self.detokenize([*self._probe_ids, token])
@@ -358,9 +364,9 @@ class HuggingFaceTokenizer:
             text = self.detokenize([token])
         if _REPLACEMENT not in text:
             return text.encode()
-        if byte := _BYTE_PIECE.fullmatch(piece):
+        if byte := _BYTE_PIECE.fullmatch(name):
             return bytes([int(byte[1], 16)])
-        codes = [_BYTE_LEVEL.get(char) for char in piece]
+        codes = [_BYTE_LEVEL.get(char) for char in name]
         return None if None in codes else bytes(code for code in codes if code is not None)
 
     def name_of(self, token: int) -> str | None:
@@ -371,8 +377,8 @@ class HuggingFaceTokenizer:
         """Return the ids of several texts, with special tokens, encoded in parallel."""
         add = bool(self._special)
         with self._library_errors():
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
-        return [encoding.ids for encoding in found]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add)
+        return [encoding.ids for encoding in encodings]
 
 
 def _in_folder(folder: Path) -> Path:
@@ -396,8 +402,8 @@ def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
     """
     if merge_file is None:
         return None
-    wanted = None if model is None else merges_of(Path(model))
-    if wanted is None:
+    expected = None if model is None else merges_of(Path(model))
+    if expected is None:
         return f"--merge-file {merge_file} needs --vocab-file PATH of a vocab.json: give both"
     if os.path.abspath(merge_file) != os.path.abspath(wanted):
         return f"--merge-file {merge_file}: the merges of --vocab-file {model} must be {wanted}"
@@ -421,8 +427,8 @@ def _byte_level_bpe(
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     described = path.with_name("tokenizer_config.json")
-    there = described.exists() or described.is_symlink()
-    kind = config_field(described, "tokenizer_class") if there else default
+    has_config = described.exists() or described.is_symlink()
+    kind = config_field(described, "tokenizer_class") if has_config else default
     family = kind.removesuffix("Fast") if isinstance(kind, str) else None
     if family not in _BPE_CLASSES:
         raise ValueError(
@@ -449,24 +455,24 @@ def _byte_level_bpe(
     tokenizer.pre_tokenizer = Sequence([split, bytes_of]) if split is not None else bytes_of
     tokenizer.decoder = decoders.ByteLevel()
     added = _added_tokens(described)
-    said_of = [family, [[number, dict(token)] for number, token in added]]
+    config_fields = [family, [[number, dict(token)] for number, token in added]]
     for number, token in added:
         content, options = token.pop("content"), {k: token[k] for k in _TOKEN_FLAGS if k in token}
         tokenizer.add_tokens([AddedToken(content, **options)])
         if tokenizer.token_to_id(content) != number:
             raise ValueError(f"{described}: {content!r} cannot have the id {number} beside {path}")
     for name in (*_SPECIAL_NAMES, None):
-        said = END_OF_DOCUMENT if name is None else config_field(described, name)
-        content = said.get("content") if isinstance(said, dict) else said
+        special_token = END_OF_DOCUMENT if name is None else config_field(described, name)
+        content = special_token.get("content") if isinstance(special_token, dict) else special_token
         if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
             tokenizer.add_special_tokens([content])
-    return tokenizer, said_of
+    return tokenizer, config_fields
 
 
 def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the tokens that `tokenizer_config.json` adds, by id. Raises ValueError."""
-    found = config_field(described, "added_tokens_decoder")
-    if found is None:
+    entries = config_field(described, "added_tokens_decoder")
+    if entries is None:
         if described.with_name("added_tokens.json").exists():
             raise ValueError(
                 f"{described} has no added_tokens_decoder: added_tokens.json alone does not say "
@@ -474,7 +480,7 @@ def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:
             )
         return []
     try:
-        listed = sorted((int(number), dict(token)) for number, token in found.items())
+        listed = sorted((int(number), dict(token)) for number, token in entries.items())
     except (AttributeError, TypeError, ValueError):
         listed = [(0, {})]
     if any(not isinstance(token.get("content"), str) for _, token in listed):
@@ -733,18 +739,18 @@ class SentencePieceTokenizer:
             fix = ": --tokenizer-type tiktoken reads it" if is_tiktoken(content) else ""
             raise ValueError(f"tokenizer {path} is not a SentencePiece model{fix}")
         self._fingerprint = hashlib.sha256(content).hexdigest()
-        self._special = self._asked_for(path) if add_special_tokens else SpecialTokens()
+        self._special = self._special_tokens_of(path) if add_special_tokens else SpecialTokens()
 
     def _asked_for(self, path: Path) -> SpecialTokens:
         """Return the special tokens that `tokenizer_config.json` requests."""
         beside = path.with_name("tokenizer_config.json")
 
-        def found(name: str, number: int) -> tuple[int, ...]:
-            return (number,) if number >= 0 and config_field(beside, name) is True else ()
+        def ids_if_enabled(name: str, number: int) -> tuple[int, ...]:
+            return (number,) if number >= 0 and config_field(config_path, name) is True else ()
 
         return SpecialTokens(
-            before=found("add_bos_token", self._processor.bos_id()),
-            after=found("add_eos_token", self._processor.eos_id()),
+            before=ids_if_enabled("add_bos_token", self._processor.bos_id()),
+            after=ids_if_enabled("add_eos_token", self._processor.eos_id()),
         )
 
     @property
@@ -755,8 +761,8 @@ class SentencePieceTokenizer:
     @property
     def eod(self) -> int | None:
         """Return the id of the model's end-of-sentence piece, if it has one."""
-        found: int = self._processor.eos_id()
-        return found if found >= 0 else None
+        eos_id: int = self._processor.eos_id()
+        return eos_id if eos_id >= 0 else None
 
     @property
     def fingerprint(self) -> str:
@@ -783,15 +789,15 @@ class SentencePieceTokenizer:
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a piece within a text."""
-        piece, processor = self.name_of(token), self._processor
-        if piece is None:
+        name, processor = self.name_of(token), self._processor
+        if name is None:
             return None
         if processor.is_byte(token):
-            return bytes([int(piece[3:-1], 16)])  # <0x0A>
+            return bytes([int(name[3:-1], 16)])  # <0x0A>
         no_text = (processor.is_control, processor.is_unknown, processor.is_unused)
         if any(is_kind(token) for is_kind in no_text):
             return None
-        return piece.replace("\u2581", " ").encode()
+        return name.replace("\u2581", " ").encode()
 
     def name_of(self, token: int) -> str | None:
         """Return a piece as the model spells it."""
@@ -800,8 +806,8 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
         before, after = self._special.before, self._special.after
-        found = self._processor.encode(list(texts), num_threads=1)
-        return [[*before, *ids, *after] for ids in found] if self._special else found
+        ids_by_text = self._processor.encode(list(texts), num_threads=1)
+        return [[*before, *ids, *after] for ids in ids_by_text] if self._special else ids_by_text
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of several texts, with special tokens, each [t]."""
@@ -810,9 +816,9 @@ class SentencePieceTokenizer:
         except RuntimeError:  # releases before 0.2.3 may not support this type
             return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
         if not self._special:
-            return found
+            return ids_by_text
         before, after = (np.array(ids, np.int32) for ids in self._special.to_json().values())
-        return [np.concatenate([before, ids, after], dtype=np.int32) for ids in found]
+        return [np.concatenate([before, ids, after], dtype=np.int32) for ids in ids_by_text]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -842,8 +848,8 @@ class TiktokenOptions:
         """Check what can be checked without the file."""
         names, number = self.special_tokens or (), self.num_special_tokens
         if self.pattern is not None and self.pattern not in _PATTERNS:
-            known = ", ".join(_PATTERNS)
-            raise ValueError(f"--tiktoken-pattern {self.pattern!r:.40}: use one of {known}")
+            patterns = ", ".join(_PATTERNS)
+            raise ValueError(f"--tiktoken-pattern {self.pattern!r:.40}: use one of {patterns}")
         if number is not None and not 0 <= number <= _MAX_SPECIALS:
             raise ValueError(
                 f"--tiktoken-num-special-tokens {number}: must be from 0 to {_MAX_SPECIALS}"
@@ -860,7 +866,7 @@ class TiktokenOptions:
         """Return the record in token files and checkpoints."""
         found = dataclasses.asdict(self)
         names = self.special_tokens
-        return {**found, "special_tokens": None if names is None else list(names)}
+        return {**options, "special_tokens": None if names is None else list(names)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any] | None) -> TiktokenOptions:
@@ -869,20 +875,22 @@ class TiktokenOptions:
         Raises:
             ValueError: the record is invalid.
         """
-        found = {} if recorded is None else recorded
+        recorded_fields = {} if recorded is None else recorded
         numbers = ("num_special_tokens", "vocab_size")
         try:
-            known = {field.name: found.get(field.name) for field in dataclasses.fields(cls)}
-            names = known["special_tokens"]
-            known["special_tokens"] = None if names is None else tuple(names)
+            fields = {
+                field.name: recorded_fields.get(field.name) for field in dataclasses.fields(cls)
+            }
+            names = fields["special_tokens"]
+            fields["special_tokens"] = None if names is None else tuple(names)
         except (AttributeError, TypeError):
             raise ValueError(f"{recorded!r:.80} are no options of tiktoken") from None
-        words = (known["pattern"] or "", *(known["special_tokens"] or ()))
+        words = (fields["pattern"] or "", *(fields["special_tokens"] or ()))
         if not all(isinstance(word, str) for word in words) or not all(
-            known[name] is None or type(known[name]) is int for name in numbers
+            fields[name] is None or type(fields[name]) is int for name in numbers
         ):
             raise ValueError(f"{recorded!r:.80} are no options of tiktoken")
-        return cls(**known)
+        return cls(**fields)
 
 
 class TiktokenTokenizer:
@@ -941,24 +949,24 @@ class TiktokenTokenizer:
                     f"tokenizer {path}: of its first {len(tokens)} ranks {error}: raise "
                     "--vocab-size"
                 ) from None
-        first = 0 if is_json else len(tokens)
+        special_begin = 0 if is_json else len(tokens)
         fill = [f"<SPECIAL_{i}>" for i in range(len(names), number)]
-        special = {name: first + i for i, name in enumerate((*names, *fill))}
-        self._first = number if is_json else 0
-        self._end = self._first + len(tokens)
+        special = {name: special_begin + i for i, name in enumerate((*names, *fill))}
+        self._first_rank_id = number if is_json else 0
+        self._end = self._first_rank_id + len(tokens)
         self._encoding: Any = tiktoken.Encoding(
             name=Path(path).name,
             pat_str=_PATTERNS[options.pattern],
-            mergeable_ranks={token: self._first + i for i, token in enumerate(tokens)},
+            mergeable_ranks={token: self._first_rank_id + i for i, token in enumerate(tokens)},
             special_tokens=special,
         )
         ends = ("</s>", *_END_NAMES) if is_json else _END_NAMES
         self.eod: int | None = next((special[name] for name in ends if name in special), None)
         self.vocab_size = len(tokens) + number
         self.options = dataclasses.replace(options, vocab_size=self.vocab_size)
-        parts = (content, json.dumps(self.options.to_json(), sort_keys=True).encode())
-        whole = b"".join(hashlib.sha256(part).digest() for part in parts)
-        self.fingerprint = hashlib.sha256(whole).hexdigest()
+        inputs = (content, json.dumps(self.options.to_json(), sort_keys=True).encode())
+        digests = b"".join(hashlib.sha256(input_bytes).digest() for input_bytes in inputs)
+        self.fingerprint = hashlib.sha256(digests).hexdigest()
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -971,7 +979,7 @@ class TiktokenTokenizer:
             encode = partial(self._encoding.encode, allowed_special="all", disallowed_special=())
         if len(text) <= _LONGEST_RUN:
             return encode(text)
-        return [number for part in _cut(text) for number in encode(part)]
+        return [number for segment in _cut(text) for number in encode(segment)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens and invalid ids."""
@@ -984,7 +992,7 @@ class TiktokenTokenizer:
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token."""
-        if not self._first <= token < self._end:
+        if not self._first_rank_id <= token < self._end:
             return None
         return self._encoding.decode_single_token_bytes(token)
 
@@ -1048,7 +1056,7 @@ def _json_tokens(content: bytes) -> list[bytes]:
         text = entry.get("token_bytes") if isinstance(entry, dict) else None
         if not isinstance(text, str) or entry.get("rank") != index:
             raise ValueError(f"entry {index} needs rank {index} and token_bytes")
-    return _distinct([_from_base64(entry["token_bytes"]) for entry in found])
+    return _distinct([_from_base64(entry["token_bytes"]) for entry in entries])
 
 
 def _line_tokens(content: bytes) -> list[bytes]:
@@ -1077,7 +1085,7 @@ def _check_bytes(tokens: Sequence[bytes]) -> None:
 def _from_base64(text: str | bytes) -> bytes:
     """Return the bytes of a token. Raises ValueError."""
     try:
-        found = base64.b64decode(text, validate=True)
+        token = base64.b64decode(text, validate=True)
     except ValueError:
         found = b""
     if not found:

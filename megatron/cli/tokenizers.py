@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers with one interface: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
+"""Tokenizers by one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
 
-This is the only module that imports the libraries `tokenizers`, `sentencepiece` and `tiktoken`.
+This is the one module that imports the library `tokenizers`.
+
+SentencePiece `.model` files; the one module that imports the library `sentencepiece`.
+
+Vocabularies of tiktoken; the one module that imports the library `tiktoken`.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
-# Names of the end-of-document token in other tokenizers, the most likely first.
+# What other tokenizers call the end of a document, the likeliest first.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
-# Byte-level BPE in two files: the classes of transformers whose pre-tokenization is supported, and
-# the pattern of Qwen2.
+# Byte-level BPE in two files, the classes of transformers that cut texts in a way known here, and
+# where that of Qwen2 cuts them.
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"  # the ends of names, gpt2-vocab.json
 _BPE_CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer")
 _QWEN2_WORDS = (
@@ -49,13 +53,13 @@ _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 
-# A text that shows which special tokens are added, and texts that show whether the library panics.
+# A text to see what is added around it, and texts that show whether the library panics.
 _PROBE = "a"
 _PROBES = ("a", "b é\n", "日本 1")
 
-# The character that decoding puts in place of invalid bytes; SentencePiece pieces that stand for a
-# byte; and the characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible
-# bytes for themselves, and U+0100 onwards for the others, in order.
+# What decoding puts in place of bytes that are no character; pieces that stand for a byte; and the
+# characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible ones for
+# themselves, and those from U+0100 on for the others, in their order.
 _REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -67,7 +71,7 @@ _BYTE_LEVEL: Mapping[str, int] = MappingProxyType(
 
 TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
 
-# Pre-tokenization patterns of tiktoken: Megatron's v1 and v2, and that of Llama 3 and GPT-4.
+# Where tiktoken cuts texts before it merges bytes: Megatron's v1 and v2, and Llama 3 as GPT-4.
 TiktokenPattern = Literal["v1", "v2", "llama3"]
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS: Mapping[TiktokenPattern, str] = {
@@ -81,12 +85,11 @@ _PATTERNS: Mapping[TiktokenPattern, str] = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Defaults of a vocabulary JSON: its special tokens, the number of ids reserved for them, and its
-# size.
+# Of a vocabulary JSON: its special tokens, how many ids they have, and all ids.
 _SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _NUM_SPECIALS, _MAX_SPECIALS = 1000, 100_000
 _TIKTOKEN_VOCABULARY = 1 << 17
-# Longest run of whitespace or non-whitespace passed to the library: its regex engine has a limit.
+# Longest run of blanks, or without one, that the library is given: its regex engine has a limit.
 _LONGEST_RUN = 100_000
 
 
@@ -95,8 +98,8 @@ class SpecialTokens:
     """The special tokens that a tokenizer adds around a text, such as BOS before it.
 
     Args:
-        before: ids before the text.
-        after: ids after the text.
+        before: ids in front of the text.
+        after: ids that follow it.
     """
 
     before: tuple[int, ...] = ()
@@ -107,7 +110,7 @@ class SpecialTokens:
         return bool(self.before or self.after)
 
     def __str__(self) -> str:
-        """Return a description for messages."""
+        """Return them in words, for messages."""
         if not self:
             return "no special tokens"
         ids_by_position = (("before", self.before), ("after", self.after))
@@ -119,19 +122,19 @@ class SpecialTokens:
         return f"special tokens {' and '.join(ids)}"
 
     def to_json(self) -> dict[str, list[int]]:
-        """Return the record in token files and checkpoints."""
+        """Return the JSON form in token files and checkpoints."""
         return {"before": list(self.before), "after": list(self.after)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any] | None) -> SpecialTokens:
-        """Return the special tokens of a record.
+        """Parse the JSON form.
 
         Args:
-            recorded: the record; None for files written before records existed, when texts were
-                encoded without special tokens.
+            recorded: None where there is no record: it was written before there was one, and
+                texts were encoded without special tokens then.
 
         Raises:
-            ValueError: the record is invalid.
+            ValueError: it is no such record.
         """
         if recorded is None:
             return cls()
@@ -145,7 +148,7 @@ class SpecialTokens:
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back."""
+    """Text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -157,70 +160,67 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the files: tokenizers with equal fingerprints have equal ids, except special
-        tokens."""
+        """Equal for tokenizers of equal files: their ids are equal but for special tokens."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Special tokens added around a text."""
+        """The special tokens that are added around a text."""
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 
         Args:
-            text: text to encode.
-            add_special_tokens: False leaves `special_tokens` out, for a text that contains them
-                already.
+            text: the text to encode.
+            add_special_tokens: False adds no `special_tokens`, for a text that contains them.
         """
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text of some ids; special tokens are left out."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token within a text, possibly part of a character; None for special
-        tokens, invalid ids, and unknown bytes."""
+        """Return the bytes of a token within a text, which may be a part of a character; None for
+        special tokens, ids that are none, and where they are not known."""
 
     def name_of(self, token: int) -> str | None:
-        """Return a token as the vocabulary spells it; None if it has no spelling."""
+        """Return what the vocabulary calls a token; None if it has no name."""
 
 
 @runtime_checkable
 class ArrayTokenizer(Protocol):
-    """A tokenizer that encodes to arrays, without a Python integer per token."""
+    """A tokenizer that need not make a Python number of every token."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of several texts, with special tokens, each [t], of any integer dtype."""
+        """Return the ids of several texts, with special tokens, each [t], of any integer type."""
 
 
 @runtime_checkable
 class ByteTable(Protocol):
-    """A tokenizer that knows the bytes of each token."""
+    """A tokenizer that says the bytes of each token."""
 
     def token_bytes(self) -> list[bytes | None]:
-        """Return the bytes of each id within a text; None for special tokens."""
+        """Return the bytes of each id in a text, None for special tokens."""
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
-    A `vocab.json` with a `merges.txt` in the same folder, or a `gpt2-vocab.json` with a
-    `gpt2-merges.txt`, is also supported: byte-level BPE with the pre-tokenization of GPT-2 or
-    Qwen2, selected by `tokenizer_class` in `tokenizer_config.json`. Without that file, an
-    explicitly named vocabulary is GPT-2's.
+    A `vocab.json` with a `merges.txt` beside it, or a `gpt2-vocab.json` with a `gpt2-merges.txt`,
+    is taken too: byte-level BPE as GPT-2 or Qwen2 cut texts, which `tokenizer_class` of
+    `tokenizer_config.json` says. Where there is none, a file that is named itself is GPT-2's.
 
-    The end-of-document token is the `eos_token` of a `tokenizer_config.json` in the same folder, or
-    the first common name that the vocabulary contains. The file's post-processor defines which
-    special tokens are added around a text, as in `transformers`.
+    A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
+    it is the first of the usual names that is there. Which special tokens stand around a text says
+    the post-processor of the file, as in `transformers`.
 
     Args:
-        path: path of the file, or of a folder that contains it.
-        add_special_tokens: False adds none to any text.
+        path: the file, or a folder that holds it.
+        add_special_tokens: False leaves them out of every text.
 
     Raises:
-        ValueError: the file does not exist, or is not a tokenizer.
+        ValueError: there is no such file, or it is none.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
@@ -232,8 +232,8 @@ class HuggingFaceTokenizer:
         merges = None
         try:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
-            if (beside := merges_of(path)) is not None:
-                merges = read_regular(beside, MAX_TOKENIZER_BYTES)  # not named by the user
+            if (merges_path := merges_of(path)) is not None:
+                merges = read_regular(merges_path, MAX_TOKENIZER_BYTES)  # found, not named
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
@@ -241,10 +241,10 @@ class HuggingFaceTokenizer:
         self._tokenizer: Any
         if merges is not None:
             default = "GPT2Tokenizer" if named else None
-            self._tokenizer, said = _byte_level_bpe(path, content, merges, default=default)
-            # A digest of the files, not of the library's JSON, which may change between releases.
-            parts = (content, merges, json.dumps(said, sort_keys=True).encode())
-            content = b"".join(hashlib.sha256(part).digest() for part in parts)
+            self._tokenizer, config_fields = _byte_level_bpe(path, content, merges, default=default)
+            # Of the bytes, not of the library's JSON, which another release may write otherwise.
+            inputs = (content, merges, json.dumps(config_fields, sort_keys=True).encode())
+            content = b"".join(hashlib.sha256(input_bytes).digest() for input_bytes in inputs)
         else:
             check_description(path, content)
             try:
@@ -253,7 +253,7 @@ class HuggingFaceTokenizer:
             except Exception as error:  # the library raises plain Exception
                 fix = "--tokenizer-type tiktoken reads it" if is_tiktoken(content) else error
                 raise ValueError(f"tokenizer {path} is no tokenizer.json: {fix}") from None
-        # Truncation and padding settings of the file are for other uses.
+        # What the file says of cutting and filling texts is for other uses than ours.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         check_growth(path, self._tokenizer)
@@ -261,7 +261,7 @@ class HuggingFaceTokenizer:
         self._probe()
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._eod = self._end(path)
-        # Ids need not be contiguous.
+        # Ids need not be contiguous: the largest counts.
         self._vocab_size: int = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._special = self._added_special_tokens() if add_special_tokens else SpecialTokens()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -280,8 +280,8 @@ class HuggingFaceTokenizer:
                 encoding = self._tokenizer.encode(text, add_special_tokens=add)
                 self._tokenizer.decode(encoding.ids, skip_special_tokens=True)
 
-    def _added(self) -> SpecialTokens:
-        """Return the special tokens that the post-processor adds around a text."""
+    def _added_special_tokens(self) -> SpecialTokens:
+        """Return what the post-processor puts around a text."""
         if self._tokenizer.num_special_tokens_to_add(False) == 0:
             return SpecialTokens()
         with self._library_errors():
@@ -299,8 +299,8 @@ class HuggingFaceTokenizer:
             eos_id: int | None = self._tokenizer.token_to_id(eos_token)
             if eos_id is None:
                 raise ValueError(
-                    f"{path.with_name('tokenizer_config.json')} names {said!r} as eos_token, which "
-                    f"{path} does not have: correct one of them"
+                    f"{path.with_name('tokenizer_config.json')} names {eos_token!r} as eos_token, "
+                    f"which {path} does not have: fix one of them"
                 )
             return eos_id
         ids = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
@@ -318,13 +318,16 @@ class HuggingFaceTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the file; for byte-level BPE, of the SHA-256s of both files and of
-        the settings in `tokenizer_config.json`."""
+        """Return the SHA-256 of the file.
+
+        For byte-level BPE, return the SHA-256 of the SHA-256s of its inputs: vocabulary, merges,
+        and the fields of `tokenizer_config.json` about splitting and added tokens.
+        """
         return self._fingerprint
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Return the special tokens added around a text."""
+        """Return the special tokens that are added around a text."""
         return self._special
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -334,20 +337,20 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add).ids
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text and the (first, last + 1) characters of each.
+        """Return the ids of a text and the (first, last + 1) characters that each covers.
 
-        Special tokens are not added: the text is a fragment, or contains them already.
+        Special tokens are not added: the text is a part, or holds them itself.
         """
         with self._library_errors():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def to_json(self) -> str:
-        """Return the whole tokenizer as the library's JSON."""
+        """Return the whole tokenizer in the library's JSON."""
         return self._tokenizer.to_str()
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text of some ids; special tokens are left out."""
         with self._library_errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
@@ -356,7 +359,7 @@ class HuggingFaceTokenizer:
         name = self.name_of(token)
         if name is None or token in self._special_ids:
             return None
-        # Decode after another token: some decoders drop a leading space of a text.
+        # After a word: a decoder drops the blank that begins a text.
         text = self.detokenize([*self._probe_ids, token])
         if text.startswith(self._probe_text):
             text = text[len(self._probe_text) :]
@@ -370,7 +373,7 @@ class HuggingFaceTokenizer:
         return None if None in codes else bytes(code for code in codes if code is not None)
 
     def name_of(self, token: int) -> str | None:
-        """Return a token as the file spells it."""
+        """Return a token as the file writes it."""
         return self._tokenizer.id_to_token(token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -382,31 +385,32 @@ class HuggingFaceTokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the path of a folder's tokenizer file, whether it exists or not."""
+    """Return the file that a folder's tokenizer is made of, or would be if it were there."""
     has_json = (folder / "tokenizer.json").exists() or not (folder / _MERGES).exists()
     return folder / ("tokenizer.json" if has_json else _VOCABULARY)
 
 
 def merges_of(vocabulary: Path) -> Path | None:
-    """Return the path of the merges of a byte-level BPE vocabulary; None for other files."""
+    """Return where the merges of a byte-level BPE vocabulary are; None for other files."""
     if not vocabulary.name.endswith(_VOCABULARY):
         return None
     return vocabulary.with_name(vocabulary.name.removesuffix(_VOCABULARY) + _MERGES)
 
 
 def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
-    """Return the problem of `--merge-file` with a `--tokenizer-model`, or None.
+    """Return the problem with `--merge-file` for a `--tokenizer-model`; None without one.
 
-    Checkpoints and token files store one path per tokenizer, so the merges must be in the same
-    folder.
+    One path names a tokenizer in checkpoints and token files, so the merges are beside it.
     """
     if merge_file is None:
         return None
     expected = None if model is None else merges_of(Path(model))
     if expected is None:
         return f"--merge-file {merge_file} needs --vocab-file PATH of a vocab.json: give both"
-    if os.path.abspath(merge_file) != os.path.abspath(wanted):
-        return f"--merge-file {merge_file}: the merges of --vocab-file {model} must be {wanted}"
+    if os.path.abspath(merge_file) != os.path.abspath(expected):
+        return (
+            f"--merge-file {merge_file}: that of --vocab-file {model} is {expected}: put it there"
+        )
     return None
 
 
@@ -414,14 +418,13 @@ def _byte_level_bpe(
     path: Path, vocabulary: bytes, merges: bytes, *, default: str | None = None
 ) -> tuple[Any, list[Any]]:
     """Return the tokenizer of a `vocab.json` and a `merges.txt` (Radford et al. 2019, section 2.2),
-    and the settings that its ids depend on, as JSON.
+    and the config fields that its ids depend on, as JSON.
 
     Args:
-        default: the tokenizer class if there is no `tokenizer_config.json`.
+        default: the class where there is no `tokenizer_config.json`.
 
     Raises:
-        ValueError: the files do not match each other, or `tokenizer_config.json` requires an
-            unsupported feature.
+        ValueError: the files do not match, or `tokenizer_config.json` has an unsupported value.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -502,15 +505,15 @@ def config_field(path: Path, name: str) -> Any:
         raise ValueError(f"{path} is damaged ({error}): repair or remove it") from None
 
 
-def _said_end(path: Path) -> str | None:
-    """Return the `eos_token` of a `tokenizer_config.json`; None without the file or the field."""
-    said = config_field(path, "eos_token")
-    found = said.get("content") if isinstance(said, dict) else said
-    return found if isinstance(found, str) else None
+def _eos_token_of(path: Path) -> str | None:
+    """Return the `eos_token` of a `tokenizer_config.json`, if there is the file and it has one."""
+    token = config_field(path, "eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 class ByteTokenizer:
-    """The bytes of the UTF-8 text, plus an end-of-document id."""
+    """The bytes of the UTF-8 text, and one id for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -522,7 +525,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes; invalid UTF-8 becomes a replacement character."""
+        """Return the text of some bytes, with replacement characters for invalid UTF-8."""
         return bytes(number for number in ids if number < self.eod).decode(errors="replace")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -547,10 +550,10 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Texts that consist of token ids, written as numbers separated by spaces.
+    """Text that already is token ids, written as numbers with blanks between them.
 
     Args:
-        vocab_size: number of ids in texts; the end-of-document id follows them.
+        vocab_size: number of ids that a text may contain; the next id is the end of a document.
 
     Raises:
         ValueError: the vocabulary is empty.
@@ -569,7 +572,7 @@ class NullTokenizer:
         """Return the numbers of a text.
 
         Raises:
-            ValueError: a word is not a number, or a number is not an id.
+            ValueError: a word is no number, or a number is no id.
         """
         try:
             ids = [int(word) for word in text.split()]
@@ -581,7 +584,7 @@ class NullTokenizer:
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the numbers separated by spaces, without the end-of-document id."""
+        """Return the numbers with blanks between them, without the end of the document."""
         return " ".join(str(number) for number in ids if number != self.eod)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -598,8 +601,7 @@ class NullTokenizer:
 
 
 def guess_type(model: str | Path | None) -> TokenizerType:
-    """Return the type of tokenizer of a file, by its suffix: sentencepiece, tiktoken, or else
-    hf."""
+    """Return the kind of tokenizer that a file is, by the end of its name; hf for all but two."""
     kinds: dict[str, TokenizerType] = {".model": "sentencepiece", ".tiktoken": "tiktoken"}
     return "hf" if model is None else kinds.get(Path(model).suffix, "hf")
 
@@ -612,17 +614,17 @@ def build_tokenizer(
     add_special_tokens: bool = True,
     tiktoken: TiktokenOptions | None = None,
 ) -> Tokenizer:
-    """Build the tokenizer that options describe.
+    """Make the tokenizer that some flags describe.
 
     Args:
         kind: `--tokenizer-type`.
         model: `--tokenizer-model`, for hf, sentencepiece and tiktoken.
-        vocab_size: `--vocab-size`, for null; also for tiktoken if its options do not contain it.
+        vocab_size: `--vocab-size`, for null; for tiktoken where its options do not say it.
         add_special_tokens: False for `--tokenizer-hf-no-include-special-tokens`.
-        tiktoken: options of a tiktoken tokenizer; None for defaults.
+        tiktoken: options of a tiktoken vocabulary; None: the defaults.
 
     Raises:
-        ValueError: an option that the type requires is missing.
+        ValueError: what the kind needs is missing.
     """
     if kind == "hf":
         if model is None:
@@ -654,21 +656,21 @@ def train_bpe(
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE tokenizer with an end-of-document token.
 
-    All 256 bytes are tokens, so any text can be encoded and decoded without loss. Runs of more than
-    512 characters of whitespace or non-whitespace are truncated to 512 for training, as training
-    time grows with the square of a word's length.
+    All 256 bytes are tokens, so any text can be encoded and comes back unchanged. Of a run of more
+    than 512 characters without a blank, or of blanks, only the first 512 teach anything: the time
+    to learn from a word grows with the square of its length.
 
     Args:
-        texts: documents; read once, in order, so that the result is deterministic.
-        vocab_size: vocabulary size, end-of-document token included; at least 257.
-        output: path of the `tokenizer.json` to write.
-        show_progress: whether the library draws progress bars on stderr.
+        texts: documents; read once, in order, which makes the result repeatable.
+        vocab_size: number of ids, end of document included; at least 257.
+        output: the `tokenizer.json` to write.
+        show_progress: whether the library draws bars on stderr while it counts and merges.
 
     Returns:
-        The tokenizer, read back from the file. It has fewer ids if the texts have too few pairs.
+        The tokenizer read back from the file. It has fewer ids if the texts have too few pairs.
 
     Raises:
-        ValueError: the vocabulary is too small for all bytes.
+        ValueError: the vocabulary cannot hold all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -700,16 +702,16 @@ def train_bpe(
 class SentencePieceTokenizer:
     """A SentencePiece model, run by the library `sentencepiece`.
 
-    Most models normalise text: decoding may merge runs of spaces. No special tokens are added
-    unless a `tokenizer_config.json` in the same folder requests them (`add_bos_token`,
+    Most models normalise text: runs of blanks may come back as one. A text gets no special tokens,
+    unless a `tokenizer_config.json` beside the file asks for them (`add_bos_token`,
     `add_eos_token`), as in `transformers`.
 
     Args:
-        path: path of a `.model` file, or of a folder that contains `tokenizer.model`.
-        add_special_tokens: False adds none to any text.
+        path: a `.model` file, or a folder that holds `tokenizer.model`.
+        add_special_tokens: False leaves them out of every text.
 
     Raises:
-        ValueError: the library is not installed, the file does not exist, or is not a model.
+        ValueError: the library is not installed, there is no such file, or it is none.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
@@ -737,13 +739,13 @@ class SentencePieceTokenizer:
             self._size = 0
         if self._size == 0:
             fix = ": --tokenizer-type tiktoken reads it" if is_tiktoken(content) else ""
-            raise ValueError(f"tokenizer {path} is not a SentencePiece model{fix}")
+            raise ValueError(f"tokenizer {path} is no SentencePiece model{fix}")
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._special = self._special_tokens_of(path) if add_special_tokens else SpecialTokens()
 
-    def _asked_for(self, path: Path) -> SpecialTokens:
-        """Return the special tokens that `tokenizer_config.json` requests."""
-        beside = path.with_name("tokenizer_config.json")
+    def _special_tokens_of(self, path: Path) -> SpecialTokens:
+        """Return the special tokens that the file beside the model asks for."""
+        config_path = path.with_name("tokenizer_config.json")
 
         def ids_if_enabled(name: str, number: int) -> tuple[int, ...]:
             return (number,) if number >= 0 and config_field(config_path, name) is True else ()
@@ -771,7 +773,7 @@ class SentencePieceTokenizer:
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Return the special tokens added around a text."""
+        """Return the special tokens that are added around a text."""
         return self._special
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -780,7 +782,7 @@ class SentencePieceTokenizer:
         return [*special.before, *self._processor.encode(text), *special.after]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special pieces and invalid ids."""
+        """Return the text of some ids; special pieces and ids beyond the last are left out."""
         return self._processor.decode([number for number in ids if number < self._size])
 
     def token_bytes(self) -> list[bytes | None]:
@@ -800,7 +802,7 @@ class SentencePieceTokenizer:
         return name.replace("\u2581", " ").encode()
 
     def name_of(self, token: int) -> str | None:
-        """Return a piece as the model spells it."""
+        """Return a piece as the model writes it."""
         return self._processor.id_to_piece(token) if token < self._size else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -812,8 +814,8 @@ class SentencePieceTokenizer:
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of several texts, with special tokens, each [t]."""
         try:
-            found = self._processor.encode(list(texts), out_type="numpy", num_threads=1)
-        except RuntimeError:  # releases before 0.2.3 may not support this type
+            ids_by_text = self._processor.encode(list(texts), out_type="numpy", num_threads=1)
+        except RuntimeError:  # releases before 0.2.3 may not know this type
             return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
         if not self._special:
             return ids_by_text
@@ -823,20 +825,19 @@ class SentencePieceTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TiktokenOptions:
-    """Settings of a tiktoken vocabulary that its file does not contain.
+    """Options of a tiktoken vocabulary that its file does not contain.
 
     Args:
-        pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for a file with one
-            rank per line.
-        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, the
-            number of named ones for a file with one rank per line.
-        special_tokens: `--tiktoken-special-tokens`; None = Megatron's for a vocabulary JSON, none
-            for a file with one rank per line.
-        vocab_size: maximum vocabulary size, special tokens included; a vocabulary JSON is truncated
-            to it; None = 131072.
+        pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for ranks by line.
+        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, as
+            many as are named for ranks by line.
+        special_tokens: `--tiktoken-special-tokens`; None = those of Megatron for a vocabulary
+            JSON, none for ranks by line.
+        vocab_size: ids at most, special tokens counted: a vocabulary JSON has the ranks that are
+            left; None = 131072.
 
     Raises:
-        ValueError: the settings are invalid.
+        ValueError: they are impossible.
     """
 
     pattern: TiktokenPattern | None = None
@@ -863,17 +864,17 @@ class TiktokenOptions:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record in token files and checkpoints."""
-        found = dataclasses.asdict(self)
+        """Return the JSON form in token files and checkpoints."""
+        options = dataclasses.asdict(self)
         names = self.special_tokens
         return {**options, "special_tokens": None if names is None else list(names)}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any] | None) -> TiktokenOptions:
-        """Return the settings of a record; defaults without a record.
+        """Parse the JSON form; None gives the defaults.
 
         Raises:
-            ValueError: the record is invalid.
+            ValueError: it is no such record.
         """
         recorded_fields = {} if recorded is None else recorded
         numbers = ("num_special_tokens", "vocab_size")
@@ -896,21 +897,21 @@ class TiktokenOptions:
 class TiktokenTokenizer:
     """A vocabulary of byte pairs, run by the library `tiktoken`.
 
-    There are two file formats. Megatron's vocabulary JSON is a list of objects with `rank`,
-    `token_bytes` (base64) and `token_str`: special tokens have the first ids, followed by the
-    ranks. Files of OpenAI and Llama 3 contain one base64 token and its rank per line: special
-    tokens have the ids after the ranks. Unnamed reserved ids are called `<SPECIAL_id>`.
+    Two kinds of files. A vocabulary JSON of Megatron, a list of objects with `rank`, `token_bytes`
+    (base64) and `token_str`: special tokens have the first ids, and the ranks follow them. Ranks
+    by line as OpenAI and Llama 3 publish them, base64 and rank: special tokens have the ids that
+    follow. Ids that are kept for special tokens and have no name are called `<SPECIAL_id>`.
 
-    No special tokens are added to a text, and a text that spells them is encoded as plain text,
-    unless the caller states that it contains special tokens (`add_special_tokens=False`).
+    No special tokens are added to a text. Special tokens spelled in a text are encoded as plain
+    text, unless `add_special_tokens` is False, which means that the text contains them.
 
     Args:
-        path: path of the file.
-        options: settings that the file does not contain.
+        path: the file.
+        options: what it does not say itself.
 
     Raises:
-        ValueError: the library is not installed, the file does not exist or is not a vocabulary, or
-            the options do not fit it.
+        ValueError: the library is not installed, there is no such file, or it is none, or the
+            options do not fit it.
     """
 
     special_tokens = SpecialTokens()
@@ -933,7 +934,7 @@ class TiktokenTokenizer:
             tokens = _json_tokens(content) if is_json else _line_tokens(content)
             _check_bytes(tokens)
         except ValueError as error:
-            raise ValueError(f"tokenizer {path} is not a tiktoken vocabulary: {error}") from None
+            raise ValueError(f"tokenizer {path} is no vocabulary of tiktoken: {error}") from None
         options = _derived(options, is_json=is_json, num_ranks=len(tokens))
         assert options.num_special_tokens is not None
         assert options.special_tokens is not None
@@ -971,8 +972,7 @@ class TiktokenTokenizer:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 
-        A run of more than 100,000 characters of whitespace or non-whitespace is split after that
-        length.
+        A run of more than 100,000 characters without a blank, or of blanks, is cut after so many.
         """
         encode = self._encoding.encode_ordinary
         if not add_special_tokens:
@@ -982,9 +982,9 @@ class TiktokenTokenizer:
         return [number for segment in _cut(text) for number in encode(segment)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens and invalid ids."""
-        known = [number for number in ids if self._first <= number < self._end]
-        return self._encoding.decode(known)
+        """Return the text of some ids; special tokens and ids beyond the last are left out."""
+        text_ids = [number for number in ids if self._first_rank_id <= number < self._end]
+        return self._encoding.decode(text_ids)
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each id."""
@@ -997,7 +997,7 @@ class TiktokenTokenizer:
         return self._encoding.decode_single_token_bytes(token)
 
     def name_of(self, token: int) -> str | None:
-        """Return a token as text: a special token's name, or the decoded bytes."""
+        """Return a special token, or the bytes of another one as a text."""
         if token >= self.vocab_size:
             return None
         return self._encoding.decode_single_token_bytes(token).decode(errors="replace")
@@ -1008,21 +1008,21 @@ class TiktokenTokenizer:
 
 
 def tiktoken_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the additional fields of a tiktoken tokenizer's record; empty for other tokenizers."""
+    """Return what the record of a tokenizer has beside the rest if it is one of tiktoken."""
     if not isinstance(tokenizer, TiktokenTokenizer):
         return {}
     return {"tiktoken": tokenizer.options.to_json()}
 
 
 def is_tiktoken(content: bytes) -> bool:
-    """Return whether a file's content looks like a tiktoken vocabulary."""
+    """Return whether a file looks like a vocabulary of tiktoken."""
     start = content[:4096].lstrip()
     is_json = start[:1] == b"[" and b'"token_bytes"' in start
     return is_json or re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", start) is not None
 
 
 def is_tiktoken_file(path: str | Path) -> bool:
-    """Return whether a file exists that looks like a tiktoken vocabulary."""
+    """Return whether there is a file that looks like a vocabulary of tiktoken."""
     try:
         return is_tiktoken(read_regular(Path(path), MAX_TOKENIZER_BYTES, follow_links=True))
     except (OSError, ValueError):
@@ -1030,7 +1030,7 @@ def is_tiktoken_file(path: str | Path) -> bool:
 
 
 def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> TiktokenOptions:
-    """Return the options with the defaults of the file format filled in. Raises ValueError."""
+    """Return the options with what follows from the kind of the file. Raises ValueError."""
     names = options.special_tokens
     if names is None:
         names = _SPECIALS if is_json else ()
@@ -1050,9 +1050,9 @@ def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> Tikt
 
 
 def _json_tokens(content: bytes) -> list[bytes]:
-    """Return the tokens of a vocabulary JSON in rank order. Raises ValueError."""
-    found = parse_json(content)
-    for index, entry in enumerate(found):
+    """Return the tokens of a vocabulary JSON in the order of their ranks. Raises ValueError."""
+    entries = parse_json(content)
+    for index, entry in enumerate(entries):
         text = entry.get("token_bytes") if isinstance(entry, dict) else None
         if not isinstance(text, str) or entry.get("rank") != index:
             raise ValueError(f"entry {index} needs rank {index} and token_bytes")
@@ -1060,14 +1060,14 @@ def _json_tokens(content: bytes) -> list[bytes]:
 
 
 def _line_tokens(content: bytes) -> list[bytes]:
-    """Return the tokens of a file with one rank per line. Raises ValueError."""
+    """Return the tokens of a file of ranks by line. Raises ValueError."""
     tokens: dict[int, bytes] = {}
     for line in content.split(b"\n"):
         if not line.strip():
             continue
         words = line.split()
         if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 9:
-            raise ValueError(f"{line[:40]!r} is not a base64 token and its rank")
+            raise ValueError(f"{line[:40]!r} is no line of a token in base64 and its rank")
         tokens[int(words[1])] = _from_base64(words[0])
     lines = sum(1 for line in content.split(b"\n") if line.strip())
     if len(tokens) < lines or set(tokens) != set(range(len(tokens))):
@@ -1076,10 +1076,9 @@ def _line_tokens(content: bytes) -> list[bytes]:
 
 
 def _check_bytes(tokens: Sequence[bytes]) -> None:
-    """Raise ValueError unless every byte is a token: the library panics on a text with a missing
-    one."""
+    """Raise ValueError unless every byte is a token: the library panics on a text with another."""
     if missing := 256 - len({token for token in tokens if len(token) == 1}):
-        raise ValueError(f"{missing} of the 256 bytes are not tokens")
+        raise ValueError(f"{missing} of the 256 bytes are no tokens")
 
 
 def _from_base64(text: str | bytes) -> bytes:
@@ -1087,21 +1086,21 @@ def _from_base64(text: str | bytes) -> bytes:
     try:
         token = base64.b64decode(text, validate=True)
     except ValueError:
-        found = b""
-    if not found:
-        raise ValueError(f"{text[:40]!r} is not a base64 token")
-    return found
+        token = b""
+    if not token:
+        raise ValueError(f"{text[:40]!r} is no token in base64")
+    return token
 
 
 def _distinct(tokens: list[bytes]) -> list[bytes]:
-    """Return the tokens after checking that they are distinct. Raises ValueError."""
+    """Return tokens that differ from each other. Raises ValueError."""
     if len(set(tokens)) < len(tokens):
         raise ValueError("a token has two ranks")
     return tokens
 
 
 def _cut(text: str) -> list[str]:
-    """Split a text so that no run is longer than the library supports."""
+    """Cut a text into parts that have no run longer than the library takes."""
     cuts = [0]
     for run in re.finditer(r"\S+|\s+", text):
         cuts += range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN)

@@ -25,7 +25,7 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(r.name): r for r in found}
 
 
-def asked_for() -> set[str]:
+def requested_packages() -> set[str]:
     """Return what make venv installs by name: dependencies, and the extras that it asks for."""
     script = (ROOT / "tools/make_venv.sh").read_text(encoding="utf-8")
     extras = re.search(r"'\.\[([\w,]+)\]'", script)[1].split(",")
@@ -41,7 +41,7 @@ def asked_for() -> set[str]:
 def test_every_dependency_and_what_it_needs_is_pinned() -> None:
     pinned = pins()
     assert all(re.fullmatch(r"==[\w.]+", str(r.specifier)) for r in pinned.values())
-    todo, seen = list(asked_for() | {"setuptools"}), set()
+    todo, seen = list(requested_packages() | {"setuptools"}), set()
     while todo:
         name = todo.pop()
         if name in seen:

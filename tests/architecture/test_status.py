@@ -81,7 +81,7 @@ def check_page(page: str) -> None:
         assert f"Empty cells: {len(empty)} of {len(marks) - len(never)}." in section
 
 
-def told(page: str) -> dict[tuple[str, str], str]:
+def statuses_on_page(page: str) -> dict[tuple[str, str], str]:
     """Return what a page says of each test and claim."""
     lists = page.split("\n## The tests\n")[1].split("\n## ")[0].split("\n### ")[1:]
     return {
@@ -94,7 +94,7 @@ def told(page: str) -> dict[tuple[str, str], str]:
 def check_not_run(page: str) -> None:
     """See that the tests that a page is not from are listed at its end and counted in its head."""
     end = set(re.findall(r"^- `(.+)`$", page.split("\n## Not run\n")[1], re.MULTILINE))
-    said = told(page)
+    said = statuses_on_page(page)
     missing = {test for (test, _), words in said.items() if write_status.MISSING in words}
     assert missing <= end
     assert {test for test in end if "[" not in test} == missing
@@ -106,7 +106,7 @@ def check_not_run(page: str) -> None:
 
 def test_status_page_lists_exactly_the_tests_with_claims(claimed) -> None:
     page = write_status.PAGE.read_text(encoding="utf-8")
-    said = set(told(page))
+    said = set(statuses_on_page(page))
     assert len(said) > 10
     gone, new = sorted(said - claimed), sorted(claimed - said)
     assert not gone, f"renamed or gone: make status, or name them anew in docs/status.md: {gone}"
@@ -182,7 +182,7 @@ def test_a_page_of_some_tests_says_which_it_lacks() -> None:
     assert "; 2 did not run or did not pass" in head
     assert "\nMarked and not run or not passed:\n" in page
     assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
-    said = told(page)
+    said = statuses_on_page(page)
     assert [said["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
     assert "- elastic restart: all (1 of its 1 tests not run or not passed)\n" in page
     assert "(1 of its 3 tests not run or not passed)\n" in page

@@ -43,12 +43,12 @@ _CLOCKED = re.compile(
 )
 
 
-class _Made(Exception):
+class _ConstructorCalled(Exception):
     """Carries what a part would have been made with."""
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:
-    raise _Made(_plain(kwargs))
+    raise _ConstructorCalled(_plain(kwargs))
 
 
 def _plain(value: Any) -> Any:
@@ -120,7 +120,7 @@ def _model_arguments(run: ResolvedRun, vocab_size: int) -> Any:
     with mock.patch.object(session, "GPTModel", _stop):
         try:
             session.build_session(run, context, vocabulary, nothing)
-        except _Made as made:
+        except _ConstructorCalled as made:
             return made.args
     raise AssertionError("no model was made")
 
@@ -129,7 +129,7 @@ def _timeout(run: ResolvedRun) -> Any:
     launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, connect=_stop)
     try:
         start_watch(run, launch, mock.Mock())
-    except _Made as made:
+    except _ConstructorCalled as made:
         return made.args
     raise AssertionError("no store was opened")
 
@@ -141,7 +141,7 @@ def _straggler_factor(run: ResolvedRun) -> Any:
     with mock.patch.object(session_faults, "StragglerReport", _stop):
         try:
             session_faults.straggler_report(parts, say=print, metrics=mock.Mock())
-        except _Made as made:
+        except _ConstructorCalled as made:
             return made.args
     return None
 
@@ -229,14 +229,14 @@ def _noting(notes: list[Any]) -> Iterator[None]:
     """Note what the parts of a run are made with."""
 
     def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def recorded_make(*args: Any, **kwargs: Any) -> Any:
             notes.append((name, _plain(args), _plain(kwargs)))
             part = make(*args, **kwargs)
             if name == "read_vocabulary":
                 notes.append((name, _plain(part)))
             return part
 
-        return made
+        return recorded_make
 
     with contextlib.ExitStack() as stack:
         for module, name in _PARTS:

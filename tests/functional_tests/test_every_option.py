@@ -112,7 +112,7 @@ def seen(tmp_path_factory) -> Callable[[list[str]], Seen]:
     return look
 
 
-def said(argv: list[str], world: int) -> str:
+def option_problem(argv: list[str], world: int) -> str:
     """Return what is wrong with options, or that nothing is."""
     try:
         read_run(argv, Launch(world_size=world))
@@ -130,7 +130,7 @@ def observe(name: str, other: bool, places: dict[str, str], seen: Callable[..., 
     if effect.observer == "listeners":
         return listeners(argv, effect.world)
     if effect.observer == "refusal":
-        return said(argv, effect.world)
+        return option_problem(argv, effect.world)
     found = seen(argv)
     return {
         "parts": found.parts,

@@ -160,17 +160,17 @@ def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
         "--attention-dropout",
     ]  # fmt: skip
 
-    def found(name: str, order: list[int], packed: str) -> dict[int, float]:
+    def losses_of(name: str, order: list[int], packed: str) -> dict[int, float]:
         more = f"{SHORT.replace(PACKED, packed)} {model} --split 100,0,0 --train-iters 2"
         more += f" --eval-interval 0 --metrics-file {tmp_path / name}.jsonl"
         rows = write_rows(tmp_path / name, order)
         run_on(1, flags(rows, more, without=attention))
         return losses(tmp_path / f"{name}.jsonl")
 
-    ends = found("ends", [0, 1, 2], PACKED)
+    ends = losses_of("ends", [0, 1, 2], PACKED)
     assert sorted(ends) == [1, 2]
-    assert found("moved", [2, 0, 1], PACKED) == pytest.approx(ends, rel=1e-6)
-    joined = found("joined", [0, 1, 2], "--eod-mask-loss")
+    assert losses_of("moved", [2, 0, 1], PACKED) == pytest.approx(ends, rel=1e-6)
+    joined = losses_of("joined", [0, 1, 2], "--eod-mask-loss")
     assert abs(joined[1] - ends[1]) > 1e-5, (joined, ends)
 
 

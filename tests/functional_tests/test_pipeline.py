@@ -55,7 +55,7 @@ def measured(metrics: Path) -> dict[str, list[float]]:
     return {name: [event[name] for event in events if name in event] for name in names}
 
 
-def plant_witness(rank: int) -> None:
+def print_executed_kinds(rank: int) -> None:
     """Print what kinds of computing a stage's lists hold that have been carried out."""
     whole = step.Executor.run
 
@@ -96,7 +96,7 @@ def plant_witness(rank: int) -> None:
 def test_every_schedule_has_the_numbers_of_one_process(prefix, tmp_path, alone, ran, world, more):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{SHORT} {PP} {more} --metrics-file {metrics}")
-    ended, logs = run_with(plant_witness, argv, world=world)
+    ended, logs = run_with(print_executed_kinds, argv, world=world)
     assert [o.exit_code for o in ended] == [0] * world, logs
     assert logs[0].count(f"ran {ran}\n") == 4, logs[0]
     assert logs[-1].count("ran forward in ") == 3 * 2, "validation, a step's microbatches at a time"

@@ -103,7 +103,7 @@ def one_instruction(code: bytes, before: bytes = b"") -> Callable[[Path], None]:
     return write
 
 
-def odd_properties(state: object) -> Callable[[Path], None]:
+def changed_properties(state: object) -> Callable[[Path], None]:
     """Return what writes a folder whose tensor has other properties."""
 
     def write(folder: Path) -> None:
@@ -123,7 +123,7 @@ DCP_FOLDERS = {
     "marks": (one_instruction(b"("), (".metadata", "refused")),
     "memo": (one_instruction(b"\x94", b")"), (".metadata",)),
     **{
-        f"properties {state!r}": (odd_properties(state), (".metadata", "properties"))
+        f"properties {state!r}": (changed_properties(state), (".metadata", "properties"))
         for state in ((), "", [], "ab", ((),), 0, {})
     },
 }

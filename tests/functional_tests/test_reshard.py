@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from tests.functional_tests.held_run import hold
+from tests.functional_tests.paused_run import hold
 from tests.functional_tests.small_run import (
     flags,
     losses,
@@ -48,7 +48,7 @@ PARTS = (
 )
 
 
-def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
+def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Be one rank of a run that waits in its third step."""
     hold(3)
     rank_process(rank, world, port, argv)
@@ -67,7 +67,7 @@ def test_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
     assert expected[12] < expected[2] - 0.1, "the model has not learnt anything"
 
     argv = flags(prefix, f"{COMMON} {CUT} --save {parts}")
-    with running(4, argv, process=held_process) as ranks:
+    with running(4, argv, process=paused_process) as ranks:
         deadline = time.monotonic() + 60
         while not parts.is_dir() or latest_checkpoint(parts, say=print) != parts / "iter_0000002":
             assert time.monotonic() < deadline, [ranks.log(rank) for rank in range(4)]

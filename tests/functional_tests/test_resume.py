@@ -56,7 +56,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
 
     argv = flags(prefix, f"{LAYOUT} --save {cut} --load {cut}")
     # Held in step 6: on a busy machine the job could end before the kill comes.
-    job = torchrun(argv, "--standalone", processes=4, module="tests.functional_tests.held_run")
+    job = torchrun(argv, "--standalone", processes=4, module="tests.functional_tests.paused_run")
     wait_for_iteration(cut / "metrics.jsonl", 5, job)
     _kill_group(job)
     assert (cut / "iter_0000003").is_dir()

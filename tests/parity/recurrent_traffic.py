@@ -21,7 +21,7 @@ from tests.parity.recurrent import (
 )
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import StagePart
-from tests.parity.training import BATCH, lane_data
+from tests.parity.training import BATCH, data_of_rank
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 
@@ -54,7 +54,7 @@ def sent_by_mixers(row: Row, part: StagePart, rank: int, step: int) -> Sent:
     place = rest % row["cp"]
     samples = rest // row["cp"] % row["dp"] * row["gtp"] + over_gtp
     forward = blocks.count + blocks.again
-    for batch in lane_data(row, samples, step):
+    for batch in data_of_rank(row, samples, step):
         if row["linear_mode"] == "headwise":
             _by_heads(row, sent, forward, blocks.count)
         else:

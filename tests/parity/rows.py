@@ -240,13 +240,13 @@ def rows_for_every_change() -> list[Row]:
         (*_CONSTRAINTS, _worlds(2, 4)),
         seed=42,
         candidates=40,
-        start=rows_of_stages_and_lanes() + rows_of_sequences(),
+        start=rows_of_stages_and_dp() + rows_of_sequences(),
         cost=seconds_of,
     )
     return rows + rows_of_eight()
 
 
-def rows_of_stages_and_lanes() -> list[Row]:
+def rows_of_stages_and_dp() -> list[Row]:
     """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
     of every strategy, which rows of a single lane do not."""
     square = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}

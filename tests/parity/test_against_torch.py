@@ -65,7 +65,7 @@ def initial_weights() -> dict[str, torch.Tensor]:
     return perturbed(assembled(weight_pieces(model.store)), seed=3)
 
 
-def lane_data(lane: int) -> list[list[Microbatch]]:
+def data_of_rank(lane: int) -> list[list[Microbatch]]:
     """Return the microbatches of one lane, by step."""
     shape = {"batch": 3, "sequence": 12, "vocabulary": VOCABULARY}
     return [
@@ -77,7 +77,7 @@ def lane_data(lane: int) -> list[list[Microbatch]]:
     ]
 
 
-def train_ours(
+def train_mcore(
     groups: ProcessGroupCollection, initial: dict[str, torch.Tensor], name: str
 ) -> tuple[list[list[Piece]], dict[str, int]]:
     """Train under our engine; return this rank's gradients by step, and what was active."""
@@ -88,7 +88,7 @@ def train_ours(
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
     found = []
     with nan_memory(), trace(groups) as records:
-        for batches in lane_data(groups["gtp_cp_dp"].rank):
+        for batches in data_of_rank(groups["gtp_cp_dp"].rank):
             engine.begin_step(ACCUMULATION)
             for i, batch in enumerate(batches):
                 share = batch.loss_mask.sum() * ACCUMULATION * groups["gtp_cp_dp"].size
@@ -120,10 +120,10 @@ def train_all(rank: int, world: int, initial: dict[str, torch.Tensor]):
     for wrap in (wrapped_gpt.ddp, wrapped_gpt.fsdp2):
         wrapped = wrap(wrapped_gpt.WrappedGPT(PLAIN, initial))
         stored = wrapped_gpt.stored_elements(wrapped)
-        gradients = wrapped_gpt.train(wrapped, lane_data(rank), lr=LEARNING_RATE)
+        gradients = wrapped_gpt.train(wrapped, data_of_rank(rank), lr=LEARNING_RATE)
         references[wrap.__name__] = stored, gradients
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    return references, {name: train_ours(groups, initial, name) for name in CONFIGS}
+    return references, {name: train_mcore(groups, initial, name) for name in CONFIGS}
 
 
 @functools.cache

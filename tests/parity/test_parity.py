@@ -32,7 +32,7 @@ from tests.parity.training import (
     HEADS,
     LAYERS,
     WEIGHT_DECAY,
-    lane_data,
+    data_of_rank,
     rank_of_row,
     rate_of,
     steps_of,
@@ -106,7 +106,7 @@ def test_documents_begin_apart_where_experts_compare_them(documents):
             accumulation=3, predictions=1,
         )  # fmt: skip
         for batch in (
-            b for lane in range(4) for step in range(3) for b in lane_data(row, lane, step)
+            b for lane in range(4) for step in range(3) for b in data_of_rank(row, lane, step)
         ):
             first = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens) == 0
             if documents != "whole":
@@ -238,7 +238,7 @@ def test_the_single_process_trains_as_the_definition(model):
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
     for number in range(steps_of(row)):
-        data = [batch for lane in range(row["dp"]) for batch in lane_data(row, lane, number)]
+        data = [batch for lane in range(row["dp"]) for batch in data_of_rank(row, lane, number)]
         loss = step_loss(plain, weights, data, per_token=row["per_token"])
         gradients = dict(
             zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)

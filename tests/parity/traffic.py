@@ -37,7 +37,7 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
     """Fail unless every rank's step `number` ran exactly the collectives that the row asks for."""
     steps = [run.steps[number] for run in runs]
     for rank, (run, step) in enumerate(zip(runs, steps, strict=True)):
-        _over_lanes(row, step, last=number == len(run.steps) - 1)
+        _check_dp_traffic(row, step, last=number == len(run.steps) - 1)
         _launched(row, run, step)
         _gathers(row, run)
         if run.leased_bytes:
@@ -135,7 +135,7 @@ def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
         tied = tied and rank % row["tp"] * each < row["vocabulary"]
         # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
         whole = row["placement"] == "no_shard" and row["gtp"] == 1
-        allowed = {1} if whole or _lanes(row) == 1 else {0, 1}
+        allowed = {1} if whole or _dp_size(row) == 1 else {0, 1}
         if len(found) not in (allowed if tied else {0}):
             raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
     if _is_shared(row) and row["pp"] > 1:
@@ -149,16 +149,16 @@ def _is_shared(row: Row) -> bool:
     return row["tied"] or row["predictions"] > 0
 
 
-def _lanes(row: Row) -> int:
+def _dp_size(row: Row) -> int:
     """Return how many ranks see different tokens."""
     return row["gtp"] * row["dp"] * row["cp"]
 
 
 def _shares(row: Row) -> bool:
     """Return whether several ranks share the weights of one kind, dense or experts."""
-    ranks = row["tp"] * _lanes(row)
+    ranks = row["tp"] * _dp_size(row)
     experts = row["experts"] is not None and ranks > row["etp"] * row["ep"]
-    return _lanes(row) > 1 or experts
+    return _dp_size(row) > 1 or experts
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
@@ -199,7 +199,7 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
 
 
-def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
+def _check_dp_traffic(row: Row, step: Step, *, last: bool) -> None:
     """What the formula says, bucket by bucket; gathers from when they follow a plan.
 
     For a per-token loss the number of tokens is summed as well; the report's loss is summed over
@@ -208,15 +208,17 @@ def _over_lanes(row: Row, step: Step, *, last: bool) -> None:
     if world_of(row) > 1:
         first = matching(step.records, kind="all_reduce", group="world")[:1]
         assert_active(first, exactly=1, exactly_bytes=8)
-    if _lanes(row) == 1:
+    if _dp_size(row) == 1:
         assert_silent(step.records, group="gtp_cp_dp")
     if not _shares(row):
         return
     wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
-    if row["per_token"] and _lanes(row) > 1:  # the number of tokens, fp32
+    if row["per_token"] and _dp_size(row) > 1:  # the number of tokens, fp32
         count, size = wanted.get(("all_reduce", "gtp_cp_dp"), (0, 0))
         wanted["all_reduce", "gtp_cp_dp"] = count + 1, size + 4
-    groups = {name for name in GROUP_NAMES if name.endswith("gtp_cp_dp")}
+    data_groups = ("gtp_cp_dp", "egtp_edp", "shard", "replicate", "shard_gather")
+    groups = {name for group in data_groups for name in (group, f"expert_{group}")}
+    groups &= set(GROUP_NAMES)
     if shards_over_gtp(row):
         groups |= {"gtp", "gtp_gather", "dp_cp", "egtp", "egtp_gather", "edp"}
     seen = {(r.kind, r.group) for r in step.records if r.group in groups}

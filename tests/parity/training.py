@@ -182,7 +182,7 @@ def gpt_config(row: Row) -> GPTConfig:
     )
 
 
-def lane_data(row: Row, lane: int, step: int) -> list[Microbatch]:
+def data_of_rank(row: Row, lane: int, step: int) -> list[Microbatch]:
     """Return the microbatches of one lane in one step, whole rows."""
     numbers = [step * row["accumulation"] + i for i in range(row["accumulation"])]
     made = [
@@ -248,7 +248,7 @@ def train_row(
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
-            data = [batch for lane in lanes for batch in lane_data(row, lane, step)]
+            data = [batch for lane in lanes for batch in data_of_rank(row, lane, step)]
             data = [_local(row, groups, batch).to(rank_device()) for batch in data]
             if backend.step_state is not None:
                 backend.step_state.begin()
@@ -334,7 +334,7 @@ def _trained(
         records=[r for r in records if r.dtype != "int64"],
         launched_in_backward=engine.launched_in_backward,
         outer_in_backward=engine.outer_in_backward,
-        over_lanes=_over_lanes(row, engine),
+        over_lanes=_expected_dp_traffic(row, engine),
         gathers=[copy.copy(gatherer.counts) for gatherer in engine.gatherers],
         in_flight=[len(gatherer.in_flight) for gatherer in engine.gatherers],
         actions=actions,
@@ -342,7 +342,7 @@ def _trained(
     )
 
 
-def _over_lanes(row: Row, engine: DataParallel) -> list[Traffic]:
+def _expected_dp_traffic(row: Row, engine: DataParallel) -> list[Traffic]:
     """Return what the step should have sent over the lanes, by the formula and the plan."""
     counts: Counter[int] = Counter()
     for gatherer in engine.gatherers:

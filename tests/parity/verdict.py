@@ -152,7 +152,7 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
     gradients = assembled(piece for step in steps for piece in step.gradients)
     bound = _bound(row, number)
     worst = _assert_gradients(gradients, assembled(wanted.gradients), bound=bound)
-    _assert_holders_known(steps)
+    _assert_replica_ranks(steps)
     scalars, expected = {}, {}
     for rank, step in enumerate(steps):
         scalars[f"loss on {rank}"], expected[f"loss on {rank}"] = step.loss, wanted.loss
@@ -194,7 +194,7 @@ def _assert_gradients(
     return worst
 
 
-def _assert_holders_known(steps: Sequence[Step]) -> None:
+def _assert_replica_ranks(steps: Sequence[Step]) -> None:
     """Fail unless each rank knows which ranks own the same piece of optimizer state as it does."""
     holders: dict[tuple[object, ...], list[int]] = {}
     for rank, step in enumerate(steps):

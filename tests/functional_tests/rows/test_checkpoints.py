@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.hf import convert
 from megatron.training import session, upcycle
 from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.held_run import hold
+from tests.functional_tests.paused_run import hold
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import (
     digests,
@@ -273,7 +273,7 @@ def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
     verify_checkpoint(away / "iter_0000002")
 
 
-def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
+def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Be one rank of a run that waits in its fourth step."""
     hold(4)
     rank_process(rank, world, port, argv)
@@ -282,7 +282,7 @@ def held_process(rank: int, world: int, port: int, argv: list[str]) -> None:
 def test_second_run_on_save_folder_is_refused_until_first_dies(prefix, tmp_path, capsys):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR} --save {save} --load {save}")
-    with running(1, argv, process=held_process) as ranks:
+    with running(1, argv, process=paused_process) as ranks:
         ranks.wait_for_line(0, "iteration        3/", timeout=60)
         pid = ranks.processes[0].pid
         assert run_here(argv) == ExitCode.USER_ERROR

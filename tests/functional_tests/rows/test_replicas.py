@@ -57,7 +57,7 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def found_flip(argv, *, world, victim=1, name=NORM, step):
+def run_with_flip(argv, *, world, victim=1, name=NORM, step):
     """Run with a planted flip and return the one line that every rank ended with."""
     plant = functools.partial(plant_flip, victim=victim, name=name, step=step)
     found, logs = run_with(plant, argv, world=world)
@@ -72,7 +72,7 @@ def found_flip(argv, *, world, victim=1, name=NORM, step):
 def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     save = tmp_path / "save"
     more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
-    line = found_flip(flags(prefix, more), world=3, victim=2, step=3)
+    line = run_with_flip(flags(prefix, more), world=3, victim=2, step=3)
     start = "pretrain_gpt: replicas differ behind iteration 4: "
     assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
     assert latest_checkpoint(save).name == "iter_0000002", "what differs is not saved"
@@ -96,7 +96,7 @@ def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
 @pytest.mark.covers("replica digests")
 def test_of_two_replicas_both_are_named(prefix):
     more = f"{SHORT} --overlap-param-gather {ZERO} optim {EVERY} 3"
-    line = found_flip(flags(prefix, more), world=2, victim=0, step=3)
+    line = run_with_flip(flags(prefix, more), world=2, victim=0, step=3)
     both = f"rank 0 on {HOST} against rank 1 on {HOST} differ in {NORM}: one of them is wrong"
     assert both in line
 
@@ -120,7 +120,7 @@ def test_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
     argv = flags(prefix, f"{SHORT} {EVERY} 1 {more}")
     if "pipeline" in more:
         argv.remove("--untie-embeddings-and-output-weights")
-    line = found_flip(argv, world=world, victim=victim, name=name, step=2)
+    line = run_with_flip(argv, world=world, victim=victim, name=name, step=2)
     assert name in line
     assert f"rank {victim} on" in line
 

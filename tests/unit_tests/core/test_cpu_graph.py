@@ -50,7 +50,7 @@ def constants() -> tuple[torch.Tensor, ...]:
     return torch.tensor(1.0).add_(X.sum()), X.new_tensor([1.0, 2.0]).mul_(X.mean())
 
 
-def odd_signatures() -> tuple[torch.Tensor, ...]:
+def irregular_signatures() -> tuple[torch.Tensor, ...]:
     """Functions of torch whose defaults or names are not the operation's."""
     values, at = torch.empty(8), torch.empty(8, dtype=torch.int64)
     torch.max(X, 0, out=(values, at))
@@ -64,7 +64,16 @@ def no_elements() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(
     "function",
-    [products, views, several_results, dtypes, places, constants, odd_signatures, no_elements],
+    [
+        products,
+        views,
+        several_results,
+        dtypes,
+        places,
+        constants,
+        irregular_signatures,
+        no_elements,
+    ],
 )
 @torch.no_grad()
 def test_a_replay_has_the_bits_of_the_function(

@@ -154,7 +154,7 @@ def slow_on_rank_0(rank: int, *args) -> tuple[int, str, float]:
     """Return the exit code, stderr, and when rank 0 printed, or another rank ended."""
     make, printed = llm.LLM.__init__, []
 
-    def made_slowly(*args, **kwargs):
+    def make_slowly(*args, **kwargs):
         time.sleep(0.0 if rank else 0.5)
         make(*args, **kwargs)
 
@@ -163,7 +163,7 @@ def slow_on_rank_0(rank: int, *args) -> tuple[int, str, float]:
             printed.append(time.monotonic())
             return super().write(text)
 
-    llm.LLM.__init__, err = made_slowly, Timed()
+    llm.LLM.__init__, err = make_slowly, Timed()
     _world, words, launcher = args
     with contextlib.redirect_stderr(err):
         code = generate.main(words[rank], {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})

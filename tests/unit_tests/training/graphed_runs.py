@@ -75,7 +75,7 @@ REPLAYED = (3, 4, 6, 7, 8)
 
 
 @dataclass(frozen=True)
-class Found:
+class RunResult:
     """What a run showed.
 
     Args:
@@ -161,7 +161,7 @@ def step_of(
     return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
 
 
-def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
+def carried_out(step: TrainStep, *, documents: bool = False) -> RunResult:
     """Run the steps, skipping some for their loss, evaluating between others."""
     lane, losses, launched = step.groups["samples"].rank, [], []
 
@@ -187,7 +187,7 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> Found:
     }
     counts = [gatherer.counts for gatherer in step.engine.gatherers if gatherer.reshards]
     gathers = sum(count.gathers for count in counts), sum(count.prefetched for count in counts)
-    return Found(losses, held, launched, gathers)
+    return RunResult(losses, held, launched, gathers)
 
 
 def prepare_too_early(recording: StepRecording) -> None:
@@ -207,7 +207,7 @@ def pretended() -> tuple[CaptureRules, TapeRecorder]:
 
 def both(
     groups: ProcessGroupCollection, config: DataParallelConfig, **options: object
-) -> tuple[Found, Found, TrainStep]:
+) -> tuple[RunResult, RunResult, TrainStep]:
     """Return what the run shows eagerly and recorded, and the latter's step; the recorded one on a
     device that refuses what CUDA refuses."""
     documents = bool(options.pop("documents", False))

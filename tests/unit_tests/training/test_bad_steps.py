@@ -100,7 +100,7 @@ def test_many_ranks_make_a_short_line():
     assert len(text) < 200
 
 
-def suspect(iteration=3, hosts=None, values=(NAN, NAN)):
+def make_suspect(iteration=3, hosts=None, values=(NAN, NAN)):
     return SuspectStep(iteration, hosts or {"1": "a"}, "nan", values)
 
 
@@ -120,14 +120,14 @@ def test_the_note_survives_and_damage_is_no_note(tmp_path):
     ("noted", "now", "code"),
     [
         (None, {"1": "a"}, 16),
-        (suspect(2, {"1": "b"}), {"1": "a"}, 16),  # another step
-        (suspect(), {"1": "a"}, 16),
-        (suspect(), {"0": "a"}, 16),  # another rank on the same machine
-        (suspect(3, {"1": "b"}), {"1": "a"}, 17),
+        (make_suspect(2, {"1": "b"}), {"1": "a"}, 16),  # another step
+        (make_suspect(), {"1": "a"}, 16),
+        (make_suspect(), {"0": "a"}, 16),  # another rank on the same machine
+        (make_suspect(3, {"1": "b"}), {"1": "a"}, 17),
     ],
 )
 def test_who_is_to_blame(noted, now, code):
-    assert judge(noted, suspect(3, now)).code == code
+    assert judge(noted, make_suspect(3, now)).code == code
 
 
 @pytest.mark.parametrize(("second", "words"), [(8.0, "with the same"), (8.5, "not with the same")])
@@ -149,7 +149,7 @@ def noting(tmp_path, monkeypatch, host):
 
 
 def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeypatch):
-    write_suspect_step(str(tmp_path), suspect(3, {"1": "a", "2": "c"}))
+    write_suspect_step(str(tmp_path), make_suspect(3, {"1": "a", "2": "c"}))
     step, said, kept = noting(tmp_path, monkeypatch, "c")
     step.clear(2, 1.5)
     assert kept == []
@@ -173,7 +173,7 @@ def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeyp
 
 
 def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypatch):
-    write_suspect_step(str(tmp_path), suspect())
+    write_suspect_step(str(tmp_path), make_suspect())
     step, said, kept = noting(tmp_path, monkeypatch, "a")
     step.clear(3, 1.5)
     assert kept == [(3, "transient", {1: "a"}, 1.5)]

@@ -272,7 +272,7 @@ def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
 
 
 def test_graph_replays_feed_gradients_to_checksum_comparison():
-    def shown(step: TrainStep) -> list[tuple[int, float]]:
+    def checksums_of(step: TrainStep) -> list[tuple[int, float]]:
         world = step.groups["world"]
         reruns = RerunPolicy("report_determinism_stats")
         step.replayer = replayer = Replayer(reruns, engine=step.engine, world=world)
@@ -286,11 +286,11 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
 
     with one_thread():
         single = ProcessGroupCollection.single()
-        eager = shown(step_of(single, DataParallelConfig()))
+        eager = checksums_of(step_of(single, DataParallelConfig()))
         rules, recorder = pretended()
         with rules.enforced():
             step = step_of(single, DataParallelConfig(), graph=recorder)
-            recorded = shown(step)
+            recorded = checksums_of(step)
     assert recorded == eager
     assert len(set(eager)) == 5
     assert step.forward_backward.replays == 10 - WARMUP
@@ -354,12 +354,12 @@ def test_inputs_keep_their_addresses_and_take_every_field():
 def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
     """Return microbatches that know what two depths predict."""
 
-    def found(b: Microbatch) -> MTPTargets:
+    def shifted_targets(b: Microbatch) -> MTPTargets:
         return shift_targets(
             b.tokens, b.labels, b.loss_mask, num_layers=2, padding=b.layout.padding.t()
         )
 
-    return [dataclasses.replace(b, mtp_targets=found(b)) for b in batches]
+    return [dataclasses.replace(b, mtp_targets=shifted_targets(b)) for b in batches]
 
 
 def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:

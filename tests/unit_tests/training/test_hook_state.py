@@ -16,7 +16,7 @@ from megatron.training.hooks import TrainingHooks
 from megatron.training.progress_state import Progress
 
 
-class Held(TrainingHooks):
+class TensorHooks(TrainingHooks):
     """Hooks that keep a tensor, or none."""
 
     def __init__(self, tensor):
@@ -49,7 +49,7 @@ def test_state_that_one_rank_holds_is_loaded(holder, tmp_path, monkeypatch):
                 run=SimpleNamespace(config=SimpleNamespace(experiments=experiments)),
                 context=SimpleNamespace(coordinator=coordinator),
                 model=SimpleNamespace(store=None),
-                hooks=(TrainingHooks(), Held(held[rank])),
+                hooks=(TrainingHooks(), TensorHooks(held[rank])),
                 **parts,
             ),
             folder,

@@ -43,7 +43,7 @@ def parse(text: str, said: list[str]) -> Config:
     return line.config
 
 
-def given(flag) -> str:
+def neutral_argument(flag) -> str:
     """Return the flag with a value that has no effect."""
     if not flag.values:
         return f"--{flag.name}"
@@ -84,10 +84,10 @@ def test_only_rank_0_lists_them(capsys):
 @pytest.mark.parametrize("flag", NO_EFFECT, ids=lambda flag: flag.name)
 def test_ineffective_flag_is_accepted_unless_strict(flag):
     said: list[str] = []
-    assert parse(given(flag), said) == small_config()
+    assert parse(neutral_argument(flag), said) == small_config()
     assert f"--{flag.name} ({flag.kind})" in said[0]
     with pytest.raises(ValueError, match=f"--{flag.name} has no effect here"):
-        parse(f"{given(flag)} --strict-flags", said)
+        parse(f"{neutral_argument(flag)} --strict-flags", said)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_other_stages_lag_only_by_iteration_number(server):
         watch.close()
 
 
-class Kept(HangFiles):
+class ListedHangFiles(HangFiles):
     """HangFiles that is listed instead of written."""
 
     def __init__(self, rank, kept):
@@ -206,7 +206,7 @@ def keeping(server, world, kept):
             rank=rank,
             world_size=world,
             heartbeat_seconds=0.05,
-            files=Kept(rank, kept),
+            files=ListedHangFiles(rank, kept),
         )
         for rank in range(world)
     ]

@@ -30,14 +30,14 @@ CONFIG = GPTConfig(
 )
 
 
-class Held:
+class SavedTensor:
     """A tensor that autograd has saved."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-class Kept:
+class SavedActivations:
     """Everything that autograd and queues hold of activations and their gradients.
 
     Args:
@@ -50,13 +50,13 @@ class Kept:
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self.saved: weakref.WeakSet[Held] = weakref.WeakSet()
+        self.saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self.queues: weakref.WeakSet[WgradQueue] = weakref.WeakSet()
         self.by_action: list[int] = []
         self.queued = 0
 
-    def hold(self, tensor: torch.Tensor) -> Held:
-        held = Held(tensor)
+    def hold(self, tensor: torch.Tensor) -> SavedTensor:
+        held = SavedTensor(tensor)
         if tensor.untyped_storage().data_ptr() not in self.weights:
             self.saved.add(held)
         return held
@@ -94,12 +94,12 @@ CASES: list[Case] = [
 
 
 def all_cases(rank: int, world: int) -> list[tuple[int, int]]:
-    """Return what `kept` does for every case."""
+    """Return what `peak_saved_bytes` does for every case."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    return [kept(groups, *case) for case in CASES]
+    return [peak_saved_bytes(groups, *case) for case in CASES]
 
 
-def kept(
+def peak_saved_bytes(
     groups: ProcessGroupCollection, schedule: str, again: bool, delay: int | None
 ) -> tuple[int, int]:
     """Take a step; return the most bytes before an action and the most that lay in queues."""
@@ -108,7 +108,7 @@ def kept(
     if again:
         model.set_recompute(Recompute(granularity="full", method="uniform", num_layers=1))
     engine = DataParallel(model.store, groups, config=config)
-    found = Kept(model.store.tensors())
+    found = SavedActivations(model.store.tensors())
     run = PipelineForwardBackward(
         model,
         engine,

@@ -161,7 +161,7 @@ def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool =
     )
 
 
-def on_expert_lanes(rank: int, world: int):
+def on_sharded_experts(rank: int, world: int):
     """Train with every strategy where experts alone have lanes; then where nothing has."""
     found = {}
     grid = RankGrid(world_size=world, tp=2, pp=2, etp=1)
@@ -183,7 +183,7 @@ def test_sharded_experts_gather_and_reduce_during_pipeline():
     with one_thread():
         losses, *_ = with_experts(ProcessGroupCollection.single(), "no_shard")
     steps = len(LENGTHS)
-    for found in run_ranks(on_expert_lanes, 4):
+    for found in run_ranks(on_sharded_experts, 4):
         for strategy, (gathered, reduced) in WORDS.items():
             seen, gathers, reduces, prefetched = found[strategy]
             assert seen == pytest.approx(losses, rel=1e-6), strategy

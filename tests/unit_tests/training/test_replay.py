@@ -127,7 +127,7 @@ def test_what_computations_say(tries, seen, anomaly):
     assert repr(find_anomaly(tries, seen, loss_share=3.0)) == repr(anomaly)
 
 
-class Shown:
+class ObservableEngine:
     """An engine that keeps what wants to see gradients."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Steps:
 
     def __init__(self, mode: str, interval: int = 1) -> None:
         self.counter = torch.tensor([10.0, 0.0])
-        engine = Shown()
+        engine = ObservableEngine()
         self.replayer = Replayer(
             RerunPolicy(mode, interval, (self.counter,)),
             engine=engine,

@@ -140,7 +140,7 @@ def test_a_microbatch_without_tokens_adds_nothing(per_token: bool):
     assert (report.loss, report.grad_norm, report.applied) == (0.0, 0.0, True)
 
 
-def lanes_and_skips(rank: int, world: int) -> dict:
+def dp_ranks_and_skips(rank: int, world: int) -> dict:
     """Train on two lanes with both losses; then one lane overflows; then cp shares tokens."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     found = {}
@@ -177,7 +177,7 @@ def own_half(batch: Microbatch, rank: int) -> Microbatch:
 
 def test_two_ranks_equal_the_definition_and_skip_alike():
     initial = weights_of(trainer(ProcessGroupCollection.single()))
-    results = run_ranks(lanes_and_skips, 2)
+    results = run_ranks(dp_ranks_and_skips, 2)
     for per_token in (False, True):
         lanes = [[batch_of(lane, i) for i in range(3)] for lane in range(2)]
         loss, wanted = plain_step(initial, lanes, per_token=per_token)

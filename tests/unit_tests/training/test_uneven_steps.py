@@ -183,7 +183,7 @@ def balance_of(step: TrainStep, groups: ProcessGroupCollection) -> Balance | Non
     return Balance(routers_of(model), names, config=model.config.moe, world=groups["world"])
 
 
-def lane(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
+def train_cases(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
     """Train as one rank of each case."""
     return [_divided(rank, case) for case in cases]
 
@@ -233,7 +233,7 @@ def _divided(rank: int, case: Case) -> dict:
     }
 
 
-def one_lane(case: Case) -> dict:
+def single_process(case: Case) -> dict:
     """Compute the blocks of each step one after the other, cut by hand."""
     groups = ProcessGroupCollection.single()
     step = step_of(groups, dataclasses.replace(case, pp=1, strategy="no_shard"))
@@ -270,10 +270,10 @@ def one_lane(case: Case) -> dict:
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_uneven_ranks_match_losses_and_gradients_of_one_rank(world):
     cases = tuple(case for case in CASES if case.world == world)
-    ranks = run_ranks(lane, world, cases)
+    ranks = run_ranks(train_cases, world, cases)
     for index, case in enumerate(cases):
         with one_thread():
-            wanted = one_lane(case)
+            wanted = single_process(case)
         found = [rank[index] for rank in ranks]
         assert [one["fillers"] for one in found] == [one["wanted"] for one in found]
         assert case.samples % MICRO or sum(one["fillers"] for one in found) > 0, case
@@ -333,7 +333,7 @@ def test_padding_microbatch_is_not_routed_to_experts(monkeypatch):
     assert routers_of(model)[0].counted.tolist() == counts
 
 
-def of_one_lane(step: TrainStep, lane: int) -> list[float]:
+def losses_of_rank(step: TrainStep, lane: int) -> list[float]:
     """Take steps on the microbatches of one lane of three."""
     division = Division(samples=7, micro_batch_size=MICRO, data_parallel_size=3)
     batches = GPTBatches(
@@ -359,7 +359,7 @@ def test_graph_replays_smaller_and_padding_microbatches(lane):
     """They have the same form in every step."""
     with one_thread():
         single, config = ProcessGroupCollection.single(), DataParallelConfig()
-        eager = of_one_lane(graphed_step(single, config), lane)
+        eager = losses_of_rank(graphed_step(single, config), lane)
         step = graphed_step(single, config, graph=TapeRecorder(OpTape()))
-        assert of_one_lane(step, lane) == eager
+        assert losses_of_rank(step, lane) == eager
     assert (step.forward_backward.eager_steps, step.forward_backward.replays) == (3, 4)

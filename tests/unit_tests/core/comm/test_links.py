@@ -178,7 +178,7 @@ def output_written_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
     return pending.wait().clone()
 
 
-def lease_released_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
+def buffer_released_before_wait(group: Group, *, bug: bool) -> torch.Tensor:
     pool = BufferPool("cpu", poison=True)
     lease = pool.acquire(6, torch.float32)
     lease.copy_(content(group.rank, 6))
@@ -218,7 +218,7 @@ SHOWN: dict[Case, tuple[str, str]] = {
     input_recycled_before_wait: ("its input [6] was written", "its input [6] was written"),
     output_added_before_wait: ("nan", ""),
     output_written_before_wait: ("its output [6] was written", "its output [6] was written"),
-    lease_released_before_wait: ("its input [6] was written", "its input [6] was written"),
+    buffer_released_before_wait: ("its input [6] was written", "its input [6] was written"),
     gathered_view_used_after_release: ("nan", "nan"),
     part_written_of_an_input_in_place: ("its input [6] was written", "its input [6] was written"),
 }

@@ -125,7 +125,7 @@ def random_question(rng: random.Random) -> Question:
 QUESTIONS = [random_question(random.Random(seed)) for seed in range(200)]
 
 
-def shown(question: Question, block: AttentionBlock) -> np.ndarray:
+def visible_pairs(question: Question, block: AttentionBlock) -> np.ndarray:
     """Return which pairs [q, k] of a block it shows, as an op that gets nothing but the block."""
     queries, keys = block.q1 - block.q0, block.k1 - block.k0
     query = np.arange(queries)[:, None] + block.q_row_start
@@ -145,7 +145,7 @@ def test_every_visible_pair_is_in_one_block_and_no_other():
         wanted = question.visible()
         count = np.zeros(wanted.shape, dtype=int)
         for block in question.blocks():
-            seen = shown(question, block)
+            seen = visible_pairs(question, block)
             assert seen.any(), (question, block)
             count[block.row0 : block.row1, block.q0 : block.q1, block.k0 : block.k1] += seen
             met["squares" if block.causal else "rectangles"] += 1

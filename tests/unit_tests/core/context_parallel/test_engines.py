@@ -158,7 +158,7 @@ def _here(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.where((places >= 0)[:, None, None, None], rows[places], 1e3)
 
 
-def wanted_of(case: Case) -> dict[str, torch.Tensor]:
+def expected_of(case: Case) -> dict[str, torch.Tensor]:
     """Return the results of whole rows."""
     inputs = whole(case)
     leaves = {n: inputs[n].requires_grad_() for n in ("query", "key", "value")}
@@ -178,7 +178,7 @@ def wanted_of(case: Case) -> dict[str, torch.Tensor]:
 
 def assert_as_whole(case: Case, ranks) -> None:
     """Put the ranks' results together and hold them to those of whole rows."""
-    cut, wanted = cut_of(case), wanted_of(case)
+    cut, wanted = cut_of(case), expected_of(case)
     together = {}
     for name in ("out", "query", "key", "value"):
         values = torch.full_like(wanted[name], torch.nan)

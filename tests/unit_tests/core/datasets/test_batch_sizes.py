@@ -14,7 +14,7 @@ from tests.unit_tests.core.datasets.test_samplers import Numbers
 UNEVEN = BatchSizes(((0, 6), (10, 4), (20, 9)))
 
 
-def walked(sizes: BatchSizes, steps: int) -> list[int]:
+def consumed_after_steps(sizes: BatchSizes, steps: int) -> list[int]:
     """Return the samples consumed after each step, looking up the last threshold each time."""
     found = [0]
     for _ in range(steps):
@@ -23,7 +23,7 @@ def walked(sizes: BatchSizes, steps: int) -> list[int]:
 
 
 def test_batch_size_changes_at_first_step_after_threshold():
-    assert walked(UNEVEN, 6) == [0, 6, 12, 16, 20, 29, 38]
+    assert consumed_after_steps(UNEVEN, 6) == [0, 6, 12, 16, 20, 29, 38]
     assert [UNEVEN.at(n) for n in (0, 9, 10, 12, 19, 20, 10**12)] == [6, 6, 4, 4, 4, 9, 9]
 
 
@@ -32,7 +32,7 @@ def test_steps_and_samples_are_those_of_a_walk():
     for _ in range(200):
         thresholds = sorted(draw.sample(range(1, 60), draw.randrange(5)))
         sizes = BatchSizes(tuple((t, draw.randrange(1, 20)) for t in (0, *thresholds)))
-        seen = walked(sizes, 30)
+        seen = consumed_after_steps(sizes, 30)
         assert [sizes.samples(i) for i in range(31)] == seen
         later = range(0, 31 - 4, 3)
         assert [sizes.samples(4, begin=seen[i]) for i in later] == [seen[i + 4] for i in later]
@@ -65,7 +65,7 @@ def test_sizes_that_are_none_are_refused(stages):
 def test_ranks_read_each_step_at_its_batch_size(kind, workers):
     """Steps of 6, 6, 4, 4, 9, 9 on 2 lanes in microbatches of 2, with fillers; from each step
     on."""
-    ends = walked(UNEVEN, 6)
+    ends = consumed_after_steps(UNEVEN, 6)
     order = CyclicOrder(13, seed=7) if kind == "cyclic" else SingleOrder(38)
     whole = order.indices(0, 38)
     for first in range(6):

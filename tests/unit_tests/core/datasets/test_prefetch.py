@@ -47,14 +47,14 @@ def batches(data, *, consumed=0, lane=1, cyclic=False):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_order_is_that_of_one_thread(workers, cyclic):
-    def taken(source):
+    def first_batches(source):
         found = [next(source) for _ in range(9)]
         return [(b.tokens.tolist(), b.sample_ids.tolist()) for b in found], source.consumed_samples
 
-    wanted = taken(batches(Slow(60), consumed=6, cyclic=cyclic))
+    wanted = first_batches(batches(Slow(60), consumed=6, cyclic=cyclic))
     data = Slow(60)
     ahead = PrefetchedBatches(batches(data, consumed=6, cyclic=cyclic), workers=workers)
-    assert taken(ahead) == wanted
+    assert first_batches(ahead) == wanted
     assert wanted[1] == 60
     assert threading.current_thread().name not in data.threads
     if not cyclic:

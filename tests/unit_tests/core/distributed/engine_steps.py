@@ -164,7 +164,7 @@ def planned_gathers(engine: DataParallel) -> list[int] | None:
     ]
 
 
-def wanted_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
+def expected_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
     """Return what a step must send by the formula, from one parameter sync to the next."""
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
@@ -189,6 +189,6 @@ def assert_traffic(
         counts[record.kind, record.group] += 1
         sent[record.kind, record.group] += record.bytes
     found = [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
-    wanted = wanted_traffic(engine, microbatches)
+    wanted = expected_traffic(engine, microbatches)
     if found != wanted:
         raise AssertionError(f"{engine.config}: sent\n{found}, wanted\n{wanted}")

@@ -115,7 +115,7 @@ def trained(
     return model
 
 
-def assert_kept(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
+def assert_sharded_bytes(model: ExpertModel, lanes: int, expert_lanes: int) -> None:
     """See that dense and expert weights are each cut over their own lanes, as the formula says."""
     engine, instances = model.engine, model.groups.grid.instances
     placed = Placement() if lanes == expert_lanes == 1 else engine.config.placement
@@ -189,7 +189,7 @@ def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> 
                 with simulated(groups, (Late(), Early())[turn % 2]) as link:
                     model = trained(groups, parallel)
                 assert link.count > 0
-                assert_kept(model, lanes, expert_lanes)
+                assert_sharded_bytes(model, lanes, expert_lanes)
                 found.append(model.pieces())
     return found
 

@@ -116,7 +116,7 @@ def test_volumes_are_the_published_ones():
 def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
     buckets = [BucketSize(numel=8, inner=2), BucketSize(numel=4, inner=2, trainable=False)]
 
-    def found(strategy: str, **more: object) -> list[Traffic]:
+    def traffic(strategy: str, **more: object) -> list[Traffic]:
         return collectives_per_step(
             buckets,
             placement(strategy),
@@ -125,16 +125,16 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
             **more,
         )
 
-    assert found("no_shard") == [Traffic("all_reduce", "gtp_cp_dp", 1, 16)]
-    assert found("optim") == [
+    assert traffic("no_shard") == [Traffic("all_reduce", "gtp_cp_dp", 1, 16)]
+    assert traffic("optim") == [
         Traffic("all_gather", "gtp_cp_dp", 1, 16),
         Traffic("reduce_scatter", "gtp_cp_dp", 1, 16),
     ]
-    assert found("optim_grads") == [
+    assert traffic("optim_grads") == [
         Traffic("all_gather", "gtp_cp_dp", 1, 16),
         Traffic("reduce_scatter", "gtp_cp_dp", 3, 48),
     ]
-    assert found("optim_grads_params", gathers=(5, 6), element_bytes=WIDE_SUM) == [
+    assert traffic("optim_grads_params", gathers=(5, 6), element_bytes=WIDE_SUM) == [
         Traffic("all_gather", "shard_gather", 11, 5 * 16 + 6 * 8),
         Traffic("all_to_all", "gtp_cp_dp", 3, 48),
     ]
@@ -143,18 +143,18 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
 def test_hybrid_sharding_reduces_over_outer_ranks_once():
     buckets = [BucketSize(numel=8, inner=2, outer=2)]
 
-    def found(strategy: str, outer: str = "no_shard") -> list[Traffic]:
+    def traffic(strategy: str, outer: str = "no_shard") -> list[Traffic]:
         placed = placement(strategy, outer)
         return collectives_per_step(
             buckets, placed, element_bytes=FP32, microbatches=2, gathers=(2,)
         )
 
-    assert found("optim_grads") == [
+    assert traffic("optim_grads") == [
         Traffic("all_gather", "shard", 2, 64),
         Traffic("all_reduce", "replicate", 1, 16),
         Traffic("reduce_scatter", "shard", 2, 64),
     ]
-    assert found("optim_grads_params", "optim") == [
+    assert traffic("optim_grads_params", "optim") == [
         Traffic("all_gather", "shard_gather", 2, 64),
         Traffic("all_gather", "replicate", 1, 16),
         Traffic("reduce_scatter", "shard", 2, 64),
@@ -171,7 +171,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     expert = BucketSize(numel=16, inner=2, outer=3, gtp=True, expert=True)
     idle = BucketSize(numel=8, inner=2, outer=3, gtp=True, expert=True, trainable=False)
 
-    def found(strategy: str, **of: object) -> dict[tuple[str, str], tuple[int, int]]:
+    def traffic(strategy: str, **of: object) -> dict[tuple[str, str], tuple[int, int]]:
         traffic = collectives_per_step(
             [dense, over_gtp, expert, idle],
             placement(strategy),
@@ -198,13 +198,13 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     summed = {("all_reduce", group): (1, size) for group, size in shards.items()}
     scattered = {("reduce_scatter", group): (1, size) for group, size in shards.items()}
     whole = {("all_reduce", "gtp_cp_dp"): (1, 2 * 6)}
-    assert found("no_shard") == gathered | reduced | summed | whole
+    assert traffic("no_shard") == gathered | reduced | summed | whole
     of_lanes = {("reduce_scatter", "gtp_cp_dp"): (1, 2 * 6)}
-    assert found("optim") == gathered | updated | reduced | scattered | of_lanes
+    assert traffic("optim") == gathered | updated | reduced | scattered | of_lanes
     each = {key: (4, 4 * size) for key, (_, size) in (scattered | of_lanes).items()}
-    assert found("optim_grads") == gathered | updated | reduced | each
+    assert traffic("optim_grads") == gathered | updated | reduced | each
     once = {key: (1, size // 4) for key, (_, size) in reduced.items()}
-    assert found("optim", gtp_once=True) == gathered | updated | once | scattered | of_lanes
+    assert traffic("optim", gtp_once=True) == gathered | updated | once | scattered | of_lanes
 
 
 def test_single_rank_sends_nothing():

@@ -87,7 +87,7 @@ def published(store: WeightStore, grid: RankGrid, strategy: str) -> dict[str, fl
     }
 
 
-def kept(model: GPTModel, engine: DataParallel) -> dict[str, int]:
+def bytes_by_role(model: GPTModel, engine: DataParallel) -> dict[str, int]:
     """Return the bytes of the tensors that a rank keeps, by role."""
     states = [state for o in engine.owned() for state in range_states(o, OptimizerConfig())]
     buffers = {
@@ -120,7 +120,7 @@ def kept(model: GPTModel, engine: DataParallel) -> dict[str, int]:
 def test_memory_matches_the_formulas(degrees: dict[str, int], strategy: str):
     grid = RankGrid(**degrees)
     model, engine = llama("8B", groups_of(grid), layers=4, strategy=strategy)
-    found, wanted = kept(model, engine), published(model.store, grid, strategy)
+    found, wanted = bytes_by_role(model, engine), published(model.store, grid, strategy)
     sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
     ours = bytes_per_rank(sizes, engine.placement, element_bytes=BYTES)
     for role, size in wanted.items():

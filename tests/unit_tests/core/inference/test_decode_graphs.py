@@ -46,7 +46,7 @@ def experts_of_a_gpu():
         yield
 
 
-def said(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
+def generated(engine: Engine, count: int = 5) -> list[tuple[list[int], list[float]]]:
     found: list[list[Completion]] = generate(engine, requests(DRAWN)[:count])
     return [(c.tokens, c.logprobs) for outputs in found for c in outputs]
 
@@ -78,7 +78,7 @@ def test_replays_have_the_bits_of_eager_steps(family: str, optimized: bool, draf
     for recorder in (strict, StrictRerun):
         engine = engine_of(model, half_right(right) if drafts else None, make_recorder=recorder)
         engine.model = runs
-        found.append(said(engine))
+        found.append(generated(engine))
     assert found[0] == found[1]
     assert [tokens for tokens, _ in found[0]] == [c.tokens for (c,) in wanted]
     assert sum(recorder.tape.replays for recorder in made) == engine.graphs.replayed > 4
@@ -93,7 +93,7 @@ def test_graphs_share_one_buffer_of_logits(recorder: type) -> None:
     model = model_of("gqa")
     engine = engine_of(model, make_recorder=recorder)
     engine.model = InferenceOptimizedModel(model)
-    said(engine)
+    generated(engine)
     graphs = engine._graphs
     assert graphs is not None
     results = [graph.outputs for graph in graphs._graphs.values()]
@@ -122,7 +122,7 @@ def replayed_on_a_rank(rank: int, world: int) -> list[tuple[list[list[int]], int
             make = StrictRerun if sequence else lambda: TapeRecorder(OpTape())
             engine = engine_of(model, make_recorder=make, token_multiple=world if sequence else 1)
             engine.model = InferenceOptimizedModel(model) if optimized else model
-            tokens = [tokens for tokens, _ in said(engine, 3)]
+            tokens = [tokens for tokens, _ in generated(engine, 3)]
         assert engine.graphs is not None
         found.append((tokens, engine.graphs.replayed, engine.stats.steps))
     return found
@@ -131,7 +131,7 @@ def replayed_on_a_rank(rank: int, world: int) -> list[tuple[list[list[int]], int
 def test_graph_replay_on_two_ranks_matches_single_process() -> None:
     ranks = run_ranks(replayed_on_a_rank, 2)
     for n, (family, *_) in enumerate(SHARDED):
-        wanted = [tokens for tokens, _ in said(engine_of(model_of(family)), 3)]
+        wanted = [tokens for tokens, _ in generated(engine_of(model_of(family)), 3)]
         for found in ranks:
             tokens, replayed, steps = found[n]
             assert tokens == wanted, family
@@ -141,7 +141,7 @@ def test_graph_replay_on_two_ranks_matches_single_process() -> None:
 @pytest.mark.parametrize("recorder", [StrictTape, StrictRerun])
 def test_host_read_during_capture_is_detected(recorder: type) -> None:
     with pytest.raises(HostRead):
-        said(engine_of(model_of("experts"), make_recorder=recorder))
+        generated(engine_of(model_of("experts"), make_recorder=recorder))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_padding_touches_no_page() -> None:
     engine.scheduler.schedule = watched
     for pages in engine.cache._pages:
         pages.fill_(7.0)
-    said(engine, 3)  # in a bucket of 4
+    generated(engine, 3)  # in a bucket of 4
     assert engine.graphs.replayed > 0
     for pages in engine.cache._pages:
         places = pages.flatten(0, 1)
@@ -205,25 +205,25 @@ def test_graphs_of_a_rank_alone_hold_all_its_rows() -> None:
     """Only where experts are shared does a step of many rows read on the host."""
     with mock.patch.object(engine_module, "MAX_PADDED_ROWS", 1):
         engine = engine_of(model_of("gqa"), make_recorder=StrictTape)
-    found = said(engine)
-    assert found == said(engine_of(model_of("gqa")))
+    found = generated(engine)
+    assert found == generated(engine_of(model_of("gqa")))
     assert engine.graphs.replayed > engine.stats.steps - 4  # all but those of prompts
 
 
 def test_graphs_are_recorded_again_after_sleep() -> None:
     engine = engine_of(model_of("hybrid"), make_recorder=StrictTape)
-    before = said(engine, 2)
+    before = generated(engine, 2)
     captured = engine.graphs.captured
     engine.sleep()
     engine.wake()
-    assert said(engine, 2) == before
+    assert generated(engine, 2) == before
     assert engine.graphs.captured == 2 * captured
 
 
 @pytest.mark.parametrize("moved", ["pages", "states"])
 def test_a_graph_over_a_buffer_that_moved_is_refused(moved: str) -> None:
     engine = engine_of(model_of("hybrid"), make_recorder=StrictTape)
-    said(engine, 2)
+    generated(engine, 2)
     graphs = engine.graphs
     assert graphs.compared == graphs.replayed * graphs.buffers > 0
     assert graphs.replayed + graphs.eager == engine.stats.steps
@@ -235,7 +235,7 @@ def test_a_graph_over_a_buffer_that_moved_is_refused(moved: str) -> None:
         engine.cache.states._buffers[name] = buffer.clone()
     replayed = graphs.replayed
     with pytest.raises(RuntimeError, match=f"1 of {graphs.buffers} buffers"):
-        said(engine, 2)
+        generated(engine, 2)
     assert graphs.replayed == replayed
 
 
@@ -256,7 +256,7 @@ def test_graphs_on_a_cpu_have_the_bits_of_eager_steps(family: str) -> None:
     for make_recorder in (None, CpuGraph):
         engine = engine_of(model.model, make_recorder=make_recorder)
         engine.model = model
-        found.append(said(engine))
+        found.append(generated(engine))
     assert found[0] == found[1]
     assert engine.graphs is not None
     assert not engine.graphs.refused
@@ -290,7 +290,7 @@ def test_large_steps_on_a_cpu_are_eager() -> None:
 def test_unrecordable_model_runs_eagerly_and_reports_reason() -> None:
     model = model_of("gqa")  # looks at its token ids on a CPU
     engine = engine_of(model, make_recorder=CpuGraph)
-    assert said(engine) == said(engine_of(model))
+    assert generated(engine) == generated(engine_of(model))
     assert (engine.graphs.replayed, engine.graphs.eager) == (0, engine.stats.steps)
     assert "steps run eagerly since aten._local_scalar_dense" in str(engine.graphs)
 
@@ -302,7 +302,7 @@ def test_graphs_on_a_cpu_see_weights_that_were_replaced() -> None:
         model = InferenceOptimizedModel(model_of("experts"), copies=copies)
         engine = engine_of(model.model, make_recorder=CpuGraph)
         engine.model = model
-        before, captured = said(engine), engine.graphs.captured
+        before, captured = generated(engine), engine.graphs.captured
         with torch.no_grad():
             for weight in model.model.parameters():
                 weight *= 1.3
@@ -310,9 +310,9 @@ def test_graphs_on_a_cpu_see_weights_that_were_replaced() -> None:
             engine.scheduler.forget_cached()
         else:
             engine.weights_replaced()
-        after = said(engine)
+        after = generated(engine)
         assert after != before
         assert engine.graphs.captured == captured * (1 if copies is None else 2)
         eager = engine_of(model.model)
         eager.model = model
-        assert said(eager) == after
+        assert generated(eager) == after

@@ -358,7 +358,7 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
         assert (stats.accepted > 0) or row["speculation"] != "draft"
 
 
-def held_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
+def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
     size = {"pp": world} if ranks == "pp" else {"ep": world}
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
     found = []
@@ -373,7 +373,7 @@ def held_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
 @pytest.mark.parametrize("ranks", ["pp", "ep"])
 def test_combined_features_on_two_ranks_match_single_sequence(ranks: str) -> None:
     rows = [row for row in ROWS if row["ranks"] == ranks]
-    for found in run_ranks(held_on_a_rank, 2, ranks):
+    for found in run_ranks(stats_on_a_rank, 2, ranks):
         for row, stats in zip(rows, found, strict=True):
             assert (stats.forced > 0) == (row["sampling"] == "grammar")
             if row["sampling"] != "grammar":  # here it always foresees something

@@ -92,7 +92,7 @@ def engine_on(
     )
 
 
-def asked_of(row: dict[str, Any]) -> list[Request]:
+def requests_of(row: dict[str, Any]) -> list[Request]:
     asked = [replace(request, max_new_tokens=9) for request in requests(GREEDY)[1:]]
     if row["reports"]:
         params = replace(DRAWN, logprobs=2)
@@ -100,8 +100,8 @@ def asked_of(row: dict[str, Any]) -> list[Request]:
     return asked
 
 
-def said(row: dict[str, Any], engine: Engine) -> list[list[Completion]]:
-    return generate(engine, asked_of(row))
+def completions_of(row: dict[str, Any], engine: Engine) -> list[list[Completion]]:
+    return generate(engine, requests_of(row))
 
 
 # --- drafts of a model in a pipeline --------------------------------------------------------------
@@ -142,7 +142,7 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
     )
 
 
-def said_with_an_abort(engine: Engine) -> dict[int, Completion]:
+def completions_with_an_abort(engine: Engine) -> dict[int, Completion]:
     """Return what requests of all kinds get, in the order in which they were added; the first is
     aborted after some steps, in the middle of its text."""
     greedy, drawn = replace(GREEDY, logit_bias=BIAS), replace(DRAWN, logit_bias=BIAS)
@@ -172,7 +172,9 @@ def drafted_on_a_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> li
     for family, drafts in cases:
         with one_thread():
             engine = drafting_engine(groups, family, drafts)
-            found.append((said_with_an_abort(engine), engine.stats, engine.link.idle_seconds))
+            found.append(
+                (completions_with_an_abort(engine), engine.stats, engine.link.idle_seconds)
+            )
             assert engine.scheduler.pool.references == engine.unfinished == 0
     return found
 
@@ -182,7 +184,7 @@ def assert_drafts_change_nothing(world: int, cases: list[tuple[str, str]]) -> No
     for family in dict.fromkeys(family for family, _ in cases):
         with one_thread():
             engine = drafting_engine(ProcessGroupCollection.single(), family, "off")
-            alone[family] = said_with_an_abort(engine)
+            alone[family] = completions_with_an_abort(engine)
     for found in run_ranks(drafted_on_a_rank, world, cases):
         for (family, drafts), (completions, stats, idle) in zip(cases, found, strict=True):
             wanted = alone[family]
@@ -217,7 +219,7 @@ def test_drafts_of_a_model_pass_through_a_stage_in_the_middle() -> None:
     assert_drafts_change_nothing(3, [("hybrid", "heads"), ("hybrid", "draft")])
 
 
-def said_on_a_rank(
+def completions_on_a_rank(
     rank: int,
     world: int,
     grid: dict[str, int],
@@ -229,7 +231,7 @@ def said_on_a_rank(
     for row, drafts in rows:
         with one_thread():
             engine = engine_on(groups, row, drafts, **layout)
-            found.append((said(row, engine), engine.stats, engine.link.idle_seconds))
+            found.append((completions_of(row, engine), engine.stats, engine.link.idle_seconds))
     return found
 
 
@@ -241,10 +243,12 @@ def assert_as_one_process(grid: dict[str, int], rows: list[dict[str, Any]], **la
     for row in rows:
         with one_thread():
             engine = engine_on(ProcessGroupCollection.single(), row)
-            alone.append((said(row, engine), engine.stats))
-        texts = zip(asked_of(row), alone[-1][0], strict=True)
+            alone.append((completions_of(row, engine), engine.stats))
+        texts = zip(requests_of(row), alone[-1][0], strict=True)
         drafts.append({r.prompt: c[0].tokens for r, c in texts} if row["drafts"] else {})
-    ranks = run_ranks(said_on_a_rank, world, grid, list(zip(rows, drafts, strict=True)), layout)
+    ranks = run_ranks(
+        completions_on_a_rank, world, grid, list(zip(rows, drafts, strict=True)), layout
+    )
     for n, (row, (wanted, single)) in enumerate(zip(rows, alone, strict=True)):
         for found in ranks:
             completions, stats, idle = found[n]

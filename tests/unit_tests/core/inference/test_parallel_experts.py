@@ -40,7 +40,9 @@ def model_of(moe: MoEConfig, groups: ProcessGroupCollection, **layout: bool) -> 
     return GPTModel(config, groups, dtype=torch.float32, seed=3, **layout)
 
 
-def said_by(model: GPTModel, count: int, multiple: int = 1) -> tuple[list[list[int]], torch.Tensor]:
+def generated_by(
+    model: GPTModel, count: int, multiple: int = 1
+) -> tuple[list[list[int]], torch.Tensor]:
     """Return the tokens of some requests, and their log-probabilities."""
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
@@ -57,7 +59,7 @@ def on_a_rank(rank: int, world: int, sizes: dict[str, int], names: list[str]) ->
         model = model_of(MODELS[name], groups, sequence_parallel=True)
         for count in (1, 3):
             with one_thread(), trace(groups) as records:
-                said = said_by(model, count, world)
+                said = generated_by(model, count, world)
             found[name, count] = said, Counter(record.kind for record in records)
     return found
 
@@ -69,7 +71,9 @@ def test_they_say_what_one_process_says(sizes: dict[str, int], names: list[str])
     for found in run_ranks(on_a_rank, 2, sizes, names):
         for (name, count), ((tokens, logprobs), collectives) in found.items():
             with one_thread():
-                wanted = said_by(model_of(MODELS[name], ProcessGroupCollection.single()), count)
+                wanted = generated_by(
+                    model_of(MODELS[name], ProcessGroupCollection.single()), count
+                )
             assert tokens == wanted[0]
             assert_close_by_metric(f"{name} {count}", logprobs, wanted[1], bound=1e-5)
             # A block has one of each; the embedding scatters, the final norm and logits gather.

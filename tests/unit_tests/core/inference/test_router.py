@@ -119,14 +119,14 @@ STOPPED, ABORTED = 4, 6
 """Requests that the caller ends: after their third token, and after their second."""
 
 
-def asked() -> list[Request]:
+def make_requests() -> list[Request]:
     found = [ask(prompt, 9, sequence=10 * n) for n, prompt in enumerate(PROMPTS)]
     found[0] = replace(found[0], sampling=replace(DRAWN, logprobs=2), n=2, prompt_logprobs=True)
     return [replace(found[n], sampling=DRAWN) if n == 3 else found[n] for n in range(len(found))]
 
 
-def said(replicas: Replicas) -> dict[tuple[int, int], Completion]:
-    numbers = [replicas.add(request) for request in asked()]
+def completions_of(replicas: Replicas) -> dict[tuple[int, int], Completion]:
+    numbers = [replicas.add(request) for request in make_requests()]
     found = {}
     while replicas.unfinished:
         for completion in replicas.step():
@@ -156,7 +156,7 @@ def no_pickle(*_: object, **__: object) -> None:
     raise AssertionError("something was pickled")
 
 
-def said_on_a_rank(
+def completions_on_a_rank(
     rank: int, world: int, family: str, grid: dict[str, int], asynchronous: bool = False
 ) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
@@ -167,7 +167,7 @@ def said_on_a_rank(
             mock.patch.multiple("pickle", dumps=no_pickle, loads=no_pickle, Pickler=no_pickle),
             mock.patch.multiple(dist, **dict.fromkeys(objects, no_pickle)),
         ):
-            found = said(replicas)
+            found = completions_of(replicas)
         assert replicas.router is not None
         return found, replicas.router.requests, replicas.router.matched, replicas.stats()
 
@@ -193,10 +193,12 @@ def assert_as_one(found: dict[Any, Completion], wanted: dict[Any, Completion]) -
 def test_two_replicas_say_what_one_engine_does(family: str, asynchronous: bool) -> None:
     with one_thread():
         alone = replicas_on(ProcessGroupCollection.single(), family)
-        wanted = said(alone)
+        wanted = completions_of(alone)
     assert wanted[STOPPED, 0].finish_reason == "stop"
     assert wanted[ABORTED, 0].finish_reason == "abort"
-    for found, sent, matched, stats in run_ranks(said_on_a_rank, 2, family, {}, asynchronous):
+    for found, sent, matched, stats in run_ranks(
+        completions_on_a_rank, 2, family, {}, asynchronous
+    ):
         assert_as_one(found, wanted)
         assert sent == [3, 4]
         assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to one of them
@@ -216,13 +218,13 @@ def test_replicas_of_several_ranks_say_what_one_engine_does(
     grid: dict[str, int], asynchronous: bool
 ) -> None:
     with one_thread():
-        wanted = said(replicas_on(ProcessGroupCollection.single(), "gqa"))
-    for found, sent, _, _ in run_ranks(said_on_a_rank, 4, "gqa", grid, asynchronous):
+        wanted = completions_of(replicas_on(ProcessGroupCollection.single(), "gqa"))
+    for found, sent, _, _ in run_ranks(completions_on_a_rank, 4, "gqa", grid, asynchronous):
         assert_as_one(found, wanted)
         assert min(sent) > 0
 
 
-def asked_of_experts() -> list[Request]:
+def expert_requests() -> list[Request]:
     """Return a request of two rows, and a longer one of one."""
     return [ask([7, 8, 9, *[n] * 30], 5 + 20 * n, n=2 - n) for n in range(2)]
 
@@ -238,7 +240,7 @@ def experts_on_a_rank(
     rank: int, world: int, least: int, asynchronous: bool, recorded: bool
 ) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    asked_twice = asked_of_experts()
+    asked_twice = expert_requests()
     with (
         one_thread(),
         mock.patch.object(dispatch, "MAX_PADDED_ROWS", least),
@@ -276,7 +278,7 @@ def test_an_idle_replica_computes_the_experts_that_it_has(
 ) -> None:
     with one_thread():
         engine = replicas_on(ProcessGroupCollection.single(), "experts").engine
-        wanted = generate(engine, asked_of_experts())
+        wanted = generate(engine, expert_requests())
     ranks = run_ranks(experts_on_a_rank, 2, least, asynchronous, recorded)
     for found, *_ in ranks:
         assert_as_one(
@@ -300,7 +302,7 @@ def differing_on_a_rank(rank: int, world: int) -> str:
     assert replicas.router is not None
     if rank:  # planted: it sees no prefix
         replicas.router._num_shared_blocks = lambda sent, hashes: 0
-    return str(said(replicas))
+    return str(completions_of(replicas))
 
 
 def test_ranks_that_assign_requests_differently_stop() -> None:

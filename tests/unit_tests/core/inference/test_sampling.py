@@ -271,17 +271,17 @@ def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int |
 def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.ops.sampling.reference.nucleus_by_sort", nucleus)
 
-    def kept(logits: torch.Tensor, top_p: float) -> list[int]:
+    def kept_token_ids(logits: torch.Tensor, top_p: float) -> list[int]:
         return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()
 
     odds = torch.tensor([0.10, 0.40, 0.05, 0.30, 0.15])
     for top_p, tokens in ((0.39, [1]), (0.41, [1, 3]), (0.72, [1, 3, 4]), (0.96, [0, 1, 2, 3, 4])):
-        assert kept(odds.log(), top_p) == tokens
+        assert kept_token_ids(odds.log(), top_p) == tokens
     for count in (1, 2, 3):  # each 1/4, without rounding
-        assert kept(torch.zeros(4), count / 4) == list(range(count))
+        assert kept_token_ids(torch.zeros(4), count / 4) == list(range(count))
         # Of tokens that tie, transformers keeps the last.
         assert TopPLogitsWarper(count / 4)(None, torch.zeros(1, 4)).isfinite().sum() == count
-    assert kept(torch.zeros(1000), 0.0351) == list(range(36))
+    assert kept_token_ids(torch.zeros(1000), 0.0351) == list(range(36))
 
 
 # One draw per row.

@@ -39,7 +39,7 @@ def with_memory(engine: EngineConfig, memory: int) -> EngineConfig:
     )  # fmt: skip
 
 
-def taken(engine: EngineConfig, shapes: CacheShapes, blocks: int, slots: int) -> int:
+def cache_bytes(engine: EngineConfig, shapes: CacheShapes, blocks: int, slots: int) -> int:
     """Return the bytes of pages and of states, whose last slot is no row's."""
     pages = blocks * engine.block_size * shapes.token_bytes
     return pages + ((slots + 1) * shapes.state_bytes if shapes.states else 0)
@@ -56,18 +56,18 @@ def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
         blocks, slots = with_memory(engine, least).sizes(shape, 128)
         assert blocks * engine.block_size > engine.num_speculative_tokens
         assert slots >= engine.max_num_seqs or not shape.states
-        assert taken(engine, shape, blocks if shape.attention else 0, slots) <= least
+        assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= least
 
 
 @pytest.mark.parametrize("shape", shapes(), ids=repr)
 def test_no_amount_of_memory_leaves_an_engine_without_blocks(shape):
     """Snapshots of states take what blocks leave, and blocks what is left of a quarter."""
     for engine in ENGINES:
-        least = taken(engine, shape, 64 // engine.block_size, 2 * engine.max_num_seqs + 1)
+        least = cache_bytes(engine, shape, 64 // engine.block_size, 2 * engine.max_num_seqs + 1)
         for memory in {least + extra for extra in (0, 1, shape.state_bytes, 4 * least, 64 * least)}:
             blocks, slots = with_memory(engine, memory).sizes(shape, 128)
             assert blocks >= 1
-            assert taken(engine, shape, blocks if shape.attention else 0, slots) <= memory
+            assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= memory
 
 
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(1, 8), (1, 64), (4, 32)])

@@ -186,10 +186,10 @@ def test_the_longest_and_latest_match_counts() -> None:
     lookup = NGramLookup(longest=3, shortest=2)
     seen: list[list[int]] = []
 
-    def asked(tokens: Sequence[int], count: int) -> list[int]:
+    def propose_nothing(tokens: Sequence[int], count: int) -> list[int]:
         return []
 
-    engine = counting(Scripted(asked), max_num_seqs=3)
+    engine = counting(Scripted(propose_nothing), max_num_seqs=3)
     for prompt in (
         (1, 2, 3, 9, 8, 2, 3, 4, 1, 2, 3),  # 1, 2, 3 before 2, 3
         (5, 6, 1, 5, 6, 2, 5, 6),  # the later of two

@@ -73,7 +73,7 @@ KINDS = ("byte", "byte_bpe", "sentencepiece", "plain_sentencepiece", "byte_fallb
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+def tokenizer_by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
         "byte": ByteTokenizer(),
@@ -118,8 +118,10 @@ class Counted:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_add_up_to_the_whole_text(kind: str, made: dict[str, Tokenizer]) -> None:
-    tokenizer, source = made[kind], random.Random(kind)
+def test_pieces_add_up_to_the_whole_text(
+    kind: str, tokenizer_by_kind: dict[str, Tokenizer]
+) -> None:
+    tokenizer, source = tokenizer_by_kind[kind], random.Random(kind)
     for _ in range(60):
         prompt = tokenizer.tokenize(random_text(source, source.choice([0, 1, 30])))
         tokens = tokenizer.tokenize(random_text(source, source.choice([1, 8, 90])))
@@ -128,9 +130,9 @@ def test_pieces_add_up_to_the_whole_text(kind: str, made: dict[str, Tokenizer]) 
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte_bpe", "sentencepiece", "plain_sentencepiece"])
-def test_random_tokens_add_up_too(kind: str, made: dict[str, Tokenizer]) -> None:
+def test_random_tokens_add_up_too(kind: str, tokenizer_by_kind: dict[str, Tokenizer]) -> None:
     """Bytes that are no text, special tokens, ids beyond the vocabulary, blanks, of any order."""
-    tokenizer, source = made[kind], random.Random(kind)
+    tokenizer, source = tokenizer_by_kind[kind], random.Random(kind)
     some = {*tokenizer.tokenize("  the 漢😀\ufffd "), *([tokenizer.eod] * (tokenizer.eod or 0))}
     rare = sorted(source.sample(range(tokenizer.vocab_size), 5))
     for _ in range(150):
@@ -149,8 +151,10 @@ def test_numbers_add_up() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_piece_holds_part_of_a_character(kind: str, made: dict[str, Tokenizer]) -> None:
-    tokenizer, text = made[kind], "the 漢字 😀😀 naïve 👩\u200d🚀👩\u200d🚀 thing"
+def test_no_piece_holds_part_of_a_character(
+    kind: str, tokenizer_by_kind: dict[str, Tokenizer]
+) -> None:
+    tokenizer, text = tokenizer_by_kind[kind], "the 漢字 😀😀 naïve 👩\u200d🚀👩\u200d🚀 thing"
     tokens = tokenizer.tokenize(text)
     pieces = stream_all(TextStream(tokenizer.detokenize), [[token] for token in tokens])
     assert "".join(pieces) == tokenizer.detokenize(tokens)
@@ -171,8 +175,10 @@ def test_unfinished_character_is_emitted_at_the_end() -> None:
     assert stream.push(b"x", finished=True) == ""
 
 
-def test_replaced_byte_run_does_not_change_emitted_text(made: dict[str, Tokenizer]) -> None:
-    tokenizer = made["byte_fallback"]
+def test_replaced_byte_run_does_not_change_emitted_text(
+    tokenizer_by_kind: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizer_by_kind["byte_fallback"]
     tokens = tokenizer.tokenize("😀😀")[1:]  # without the blank
     stream = TextStream(tokenizer.detokenize, tokenizer.tokenize("the"))
     assert "".join(stream.push([token]) for token in tokens[:-1]) == "😀"
@@ -185,8 +191,10 @@ def test_replaced_byte_run_does_not_change_emitted_text(made: dict[str, Tokenize
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_context_may_begin_inside_a_character(kind: str, made: dict[str, Tokenizer]) -> None:
-    tokenizer = made[kind]
+def test_the_context_may_begin_inside_a_character(
+    kind: str, tokenizer_by_kind: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizer_by_kind[kind]
     tokens = tokenizer.tokenize("한" * 20)[-24:]  # bytes of the same three
     # A run of bytes that begins inside a character stays broken where runs are replaced whole.
     ends = (9, 18, 21) if kind == "byte_fallback" else (8, 9, 10, 20, 21, 22, 23)
@@ -214,8 +222,10 @@ TROUBLE = {
 
 @pytest.mark.parametrize("trouble", TROUBLE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_push_decodes_few_tokens(kind: str, trouble: str, made: dict[str, Tokenizer]) -> None:
-    tokenizer = made[kind]
+def test_a_push_decodes_few_tokens(
+    kind: str, trouble: str, tokenizer_by_kind: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizer_by_kind[kind]
     decode = Counted(tokenizer.detokenize)
     tokens = [*TROUBLE[trouble](tokenizer), *tokenizer.tokenize(" the thing")]
     tokens = [token for token in tokens if token is not None]

@@ -31,7 +31,7 @@ CONFIG = GPTConfig(
 PROMPT = tuple(range(7, 40))
 
 
-def said(engine: Engine) -> list[int]:
+def generated(engine: Engine) -> list[int]:
     """Return the tokens that follow the prompt."""
     request = Request(
         prompt=PROMPT, max_new_tokens=8, sampling=SamplingParams(temperature=0), sequence=1
@@ -51,7 +51,7 @@ def trained(rank: int, world: int, strategy: str, generates: bool) -> tuple[list
     losses, texts = [], []
     for _ in range(4):
         if generates:
-            texts.append(said(engine))
+            texts.append(generated(engine))
         trainer.begin_step(1)
         mask = torch.full(tokens[:, 1:].shape, 1 / (16 * world))
         loss, _ = model.loss(tokens[:, :-1], tokens[:, 1:], mask)

@@ -27,7 +27,7 @@ CONFIG = GPTConfig(
 )
 
 
-def kept_bytes(groups: ProcessGroupCollection, engine: str) -> int:
+def saved_bytes(groups: ProcessGroupCollection, engine: str) -> int:
     """Return the bytes that a forward of the layers saves, weights aside."""
     group = groups["cp"]
     backend = dataclasses.replace(LOCAL, context_engine=engine)
@@ -53,13 +53,13 @@ def kept_bytes(groups: ProcessGroupCollection, engine: str) -> int:
 def on_rank(rank: int, world: int, engine: str) -> int:
     """Return what one rank keeps."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    return kept_bytes(groups, engine)
+    return saved_bytes(groups, engine)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("engine", ["p2p", "all_gather", "a2a"])
 def test_a_rank_keeps_its_part_of_the_activations(engine, cp):
-    alone = kept_bytes(ProcessGroupCollection.single(), engine)
+    alone = saved_bytes(ProcessGroupCollection.single(), engine)
     most = max(run_ranks(on_rank, cp, engine))
     assert most <= 1.1 / cp * alone
     assert most > 0.9 / cp * alone, "so little that something was not counted"

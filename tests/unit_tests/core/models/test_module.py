@@ -91,7 +91,7 @@ def test_parameters_are_the_weights_themselves_by_their_names():
     assert not torch.equal(model.full_logits(tokens), before)
 
 
-def ours(model: GPTModel, lr: float) -> list[float]:
+def train_with_mcore(model: GPTModel, lr: float) -> list[float]:
     """Train by our own engine and optimizer, two microbatches a step."""
     engine = DataParallel(model.store, model.groups)
     config = OptimizerConfig(kind="sgd", clip_grad=0.0)
@@ -107,7 +107,7 @@ def ours(model: GPTModel, lr: float) -> list[float]:
     return losses
 
 
-def theirs(model: GPTModel, lr: float, *, set_to_none: bool) -> list[float]:
+def train_with_torch(model: GPTModel, lr: float, *, set_to_none: bool) -> list[float]:
     """Train by torch, in the same steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
     for step in range(3):
@@ -125,8 +125,10 @@ def test_torch_optimizer_trains_like_the_local_one(set_to_none):
     with one_thread():
         mine, plain = model_of(), model_of()
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-        losses = ours(mine, 0.5)
-        assert theirs(plain, 0.5, set_to_none=set_to_none) == pytest.approx(losses, rel=1e-6)
+        losses = train_with_mcore(mine, 0.5)
+        assert train_with_torch(plain, 0.5, set_to_none=set_to_none) == pytest.approx(
+            losses, rel=1e-6
+        )
     found, wanted = plain.state_dict(), dict(mine.named_parameters())
     assert all(not torch.equal(found[name], start[name]) for name in start), "all of it trains"
     assert_all_close({name: found[name] for name in wanted}, wanted)

@@ -59,7 +59,7 @@ def test_the_best_within_the_best_groups(config: RouterConfig, offset: float | N
         assert not torch.equal(found.sort().values, plain.sort().values), "nothing was limited"
 
 
-def taken(
+def greedy_capacity_mask(
     experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor, capacity: int, policy: str
 ) -> torch.Tensor:
     """Let experts take places one after the other."""
@@ -98,7 +98,9 @@ def test_experts_take_so_many(policy: str, padded: bool, ties: bool):
         kept = within_capacity(
             experts, weights, capacity=capacity, policy=policy, real=real if padded else None
         )
-        assert torch.equal(kept, taken(experts, weights, real, capacity, policy)), capacity
+        assert torch.equal(kept, greedy_capacity_mask(experts, weights, real, capacity, policy)), (
+            capacity
+        )
         keeps_all = bool((kept == real[:, None]).all())
         assert keeps_all == (capacity >= full.max())
 

@@ -72,7 +72,7 @@ def bias_of(name: str) -> torch.Tensor | None:
     return torch.zeros(EXPERTS).index_fill_(0, torch.tensor([HEAP]), 5.0)
 
 
-def lane_data(lane: int) -> tuple[torch.Tensor, torch.Tensor]:
+def data_of_rank(lane: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a lane's hidden states and factors of its output, [s, b, h]."""
     return tuple(torch.randn(S, B, H, generator=generator(lane, i)) for i in range(2))
 
@@ -99,7 +99,7 @@ def on_grids(
 def on_grid(groups: ProcessGroupCollection, name: str, sequence_parallel: bool) -> list[Ran]:
     """Run a layer with every dispatcher."""
     found, lane, tp = [], groups["gtp_cp_dp"].rank, groups["tp"]
-    hidden, factors = lane_data(lane)
+    hidden, factors = data_of_rank(lane)
     part = slice(0, S)
     if sequence_parallel:
         part = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)
@@ -141,8 +141,8 @@ class Reference:
         with one_thread():
             for lane in range(lanes):
                 layer = Layer(CONFIGS[name], hidden_size=H, bias=bias_of(name))
-                layer.assert_sure(lane_data(lane)[0])
-                out, dx = layer.step(*lane_data(lane))
+                layer.assert_sure(data_of_rank(lane)[0])
+                out, dx = layer.step(*data_of_rank(lane))
                 self.lanes.append({"out": out, "dx": dx})
                 for key, gradient in merged(layer.gradients()).items():
                     self.gradients[key] = self.gradients.get(key, 0) + gradient
@@ -233,7 +233,7 @@ def overlapping(rank: int, world: int, degrees: dict[str, int]) -> None:
         events: list[str] = []
         layer.moe.shared = Noted(layer.moe.shared, events)
         with simulated(groups, Noting(events)) as link:
-            layer.step(*lane_data(rank))
+            layer.step(*data_of_rank(rank))
         there, back = {
             "allgather": ("all_gather", "reduce_scatter"),
             "alltoall": ("all_to_all", "all_to_all"),
@@ -253,7 +253,7 @@ def in_halves(rank: int, world: int, degrees: dict[str, int]) -> None:
     """Split backward: nothing is put before the queue is drained, and then the same bits."""
     torch.set_num_threads(1)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-    hidden, factors = lane_data(groups["gtp_cp_dp"].rank)
+    hidden, factors = data_of_rank(groups["gtp_cp_dp"].rank)
     for dispatcher, name in itertools.product(DISPATCHERS, ("uneven", "one expert for all")):
         layer = Layer(
             CONFIGS[name], groups, hidden_size=H, bias=bias_of(name), dispatcher=dispatcher

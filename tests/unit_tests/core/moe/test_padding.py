@@ -22,7 +22,7 @@ from tests.support.nan_memory import nan_memory
 from tests.support.op_tape import OpTape
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.moe.single_layer import Layer, merged
-from tests.unit_tests.core.moe.test_choice import taken
+from tests.unit_tests.core.moe.test_choice import greedy_capacity_mask
 
 H, S, B, EXPERTS = 10, 23, 3, 7
 MOE = MoEConfig(
@@ -110,7 +110,7 @@ def own_room(rank: int, world: int, scattered: bool) -> list[int]:
         share = Share(hidden, layout, region=layer.moe.region)
         routing = layer.moe.router(share.rows(hidden), share)
         room = math.ceil(0.8 * int(real.sum()) * 2 / EXPERTS)
-        wanted = taken(routing.experts, routing.weights, real, room, policy)
+        wanted = greedy_capacity_mask(routing.experts, routing.weights, real, room, policy)
         assert torch.equal(share.real, real)
         assert torch.equal(routing.keep_mask, wanted)
         rooms.append(room)

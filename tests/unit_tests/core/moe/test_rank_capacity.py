@@ -25,7 +25,7 @@ from tests.unit_tests.core.moe.test_dispatch import (
     Reference,
     S,
     bias_of,
-    lane_data,
+    data_of_rank,
 )
 
 FACTOR = 1.9
@@ -42,7 +42,7 @@ def on_grid(
     part = slice(0, S)
     if scattered:
         part = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)
-    hidden, factors = (x[part] for x in lane_data(lane))
+    hidden, factors = (x[part] for x in data_of_rank(lane))
     layout = SequenceLayout.of_rows(S).with_samples(SAMPLES)
     found = []
     for name in names:

@@ -30,16 +30,16 @@ NICENESS = 5
 TIMEOUT = 600
 
 
-_BESIDE: pytest.StashKey[Beside] = pytest.StashKey()
+_BACKGROUND: pytest.StashKey[BackgroundCalls] = pytest.StashKey()
 
 
-class Beside:
+class BackgroundCalls:
     """Calls that wait for a process of their own."""
 
     def __init__(self, pool: ThreadPoolExecutor, session: pytest.Session) -> None:
         self._pool = pool
         self._calls = dict(
-            mark.args for item in session.items for mark in item.iter_markers("beside")
+            mark.args for item in session.items for mark in item.iter_markers("background")
         )
         self._begun: dict[Any, Future] = {}
 
@@ -61,7 +61,7 @@ class Beside:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests that wait for a process the time that it may need, where they set none."""
     for item in items:
-        if item.get_closest_marker("beside") and not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("background") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
@@ -71,9 +71,9 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
     works = "PYTEST_XDIST_WORKER" in os.environ
     niceness = 0 if works else NICENESS
     with ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(niceness,)) as pool:
-        beside = session.stash[_BESIDE] = Beside(pool, session)
+        background = session.stash[_BACKGROUND] = BackgroundCalls(pool, session)
         if not session.config.option.collectonly and not works:
-            beside.begin_all()
+            background.begin_all()
         try:
             return (yield)
         finally:
@@ -81,6 +81,6 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def beside(request: pytest.FixtureRequest) -> Beside:
-    """Return what tests marked `beside(key, call)` wait for."""
-    return request.session.stash[_BESIDE]
+def background(request: pytest.FixtureRequest) -> BackgroundCalls:
+    """Return what tests marked `background(key, call)` wait for."""
+    return request.session.stash[_BACKGROUND]

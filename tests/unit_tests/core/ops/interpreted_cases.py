@@ -246,7 +246,7 @@ def test_attention(make, name, dtype):
     inputs, options = make_attention(make, ATTENTION_CASES[name])
     seen = []
 
-    def mine(q, k, v, sinks=None):
+    def triton_attention(q, k, v, sinks=None):
         out, lse = attention(q, k, v, sinks=sinks, implementation="triton", **options)
         assert not lse.requires_grad
         seen.append(lse)
@@ -259,7 +259,7 @@ def test_attention(make, name, dtype):
         seen.append(lse)
         return out
 
-    compare(mine, naive, inputs, dtype)
+    compare(triton_attention, naive, inputs, dtype)
     assert_close(seen[0], seen[1], dtype, "lse")
 
 
@@ -582,7 +582,7 @@ def test_linear_cross_entropy(make, monkeypatch):
     narrow_blocks(monkeypatch, loss_triton, "STATISTICS", "GRADIENT", size=16)
     targets, weights = torch.arange(11) * 5 % 19, torch.linspace(0, 2, 11)
 
-    def mine(h, w):
+    def triton_attention(h, w):
         return linear_cross_entropy(
             h, w, targets, weights, chunk_tokens=4, valid_columns=19, implementation="triton"
         )[0]
@@ -590,7 +590,7 @@ def test_linear_cross_entropy(make, monkeypatch):
     def naive(h, w):
         return (F.cross_entropy(h @ w[:19].t(), targets, reduction="none") * weights).sum()
 
-    compare(mine, naive, (make(11, 7), make(2100, 7)[:23]), FP32)
+    compare(triton_attention, naive, (make(11, 7), make(2100, 7)[:23]), FP32)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 3)
 
 
-def made(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     """Return normal numbers."""
     return torch.randn(shape, generator=generator(sum(shape)))
 
@@ -46,7 +46,11 @@ def normed(**options):
 @ORDERS
 @pytest.mark.parametrize(("features", "size"), [(12, 2), (40, 20), (70, 70)])
 def test_groups(order, features, size):
-    inputs = made(4, 3, features), made(4, 3, features) * 3, made(features)
+    inputs = (
+        random_tensor(4, 3, features),
+        random_tensor(4, 3, features) * 3,
+        random_tensor(features),
+    )
     agree(normed(order=order, group_size=size), inputs, torch.float32, bounds=BOUND)
 
 
@@ -61,7 +65,7 @@ def test_gates_that_are_slices_are_read_in_place(order, before):
         assert AlignedRows.from_tensor(gate).base.data_ptr() // 16 == gate.data_ptr() // 16
         return normed(order=order)(x, gate, weight, implementation=implementation)
 
-    inputs = made(4, 2, 3, 2, 6), made(4, 2, 3, width), made(6)
+    inputs = random_tensor(4, 2, 3, 2, 6), random_tensor(4, 2, 3, width), random_tensor(6)
     agree(call, inputs, torch.float32, bounds=BOUND)
 
 
@@ -71,7 +75,12 @@ def test_weights_that_differ_by_unit(order):
         function = normed(order=order, group_size=3)
         return function(x, wide[..., 2:8], weight, implementation=implementation)
 
-    agree(call, (made(5, 2, 4, 6), made(5, 2, 4, 11), made(4, 6)), torch.float32, bounds=BOUND)
+    agree(
+        call,
+        (random_tensor(5, 2, 4, 6), random_tensor(5, 2, 4, 11), random_tensor(4, 6)),
+        torch.float32,
+        bounds=BOUND,
+    )
 
 
 @ORDERS
@@ -80,7 +89,12 @@ def test_rows_in_no_two_strides_are_copied(order):
         turned = gate.permute(2, 1, 0, 3)
         return normed(order=order)(x, turned, weight, implementation=implementation)
 
-    agree(call, (made(4, 2, 3, 6), made(3, 2, 4, 6), made(6)), torch.float32, bounds=BOUND)
+    agree(
+        call,
+        (random_tensor(4, 2, 3, 6), random_tensor(3, 2, 4, 6), random_tensor(6)),
+        torch.float32,
+        bounds=BOUND,
+    )
 
 
 @ORDERS
@@ -94,7 +108,7 @@ def test_places(order, places, size):
     taken = torch.tensor(places)
     padding, count = (taken < 0)[:, None, None], int((taken >= 0).sum())
     results = []
-    tensors = made(count, 2, 6), made(len(places), 2, 17), made(6)
+    tensors = random_tensor(count, 2, 6), random_tensor(len(places), 2, 17), random_tensor(6)
     for implementation, kind in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [x.to(kind, copy=True).requires_grad_() for x in tensors]
         gate = leaves[1][..., 4:10].masked_fill(padding, torch.nan)
@@ -102,7 +116,7 @@ def test_places(order, places, size):
         function = normed(order=order, group_size=size, row_index=taken)
         with nan_memory():
             y = function(leaves[0], gate, leaves[2], implementation=implementation)
-            pull = made(*y.shape).to(kind).masked_fill(padding, torch.nan)
+            pull = random_tensor(*y.shape).to(kind).masked_fill(padding, torch.nan)
             y.backward(pull)
         assert not y[taken < 0].any()
         assert not gate.grad[taken < 0].any()
@@ -114,14 +128,14 @@ def test_places(order, places, size):
 
 @ORDERS
 def test_no_rows(order):
-    x, gate, weight = (made(*shape).requires_grad_() for shape in ((0, 6), (0, 6), (6,)))
+    x, gate, weight = (random_tensor(*shape).requires_grad_() for shape in ((0, 6), (0, 6), (6,)))
     normed(order=order)(x, gate, weight, implementation="triton").sum().backward()
     assert torch.equal(weight.grad, torch.zeros(6))
     assert x.grad.shape == gate.grad.shape == (0, 6)
 
 
 def test_dtypes_may_differ():
-    x, gate, weight = made(7, 6).half(), made(7, 6), made(6).half()
+    x, gate, weight = random_tensor(7, 6).half(), random_tensor(7, 6), random_tensor(6).half()
     leaves = [z.requires_grad_() for z in (x, gate, weight)]
     y = normed()(*leaves, implementation="triton")
     y.sum().backward()
@@ -143,7 +157,11 @@ def test_programs_hold_whole_rows():
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_stored_weight_takes_its_gradient_unrounded(order, implementation):
     """The addends put for a bf16 weight sum up to the gradient of the same weight in fp32."""
-    x, gate, weight = made(5, 2, 4, 6), made(5, 2, 4, 6), made(6).bfloat16()
+    x, gate, weight = (
+        random_tensor(5, 2, 4, 6),
+        random_tensor(5, 2, 4, 6),
+        random_tensor(6).bfloat16(),
+    )
     anchor = torch.zeros((), requires_grad=True)
     addends: list[torch.Tensor] = []
     wide = weight.float().requires_grad_()

@@ -332,7 +332,7 @@ def test_all_ranks_take_the_way_that_every_one_can(
     assert reason in found[0][1]
 
 
-class AfterOddTransfers(InferenceOptimizedModel):
+class OddTransferCount(InferenceOptimizedModel):
     """A model each of whose steps begins after an odd number of transfers."""
 
     def __call__(self, *args, **named):
@@ -352,12 +352,12 @@ def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[
         if before is not None:
             before()
         addresses.append(comm.addends((4, 64), torch.float32).data_ptr())
-    model = AfterOddTransfers(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
+    model = OddTransferCount(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
     model.first = addresses[0]
     engine = engine_of(model.model, max_num_batched_tokens=500, token_multiple=world)
     engine.model = model
     used, begins = [], []
-    filled, call = Arena._fill_next, AfterOddTransfers.__call__
+    filled, call = Arena._fill_next, OddTransferCount.__call__
 
     def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
         used.append(arena.next_addends((1,), torch.float32).data_ptr() == addresses[0])
@@ -372,16 +372,16 @@ def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[
     with (
         one_thread(),
         mock.patch.object(Arena, "_filled", noted),
-        mock.patch.object(AfterOddTransfers, "__call__", step),
+        mock.patch.object(OddTransferCount, "__call__", step),
     ):
-        said = generate(engine, asked()[:1])
+        said = generate(engine, make_requests()[:1])
     return [a == addresses[0] for a in addresses], begins, [c.tokens for (c,) in said]
 
 
 def test_every_step_begins_with_the_first_buffer(tmp_path: Path) -> None:
     with one_thread():
         model = model_in_fp32("gqa", ProcessGroupCollection.single())
-        wanted = [c.tokens for (c,) in generate(engine_of(model), asked()[:1])]
+        wanted = [c.tokens for (c,) in generate(engine_of(model), make_requests()[:1])]
     for next_is_first, begins, said in run_ranks(first_buffers, 2, str(tmp_path)):
         assert next_is_first == [True, False, True]
         assert len(begins) >= 4
@@ -422,7 +422,7 @@ def decodes(rank: int, world: int, folder: str, families: dict[str, dict]) -> di
         engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
         engine.model = InferenceOptimizedModel(model, comm)
         with one_thread(), trace(groups) as records, copies_into_arenas() as copied:
-            said = generate(engine, asked())
+            said = generate(engine, make_requests())
         ways = Counter((record.kind, record.how) for record in records)
         ways["copied", comm.way] = copied.count(True)
         found[family] = [outputs[0].tokens for outputs in said], ways, comm.way, engine.stats.steps
@@ -445,7 +445,7 @@ def copies_into_arenas() -> Iterator[list[bool]]:
         Arena._fill_next = filled
 
 
-def asked() -> list[Request]:
+def make_requests() -> list[Request]:
     """Return three requests of a few tokens: the interpreter is slow."""
     return [replace(request, max_new_tokens=4) for request in requests()[:3]]
 
@@ -478,7 +478,7 @@ def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> N
         with one_thread():
             wanted = [
                 outputs[0].tokens
-                for outputs in generate(engine_of(model, max_num_batched_tokens=500), asked())
+                for outputs in generate(engine_of(model, max_num_batched_tokens=500), make_requests())
             ]
         for rank in found:
             said, ways, taken, steps = rank[family]
@@ -537,7 +537,7 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("megatron.core.comm.symmetric_memory").addHandler(handler)
-    for request in asked():
+    for request in make_requests():
         engine.add(request)
     with one_thread():
         engine.step()  # the prompts', which is wider than the memory

@@ -24,7 +24,7 @@ from megatron.core.ops.state_space_dual import triton as skips
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, agree
 from tests.support.nan_memory import nan_memory
-from tests.unit_tests.core.ops.interpreted_recurrence_backward import NAMES, PACK, made, pair
+from tests.unit_tests.core.ops.interpreted_recurrence_backward import NAMES, PACK, make_inputs, pair
 
 KINDS = pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 
@@ -77,7 +77,9 @@ def compare(bounds, case, *, corrects, chunk=16, dtype=torch.float32, bound=1e-5
 @KINDS
 def test_outputs_and_states_of_a_pack(corrects, shared):
     compare(
-        PACK, made(PACK, corrects=corrects, shared=shared, groups=4 - shared), corrects=corrects
+        PACK,
+        make_inputs(PACK, corrects=corrects, shared=shared, groups=4 - shared),
+        corrects=corrects,
     )
 
 
@@ -86,7 +88,7 @@ def test_outputs_and_states_of_a_pack(corrects, shared):
 def test_larger_chunks(corrects, chunk, monkeypatch):
     # In fp32, the delta rule takes chunks of 16, whose inverse is a single block.
     monkeypatch.setattr(kernels, "FP32_CHUNK_DELTA_RULE", 32)
-    case = made((0, chunk + 9), corrects=corrects, groups=1, keys=18, values=5)
+    case = make_inputs((0, chunk + 9), corrects=corrects, groups=1, keys=18, values=5)
     compare((0, chunk + 9), case, corrects=corrects, chunk=chunk, initial=chunk == 32)
 
 
@@ -95,13 +97,13 @@ def test_larger_chunks(corrects, chunk, monkeypatch):
 )
 @KINDS
 def test_half_precision(corrects, dtype, bound):
-    case = made((0, 40), corrects=corrects, groups=1)
+    case = make_inputs((0, 40), corrects=corrects, groups=1)
     compare((0, 40), case, corrects=corrects, dtype=dtype, bound=bound)
 
 
 @KINDS
 def test_no_tokens_pass_states_on(corrects):
-    case = made((0, 0, 0), corrects=corrects)
+    case = make_inputs((0, 0, 0), corrects=corrects)
     got = compare((0, 0, 0), case, corrects=corrects)
     assert torch.equal(got["last"].double(), case[1].float().double())
 
@@ -109,7 +111,7 @@ def test_no_tokens_pass_states_on(corrects):
 @KINDS
 def test_gentle_decays_leave_a_transition(corrects):
     """M of a whole sequence of several chunks is then neither the identity nor zero."""
-    inputs, *rest = made((0, 41), corrects=corrects, groups=1)
+    inputs, *rest = make_inputs((0, 41), corrects=corrects, groups=1)
     strength = inputs.beta * (0.1 if corrects else 1.0)
     case = inputs._replace(decay=inputs.decay * 0.02, beta=strength), *rest
     got = compare((0, 41), case, corrects=corrects)
@@ -121,7 +123,7 @@ def test_gentle_decays_leave_a_transition(corrects):
 )
 @KINDS
 def test_tokens_may_forget_everything(corrects, decay):
-    inputs, *rest = made((0, 37), corrects=corrects, groups=1)
+    inputs, *rest = make_inputs((0, 37), corrects=corrects, groups=1)
     rates = inputs.decay.clone()
     rates[[0, 7, 15, 16, 36], 0] = decay
     rates[::2, 1] = 0.0
@@ -131,7 +133,7 @@ def test_tokens_may_forget_everything(corrects, decay):
 @KINDS
 def test_slices_of_wider_tensors(corrects):
     bounds = (0, 5, 22)
-    inputs, first, _ = made(bounds, corrects=corrects)
+    inputs, first, _ = make_inputs(bounds, corrects=corrects)
     fused = torch.cat([inputs.query, inputs.key, inputs.query * 3], -1).float()
     query, key, _ = fused.split(5, -1)
     value = inputs.value.float().transpose(1, 2).contiguous().transpose(1, 2)
@@ -144,7 +146,7 @@ def test_slices_of_wider_tensors(corrects):
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_keys_that_are_all_equal_are_solved(size):
     """With beta 1 a series over rows would have terms of binomial size; T has ones and zeros."""
-    inputs = made((0, size + 3), corrects=True, groups=1, shared=2)[0]
+    inputs = make_inputs((0, size + 3), corrects=True, groups=1, shared=2)[0]
     key = inputs.key[:1].expand_as(inputs.key)
     beta = torch.ones_like(inputs.beta)
     beta[:, 1] = inputs.beta[:, 1]
@@ -176,7 +178,7 @@ def test_a_split_sequence_is_the_whole_one(corrects, monkeypatch):
 
     original = kernels.sweep
     monkeypatch.setattr(kernels, "sweep", watched)
-    inputs, first, pulls = made(bounds, corrects=corrects, groups=1)
+    inputs, first, pulls = make_inputs(bounds, corrects=corrects, groups=1)
     inputs = inputs._replace(decay=inputs.decay * 0.1)
     given = (*rounded(inputs, torch.float32), first.float())
     options = {"sequences": Sequences(bounds), "chunk": 16}
@@ -202,7 +204,7 @@ def test_a_split_sequence_is_the_whole_one(corrects, monkeypatch):
 @KINDS
 def test_the_public_op_runs_the_kernels(corrects, monkeypatch):
     bounds = (0, 21)
-    inputs, first, _ = made(bounds, corrects=corrects)
+    inputs, first, _ = make_inputs(bounds, corrects=corrects)
     op = gated_delta_rule if corrects else state_space_dual
     launched = []
     monkeypatch.setattr(kernels, "sweep", lambda *a, **o: launched.append(kernels_sweep(*a, **o)))
@@ -227,7 +229,7 @@ UNFIT = {
 def test_sizes_that_no_kernel_takes(corrects, kind, monkeypatch):
     """They are refused where kernels were asked for, and the reference's otherwise."""
     sizes, options, message = UNFIT[kind]
-    inputs, first, _ = made((0, 4), corrects=corrects, **sizes)
+    inputs, first, _ = make_inputs((0, 4), corrects=corrects, **sizes)
     given, sequences = rounded(inputs, torch.float32), Sequences((0, 4))
     make = delta_recurrence if corrects else state_space_recurrence
     with pytest.raises(ValueError, match=f"the Triton kernels take {message}; use"):

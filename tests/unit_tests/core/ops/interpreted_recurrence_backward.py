@@ -44,7 +44,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(kernels, name, Launches(name, small))
 
 
-def made(bounds, *, corrects, shared=2, keys=5, values=19, groups=2, seed=1):
+def make_inputs(bounds, *, corrects, shared=2, keys=5, values=19, groups=2, seed=1):
     """Return inputs and first states in fp64, and pulls of output and last states."""
     source, t, heads = generator(seed), bounds[-1], groups * shared
 
@@ -105,21 +105,21 @@ def test_gradients_of_a_pack(corrects, shared, monkeypatch):
     if shared == 3:  # a program for each head, and sums in memory
         monkeypatch.setattr(kernels, "PROGRAMS", 1 << 30)
     groups = 2 if shared == 1 else 1
-    case = made(PACK, corrects=corrects, shared=shared, groups=groups)
+    case = make_inputs(PACK, corrects=corrects, shared=shared, groups=groups)
     compare(PACK, case, corrects=corrects, with_last=shared > 1)
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_no_tokens(corrects):
     bounds = (0, 0, 0)
-    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    case = make_inputs(bounds, corrects=corrects, shared=1, groups=1)
     compare(bounds, case, corrects=corrects)
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_only_the_last_states_are_pulled(corrects):
     bounds = (0, 18)
-    inputs, initial, pulls = made(bounds, corrects=corrects, shared=1, groups=1)
+    inputs, initial, pulls = make_inputs(bounds, corrects=corrects, shared=1, groups=1)
     pulls = pulls[0] * 0, pulls[1]
     got, _ = compare(bounds, (inputs, initial, pulls), corrects=corrects)
     assert not got["query"].any()
@@ -128,7 +128,7 @@ def test_only_the_last_states_are_pulled(corrects):
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_gates_at_their_ends(corrects):
     bounds = (0, 21)
-    inputs, initial, pulls = made(bounds, corrects=corrects, shared=1, groups=1)
+    inputs, initial, pulls = make_inputs(bounds, corrects=corrects, shared=1, groups=1)
     decay, strength = inputs.decay.clone(), inputs.beta.clone()
     decay[::5], decay[2::5], decay[3::5], decay[7] = -30.0, 0.0, -12.0, -torch.inf
     strength[::3], strength[1::3] = 0.0, 1.0
@@ -147,14 +147,14 @@ def test_gates_at_their_ends(corrects):
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_chunks_of_64_in_half_precision(corrects, dtype, bound):
     bounds = (0, 70)
-    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    case = make_inputs(bounds, corrects=corrects, shared=1, groups=1)
     compare(bounds, case, corrects=corrects, chunk=64, dtype=dtype, bound=bound)
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_recomputation_saves_nothing_and_finds_the_same(corrects):
     bounds = (0, 17)
-    case = made(bounds, corrects=corrects, shared=1, groups=1)
+    case = make_inputs(bounds, corrects=corrects, shared=1, groups=1)
     mine, _ = pair(corrects, 16)
 
     def again(recurrence, inputs, sequences, *, initial):
@@ -175,7 +175,7 @@ def test_recomputation_saves_nothing_and_finds_the_same(corrects):
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_saved_states_give_the_same_gradients(corrects, monkeypatch):
     bounds = (0, 5, 5, 39)
-    case = made(bounds, corrects=corrects, shared=2, groups=1)
+    case = make_inputs(bounds, corrects=corrects, shared=2, groups=1)
     triton_recurrence, _ = pair(corrects, 16)
     sweeps = []
     run_sweep = kernels.sweep
@@ -206,7 +206,7 @@ def test_saved_states_give_the_same_gradients(corrects, monkeypatch):
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "ssd"])
 def test_gradient_of_first_states_alone(corrects):
     bounds = (0, 0, 19)
-    inputs, _, pulls = made(bounds, corrects=corrects, shared=2, groups=1)
+    inputs, _, pulls = make_inputs(bounds, corrects=corrects, shared=2, groups=1)
     found = []
     for recurrence, dtype in zip(pair(corrects, 16), (torch.float32, torch.float64), strict=True):
         given = RecurrenceInputs(*(x.to(dtype) for x in inputs))
@@ -218,7 +218,7 @@ def test_gradient_of_first_states_alone(corrects):
 def test_slices_of_wider_tensors_need_no_copy():
     """Query, key and value are slices of one projection, and the gradient is expanded."""
     bounds = (0, 17)
-    inputs, initial, pulls = made(bounds, corrects=True, shared=1, groups=1)
+    inputs, initial, pulls = make_inputs(bounds, corrects=True, shared=1, groups=1)
 
     def sliced(recurrence, given, sequences, *, initial):
         wide = torch.cat([x.flatten(1) for x in given[:3]], 1)

@@ -43,7 +43,7 @@ def jit_functions(folder: Path) -> tuple[set[str], set[str]]:
     return names, names & called
 
 
-def held(found: dict) -> None:
+def assert_matches_record(found: dict) -> None:
     """Fail where the kernels and their record do not agree."""
     own = record_path(found["triton"])
     record = json.loads((own if own.exists() else RECORD).read_text("utf-8"))
@@ -67,18 +67,18 @@ def test_fp32_recurrences_spill_at_most_256_bytes(record):
     assert {name: stack for name, stack in stacks.items() if stack > 256} == {}
 
 
-@pytest.mark.beside("aot", compiled)
-def test_aot_kernels_compile_within_their_budget(beside):
+@pytest.mark.background("aot", compiled)
+def test_aot_kernels_compile_within_their_budget(background):
     """The heaviest kernels; the nightly test compiles all of them for all architectures."""
-    found = beside.result("aot")
-    held(found)
+    found = background.result("aot")
+    assert_matches_record(found)
     assert 0 < len(found["kernels"]) <= MOST_COMPILES
     assert {name.split("/sm_")[1] for name in found["kernels"]} == {"90", "100"}
 
 
-@pytest.mark.beside("aot", compiled)
-def test_every_kernel_is_described_and_on_record(beside):
-    described = beside.result("aot")["described"]
+@pytest.mark.background("aot", compiled)
+def test_every_kernel_is_described_and_on_record(background):
+    described = background.result("aot")["described"]
     names, called = jit_functions(Path(ops.__path__[0]))
     assert len(names) > 30
     assert {name.split("/")[0].split(" ")[0] for name in described} == names - called, (
@@ -94,7 +94,7 @@ def test_every_kernel_is_described_and_on_record(beside):
 @pytest.mark.timeout(900)
 def test_aot_all_kernels_on_all_architectures():
     found = compiled("--all")
-    held(found)
+    assert_matches_record(found)
     assert list(found["kernels"]) == found["described"]
 
 

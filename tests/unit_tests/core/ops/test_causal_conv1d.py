@@ -79,7 +79,7 @@ def compare(width, bounds, dtype, *, bias=True, initial=True, silu=True):
     given = {name: x.to(dtype).double() for name, x in given.items()}
     sequences = Sequences(bounds)
 
-    def ours(x, weight, bias=None, initial=None):
+    def mcore_conv1d(x, weight, bias=None, initial=None):
         activation = "silu" if silu else None
         return causal_conv1d(
             x, weight, bias, sequences=sequences, activation=activation, initial=initial
@@ -89,7 +89,7 @@ def compare(width, bounds, dtype, *, bias=True, initial=True, silu=True):
         return by_token(x, weight, bias, bounds, silu=silu, initial=initial)
 
     wanted = outcome(naive, given, pulls, torch.float64)
-    got = outcome(ours, given, pulls, dtype)
+    got = outcome(mcore_conv1d, given, pulls, dtype)
     zeros = [name for name, x in wanted.items() if not x.any()]
     assert bool(zeros) == (width == 1 or bounds[-1] == 0)
     assert_all_close(got, wanted, bound=BOUND[dtype], zeros=zeros)
@@ -133,7 +133,7 @@ def test_each_sequence_is_torchs_convolution_of_it():
     given, pulls = inputs(4, BOUNDS["long"], bias=True, initial=False)
     sequences = Sequences(BOUNDS["long"])
 
-    def ours(**given):
+    def mcore_conv1d(**given):
         return causal_conv1d(**given, sequences=sequences)
 
     def torchs(x, weight, bias):
@@ -147,7 +147,7 @@ def test_each_sequence_is_torchs_convolution_of_it():
         return torch.cat(outs), torch.stack(lasts)
 
     wanted = outcome(torchs, given, pulls, torch.float64)
-    assert_all_close(outcome(ours, given, pulls, torch.float64), wanted, bound=1e-12)
+    assert_all_close(outcome(mcore_conv1d, given, pulls, torch.float64), wanted, bound=1e-12)
 
 
 def test_a_slice_of_wider_rows_is_as_good():

@@ -8,14 +8,14 @@ from megatron.core.ops.gated_delta_rule import gated_delta_step
 from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
-from tests.unit_tests.core.ops.test_gated_delta_rule import chunked, made, naive, results
+from tests.unit_tests.core.ops.test_gated_delta_rule import chunked, make_inputs, naive, results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("decay", [-torch.inf, -3e38])
 def test_a_token_may_forget_everything(decay, dtype):
     sequences = Sequences((0, 29))
-    inputs, initial = made(sequences, dtype=dtype)
+    inputs, initial = make_inputs(sequences, dtype=dtype)
     forgets = torch.zeros(29, 4, dtype=torch.bool)
     for head, tokens in enumerate([(0, 28), (7, 8), (12, 13), ()]):
         forgets[list(tokens), head] = True
@@ -34,7 +34,7 @@ def test_a_token_may_forget_everything(decay, dtype):
 
 def test_a_step_may_forget_everything():
     row = Sequences((0, 1))
-    inputs, initial = made(row)
+    inputs, initial = make_inputs(row)
     inputs.decay.data[0, ::2] = -torch.inf
     wanted, last = naive(inputs, row, initial)
     state = initial.detach().clone()

@@ -301,24 +301,24 @@ def test_what_the_fused_kernels_do_not_compute_is_named(hopper, case):
 
 
 def test_explain_names_the_kernel_and_why_no_faster_one(hopper, monkeypatch):
-    def told(features, *options):
+    def explained(features, *options):
         return explain(CUDA, torch.bfloat16, features, options=options)
 
-    assert told(128) == "torch's fused kernels (cuDNN)"
+    assert explained(128) == "torch's fused kernels (cuDNN)"
     for features, option in ((192, None), (128, "a window"), (64, "documents")):
-        line = told(features, *([option] if option else []))
+        line = explained(features, *([option] if option else []))
         assert "(FlashAttention-2; not cuDNN" in line
         assert (option or "192").removeprefix("a ") in line
-    assert "Triton" in told(128, "sinks")
-    assert "no sinks" in told(128, "sinks")
-    assert told(128, "attention dropout").startswith("plain")
+    assert "Triton" in explained(128, "sinks")
+    assert "no sinks" in explained(128, "sinks")
+    assert explained(128, "attention dropout").startswith("plain")
     monkeypatch.setattr(fused, "_capability", lambda device: (8, 6))
-    assert "older than Hopper" in told(128)
-    assert "Triton" in told(200)
-    assert "200 on compute capability 8.6" in told(200)
-    assert "FlashAttention-2;" in told(256)
+    assert "older than Hopper" in explained(128)
+    assert "Triton" in explained(200)
+    assert "200 on compute capability 8.6" in explained(200)
+    assert "FlashAttention-2;" in explained(256)
     monkeypatch.setattr(fused, "_capability", lambda device: (7, 5))
-    assert "older than Ampere" in told(128)
+    assert "older than Ampere" in explained(128)
 
 
 def test_explain_names_no_triton_kernel_where_none_runs(hopper, monkeypatch):

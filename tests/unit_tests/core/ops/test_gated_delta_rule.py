@@ -51,7 +51,7 @@ def naive(inputs, sequences, initial):
     return torch.stack(out) if out else value * 0, torch.stack(last)
 
 
-def made(sequences, *, shared=2, dtype=torch.float64, decay=None, beta=None, seed=1):
+def make_inputs(sequences, *, shared=2, dtype=torch.float64, decay=None, beta=None, seed=1):
     """Return the inputs and first states as leaves: 2 key heads, K = 5, V = 7."""
     source, t, groups = generator(seed), sequences.tokens, 2
 
@@ -107,7 +107,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("bounds", PACKS.values(), ids=PACKS)
 def test_chunks_are_the_recurrence(bounds, shared):
     sequences = Sequences(bounds)
-    inputs, initial = made(sequences, shared=shared)
+    inputs, initial = make_inputs(sequences, shared=shared)
     with nan_memory():
         got = results(chunked(sequences), inputs, initial)
     assert_same(got, results(lambda i, s: naive(i, sequences, s), inputs, initial))
@@ -117,7 +117,7 @@ def test_chunks_are_the_recurrence(bounds, shared):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_gates_at_their_ends(decay, beta):
     sequences = Sequences((0, 5, 24))
-    inputs, initial = made(sequences, decay=decay, beta=beta)
+    inputs, initial = make_inputs(sequences, decay=decay, beta=beta)
     got = results(chunked(sequences), inputs, initial)
     wanted = results(lambda i, s: naive(i, sequences, s), inputs, initial)
     # A decay of -50 has a gradient of 1e-22, a difference of terms of size 1.
@@ -128,7 +128,7 @@ def test_gates_at_their_ends(decay, beta):
 @pytest.mark.parametrize("decay", [-1e4, -300.0])
 def test_a_state_that_fades_at_once_is_finite(decay):
     sequences = Sequences((0, 150))
-    inputs, initial = made(sequences, dtype=torch.float32)
+    inputs, initial = make_inputs(sequences, dtype=torch.float32)
     rates = torch.zeros_like(inputs.decay)
     rates[3::7] = decay  # some tokens forget everything, those between nothing
     inputs = inputs._replace(decay=rates.requires_grad_())
@@ -144,7 +144,7 @@ def test_a_state_that_fades_at_once_is_finite(decay):
 def test_strong_decays_keep_their_gradients_in_fp32():
     # As differences of sums they are wrong in the fourth digit, and so is that of a rate.
     sequences = Sequences((0, 256))
-    inputs, initial = made(sequences)
+    inputs, initial = make_inputs(sequences)
     rates = inputs.decay.detach() * torch.tensor([1.0, 4.0, 9.0, 16.0])
     wide = inputs._replace(decay=rates.float().double().requires_grad_())
     narrow = RecurrenceInputs(*(x.detach().float().requires_grad_() for x in wide))
@@ -163,7 +163,7 @@ TERMS = (
 
 def test_nothing_is_denormal_however_strong_decays_are():
     sequences = Sequences((0, 64))
-    inputs, _ = made(sequences, dtype=torch.float32)
+    inputs, _ = make_inputs(sequences, dtype=torch.float32)
     for rate in (-1.0, -3.0, -30.0):
         grids = RecurrenceInputs(*(x.detach()[None] for x in inputs))
         grids = grids._replace(decay=torch.full_like(grids.decay, rate))
@@ -177,7 +177,7 @@ def test_nothing_is_denormal_however_strong_decays_are():
 def test_the_same_key_again_and_again_is_stable():
     # Powers of A grow like binomials here; its inverse does not.
     sequences = Sequences((0, 128))
-    inputs, initial = made(sequences, dtype=torch.float32, decay=0.0, beta=1.0)
+    inputs, initial = make_inputs(sequences, dtype=torch.float32, decay=0.0, beta=1.0)
     key = inputs.key.detach()[:1].expand_as(inputs.key).clone().requires_grad_()
     inputs = inputs._replace(key=key)
     got = results(chunked(sequences, 64), inputs, initial)
@@ -190,7 +190,7 @@ def test_the_same_key_again_and_again_is_stable():
 
 def test_what_is_not_a_number_stays_in_its_sequence():
     sequences = Sequences((0, 11, 30, 35))
-    inputs, _ = made(sequences)
+    inputs, _ = make_inputs(sequences)
     clean, _ = chunked(sequences)(inputs, None)
     broken = RecurrenceInputs(*(x.detach().clone() for x in inputs))
     for tensor in broken:
@@ -206,7 +206,7 @@ def test_what_is_not_a_number_stays_in_its_sequence():
 def test_a_last_state_is_affine_in_the_first(bounds):
     sequences = Sequences(bounds)
     recurrence = delta_recurrence(chunk_size=CHUNK)
-    inputs, initial = made(sequences)
+    inputs, initial = make_inputs(sequences)
     inputs, initial = RecurrenceInputs(*(x.detach() for x in inputs)), initial.detach()
     prepared = recurrence.prepare(inputs, sequences)
     added, transition = recurrence.summary(prepared)
@@ -226,7 +226,7 @@ def test_a_last_state_is_affine_in_the_first(bounds):
 
 def test_a_sequence_may_be_cut_anywhere():
     whole = Sequences((0, 27))
-    inputs, initial = made(whole)
+    inputs, initial = make_inputs(whole)
     wanted = chunked(whole)(inputs, initial)
     for cut in range(2 * CHUNK + 1):
         first, rest = (RecurrenceInputs(*(x[part] for x in inputs)) for part in _halves(cut))
@@ -245,9 +245,9 @@ def test_transformers_computes_the_same(shared):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     sequences = Sequences((0, 70, 83, 211))
-    inputs, initial = made(sequences, shared=shared, dtype=torch.float32)
+    inputs, initial = make_inputs(sequences, shared=shared, dtype=torch.float32)
 
-    def theirs(inputs, initial):
+    def transformers_delta_rule(inputs, initial):
         # It has neither packs nor shared heads.
         query, key = (x.repeat_interleave(shared, 1) for x in inputs[:2])
         found = [
@@ -262,21 +262,25 @@ def test_transformers_computes_the_same(shared):
         ]
         return torch.cat([out[0] for out, _ in found]), torch.cat([last for _, last in found])
 
-    def ours(inputs, initial):
+    def mcore_delta_rule(inputs, initial):
         query, key, value, decay, beta = inputs
         return gated_delta_rule(
             query, key, value, decay, beta, sequences=sequences, initial=initial
         )
 
-    assert_same(results(ours, inputs, initial), results(theirs, inputs, initial), 1e-5)
+    assert_same(
+        results(mcore_delta_rule, inputs, initial),
+        results(transformers_delta_rule, inputs, initial),
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_rounded_once(dtype):
     sequences = Sequences((0, 5, 21))
-    narrow = [x.detach().to(dtype) for x in made(sequences)[0]]
-    narrow[3] = made(sequences, dtype=torch.float32)[0].decay.detach()
-    initial = made(sequences, dtype=torch.float32)[1]
+    narrow = [x.detach().to(dtype) for x in make_inputs(sequences)[0]]
+    narrow[3] = make_inputs(sequences, dtype=torch.float32)[0].decay.detach()
+    initial = make_inputs(sequences, dtype=torch.float32)[1]
     low = RecurrenceInputs(*(x.requires_grad_() for x in narrow))
     high = RecurrenceInputs(*(x.detach().float().requires_grad_() for x in narrow))
     pull = torch.randn(low.value.shape, generator=generator(4)).to(dtype)
@@ -292,7 +296,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 def test_all_saved_tensors_are_held_by_autograd():
     sequences = Sequences((0, 40))
-    inputs, initial = made(sequences)
+    inputs, initial = make_inputs(sequences)
     kept = []
 
     def pack(tensor):
@@ -317,7 +321,7 @@ def test_all_saved_tensors_are_held_by_autograd():
 
 def test_a_last_state_alone_may_be_pulled_at():
     sequences = Sequences((0, 9, 20))
-    inputs, initial = made(sequences)
+    inputs, initial = make_inputs(sequences)
     needed = [*inputs[1:], initial]  # nothing reads a query
     got = torch.autograd.grad(chunked(sequences)(inputs, initial)[1].sum(), needed)
     wanted = torch.autograd.grad(naive(inputs, sequences, initial)[1].sum(), needed)
@@ -328,7 +332,7 @@ def test_a_last_state_alone_may_be_pulled_at():
 @pytest.mark.parametrize("shared", [1, 3])
 def test_a_step_is_one_token_of_the_recurrence(shared):
     rows = Sequences((0, 1, 2, 3, 4, 5))
-    inputs, initial = made(rows, shared=shared)
+    inputs, initial = make_inputs(rows, shared=shared)
     wanted, last = naive(inputs, rows, initial)
     slots = torch.tensor([3, -1, 0, 5, -1])
     state = torch.full((7, *initial.shape[1:]), math.nan, dtype=torch.float64)
@@ -353,7 +357,7 @@ def test_a_step_is_one_token_of_the_recurrence(shared):
 
 def test_steps_follow_a_prefill():
     whole = Sequences((0, 13))
-    inputs, _ = made(whole, dtype=torch.float32)
+    inputs, _ = make_inputs(whole, dtype=torch.float32)
     inputs = RecurrenceInputs(*(x.detach() for x in inputs))
     wanted, last = chunked(whole)(inputs, None)
     state = chunked(Sequences((0, 9)))(RecurrenceInputs(*(x[:9] for x in inputs)), None)[1]
@@ -366,7 +370,7 @@ def test_steps_follow_a_prefill():
 
 def _call(**changes):
     sequences = changes.pop("sequences", Sequences((0, 4)))
-    inputs, _ = made(Sequences((0, 4)))
+    inputs, _ = make_inputs(Sequences((0, 4)))
     given = {**inputs._asdict(), **changes}
     return gated_delta_rule(**given, sequences=sequences)
 
@@ -389,7 +393,7 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 
 def test_a_step_refuses_what_does_not_fit():
-    inputs, initial = made(Sequences((0, 2)))
+    inputs, initial = make_inputs(Sequences((0, 2)))
     with pytest.raises(ValueError, match=r"slots .* must be int64, one for each of 2 rows"):
         gated_delta_step(*inputs, state=initial.detach(), slots=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"state .* must be \(slots, 4, 5, 7\)"):

@@ -61,7 +61,7 @@ def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
     real = [i for i, place in enumerate(places) if place >= 0]
     taken = torch.tensor(places)
 
-    def ours(x, gate, weight):
+    def mcore_norm(x, gate, weight):
         holes = torch.full((len(places), 2, 6), torch.nan, dtype=gate.dtype)
         options = {"eps": 1e-5, "order": order, "group_size": 3, "row_index": taken}
         y = gated_rms_norm(x, holes.index_copy(0, torch.tensor(real), gate), weight, **options)
@@ -74,7 +74,7 @@ def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
         return naive(x[taken[real]], gate, weight, order=order, size=3)
 
     with nan_memory():
-        compare(ours, naive_of_places, (make(4, 2, 6), make(4, 2, 6), make(6)), dtype)
+        compare(mcore_norm, naive_of_places, (make(4, 2, 6), make(4, 2, 6), make(6)), dtype)
 
 
 def test_places_that_are_all_padding():

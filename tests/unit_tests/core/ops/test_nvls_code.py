@@ -40,7 +40,7 @@ def processes() -> list:
     return [
         pytest.param(
             ("nvls", n),
-            marks=[pytest.mark.beside(("nvls", n), partial(compiled, n)), *more],
+            marks=[pytest.mark.background(("nvls", n), partial(compiled, n)), *more],
             id=f"sm_{n}",
         )
         for n, more in ARCHITECTURES.items()
@@ -54,8 +54,8 @@ def places(text: str, instruction: str) -> list[int]:
 
 
 @pytest.mark.parametrize("key", processes())
-def test_multimem_is_multimem_and_what_stays_in_order(key, beside) -> None:
-    found = beside.result(key)
+def test_multimem_is_multimem_and_what_stays_in_order(key, background) -> None:
+    found = background.result(key)
     assert len(found) == 13
     for described, code in found.items():
         ptx, sass = code["ptx"], code["sass"]

@@ -158,7 +158,7 @@ def test_write_changes_only_the_given_slots():
     assert all(torch.equal(caches[name], expected[name]) for name in caches)
 
 
-def made(**changes):
+def valid_arguments(**changes):
     """Return the arguments of a good call, some changed."""
     rows = paged_rows([3, 1], [20, 5], heads=(4, 2), features=8)
     arguments = {
@@ -207,14 +207,14 @@ BAD_CALLS = {
 def test_calls_that_cannot_be_meant_say_why(case):
     changes, message = BAD_CALLS[case]
     with pytest.raises(ValueError, match=message):
-        paged_attention(**made(**changes))
+        paged_attention(**valid_arguments(**changes))
 
 
 @pytest.mark.parametrize("size", [8, 24])
 def test_block_sizes_are_powers_of_two_from_16_on(size):
     caches = [torch.zeros(3, size, 2, 8, dtype=FP64) for _ in range(2)]
     with pytest.raises(ValueError, match=f"block_size {size} .* power of two from 16 on"):
-        paged_attention(**made(key_cache=caches[0], value_cache=caches[1]))
+        paged_attention(**valid_arguments(key_cache=caches[0], value_cache=caches[1]))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_block_sizes_are_powers_of_two_from_16_on(size):
 )
 def test_batches_that_do_not_fit_together_say_why(changes, message):
     with pytest.raises(ValueError, match=message):
-        replace(made()["batch"], **changes)
+        replace(valid_arguments()["batch"], **changes)
 
 
 @pytest.mark.parametrize(

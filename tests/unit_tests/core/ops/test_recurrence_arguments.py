@@ -13,7 +13,7 @@ FULL = {"delta": gated_delta_rule, "ssd": state_space_dual}
 STEP = {"delta": gated_delta_step, "ssd": state_space_step}
 
 
-def given(heads=2, keys=3):
+def recurrence_inputs(heads=2, keys=3):
     tokens = torch.ones(4, heads, keys), torch.ones(4, heads, keys), torch.ones(4, 2, 5)
     return [*tokens, -torch.ones(4, 2), torch.ones(4, 2)]
 
@@ -21,7 +21,7 @@ def given(heads=2, keys=3):
 def replaced(**dtypes):
     """Return inputs, some in another dtype."""
     names = ("query", "key", "value", "decay", "beta")
-    return [x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, given(), strict=True)]
+    return [x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, recurrence_inputs(), strict=True)]
 
 
 WRONG = {
@@ -34,9 +34,9 @@ WRONG = {
     "decay": (replaced(decay=torch.float16), "decay is torch.float16; make it torch.float32"),
     "whole decay": (replaced(decay=torch.int64), "decay is torch.int64; make it torch.float32"),
     "strength": (replaced(beta=torch.int64), "(beta|dt) is torch.int64; give a floating"),
-    "no heads": (given(heads=0), "with at least one head and one feature"),
-    "no features": (given(keys=0), "with at least one head and one feature"),
-    "no value": ([x[..., :0] if x.shape[-1] == 5 else x for x in given()], "value .* feature"),
+    "no heads": (recurrence_inputs(heads=0), "with at least one head and one feature"),
+    "no features": (recurrence_inputs(keys=0), "with at least one head and one feature"),
+    "no value": ([x[..., :0] if x.shape[-1] == 5 else x for x in recurrence_inputs()], "value .* feature"),
 }
 
 
@@ -56,20 +56,20 @@ def test_gates_may_be_wider(op):
     inputs = replaced(decay=torch.float64, beta=torch.float64)
     out, _ = FULL[op](*inputs, sequences=Sequences((0, 4)))
     assert out.dtype == torch.float32
-    assert torch.allclose(out, FULL[op](*given(), sequences=Sequences((0, 4)))[0])
+    assert torch.allclose(out, FULL[op](*recurrence_inputs(), sequences=Sequences((0, 4)))[0])
 
 
 def test_sequences_are_required():
     for op in FULL.values():
         with pytest.raises(ValueError, match="sequences is a list: give Sequences"):
-            op(*given(), sequences=[0, 4])
+            op(*recurrence_inputs(), sequences=[0, 4])
     x, weight = torch.ones(4, 3), torch.ones(3, 2)
     with pytest.raises(ValueError, match="causal_conv1d: sequences is a tuple: give Sequences"):
         causal_conv1d(x, weight, None, sequences=(0, 4))
     with pytest.raises(ValueError, match=r"cu_seqlens \[0, 5.5\]: give integers"):
         Sequences([0, 5.5])
     with pytest.raises(ValueError, match=r"query .* has no tokens, the sequences 4"):
-        state_space_dual(torch.ones(()), *given()[1:], sequences=Sequences((0, 4)))
+        state_space_dual(torch.ones(()), *recurrence_inputs()[1:], sequences=Sequences((0, 4)))
 
 
 def test_slots_of_a_convolution_are_int64():

@@ -209,7 +209,7 @@ def test_attention(make, name, dtype):
         dropped = float((keep == 0).double().mean())
         assert 0.1 < dropped < 0.5
 
-    def mine(q, k, v, sinks=None):
+    def checked_attention(q, k, v, sinks=None):
         out, lse = attention(q, k, v, sinks=sinks, **options)
         assert lse.shape == (2, 4, queries)
         assert not lse.requires_grad
@@ -225,7 +225,7 @@ def test_attention(make, name, dtype):
         return out
 
     seen = []
-    compare(mine, naive, inputs, dtype)
+    compare(checked_attention, naive, inputs, dtype)
     assert_close(seen[0], seen[1], torch.float32 if dtype != torch.float64 else dtype, "lse")
 
 
@@ -241,7 +241,7 @@ def test_linear_cross_entropy(make, dtype, valid, chunk, rows, monkeypatch):
     weights = torch.linspace(0, 2, 11)
     weights = weights.double() if dtype == torch.float64 else weights
 
-    def mine(h, w):
+    def checked_attention(h, w):
         loss, nll = linear_cross_entropy(
             h, w, targets, weights, chunk_tokens=chunk, valid_columns=valid
         )
@@ -252,7 +252,7 @@ def test_linear_cross_entropy(make, dtype, valid, chunk, rows, monkeypatch):
         nll = F.cross_entropy(h @ w[:valid].t(), targets, reduction="none")
         return (nll * weights).sum()
 
-    compare(mine, naive, (hidden, weight), dtype)
+    compare(checked_attention, naive, (hidden, weight), dtype)
 
 
 def test_linear_cross_entropy_without_gradients(make):

@@ -53,23 +53,23 @@ def processes(marked: str, which: int) -> list:
     for file, counts in FILES.items():
         key = (file, marked)
         if counts[which]:
-            mark = pytest.mark.beside(key, partial(interpret, *key))
+            mark = pytest.mark.background(key, partial(interpret, *key))
             found.append(pytest.param(key, counts[which], marks=mark, id=file))
     return found
 
 
 @pytest.mark.parametrize(("key", "expected"), processes("not slow", 0))
-def test_kernels_agree_with_the_formulas_in_the_interpreter(key, expected, beside):
-    held(beside.result(key), expected)
+def test_kernels_agree_with_the_formulas_in_the_interpreter(key, expected, background):
+    assert_passed(background.result(key), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "expected"), processes("slow", 1))
-def test_kernels_agree_in_more_cases(key, expected, beside):
-    held(beside.result(key), expected)
+def test_kernels_agree_in_more_cases(key, expected, background):
+    assert_passed(background.result(key), expected)
 
 
-def held(run: subprocess.CompletedProcess, expected: int) -> None:
+def assert_passed(run: subprocess.CompletedProcess, expected: int) -> None:
     """Fail unless so many cases have passed."""
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)

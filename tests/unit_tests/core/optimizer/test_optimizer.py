@@ -182,7 +182,7 @@ def test_four_ranks_count_every_weight_once_and_skip_together():
 
 
 def test_infinite_gradients_skip_and_tell_the_scaler():
-    class Told:
+    class RecordingScaler:
         scale = 2.0
 
         def __init__(self) -> None:
@@ -192,7 +192,7 @@ def test_infinite_gradients_skip_and_tell_the_scaler():
             self.updates.append(found_inf)
 
     training = Training(ProcessGroupCollection.single(), OptimizerConfig())
-    scaler = training.optimizer.scaler = Told()  # type: ignore[assignment]
+    scaler = training.optimizer.scaler = RecordingScaler()  # type: ignore[assignment]
     assert training.step(drawn(0), lr=0.1).applied
     assert not training.step(drawn(1), fault=math.inf, lr=0.1).applied
     assert scaler.updates == [False, True]

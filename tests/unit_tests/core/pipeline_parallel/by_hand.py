@@ -148,7 +148,7 @@ class _Rank:
         self.queue = deque(schedule.ranks[rank])
         self.batches: dict[bool, deque[list[Action]]] = {True: deque(), False: deque()}
         self.boxes: dict[tuple[int, bool], deque[Action]] = defaultdict(deque)
-        self.made: set[tuple[ActionKind, int, int]] = set()
+        self.computed: set[tuple[ActionKind, int, int]] = set()
         self.posted: set[Action] = set()
 
     def finished(self) -> bool:
@@ -167,7 +167,7 @@ class _Rank:
             while self.queue and self.queue[0].kind in TRANSFERS:
                 batch.append(self.queue.popleft())
                 if batch[-1].kind in SENDS:
-                    self._made(batch[-1])
+                    self._assert_computed(batch[-1])
             for ahead in (True, False):
                 if one_way := [a for a in batch if (a.kind in FORWARD_TRANSFERS) is ahead]:
                     self.batches[ahead].append(one_way)
@@ -178,15 +178,15 @@ class _Rank:
         self.queue.popleft()
         return True
 
-    def _made(self, send: Action) -> None:
+    def _assert_computed(self, send: Action) -> None:
         kind = ActionKind.FORWARD if send.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD
-        assert (kind, send.chunk, send.microbatch) in self.made, f"{send} of nothing"
+        assert (kind, send.chunk, send.microbatch) in self.computed, f"{send} of nothing"
 
     def _fed(self, action: Action) -> bool:
         """Tell whether a compute may start; note that it has."""
         place = (action.chunk, action.microbatch)
         if action.kind is ActionKind.WEIGHT_GRADIENT:
-            assert (ActionKind.BACKWARD, *place) in self.made, f"{action} of nothing"
+            assert (ActionKind.BACKWARD, *place) in self.computed, f"{action} of nothing"
             return True
         forward = action.kind is ActionKind.FORWARD
         near = self.schedule.prev_stage if forward else self.schedule.next_stage
@@ -198,8 +198,8 @@ class _Rank:
             if any(receive in batch for batch in self.batches[forward]):
                 return False
         if not forward:
-            assert (ActionKind.FORWARD, *place) in self.made, f"{action} of nothing"
-        self.made.add((ActionKind.FORWARD if forward else ActionKind.BACKWARD, *place))
+            assert (ActionKind.FORWARD, *place) in self.computed, f"{action} of nothing"
+        self.computed.add((ActionKind.FORWARD if forward else ActionKind.BACKWARD, *place))
         return True
 
     def exchange(self, ranks: list[_Rank], rendezvous: bool) -> bool:

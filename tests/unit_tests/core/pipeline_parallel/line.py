@@ -95,7 +95,7 @@ class Line:
         self.calls.append(f"R{chunk}.{microbatch}")
 
 
-def wanted(stages: int, microbatch: int) -> tuple[float, torch.Tensor, list[float]]:
+def expected(stages: int, microbatch: int) -> tuple[float, torch.Tensor, list[float]]:
     """Return the loss, the gradient of the input and those of the weights, by autograd on a single
     process."""
     weights = [torch.tensor(slope(g), dtype=torch.float64).requires_grad_() for g in range(stages)]

@@ -174,7 +174,7 @@ class Fault:
         actions.insert(j, actions.pop(i))
         return True
 
-    def gather_behind_its_use(self) -> bool:
+    def gather_after_its_use(self) -> bool:
         return self._swap(
             lambda a, b, _: (
                 _same(a, b) and a.kind is ActionKind.GATHER and b.kind is ActionKind.FORWARD

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
-from tests.unit_tests.core.pipeline_parallel.line import FEATURES, Line, wanted, width
+from tests.unit_tests.core.pipeline_parallel.line import FEATURES, Line, expected, width
 
 TRANSFERS = {
     "SF": ("pp", "send"),
@@ -93,7 +93,7 @@ def test_the_list_is_what_runs_and_every_gradient_is_right(case, late):
     crossings = (stages * chunks - 1) * microbatches * (1 if name == "forward" else 2)
     assert sent == (2 * crossings if stages > 1 else 0)
     for microbatch in range(microbatches):
-        loss, first, slopes = wanted(stages * chunks, microbatch)
+        loss, first, slopes = expected(stages * chunks, microbatch)
         assert ranks[-1]["losses"][microbatch] == pytest.approx(loss, rel=1e-14)
         if name == "forward":
             continue

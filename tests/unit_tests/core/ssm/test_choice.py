@@ -48,7 +48,7 @@ GROUP = replace(NEMOTRON, units=1, features_in=1_296, features_out=1_024, heads=
 GROUP = replace(GROUP, conv_channels=1_280, shared_features=256)
 
 
-def given(shape: LinearShape, tokens: int, cp: int, sequences: int = 1, rows: int = 1):
+def shape_of(shape: LinearShape, tokens: int, cp: int, sequences: int = 1, rows: int = 1):
     """Return a shape with T tokens a row over cp ranks."""
     return replace(shape, tokens=tokens // cp, sequences=sequences, rows=rows)
 
@@ -87,7 +87,7 @@ SEGMENTS = {"one long sequence", "heads that do not divide", "Mamba-2", "a group
 @pytest.mark.parametrize("name", CASES)
 def test_auto_takes_what_sends_least(name):
     (shape, tokens, sequences, rows, cp), headwise, segments = CASES[name]
-    shape = given(shape, tokens, cp, sequences, rows)
+    shape = shape_of(shape, tokens, cp, sequences, rows)
     assert sent_bytes("segments", shape, cp) == segments
     if headwise is not None:
         assert sent_bytes("headwise", shape, cp) == headwise
@@ -99,7 +99,7 @@ def test_auto_takes_what_sends_least(name):
 
 
 def test_requested_mode_is_used_or_refused():
-    shape = given(QWEN, 16_384, 4, 16)
+    shape = shape_of(QWEN, 16_384, 4, 16)
     assert choose_mode("segments", shape, 4).mode == "segments"
     assert choose_mode("headwise", shape, 4).mode == "headwise"
     with pytest.raises(ValueError, match=r"12 units of 24 heads .* over 8 .*: use segments"):
@@ -109,7 +109,7 @@ def test_requested_mode_is_used_or_refused():
 
 
 def test_explain_says_both_numbers():
-    text = explain("auto", given(QWEN, 16_384, 4), 4)
+    text = explain("auto", shape_of(QWEN, 16_384, 4), 4)
     assert text == (
         "recurrences over context parallel 4 by segments: least of what leaves a rank per layer: "
         "segments 37.95 MB, headwise 151.78 MB"

@@ -41,7 +41,7 @@ MAMBA = Mamba2Config(num_heads=8, head_channels=5, state_channels=6, num_groups=
 MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
 
 
-def made(
+def make_mixer(
     kind: str,
     groups: ProcessGroupCollection | None = None,
     *,
@@ -70,7 +70,7 @@ def made(
 
 def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Counter:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layer, store = made(kind, groups, linear_mode="headwise")
+    layer, store = make_mixer(kind, groups, linear_mode="headwise")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     length = 64 * 2 * world
@@ -101,7 +101,7 @@ def _choices(rank: int, world: int) -> list[int]:
     """Return how often a mode was chosen after each forward pass: two layers of a kind and one of
     the other on one layout, again on the same, on the next."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layers = [made(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")]
+    layers = [make_mixer(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")]
     layouts = [SequenceLayout.make(SequenceSharding.of(16, world), rank, rows=2) for _ in range(2)]
     found = []
     with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as chosen:
@@ -119,7 +119,7 @@ def test_a_mode_is_chosen_once_for_each_layout_and_shape():
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
-    layer, _ = made(kind)
+    layer, _ = make_mixer(kind)
     layout = SequenceLayout.of_rows(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(torch.zeros(8, 1, HIDDEN), layout)
@@ -128,7 +128,7 @@ def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
 def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch.Tensor]:
     """Train one step of tiny size in bf16; return the fp32 weights before and after."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    layer, store = made(kind, groups, dtype=torch.bfloat16, strategy=strategy)
+    layer, store = make_mixer(kind, groups, dtype=torch.bfloat16, strategy=strategy)
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy=strategy))
     optimizer = Optimizer(
         engine.owned(),
@@ -174,7 +174,7 @@ def test_rates_stay_fp32_in_a_bf16_model(kind: str, strategy: str) -> None:
 def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
     """Return what comes out of two tokens that both lie on rank 0, and padding."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layer, store = made(kind, groups, linear_mode="segments")
+    layer, store = make_mixer(kind, groups, linear_mode="segments")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     cut = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
@@ -188,7 +188,7 @@ def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_rank_without_tokens_takes_part(kind: str) -> None:
-    layer, _ = made(kind)
+    layer, _ = make_mixer(kind)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
     wanted = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
     with_tokens, without = run_ranks(_of_two_tokens, 2, kind)
@@ -225,7 +225,7 @@ class _OneToken:
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_row_without_a_token_puts_out_zeros_whatever_it_holds(kind: str) -> None:
-    layer, _ = made(kind)
+    layer, _ = make_mixer(kind)
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     wanted = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
     hidden[1] = torch.nan

@@ -108,7 +108,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=source, dtype=torch.float64)
 
 
-def given(length: int = LENGTH) -> dict[str, torch.Tensor]:
+def whole_inputs(length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Return units of whole rows, the weight of the convolution and the gradient of the output."""
     return {
         "units": random(3, length, ROWS, GROUPS, FEATURES),
@@ -148,7 +148,7 @@ def passed_on(groups: ProcessGroupCollection, case: Case):
     cut = cut_of(case, group.size)
     layout = SequenceLayout.make(cut, group.rank, rows=ROWS, document_ids=document_ids(case))
     places = torch.tensor(cut.row_indices(group.rank))
-    rows = given(case.length)
+    rows = whole_inputs(case.length)
     units = local(rows["units"], places).requires_grad_()
     weight = rows["weight"].requires_grad_()
     with trace(groups) as records:
@@ -186,9 +186,9 @@ def all_cases(rank: int, world: int, cases: tuple[Case, ...]):
 
 
 @functools.cache
-def wanted_of(case: Case) -> dict[str, torch.Tensor]:
+def expected_of(case: Case) -> dict[str, torch.Tensor]:
     """Return the results of whole documents."""
-    rows = given(case.length)
+    rows = whole_inputs(case.length)
     units, weight = rows["units"].requires_grad_(), rows["weight"].requires_grad_()
     outs = []
     for row in range(ROWS):
@@ -228,7 +228,7 @@ def test_ranks_pass_states_as_one_process_does(cp):
         cases, cases.values(), zip(*ranks, strict=True), strict=True
     ):
         try:
-            assert_all_close(together(case, results), wanted_of(case), bound=1e-11)
+            assert_all_close(together(case, results), expected_of(case), bound=1e-11)
         except AssertionError as error:
             raise AssertionError(f"{name}, {kind}, cp {cp}:\n{error}") from error
         crosses = cp > 1 and name != "nothing crosses"
@@ -269,7 +269,7 @@ def test_ranks_pass_states_of_any_cut():
     crossed = 0
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         try:
-            assert_all_close(together(case, results), wanted_of(case), bound=1e-11)
+            assert_all_close(together(case, results), expected_of(case), bound=1e-11)
         except AssertionError as error:
             raise AssertionError(f"{case}:\n{error}") from error
         crossed += bool(results[0][2][0])
@@ -317,7 +317,7 @@ def two_layers(rank: int, world: int):
         cut_of(case, world), rank, rows=ROWS, document_ids=document_ids(case)
     )
     places = torch.tensor(layout.sharding.row_indices(rank))
-    x = local(given()["units"], places).bfloat16().requires_grad_()
+    x = local(whole_inputs()["units"], places).bfloat16().requires_grad_()
     for _ in range(2):  # maps are made in the first
         with reads() as seen, trace(groups) as records:
             pieces = layout.local_sequences(ROWS)

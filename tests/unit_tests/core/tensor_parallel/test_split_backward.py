@@ -190,7 +190,7 @@ def test_split_backward_over_tp_keeps_bits_and_gathers_late():
     run_ranks(over_tp, 2, None, timeout=120.0)
 
 
-def over_lanes(rank: int, world: int) -> None:
+def over_data_parallel(rank: int, world: int) -> None:
     """Split backward under every strategy: the same reductions in the same order, in W."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     cases = [(strategy, torch.float32) for strategy in STRATEGIES]
@@ -221,13 +221,13 @@ def over_lanes(rank: int, world: int) -> None:
 
 
 def test_split_backward_over_dp_keeps_bits_and_reductions():
-    run_ranks(over_lanes, 2, timeout=120.0)
+    run_ranks(over_data_parallel, 2, timeout=120.0)
 
 
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-class _Kept:
+class _Watched:
     """Something that a weak reference can watch."""
 
 
@@ -268,7 +268,7 @@ def test_each_half_of_split_backward_frees_its_tensors(recompute: str):
     for block in halves.model.decoders[0].blocks:
 
         def hold(_module, _args, output):
-            kept = _Kept()
+            kept = _Watched()
             watched.append(weakref.ref(kept))
             delta, stream = output
             return _Holds.apply(delta, kept), stream

@@ -360,7 +360,7 @@ def test_a_weight_of_two_uses_is_reduced_once_a_microbatch(reduce_per: str):
     run_ranks(uses, 2, reduce_per)
 
 
-def beside(rank: int, world: int) -> None:
+def step_with_poisoned_memory(rank: int, world: int) -> None:
     """Run a step whose unused memory held NaN, and look for gradients of autograd's own."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
     for strategy in ("no_shard", "optim_grads"):
@@ -374,7 +374,7 @@ def beside(rank: int, world: int) -> None:
 
 
 def test_backward_leaves_gradients_only_in_buffers():
-    run_ranks(beside, 2)
+    run_ranks(step_with_poisoned_memory, 2)
 
 
 #: Four ranks: experts' degrees that differ from the dense ones in one axis or in all.

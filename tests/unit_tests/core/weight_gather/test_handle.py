@@ -186,14 +186,14 @@ class _Holds(torch.autograd.Function):
         return grad, None
 
 
-class _Kept:
+class _Watched:
     """Something that a weak reference can watch."""
 
 
 def test_waiting_gradients_keep_no_graph_alive():
     store = built()
     ids, valid, x, grad = inputs(torch.float32, 3)
-    kept = _Kept()
+    kept = _Watched()
     watched = weakref.ref(kept)
     out = network(store, ids, valid, _Holds.apply(x.requires_grad_(True), kept))
     with store.defer() as queue:

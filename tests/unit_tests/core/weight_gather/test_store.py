@@ -155,7 +155,7 @@ LAYOUTS = [
 MODEL_RANKS, LANES = 4, 6
 
 
-def lane_stores(rank: int, strategy: str, outer: str, instances: int) -> list[WeightStore]:
+def stores_of_dp_ranks(rank: int, strategy: str, outer: str, instances: int) -> list[WeightStore]:
     """Return the stores of all lanes at one place of the model."""
     grid = RankGrid(world_size=MODEL_RANKS * LANES, tp=4, etp=1, ep=4, instances=instances)
     found = []
@@ -196,7 +196,7 @@ def test_owned_ranges_name_every_element_once_and_no_padding(
 ):
     repeated = LANES if strategy == "no_shard" else instances if outer == "no_shard" else 1
     for rank in range(MODEL_RANKS):
-        stores = lane_stores(rank, strategy, outer, instances)
+        stores = stores_of_dp_ranks(rank, strategy, outer, instances)
         for index, bucket in enumerate(stores[0].buckets):
             numel = bucket.numel
             wanted = {key: torch.zeros(numel) for key in ("decayed", "undecayed", "counted", "box")}
@@ -250,7 +250,7 @@ def test_owned_boxes_are_views_with_correct_values_and_replicas(
     holders: dict[tuple, list[int]] = {}
     told: dict[tuple, set[tuple[int, ...]]] = {}
     for place in range(MODEL_RANKS):
-        for store in lane_stores(place, strategy, outer, instances):
+        for store in stores_of_dp_ranks(place, strategy, outer, instances):
             for bucket in store.buckets:
                 low, high = bucket.owned_range
                 part = owned_range(store, bucket, torch.zeros(high - low))
@@ -273,7 +273,7 @@ def test_chunks_cover_every_element_with_value_and_replicas(
     told: dict[tuple, set[tuple[int, ...]]] = {}
     covered: dict[tuple[int, str], int] = {}
     for place in range(MODEL_RANKS):
-        stores = lane_stores(place, strategy, outer, instances)
+        stores = stores_of_dp_ranks(place, strategy, outer, instances)
         for store in stores:
             sharded = strategy == "optim_grads_params"
             for handle in store.handles.values():

@@ -45,7 +45,9 @@ def server() -> Iterator[Served]:
         yield one
 
 
-def held(server: Served, pool: concurrent.futures.Executor, steps: int, **fields: Any) -> Future:
+def post_and_pause(
+    server: Served, pool: concurrent.futures.Executor, steps: int, **fields: Any
+) -> Future:
     """Post a request and hold the engine within a step, after some steps of it: what comes
     meanwhile is read after that step."""
     taken = iter(range(1 << 30))
@@ -63,14 +65,14 @@ def held(server: Served, pool: concurrent.futures.Executor, steps: int, **fields
 
 
 def go_on(server: Served) -> None:
-    """Let a `held` engine take steps again, once an order waits to be read after this one."""
+    """Let a paused engine take steps again, once an order waits to be read after this one."""
     order_waits(server)
     server.model.before = lambda: None
     server.model.gate.set()
 
 
 def order_waits(server: Served) -> None:
-    """Wait until an order has come to a `held` engine."""
+    """Wait until an order has come to a `post_and_pause` engine."""
     until(lambda: select.select([server.link], [], [], 0)[0])
 
 
@@ -107,7 +109,7 @@ def test_administration_is_off_without_a_port_and_a_key(tmp_path: Path) -> None:
 def test_a_pause_changes_no_text(server: Served, mode: str) -> None:
     preempted = server.engine.stats.preempted
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        running = held(server, pool, 5, **LETTERS)
+        running = post_and_pause(server, pool, 5, **LETTERS)
         pausing = pool.submit(done, server, "pause", mode=mode)
         go_on(server)
         assert pausing.result() == {"paused": True, "asleep": False, "weight_epoch": 0}
@@ -122,7 +124,7 @@ def test_a_pause_changes_no_text(server: Served, mode: str) -> None:
 
 def test_a_pause_may_end_all_outputs(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        running = held(server, pool, 5, **LETTERS)
+        running = post_and_pause(server, pool, 5, **LETTERS)
         pausing = pool.submit(done, server, "pause", mode="abort")
         go_on(server)
         assert pausing.result()["paused"]
@@ -156,7 +158,7 @@ def test_a_profile_of_nothing_is_refused(server: Served) -> None:
 @pytest.mark.slow(seconds=6)
 def test_a_profile_says_where_the_time_goes(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        running = held(server, pool, 2, **LETTERS)
+        running = post_and_pause(server, pool, 2, **LETTERS)
         profiling = pool.submit(done, server, "profile", steps=4)
         go_on(server)
         found = profiling.result()
@@ -195,7 +197,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-class Held(NextByte):
+class PausableModel(NextByte):
     """A real model whose steps may be held up."""
 
     def __init__(self, loaded: CheckpointModel) -> None:
@@ -218,7 +220,7 @@ def trained(folders: dict[str, Path]) -> Iterator[Served]:
     with load_checkpoint_model(ModelSource(load=str(folders["one"]), device="cpu"), launch) as one:
         config = EngineConfig(num_blocks=64)
         with served(
-            Held(one),
+            PausableModel(one),
             engine=config,
             shapes=one.cache_shapes,
             loaded=one,
@@ -247,7 +249,7 @@ def test_new_weights_say_what_their_trainer_does(trained: Served, folders: dict[
     before = answer(trained)
     assert answer(trained)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        running = held(trained, pool, 9, **ASKED)
+        running = post_and_pause(trained, pool, 9, **ASKED)
         replacing = pool.submit(done, trained, "weights", load=str(folders["two"]))
         go_on(trained)
         assert replacing.result()["weight_epoch"] == 1
@@ -316,7 +318,7 @@ def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
         assert "64" in refusal.json()["error"]["message"]
         assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
         control = trained.control
-        running = held(trained, pool, 9, **ASKED)
+        running = post_and_pause(trained, pool, 9, **ASKED)
         replacing = pool.submit(done, trained, "weights", **asked[1])
         order_waits(trained)
         # A step that runs while weights come is one of the old ones.

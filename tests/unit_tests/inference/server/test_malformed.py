@@ -232,7 +232,7 @@ class Malformed:
         """Return the path and the bytes of a request, and whether they end too early."""
         source = self._source
         method, path, schema = source.choice(
-            [r for r in self._bodies.routes if r[2] or odd(source)]
+            [r for r in self._bodies.routes if r[2] or is_rare(source)]
         )
         path = path.replace("{model}", "next-byte").replace("{response_id}", "resp_1")
         content = b""
@@ -241,12 +241,12 @@ class Malformed:
             for _ in range(source.choice([0, 1, 1, 1, 2, 3])):
                 body = mutate(body, source)
             content = encoded(body, source)
-        if odd(source):
+        if is_rare(source):
             path = source.choice(ODD_PATHS)
-        if odd(source):
+        if is_rare(source):
             method = source.choice(METHODS)
         told = [b"host: a", b"content-length: %d" % len(content)]
-        if odd(source):
+        if is_rare(source):
             told.insert(source.randrange(3), source.choice(ODD_HEADERS))
             # The first of a name may be the odd one.
             told = list({line.split(b":")[0]: line for line in reversed(told)}.values())
@@ -254,7 +254,7 @@ class Malformed:
         sent = b"\r\n".join(lines) + content
         framed = told.count(b"content-length: %d" % len(content)) == 1
         framed &= not any(line.startswith(b"transfer-encoding") for line in told)
-        if odd(source):
+        if is_rare(source):
             sent, framed = sent[: source.randrange(len(sent))], False
         return path, sent, not framed
 
@@ -287,7 +287,7 @@ class Malformed:
         return found.status
 
 
-def odd(source: random.Random) -> bool:
+def is_rare(source: random.Random) -> bool:
     """Return whether something rare is done."""
     return source.random() < 0.06
 

@@ -271,8 +271,7 @@ def flatten(config: object) -> dict[str, Any]:
 def suggest(
     name: str, option_names: Iterable[str], *, prefix: str = "", harmless: Iterable[str] = ()
 ) -> str:
-    """Return `: did you mean X?` for the names of which an unknown one may be a misspelling, else
-    "".
+    """Return `: did you mean X?` if a name may be a misspelling of option names, else "".
 
     A name that is merely similar is not suggested: it would be another option, and change results.
 

@@ -260,25 +260,25 @@ class Layouts:
         if batch.padding is None:
             return layout
         padding = layout.local(batch.padding, fill=True).t().contiguous()  # [s/cp, b]
-        return layout.with_padding(self._moved(padding))
+        return layout.with_padding(self._to_device(padding))
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return pin(tensor, self._device).to(self._device, non_blocking=True)
 
     def _of_rows(self, batch: GPTBatch) -> SequenceLayout:
         masks = self._context.size == 1 and not self._attends_by_document(batch)
         if not masks or self._bounds:
-            return self._make(batch, masks_by_ids=masks)
+            return self._layout(batch, masks_by_ids=masks)
         row_tensors = {"positions": batch.positions, "document_ids": batch.document_ids}
-        moved = {name: None if x is None else self._moved(x) for name, x in row_tensors.items()}
+        moved = {name: None if x is None else self._to_device(x) for name, x in row_tensors.items()}
         return SequenceLayout.of_rows(batch.loss_mask.shape[1], device=self._device, **moved)
 
-    def _make(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
+    def _layout(self, batch: GPTBatch, *, masks_by_ids: bool = False) -> SequenceLayout:
         rows, length = batch.loss_mask.shape
         if self._cuts is not None and batch.document_ids is not None:
             cut = self._cuts.of(documents_of(batch.document_ids.numpy()))
             if cut is not None:
-                return self._apart(batch, cut)
+                return self._split_documents(batch, cut)
         return SequenceLayout.make(
             SequenceSharding.of(length, self._context.size),
             self._context.rank,
@@ -289,7 +289,7 @@ class Layouts:
             masks_by_ids=masks_by_ids,
         )
 
-    def _apart(self, batch: GPTBatch, cut: SequenceSharding) -> SequenceLayout:
+    def _split_documents(self, batch: GPTBatch, cut: SequenceSharding) -> SequenceLayout:
         """Return the layout of one row that concatenates all samples, split document by
         document."""
         ids, positions = batch.document_ids, batch.positions

@@ -247,7 +247,7 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
     }
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line and flush."""
     print(text, flush=True)
 
@@ -255,12 +255,12 @@ def say(text: str) -> None:
 def stage(number: int, title: str, *, is_done: bool, work: Callable[[], str]) -> None:
     """Run one stage, or report that its result already exists."""
     if is_done:
-        say(f"[{number}/5] {title}: done before")
+        print_line(f"[{number}/5] {title}: done before")
         return
-    say(f"[{number}/5] {title} ...")
+    print_line(f"[{number}/5] {title} ...")
     start = time.monotonic()
     result = work()
-    say(f"[{number}/5] {title}: {result} ({time.monotonic() - start:.1f} s)")
+    print_line(f"[{number}/5] {title}: {result} ({time.monotonic() - start:.1f} s)")
 
 
 def make_corpus(folder: Folder) -> str:
@@ -321,7 +321,7 @@ def run_module(
         RunStopped: the program failed; its own output states the reason.
     """
     program = "torchrun" if module == "torch.distributed.run" else f"python -m {module}"
-    say(f"      $ {program} {shlex.join(arguments)}")
+    print_line(f"      $ {program} {shlex.join(arguments)}")
     process = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env={**os.environ, **(environment or {})},
@@ -387,25 +387,25 @@ def summarise(folder: Folder, seconds: float) -> dict[str, Any]:
 
 def show_continuations(folder: Folder) -> None:
     """Print the continuations of an earlier call."""
-    say("\nContinuations")
+    print_line("\nContinuations")
     for result in read_json(folder.continuations):
-        say(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
+        print_line(f"\n  prompt:       {result['prompt']!r}\n  continuation: {result['text']!r}")
 
 
 def show_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
     """Print the numbers of the run."""
     first_loss, last_loss = summary["first_validation_loss"], summary["last_validation_loss"]
-    say("\nSummary")
-    say(
+    print_line("\nSummary")
+    print_line(
         f"  validation loss  {first_loss:.4f} -> {last_loss:.4f} "
         f"({last_loss / first_loss:.0%} of the first)"
     )
-    say(f"  speed            {summary['tokens_per_second']:,.0f} tokens/s")
-    say(f"  peak memory      {summary['peak_memory_bytes'] / 1e6:,.0f} MB per rank")
-    say(f"  checkpoint       {summary['checkpoint']}")
-    say(f"  loss curve       {summary['loss_curve']}")
-    say(f"  time             {summary['seconds']:.0f} s")
-    say(f"  summary          {folder.summary}")
+    print_line(f"  speed            {summary['tokens_per_second']:,.0f} tokens/s")
+    print_line(f"  peak memory      {summary['peak_memory_bytes'] / 1e6:,.0f} MB per rank")
+    print_line(f"  checkpoint       {summary['checkpoint']}")
+    print_line(f"  loss curve       {summary['loss_curve']}")
+    print_line(f"  time             {summary['seconds']:.0f} s")
+    print_line(f"  summary          {folder.summary}")
 
 
 def run(options: QuickstartOptions) -> None:

@@ -523,7 +523,7 @@ def microbatch(
         share: share of the step's samples, see `Microbatch`.
     """
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
         # Only a copy from pinned memory is asynchronous.
         return pin(tensor, device).to(device, non_blocking=True)
 
@@ -539,14 +539,14 @@ def microbatch(
             padding=batch.padding,
         )
         local = {
-            name: moved(torch.stack([layout.local(x, fill=name == "padding") for x in rows]))
+            name: to_device(torch.stack([layout.local(x, fill=name == "padding") for x in rows]))
             for name, rows in vars(targets).items()  # [D, b, s] each
             if rows is not None
         }
         mtp_targets = MTPTargets(**local)
     rows = (batch.input_ids, batch.labels, batch.loss_mask)
-    tokens, labels, loss_mask = (moved(layout.local(x)) for x in rows)  # [b, s/cp]
-    layout = layout.with_samples(moved(batch.sample_ids))
+    tokens, labels, loss_mask = (to_device(layout.local(x)) for x in rows)  # [b, s/cp]
+    layout = layout.with_samples(to_device(batch.sample_ids))
     return Microbatch(tokens, labels, loss_mask, layout, mtp_targets=mtp_targets, share=share)
 
 

@@ -421,7 +421,7 @@ class PipelineForwardBackward:
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
         self.weight_delay, self.stage_bits = weight_delay, stage_bits
-        self._cached_step = lru_cache(maxsize=8)(self._make)
+        self._cached_step = lru_cache(maxsize=8)(self._make_schedule)
         model.store.splits = schedule == "zb-h1"
 
     def schedule(self, microbatches: int, *, backward: bool = True) -> Schedule:
@@ -481,7 +481,7 @@ class PipelineForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the sums of masked token losses and of masks of these microbatches, fp64 [2];
+        """Return the sums of masked token losses and of masks of the given microbatches, fp64 [2];
         zeros if the last stage is on another rank."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.store.device)
 
@@ -533,7 +533,7 @@ class PipelineForwardBackward:
     def _is_last(self, chunk: int) -> bool:
         return self.model.holds_head and chunk == self.model.num_chunks - 1
 
-    def _make(self, microbatches: int, backward: bool) -> Schedule:
+    def _make_schedule(self, microbatches: int, backward: bool) -> Schedule:
         compute = make_schedule(
             self.name if backward else "forward",
             stages=self.group.size,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare two checkpoints by their logical tensors, whatever layouts they were saved on.
 
-Tensors are read in boxes of rows and verified against their digests. The metric is that of the
-parity tests: the largest difference of a tensor relative to its largest element.
+Tensors are read in boxes of rows and verified against their digests. The metric is the one used by
+the parity tests: the largest difference of a tensor relative to its largest element.
 
 Some gradients are zero in exact arithmetic, such as the gradient of a bias on the keys of softmax
 attention. Their moments contain rounding errors of the run, and Adam moves the weight by them. Such

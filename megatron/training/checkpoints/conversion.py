@@ -440,7 +440,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def convert(chosen: ConvertConfig | ConvertToNativeConfig) -> int:
-    """Convert a checkpoint and print what was written and what was left out. Returns 0.
+    """Convert a checkpoint and print a summary of written and omitted tensors. Returns 0.
 
     Raises:
         ValueError: the source is missing, rejected or does not fit the model, or the target exists.
@@ -476,7 +476,7 @@ def _to_file(chosen: ConvertConfig) -> None:
             exported = _without_optimizer(names, chosen.with_optimizer)
             size = _write(target, [of_folder(folder, name) for name in exported])
     print(f"converted {source} to {target}: {len(exported)} tensors, {size_text(size)}", flush=True)
-    _say_left_out(set(names) - set(exported), non_tensors)
+    _print_left_out(set(names) - set(exported), non_tensors)
 
 
 def _write(target: Path, tensors: list[StreamedTensor]) -> int:
@@ -516,8 +516,8 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
             raise ValueError(str(error)) from error
         non_tensors = folder.others
     print(f"converted {source} to {checkpoint}: {len(tensors)} weights", flush=True)
-    _say_padding(mapped)
-    _say_left_out(left, non_tensors)
+    _print_padding(mapped)
+    _print_left_out(left, non_tensors)
 
 
 def foreign_folder(text: str, kind: str) -> Path:
@@ -566,7 +566,7 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
     Raises:
         ValueError: the names are neither.
     """
-    mcore_map = _own_names(config)
+    mcore_map = _native_map(config)
     for embedding, mapped in (
         ("embedding.weight", lambda: mcore_map),
         (
@@ -586,7 +586,7 @@ def _by_name(folder: DcpFolder, config: GPTConfig) -> TensorMap:
     )
 
 
-def _own_names(config: GPTConfig) -> TensorMap:
+def _native_map(config: GPTConfig) -> TensorMap:
     """Return the map of a folder with native names."""
     mcore_map = TensorMap()
     model = GPTModel(
@@ -608,7 +608,7 @@ def _own_names(config: GPTConfig) -> TensorMap:
 def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
     """Return a map in which all Hugging Face names have a prefix."""
 
-    def moved(tensor: MappedTensor, name: str) -> MappedTensor:
+    def renamed(tensor: MappedTensor, name: str) -> MappedTensor:
         slices = [
             tensor_slice._replace(hf_name=f"{prefix}{tensor_slice.hf_name}")
             for tensor_slice in tensor.slices
@@ -617,9 +617,9 @@ def _prefixed(mapped: TensorMap, prefix: str) -> TensorMap:
 
     prefixed_map = TensorMap()
     for name, tensor in mapped.hf_tensors.items():
-        prefixed_map.hf_tensors[f"{prefix}{name}"] = moved(tensor, f"{prefix}{name}")
+        prefixed_map.hf_tensors[f"{prefix}{name}"] = renamed(tensor, f"{prefix}{name}")
     for name, tensor in mapped.mcore_tensors.items():
-        prefixed_map.mcore_tensors[name] = moved(tensor, name)
+        prefixed_map.mcore_tensors[name] = renamed(tensor, name)
     prefixed_map.copies.update({f"{prefix}{name}": mcore for name, mcore in mapped.copies.items()})
     return prefixed_map
 
@@ -673,7 +673,7 @@ def _extra(model: DescribedModel, tensors: list[StreamedTensor]) -> Mapping[str,
     }
 
 
-def _say_padding(mapped: TensorMap) -> None:
+def _print_padding(mapped: TensorMap) -> None:
     """Report which foreign rows are treated as padding, as the folder does not specify it."""
     for name, tensor in mapped.hf_tensors.items():
         rows = sum(tensor_slice.sizes[0] for tensor_slice in tensor.slices)
@@ -682,7 +682,7 @@ def _say_padding(mapped: TensorMap) -> None:
             print(f"treated the last {padding} rows of {name} as padding", flush=True)
 
 
-def _say_left_out(tensors: set[str], non_tensors: tuple[str, ...]) -> None:
+def _print_left_out(tensors: set[str], non_tensors: tuple[str, ...]) -> None:
     for what, names in (
         ("tensors, of an optimizer or derived", sorted(tensors)),
         ("items that are not tensors and were not read", sorted(non_tensors)),

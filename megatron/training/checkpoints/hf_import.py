@@ -77,18 +77,18 @@ def import_folder(
             {
                 chunk.tensor.dtype
                 for chunk in chunks
-                if not _stays(mapped.mcore_tensors[chunk.name])
+                if not _keeps_dtype(mapped.mcore_tensors[chunk.name])
             },
         )
         try:
-            _carry(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
+            _copy_files(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
             raise ValueError(f"--save {save}: {error}") from error
 
 
-def _carry(files: Mapping[str, Path | None], target: Path, *, follow_links: bool) -> None:
-    """Copy those of the files that exist. Raises OSError."""
+def _copy_files(files: Mapping[str, Path | None], target: Path, *, follow_links: bool) -> None:
+    """Copy the files that are not None. Raises OSError."""
     make_folder(target, root=target.parent)
     for name, path in files.items():
         if path is not None:
@@ -115,7 +115,7 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
     )
 
 
-def _stays(tensor: MappedTensor) -> bool:
+def _keeps_dtype(tensor: MappedTensor) -> bool:
     """Return whether a tensor keeps its dtype when the weights' dtype changes."""
     return tensor.fp32 or tensor.keep_dtype
 

@@ -299,7 +299,7 @@ def list_root(config: ListConfig) -> int:
     listed: dict[Path, Listed] = {}
     for folder in list_checkpoints(root):
         with contextlib.suppress(RemovedCheckpointError):  # removed by the run that saves here
-            listed[folder] = _look_at(folder, digests=config.verify)
+            listed[folder] = _list_entry(folder, digests=config.verify)
     checked = "every byte read" if config.verify else "sizes checked"
     total = size_text(sum(row.num_bytes for row in listed.values()))
     print(f"{root}: {len(listed)} checkpoint{'s' * (len(listed) != 1)}, {total}, {checked}")
@@ -314,12 +314,12 @@ def list_root(config: ListConfig) -> int:
             raise verified
         return verified
 
-    for line in (*_chosen(root, verify), *_remains(root), _owner(root)):
+    for line in (*_selection_lines(root, verify), *_leftover_lines(root), _lock_line(root)):
         print(line)
     return int(any(row.problem for row in listed.values()))
 
 
-def _look_at(folder: Path, *, digests: bool) -> Listed:
+def _list_entry(folder: Path, *, digests: bool) -> Listed:
     """Return the list entry of a checkpoint. Raises RemovedCheckpointError."""
     iteration = iteration_of(folder)
     assert iteration is not None, "list_checkpoints returns iter_ folders only"
@@ -396,7 +396,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]:
+def _selection_lines(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]:
     """Yield the tracker's content, and the checkpoint that a run would load."""
     try:
         tracker = read_regular(root / TRACKER_NAME, MAX_TRACKER_BYTES)
@@ -419,7 +419,7 @@ def _chosen(root: Path, verify: Callable[[Path], VerifyReport]) -> Iterator[str]
     yield from (f"  {line}" for line in messages)
 
 
-def _remains(root: Path) -> Iterator[str]:
+def _leftover_lines(root: Path) -> Iterator[str]:
     """Yield lines about unfinished saves and about damaged checkpoints that a run renamed."""
     for path in sorted(root.iterdir()):
         if is_temporary(path):
@@ -429,7 +429,7 @@ def _remains(root: Path) -> Iterator[str]:
             yield f"renamed: {path.name}, {size_text(folder_bytes(path))}: it was damaged"
 
 
-def _owner(root: Path) -> str:
+def _lock_line(root: Path) -> str:
     """Return a line about the process that has locked the folder for saving.
 
     Queries the lock without taking it, so that a run that starts at this moment is not disturbed.

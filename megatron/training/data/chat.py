@@ -588,7 +588,7 @@ def encode_conversations(
         if isinstance(rendering, TemplateRefusal):
             encoded[i] = MalformedConversation("the template refuses it", str(rendering))
             continue
-        text, spans = spoken(encoded[i], rendering, template)
+        text, spans = assistant_spans(encoded[i], rendering, template)
         ids, mask = _encode(text, spans, tokenizer, template)
         encoded[i] = (ids, mask)
         if not any(mask):
@@ -660,7 +660,7 @@ def _answer_prefixes(turns: Sequence[Mapping[str, Any]], template: ChatTemplate)
     return [p for i in answers for p in (Prefix(i, prompt=True), Prefix(i + 1, prompt=False))]
 
 
-def spoken(
+def assistant_spans(
     messages: Sequence[Mapping[str, Any]], rendering: Rendering, template: ChatTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
     """Locate the assistant's text in a rendered conversation.

@@ -478,7 +478,9 @@ def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> N
         with one_thread():
             wanted = [
                 outputs[0].tokens
-                for outputs in generate(engine_of(model, max_num_batched_tokens=500), make_requests())
+                for outputs in generate(
+                    engine_of(model, max_num_batched_tokens=500), make_requests()
+                )
             ]
         for rank in found:
             said, ways, taken, steps = rank[family]

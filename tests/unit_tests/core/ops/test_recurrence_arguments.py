@@ -21,7 +21,9 @@ def recurrence_inputs(heads=2, keys=3):
 def replaced(**dtypes):
     """Return inputs, some in another dtype."""
     names = ("query", "key", "value", "decay", "beta")
-    return [x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, recurrence_inputs(), strict=True)]
+    return [
+        x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, recurrence_inputs(), strict=True)
+    ]
 
 
 WRONG = {
@@ -36,7 +38,10 @@ WRONG = {
     "strength": (replaced(beta=torch.int64), "(beta|dt) is torch.int64; give a floating"),
     "no heads": (recurrence_inputs(heads=0), "with at least one head and one feature"),
     "no features": (recurrence_inputs(keys=0), "with at least one head and one feature"),
-    "no value": ([x[..., :0] if x.shape[-1] == 5 else x for x in recurrence_inputs()], "value .* feature"),
+    "no value": (
+        [x[..., :0] if x.shape[-1] == 5 else x for x in recurrence_inputs()],
+        "value .* feature",
+    ),
 }
 
 

@@ -101,7 +101,9 @@ def _choices(rank: int, world: int) -> list[int]:
     """Return how often a mode was chosen after each forward pass: two layers of a kind and one of
     the other on one layout, again on the same, on the next."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layers = [make_mixer(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")]
+    layers = [
+        make_mixer(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")
+    ]
     layouts = [SequenceLayout.make(SequenceSharding.of(16, world), rank, rows=2) for _ in range(2)]
     found = []
     with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as chosen:

@@ -185,7 +185,7 @@ REFUSED = {
     ),
     "key heads that tensor parallel ranks cannot share": (
         f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {TP}",
-        ["linear-num-key-heads 3 must divide by tensor-model-parallel-size 2"],
+        ["linear-num-key-heads 3 must be divisible by tensor-model-parallel-size 2"],
     ),
     "heads that headwise cannot cut": (
         f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {CP} "

@@ -63,8 +63,8 @@ def test_patterns_for_no_weight_end_the_run_with_a_line(tmp_path, capfd):
     more = f"--lr-group nothing.*=0.5 --weight-decay-group none=0 --save {folder}"
     assert run_here(flags(prefix, more)) == ExitCode.USER_ERROR
     said = capfd.readouterr().err
-    assert "--lr-group: no weight is called nothing.*: weights have names such as" in said
-    assert "; --weight-decay-group: no weight is called none: " in said
+    assert "--lr-group: no weight matches nothing.*: weights have names such as" in said
+    assert "; --weight-decay-group: no weight matches none: " in said
     assert said.count("\n") == 1
     assert not folder.exists()
 

@@ -336,7 +336,11 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         ),
         (f"{LATENT} --add-attention-output-bias", 1, "--add-attention-output-bias cannot be"),
         (f"{LATENT} --position-embedding-type none", 1, "use rope or yarn"),
-        (f"{LATENT} {TP} 4", 4, "num-attention-heads 6 must divide by tensor-model-parallel-size"),
+        (
+            f"{LATENT} {TP} 4",
+            4,
+            "num-attention-heads 6 must be divisible by tensor-model-parallel-size",
+        ),
         (f"{LATENT} --qk-pos-emb-head-dim 7", 1, "(--qk-pos-emb-head-dim 7 x --rotary-percent 1.0"),
     ],
 )

@@ -184,6 +184,6 @@ def _check_keys(state: Mapping[str, float], expected_keys: set[str]) -> None:
     """Raise ValueError if another kind of scaler wrote a saved state."""
     if set(state) != expected_keys:
         raise ValueError(
-            f"the saved loss scaler holds {sorted(state)}, this one {sorted(expected_keys)}: "
-            f"resume with the loss scaling that the run was started with"
+            f"the saved loss scaler contains {sorted(state)}, but this run needs "
+            f"{sorted(expected_keys)}: resume with the original loss scaling options"
         )

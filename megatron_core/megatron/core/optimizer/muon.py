@@ -142,7 +142,7 @@ def matrices_of(shards: Sequence[MatrixShard]) -> list[Matrix]:
         if num_elements != matrix.numel:
             raise ValueError(
                 f"ranks hold {num_elements} elements of a matrix of {matrix.rows} x {matrix.cols}: "
-                "muon needs each element of a trained matrix on some rank, and replicas cut alike"
+                "muon needs all elements of a trained matrix, and the same shards in every replica"
             )
     return sorted(matrix_sizes)
 
@@ -381,8 +381,8 @@ class Muon:
         if config.split_matrices != "all" and weights is None:
             raise ValueError(
                 f"muon with split_matrices={config.split_matrices!r} joins tensors of fused "
-                "weights: give Optimizer the descriptions of all stages, weights=[handle.sharding "
-                "for handle in model.store.handles.values()]"
+                "weights: pass Optimizer the sharding of the weights of all stages, weights="
+                "[handle.sharding for handle in model.store.handles.values()]"
             )
         self.states, self.group, self.config = tuple(states), group, config
         self.device = device
@@ -580,4 +580,4 @@ def _updates(state: RangeState, box: LocalBox) -> UpdateRanges:
     for alike in state.updates:
         if any(start <= box.start < stop for start, stop in alike.ranges):
             return alike
-    raise AssertionError(f"{box.name} is in no range that is updated")
+    raise AssertionError(f"{box.name} is not in any updated range")

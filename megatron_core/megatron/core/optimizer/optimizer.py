@@ -257,7 +257,7 @@ class Optimizer:
         if (decoupled_lr is not None) != bool(self.config.decoupled):
             raise ValueError(
                 f"decoupled_lr is {decoupled_lr} and the decoupled weights are "
-                f"{self.config.decoupled}: give both or neither"
+                f"{self.config.decoupled}: set both or neither"
             )
         self._check_gradients()
         scale = self.scaler.scale
@@ -293,7 +293,7 @@ class Optimizer:
         if steps is not None and (type(steps) is not int or steps < 0 or not with_state):
             raise ValueError(
                 f"after_load(with_state={with_state}, steps={steps!r}): steps is the number of "
-                "updates, an int from 0 on, of optimizer state that was loaded"
+                "updates of the loaded optimizer state, an int of at least 0"
             )
         if not with_state:
             self.steps = 0
@@ -301,15 +301,15 @@ class Optimizer:
             self.steps = steps
         elif self.steps < 0 or (self.steps == 0 and any(s.has_moments() for s in self.ranges)):
             raise ValueError(
-                f"optimizer state was loaded that comes from {self.steps} updates, and its moments "
-                "are not zero: the checkpoint does not hold the number of updates, so give it: "
+                f"the loaded optimizer state is of {self.steps} updates, but its moments are not "
+                "zero: the checkpoint does not contain the number of updates; pass it: "
                 "after_load(with_state=True, steps=...)"
             )
         elif self.steps == 0 and not all(s.master_is_weights() for s in self.ranges):
             raise ValueError(
-                "after_load(with_state=True): weights were loaded and no optimizer state: the "
-                "fp32 masters are of other weights, which the next update would write back. Load "
-                "optimizer_chunks(optimizer) as well, or call after_load(with_state=False)"
+                "after_load(with_state=True): weights were loaded, but no optimizer state: the "
+                "fp32 main weights are still the old ones, and the next update would restore them. "
+                "Load optimizer_chunks(optimizer) too, or call after_load(with_state=False)"
             )
         for state in self.ranges:
             if not with_state:

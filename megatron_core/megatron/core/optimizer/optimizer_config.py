@@ -90,8 +90,7 @@ def check_patterns(factors: NameFactors, names: Collection[str], *, what: str) -
     if unmatched:
         few = ", ".join(sorted(names)[:6])
         raise ValueError(
-            f"{what}: no weight is called {' or '.join(unmatched)}: "
-            f"weights have names such as {few}"
+            f"{what}: no weight matches {' or '.join(unmatched)}: weights have names such as {few}"
         )
 
 
@@ -278,8 +277,8 @@ class OptimizerConfig:
             problems.append(f"offload_fraction is {self.offload_fraction}: use 0 to 1")
         elif self.offload_fraction and self.kind == "muon":
             problems.append(
-                "muon keeps its momentum where it multiplies matrices: "
-                "offload the state of adam or sgd, or none"
+                "muon does not support offloading, as its momentum is needed on the device: "
+                "set offload_fraction to 0, or use adam or sgd"
             )
         problems += self._state_problems()
         problems += factor_problems(self.lr_factors, what="learning rate of")
@@ -297,7 +296,7 @@ class OptimizerConfig:
                 problems.append(f"{moment}_dtype is {dtype}: optimizer {self.kind} has no {moment}")
             elif dtype is torch.bfloat16 and 1.0 - decay < LEAST_BF16_MOVE:
                 problems.append(
-                    f"{moment} in bf16 with {beta} {decay}: rounding loses its moves: use {beta} "
+                    f"{moment} in bf16 with {beta} {decay}: rounding loses its updates: use {beta} "
                     f"up to {1.0 - LEAST_BF16_MOVE:.4g}, or fp32"
                 )
         return problems

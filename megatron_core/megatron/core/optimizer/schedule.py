@@ -166,7 +166,7 @@ class WeightDecaySchedule:
     def __post_init__(self) -> None:
         if not (0.0 <= self.start <= self.end < math.inf):
             raise ValueError(
-                f"weight decay goes from {self.start} to {self.end}: use 0 <= start <= end"
+                f"weight decay ramps from {self.start} to {self.end}: use 0 <= start <= end"
             )
         if self.style not in RAMP_STYLES:
             raise ValueError(
@@ -175,7 +175,7 @@ class WeightDecaySchedule:
         if self.style == "constant" and self.start != self.end:
             raise ValueError(
                 f"constant weight decay, but start {self.start} and end {self.end} differ: "
-                f"make them equal or ramp it by linear or cosine"
+                f"make them equal, or use style linear or cosine"
             )
         if self.style != "constant" and self.ramp_samples < 1:
             raise ValueError(f"weight decay ramps over {self.ramp_samples} samples: use at least 1")

@@ -53,8 +53,8 @@ class GatedDeltaNetConfig:
                 f"{self.num_value_heads}"
             )
         if self.num_key_heads % tp:
-            problems.append(
-                f"linear-num-key-heads {self.num_key_heads} must divide by "
+            found.append(
+                f"linear-num-key-heads {self.num_key_heads} must be divisible by "
                 f"tensor-model-parallel-size {tp}"
             )
         return problems or mode_problems(mode, self.shard_problem(tp, cp))
@@ -129,8 +129,8 @@ class Mamba2Config:
         if heads % self.normed_groups:
             problems.append(f"mamba-norm-groups {self.normed_groups} must divide the {heads} heads")
         if heads % tp:
-            problems.append(
-                f"mamba-num-heads {heads} must divide by tensor-model-parallel-size {tp}"
+            found.append(
+                f"mamba-num-heads {heads} must be divisible by tensor-model-parallel-size {tp}"
             )
         for name, count in (("groups", groups), ("norm-groups", self.normed_groups)):
             if count % tp and tp % count:

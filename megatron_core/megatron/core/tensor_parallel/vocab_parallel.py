@@ -278,8 +278,8 @@ def vocabulary_sharding(
 #: Fixes for an invalid id.
 _FIX = MappingProxyType(
     {
-        "token": "use the tokenizer of this model, or a model of a larger vocabulary",
-        "label": "leave a token out by its weight 0, with any id of the vocabulary as its label",
+        "token": "use the tokenizer of this model, or a model with a larger vocabulary",
+        "label": "to exclude a token, set its weight to 0 and its label to any valid id",
     }
 )
 
@@ -292,7 +292,7 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"
         what: kind of ids, for the message.
     """
     if ids.is_floating_point():
-        raise ValueError(f"{what} ids are {ids.dtype}: give integers, such as {what}s.long()")
+        raise ValueError(f"{what} ids are {ids.dtype}: use integers, such as {what}s.long()")
     if ids.device.type != "cpu" or not ids.numel():
         return
     low, high = ids.aminmax()
@@ -393,12 +393,12 @@ class VocabParallelHead(nn.Module):
         for what, tensor in (("labels", targets), ("token_weights", token_weights)):
             if tensor.shape != hidden.shape[:-1]:
                 raise ValueError(
-                    f"{what} {list(tensor.t().shape)} for {list(hidden.shape[1::-1])} tokens: give "
-                    "one for each token, [b, s] to the model"
+                    f"{what} {list(tensor.t().shape)} for {list(hidden.shape[1::-1])} tokens: pass "
+                    "one per token, [b, s]"
                 )
         if not token_weights.is_floating_point():
             raise ValueError(
-                f"token_weights are {token_weights.dtype}: give fp32 factors of each token's loss, "
+                f"token_weights are {token_weights.dtype}: pass one fp32 factor per token, "
                 "such as mask.float() / mask.sum() for the mean over a mask"
             )
         check_ids(targets, self.vocab_size, "label")

@@ -128,9 +128,9 @@ class CoreAttention:
         if by_blocks or self.context.group.size > 1:
             if self.backend.batch_invariant:
                 raise ValueError(
-                    "batch-invariant attention takes rows of one document on one context parallel "
-                    f"rank, not {self.context.group.size} ranks or packed documents: give each "
-                    "document a row of its own"
+                    "batch-invariant attention supports neither packed documents nor context "
+                    f"parallelism, here of {self.context.group.size} ranks: put each document "
+                    "into a separate row, on one context-parallel rank"
                 )
             attend = Attend(
                 layout=layout,
@@ -199,7 +199,7 @@ class RopeConfig:
         if features < 2 or features % 2:
             raise ValueError(
                 f"{self.percent} of {head_size} features per head is {features}: rotary position "
-                "embedding needs an even number of them"
+                "embedding needs an even number of features"
             )
         return features
 
@@ -297,7 +297,7 @@ class AttentionConfig:
             problems.append(f"num-query-groups {g} must divide num-attention-heads {n}")
         if n % tp:
             problems.append(
-                f"num-attention-heads {n} must divide by tensor-model-parallel-size {tp}"
+                f"num-attention-heads {n} must be divisible by tensor-model-parallel-size {tp}"
             )
         if g % tp and tp % g:
             problems.append(

@@ -93,7 +93,7 @@ class LatentAttentionConfig:
             problems.append(f"latent attention of {sizes} heads and features: use >= 1")
         elif self.num_attention_heads % tp:
             problems.append(
-                f"num-attention-heads {self.num_attention_heads} must divide by "
+                f"num-attention-heads {self.num_attention_heads} must be divisible by "
                 f"tensor-model-parallel-size {tp}"
             )
         if not 0.0 <= self.dropout < 1.0:

@@ -54,7 +54,7 @@ class Recompute:
         if full and (self.method is None or self.num_layers is None or self.num_layers < 1):
             raise ValueError(
                 "full recompute needs recompute-method uniform or block and recompute-num-layers "
-                f"above 0: they are {self.method} and {self.num_layers}"
+                f"above 0, not {self.method} and {self.num_layers}"
             )
         if not full and (self.method is not None or self.num_layers is not None):
             raise ValueError(
@@ -74,7 +74,7 @@ class Recompute:
         size = self.num_layers
         if size > num_layers:
             raise ValueError(
-                f"recompute-num-layers {size} is more than the {num_layers} layers there are"
+                f"recompute-num-layers {size} exceeds the number of layers, {num_layers}"
             )
         if self.method == "uniform":
             starts = range(0, num_layers, size)

@@ -103,7 +103,7 @@ def test_every_problem_of_a_configuration_is_named_at_once():
         "vocab_size 2 is less than tensor-model-parallel-size 4",
         "hidden-dropout 1.0 must be in [0, 1)",
         "num-query-groups 4 must divide num-attention-heads 6",
-        "num-attention-heads 6 must divide by tensor-model-parallel-size 4",
+        "num-attention-heads 6 must be divisible by tensor-model-parallel-size 4",
         "attention-dropout -0.1 must be in [0, 1)",
         "activation 'tanh': use one of silu, gelu",
         "ffn-hidden-size 18 must be a positive multiple of tensor-model-parallel-size 4",
@@ -114,7 +114,7 @@ def test_every_problem_of_a_configuration_is_named_at_once():
         GPTModel(config, SINGLE)
     assert CONFIG.problems(tp=4) == []
     assert CONFIG.attention.problems(3) == [
-        "num-attention-heads 4 must divide by tensor-model-parallel-size 3",
+        "num-attention-heads 4 must be divisible by tensor-model-parallel-size 3",
         "num-query-groups 2 must divide tensor-model-parallel-size 3 or be a multiple of it",
     ]
 

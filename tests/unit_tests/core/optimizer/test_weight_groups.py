@@ -179,9 +179,9 @@ def test_gradients_in_bf16_are_widened(more: dict):
 
 def test_a_pattern_without_a_weight_is_named():
     groups = ProcessGroupCollection.single()
-    with pytest.raises(ValueError, match=r"learning rate groups: no weight is called Q or x\*"):
+    with pytest.raises(ValueError, match=r"learning rate groups: no weight matches Q or x\*"):
         Training(groups, OptimizerConfig(lr_factors=(("Q", 1.0), ("q", 1.0), ("x*", 1.0))))
-    with pytest.raises(ValueError, match="weight decay groups: no weight is called head"):
+    with pytest.raises(ValueError, match="weight decay groups: no weight matches head"):
         Training(groups, OptimizerConfig(decay_factors=(("head", 1.0),)))
     assert all(any(fnmatchcase(name, p) for name in SHAPES) for p, _ in LR + DECAY)
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_named_at_once():
     text = str(caught.value)
     for part in (
         "exp_avg_dtype is torch.float16",
-        "exp_avg_sq in bf16 with adam_beta2 0.999: rounding loses its moves",
+        "exp_avg_sq in bf16 with adam_beta2 0.999: rounding loses its updates",
         "learning rate of a=-1.0",
         "learning rate of b=inf",
         "weight decay of c is given twice",

@@ -229,7 +229,7 @@ def test_what_cannot_be_says_why():
         return dataclasses.replace(PLAIN, **changes).problems(tp, cp=cp, engine=engine)
 
     assert problems(tp=3) == []
-    assert "num-attention-heads 3 must divide by tensor-model-parallel-size 2" in problems(tp=2)[0]
+    assert "3 must be divisible by tensor-model-parallel-size 2" in problems(tp=2)[0]
     assert "use >= 1" in problems(kv_lora_rank=0)[0]
     assert problems(dropout=1.0) == ["attention-dropout 1.0 must be in [0, 1)"]
     assert problems(scale_factor=0.0) == ["softmax scale factor 0.0 must be positive"]

@@ -186,19 +186,19 @@ class SafetensorsFile:
 
     def _entry(self, name: str, entry: Any, start: int) -> TensorInfo:
         if not isinstance(entry, _Entry):
-            self._refuse(f"{_short(name)} must have dtype, shape and data_offsets, nothing else")
+            self._refuse(f"{_short(name)} must have exactly dtype, shape and data_offsets")
         dtype, shape, offsets = entry
         if dtype not in DTYPES:
-            self._refuse(f"{_short(name)} has the unknown dtype {_short(dtype)}")
+            self._refuse(f"{_short(name)} has an unknown dtype {_short(dtype)}")
         if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-            self._refuse(f"{_short(name)} has the impossible shape {_short(shape)}")
+            self._refuse(f"{_short(name)} has an impossible shape {_short(shape)}")
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self._refuse(f"{_short(name)} has the impossible data_offsets {_short(offsets)}")
+            self._refuse(f"{_short(name)} has an impossible data_offsets {_short(offsets)}")
         size = tensor_bytes(dtype, shape)
         if offsets[1] - offsets[0] != size:
             self._refuse(
-                f"{_short(name)} of {dtype} {_short(shape)} takes {_short(size)} bytes, its "
-                f"data_offsets {_short(offsets)} say otherwise"
+                f"{_short(name)} of {dtype} {_short(shape)} takes {_short(size)} bytes, but its "
+                f"data_offsets are {_short(offsets)}"
             )
         return TensorInfo(dtype, shape, start + offsets[0], start + offsets[1])
 

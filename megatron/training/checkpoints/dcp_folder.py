@@ -161,7 +161,7 @@ def _metadata(root: Any) -> Metadata:
 def check_cover(name: str, tensor: DcpTensor, where: str) -> None:
     """Raise ValueError unless the boxes of a tensor cover it exactly once."""
     if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
-        raise ValueError(f"{where} does not hold every element of {name} exactly once")
+        raise ValueError(f"{where} does not contain every element of {name} exactly once")
 
 
 class _MetadataError(Exception):
@@ -260,7 +260,7 @@ def _tensor(
             raise _MetadataError(f"{name} has a box {box} outside its shape {list(shape)}")
         index = bisect_left(locations, (box.offsets,))
         if index == len(locations) or locations[index][0] != box.offsets:
-            raise _MetadataError(f"it does not say where {name}{box} is stored")
+            raise _MetadataError(f"it does not state where {name}{box} is stored")
         location = locations[index][1]
         chunks.append(StoredBytes(box, location.file, location.begin, location.length))
     dtype = _METADATA_DTYPES.get(item.dtype.text, item.dtype.text)
@@ -411,7 +411,7 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
 def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
     """Return the tensor that the pickle of an archive describes."""
     if not isinstance(value, PickledObject) or value.name not in (_REBUILD_V2, _REBUILD_V3):
-        _refuse(where, "it contains something else than a tensor")
+        _refuse(where, "it contains an object that is not a tensor")
     third = value.name == _REBUILD_V3
     try:
         storage, offset, shape, strides = value.args[:4]
@@ -424,9 +424,9 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
         is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
         is_valid = is_valid and len(shape) == len(strides) <= MAX_DIMENSIONS
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        _refuse(where, "its description is not a tensor's")
+        _refuse(where, "it does not describe a tensor")
     if not is_valid:
-        _refuse(where, "its description is not a tensor's")
+        _refuse(where, "it does not describe a tensor")
     itemsize = DTYPES[dtype].itemsize
     last_element = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     needed = (offset + last_element + 1) * itemsize if math.prod(shape) else 0
@@ -671,9 +671,8 @@ class DcpFolder:
         strides = _strides(saved, stored.box.sizes)
         if saved.dtype != tensor.dtype or strides is None:
             raise ValueError(
-                f"{where} is refused: it contains {saved.dtype} {list(saved.shape)}, .metadata "
-                "says "
-                f"{tensor.dtype} {list(stored.box.sizes)}"
+                f"{where} is refused: it contains {saved.dtype} {list(saved.shape)}, but "
+                f".metadata specifies {tensor.dtype} {list(stored.box.sizes)}"
             )
         if self._checksums:
             self._check(stored, saved, name=name, where=where)

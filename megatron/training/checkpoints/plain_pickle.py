@@ -284,7 +284,7 @@ class _Machine:
         text = f"{module}.{name}"
         if text not in self._allowed:
             printable = text if len(text) <= 100 and text.isprintable() else f"{text[:100]!r}..."
-            self._refuse(f"it asks for {printable}, which no tensor needs; nothing was run")
+            self._refuse(f"it requests {printable}, which no tensor needs; no code was run")
         self._stack.append(Name(text))
 
     def _make(self) -> None:

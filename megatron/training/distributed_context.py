@@ -103,10 +103,10 @@ class CollectiveCheck:
                 self._store.wait(keys, timedelta(seconds=POLL_SECONDS))
                 return
             except dist.DistStoreError:
-                if gone := self._watch.diagnose(0.0):
+                if failure := self._watch.diagnose(0.0):
                     raise PeerLost(
-                        f"{gone.text}; the others wait in {local_text}",
-                        is_reported=gone.is_reported,
+                        f"{failure.text}; the others wait in {local_text}",
+                        is_reported=failure.is_reported,
                     ) from None
             other_ranks = self._late_ranks(keys, record)
             stuck = any(waits for _, waits in other_ranks.values())

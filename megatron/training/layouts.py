@@ -54,13 +54,13 @@ class Choice:
     """The split of one microbatch.
 
     Args:
-        row, apart: attention work of the ranks if each row is split as one sequence, and if
+        row, by_document: attention work of the ranks if each row is split as one sequence, and if
             documents are split separately.
         cut: the split of one row that concatenates all rows; None splits each row as one sequence.
     """
 
     row: AttentionWork
-    apart: AttentionWork
+    by_document: AttentionWork
     cut: SequenceSharding | None
 
 
@@ -104,9 +104,9 @@ class PackedCuts:
             return None
         if self._agree is None:
             return self.choice(documents).cut
-        apart = shard_documents(documents, self.size, multiple=self._multiple)
-        costs = self._costs(*self._attention_work(documents, apart))
-        *costs, tokens = self._agree([*costs, apart.padded[-1]])
+        by_document = shard_documents(documents, self.size, multiple=self._multiple)
+        costs = self._costs(*self._attention_work(documents, by_document))
+        *costs, tokens = self._agree([*costs, by_document.padded[-1]])
         if not costs[1] < costs[0]:
             return None
         return shard_documents(
@@ -115,25 +115,25 @@ class PackedCuts:
 
     def choice(self, documents: Documents) -> Choice:
         """Return the split that this rank would choose on its own, and the work of both splits."""
-        apart = shard_documents(documents, self.size, multiple=self._multiple)
-        works = self._attention_work(documents, apart)
-        row, apart_cost = self._costs(*works)
-        return Choice(*works, apart if apart_cost < row else None)
+        by_document = shard_documents(documents, self.size, multiple=self._multiple)
+        works = self._attention_work(documents, by_document)
+        row, by_document_cost = self._costs(*works)
+        return Choice(*works, by_document if by_document_cost < row else None)
 
     def _attention_work(
-        self, documents: Documents, apart: SequenceSharding
+        self, documents: Documents, by_document: SequenceSharding
     ) -> tuple[AttentionWork, AttentionWork]:
         row = SequenceSharding.of(documents[0][-1], self.size)
         return (
             attention_work(row, documents, **self._seen),
-            attention_work(apart, [joined_documents(documents)], **self._seen),
+            attention_work(by_document, [joined_documents(documents)], **self._seen),
         )
 
-    def _costs(self, row: AttentionWork, apart: AttentionWork) -> tuple[float, float]:
+    def _costs(self, row: AttentionWork, by_document: AttentionWork) -> tuple[float, float]:
         """Return the costs of both splits; a split that the options exclude costs infinity."""
         return (
             inf if self.kind == DOCUMENTS else row.cost(self.costs),
-            inf if self.kind == ROW else apart.cost(self.costs),
+            inf if self.kind == ROW else by_document.cost(self.costs),
         )
 
 

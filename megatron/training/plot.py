@@ -208,9 +208,9 @@ _LEFT, _TOP, _ROW, _WIDTH = 64, 20, 16, 900
 
 def color(load: float) -> str:
     """Return the colour of a load; 1 is an even load."""
-    far = min(1.0, abs(load - 1.0))
+    intensity = min(1.0, abs(load - 1.0))
     end = _HIGH_LOAD if load > 1.0 else _LOW_LOAD
-    return "#" + "".join(f"{round(255 + (channel - 255) * far):02x}" for channel in end)
+    return "#" + "".join(f"{round(255 + (channel - 255) * intensity):02x}" for channel in end)
 
 
 def load_svg(loads: Loads) -> str:

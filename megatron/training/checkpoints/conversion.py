@@ -502,7 +502,7 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
     with DcpFolder(source, checksums=conversion.checksums) as folder:
         upstream = conversion.from_ == "torch_dist"
         mapped = _upstream(folder, model) if upstream else _by_name(folder, model.config)
-        left = _check(folder, mapped, tied=model.config.tied)
+        left_out = _check(folder, mapped, tied=model.config.tied)
         tensors = [of_slices(folder, tensor) for tensor in mapped.mcore_tensors.values()]
         try:
             checkpoint = save_checkpoint(
@@ -517,7 +517,7 @@ def _to_native(chosen: ConvertToNativeConfig) -> None:
         non_tensors = folder.others
     print(f"converted {source} to {checkpoint}: {len(tensors)} weights", flush=True)
     _print_padding(mapped)
-    _print_left_out(left, non_tensors)
+    _print_left_out(left_out, non_tensors)
 
 
 def foreign_folder(text: str, kind: str) -> Path:
@@ -644,10 +644,10 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
             )
         elif stored.dtype not in _FLOATS:
             problems.append(f"{name} has dtype {stored.dtype}: supported are {', '.join(_FLOATS)}")
-    left = folder.tensors.keys() - mapped.hf_tensors.keys()
+    left_out = folder.tensors.keys() - mapped.hf_tensors.keys()
     problems += [
         f"{name} does not belong to the model of the flags"
-        for name in sorted(left)
+        for name in sorted(left_out)
         if not _OPTIMIZER.search(name)
         and not _DERIVED.search(name)
         and not (tied and name.endswith("lm_head.weight"))
@@ -658,7 +658,7 @@ def _check(folder: DcpFolder, mapped: TensorMap, *, tied: bool) -> set[str]:
             f"{folder.path} contains another model: {'; '.join(problems[:MAX_NAMED])}"
             f"{f'; and {num_unlisted} more' if num_unlisted > 0 else ''}"
         )
-    return left
+    return left_out
 
 
 def _extra(model: DescribedModel, tensors: list[StreamedTensor]) -> Mapping[str, object]:

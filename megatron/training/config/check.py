@@ -181,10 +181,11 @@ def _division(
     division = Division(samples=size, micro_batch_size=rows, data_parallel_size=dp_size)
     uneven = config.training.allow_uneven_batch
     if not (division.is_even or uneven):
-        near = max(1, round(size / (rows * dp_size))) * rows * dp_size
+        suggested_size = max(1, round(size / (rows * dp_size))) * rows * dp_size
         yield (
             f"{flag} {size} is not a multiple of {micro_flag} {rows} x data parallel size "
-            f"{dp_size} = {rows * dp_size}: use {near}, for example, or --allow-uneven-batch"
+            f"{dp_size} = {rows * dp_size}: use {suggested_size}, for example, or "
+            "--allow-uneven-batch"
         )
     if uneven and division.blocks < dp_size:
         yield (

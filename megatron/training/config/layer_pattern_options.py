@@ -266,9 +266,9 @@ class _LayerListParser:
 
     def _consume(self, symbol: str) -> bool:
         """Consume the next token if it is `symbol`, and return whether it was."""
-        comes = self._tokens[self._position : self._position + 1] == [symbol]
-        self._position += comes
-        return comes
+        is_next = self._tokens[self._position : self._position + 1] == [symbol]
+        self._position += is_next
+        return is_next
 
     def _sum(self) -> str:
         layer_flags = self._product()

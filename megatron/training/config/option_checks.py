@@ -312,10 +312,13 @@ def _feed_forward(config: Config) -> set[str]:
 def profiling_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message for profiling of ranks or iterations that the run does not have."""
     profiling, iterations = config.profiling, config.training.train_iters
-    watched = profiling.profile or profiling.record_memory_history
-    far = [rank for rank in profiling.profile_ranks if rank >= world_size]
-    if watched and far:
-        yield f"--profile-ranks {far[0]}: there are ranks 0 to {world_size - 1}: name one of them"
+    is_profiled = profiling.profile or profiling.record_memory_history
+    unknown_ranks = [rank for rank in profiling.profile_ranks if rank >= world_size]
+    if is_profiled and unknown_ranks:
+        yield (
+            f"--profile-ranks {unknown_ranks[0]}: there are ranks 0 to {world_size - 1}: name one "
+            "of them"
+        )
     start = profiling.profile_step_start
     if profiling.profile and iterations is not None and start >= iterations:
         yield f"--profile-step-start {start} is not below --train-iters {iterations}: lower it"

@@ -549,7 +549,7 @@ def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
     choices = [cuts.choice(documents_of(ids.numpy())) for ids in document_ids if ids is not None]
     if not choices:
         return None
-    by_documents, num_batches = [choice.apart for choice in choices], len(choices)
+    by_documents, num_batches = [choice.by_document for choice in choices], len(choices)
     padding = sum(work.padding for work in by_documents)
     tokens = sum(work.tokens for work in by_documents) * cuts.size - padding
     num_cut = sum(choice.cut is not None for choice in choices)

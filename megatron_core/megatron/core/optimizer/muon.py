@@ -119,12 +119,12 @@ class Round:
     """Matrices whose shards are exchanged together.
 
     Args:
-        own: matrices that this rank orthogonalises.
+        local_matrices: matrices that this rank orthogonalises.
         gather: shards sent to their owners.
         give_back: updates sent to all holders.
     """
 
-    own: tuple[Matrix, ...]
+    local_matrices: tuple[Matrix, ...]
     gather: Exchange
     give_back: Exchange
 
@@ -164,10 +164,10 @@ def assign_owners(shards: Sequence[MatrixShard], stages: Sequence[int]) -> dict[
         ranks[shard.rank] = ranks.get(shard.rank, 0) + shard.box.numel
     work, owners = [0] * len(stages), {}
     for matrix in sorted(elements_by_rank, key=lambda m: (-m.cost, m)):
-        near = {stages[rank] for rank in elements_by_rank[matrix]}
-        able = [rank for rank, stage in enumerate(stages) if stage in near]
-        least = min(work[rank] for rank in able)
-        idle = [rank for rank in able if work[rank] == least]
+        holder_stages = {stages[rank] for rank in elements_by_rank[matrix]}
+        candidates = [rank for rank, stage in enumerate(stages) if stage in holder_stages]
+        min_work = min(work[rank] for rank in candidates)
+        idle = [rank for rank in candidates if work[rank] == min_work]
         owner = max(idle, key=lambda rank: (elements_by_rank[matrix].get(rank, 0), -rank))
         owners[matrix] = owner
         work[owner] += matrix.cost
@@ -201,12 +201,12 @@ def plan_rounds(
     rounds = []
     for group in _batches(owners, gathers, returns, world=world, limit=limit):
         transfers = [transfer for matrix in group for transfer in gathers[matrix]]
-        back = [transfer for matrix in group for transfer in returns[matrix]]
+        return_transfers = [transfer for matrix in group for transfer in returns[matrix]]
         rounds.append(
             Round(
-                own=tuple(matrix for matrix in group if owners[matrix] == rank),
+                local_matrices=tuple(matrix for matrix in group if owners[matrix] == rank),
                 gather=_exchange(transfers, rank=rank, world=world, to_owner=True),
-                give_back=_exchange(back, rank=rank, world=world, to_owner=False),
+                give_back=_exchange(return_transfers, rank=rank, world=world, to_owner=False),
             )
         )
     return rounds
@@ -272,8 +272,8 @@ def _exchange(
     two ranks keep the order of `transfers` on both sides."""
 
     def ends(transfer: MomentumTransfer) -> tuple[int, int]:
-        both = transfer.piece.rank, transfer.owner
-        return both if to_owner else (both[1], both[0])
+        ranks = transfer.piece.rank, transfer.owner
+        return ranks if to_owner else (ranks[1], ranks[0])
 
     sends = sorted((t for t in transfers if ends(t)[0] == rank), key=lambda t: ends(t)[1])
     receives = sorted((t for t in transfers if ends(t)[1] == rank), key=lambda t: ends(t)[0])
@@ -402,7 +402,7 @@ class Muon:
         self.rounds = plan_rounds(
             shards, owners, rank=group.rank, world=group.size, limit=config.round_bytes // 4
         )
-        self.owned_matrices = sum(len(muon_round.own) for muon_round in self.rounds)
+        self.owned_matrices = sum(len(muon_round.local_matrices) for muon_round in self.rounds)
 
     def update(self, numbers: StepNumbers) -> None:
         """Update momentum and masters in place. Collective, unless no matrix is sharded."""
@@ -439,7 +439,7 @@ class Muon:
 
     def _assembled(self, muon_round: Round, arrived: torch.Tensor) -> dict[Matrix, torch.Tensor]:
         """Return this rank's matrices [rows, cols] of a round."""
-        matrices = {m: arrived.new_empty(m.rows, m.cols) for m in muon_round.own}
+        matrices = {m: arrived.new_empty(m.rows, m.cols) for m in muon_round.local_matrices}
         for transfer, view in _transfer_views(muon_round.gather.receives, arrived):
             matrices[transfer.piece.matrix][transfer.piece.box.slices].copy_(view)
         return matrices

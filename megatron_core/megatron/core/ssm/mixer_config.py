@@ -53,7 +53,7 @@ class GatedDeltaNetConfig:
                 f"{self.num_value_heads}"
             )
         if self.num_key_heads % tp:
-            found.append(
+            problems.append(
                 f"linear-num-key-heads {self.num_key_heads} must be divisible by "
                 f"tensor-model-parallel-size {tp}"
             )
@@ -129,7 +129,7 @@ class Mamba2Config:
         if heads % self.normed_groups:
             problems.append(f"mamba-norm-groups {self.normed_groups} must divide the {heads} heads")
         if heads % tp:
-            found.append(
+            problems.append(
                 f"mamba-num-heads {heads} must be divisible by tensor-model-parallel-size {tp}"
             )
         for name, count in (("groups", groups), ("norm-groups", self.normed_groups)):

@@ -99,19 +99,19 @@ def _chunk_gradient_(
     *,
     group: Group,
     columns: Mapping[str, int],
-    wanted: bool,
+    needs_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a chunk's nll [t] and, if `wanted`, overwrite its logits by their gradient.
+    """Return a chunk's nll [t] and, if `needs_gradient`, overwrite its logits by their gradient.
 
     The second result is a factor [t, 1] that the gradient still has to be multiplied by, or None.
     """
     if group.size == 1 and logits.device.type == "cpu":
         nll, factor = fused_gradient_(
-            logits, targets, valid_columns=columns["valid_columns"], gradient=wanted
+            logits, targets, valid_columns=columns["valid_columns"], gradient=needs_gradient
         )
         return nll, None if factor is None else factor.mul_(token_weights)[:, None]
     lse, target_logit = combine_statistics(*chunk_statistics(logits, targets, **columns), group)
-    if wanted:
+    if needs_gradient:
         chunk_gradient_(logits, targets, lse, token_weights, **columns)
     return lse - target_logit, None
 
@@ -158,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
                 token_weights[part],
                 group=group,
                 columns=columns,
-                wanted=want_hidden or want_weight,
+                needs_gradient=want_hidden or want_weight,
             )
             if d_hidden is not None:
                 product = logits.matmul(matrix)

@@ -83,14 +83,14 @@ def carried_out(pieces: list[MatrixShard], world: int, limit: int) -> dict[int, 
                         assert piece.rank == rank
                         updated.append((rank, piece.index))
                 if way == "gather":
-                    for matrix in one.own:
+                    for matrix in one.local_matrices:
                         assert owners[matrix] == rank
                         mine = [t.piece for t in side.receives if t.piece.matrix == matrix]
                         boxes = {p.box for p in mine}
                         assert len(boxes) == len(mine), "a piece came twice"
                         assert sum(p.box.numel for p in mine) == matrix.numel
     assert sorted(updated) == sorted((p.rank, p.index) for p in pieces)
-    return {rank: [list(one.own) for one in plan] for rank, plan in enumerate(plans)}
+    return {rank: [list(one.local_matrices) for one in plan] for rank, plan in enumerate(plans)}
 
 
 @pytest.mark.parametrize("limit", [1, 60, UNLIMITED])
@@ -115,13 +115,13 @@ def test_a_round_keeps_within_the_limit_on_every_rank():
     assert len(plans[0]) < 40, "no round has several matrices"
     together = 0
     for rounds in zip(*plans, strict=True):
-        if sum(len(one.own) for one in rounds) == 1:
+        if sum(len(one.local_matrices) for one in rounds) == 1:
             continue  # a matrix alone may need more
         for one in rounds:
             both = one.gather, one.give_back
             buffers = sum(sum(e.send_counts) + sum(e.receive_counts) for e in both)
-            assert buffers + sum(m.numel for m in one.own) <= limit
-            together += len(one.own)
+            assert buffers + sum(m.numel for m in one.local_matrices) <= limit
+            together += len(one.local_matrices)
     assert together > 20
 
 

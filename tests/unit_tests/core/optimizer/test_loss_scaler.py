@@ -72,9 +72,9 @@ def test_constant_stays():
 
 
 def test_another_kinds_state_is_refused():
-    with pytest.raises(ValueError, match="resume with the loss scaling"):
+    with pytest.raises(ValueError, match="resume with the original loss scaling"):
         DynamicLossScaler().load_state_dict(ConstantLossScaler().state_dict())
-    with pytest.raises(ValueError, match="resume with the loss scaling"):
+    with pytest.raises(ValueError, match="resume with the original loss scaling"):
         ConstantLossScaler().load_state_dict(DynamicLossScaler().state_dict())
 
 

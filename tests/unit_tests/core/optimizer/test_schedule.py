@@ -145,7 +145,7 @@ def test_weight_decay_ramps(style, points):
 def test_weight_decay_constant_and_refusals():
     assert WeightDecaySchedule(start=0.1, end=0.1).weight_decay(0) == 0.1
     for settings_, message in [
-        ({"start": 0.1, "end": 0.2}, "make them equal or ramp it"),
+        ({"start": 0.1, "end": 0.2}, "make them equal, or use style"),
         ({"start": 0.2, "end": 0.1, "style": "linear", "ramp_samples": 9}, "0 <= start <= end"),
         ({"start": 0.1, "end": 0.2, "style": "linear"}, "ramps over 0 samples"),
         ({"start": 0.1, "end": 0.1, "style": "step"}, "unknown weight decay style 'step'"),

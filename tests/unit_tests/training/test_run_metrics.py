@@ -127,7 +127,7 @@ def test_what_counts_as_a_secret():
         ("--mlflow-run-name n", "--mlflow-run-name has no effect without --mlflow-experiment"),
         (
             "--mlflow-experiment e --mlflow-tracking-uri https://ann:pw@h",
-            "--mlflow-tracking-uri holds a user",
+            "--mlflow-tracking-uri contains a user",
         ),
     ],
 )

@@ -27,20 +27,23 @@ def test_members_and_shards_are_aligned_and_shards_are_even():
             (str(i), tuple(source.randint(1, 6) for _ in range(source.randint(1, 3))))
             for i in range(source.randint(1, 6))
         ]
-        parts, member_quantum, shard_quantum = (source.randint(1, 8) for _ in range(3))
+        parts, member_alignment, shard_alignment = (source.randint(1, 8) for _ in range(3))
         layout = BufferLayout.of(
-            shapes, parts=parts, member_quantum=member_quantum, shard_quantum=shard_quantum
+            shapes,
+            num_shards=parts,
+            member_alignment=member_alignment,
+            shard_alignment=shard_alignment,
         )
         assert [(m.name, m.shape) for m in layout.members] == shapes
-        assert all(m.start % member_quantum == 0 for m in layout.members)
+        assert all(m.start % member_alignment == 0 for m in layout.members)
         ends = [0, *(m.stop for m in layout.members)]
         gaps = [m.start - end for m, end in zip(layout.members, ends[:-1], strict=True)]
-        assert all(0 <= gap < member_quantum for gap in gaps)
+        assert all(0 <= gap < member_alignment for gap in gaps)
         bounds = [layout.shard(i) for i in range(parts)]
         assert [b for b, _ in bounds] == [0, *(e for _, e in bounds)][:-1]
         assert bounds[-1][1] == layout.numel
-        assert ends[-1] <= layout.numel < ends[-1] + parts * shard_quantum
-        assert all((e - b) % shard_quantum == 0 for b, e in bounds)
+        assert ends[-1] <= layout.numel < ends[-1] + parts * shard_alignment
+        assert all((e - b) % shard_alignment == 0 for b, e in bounds)
 
 
 def stores(strategy: str, *, gtp: int = 2, dp: int = 3) -> list[WeightStore]:
@@ -136,10 +139,10 @@ def test_shards_are_views_of_their_bucket():
         assert starts == sorted(starts)
         for block in bucket.blocks:
             block.data.fill_(float(block.start))
-        held = {found.handle.name: found for found in bucket.stored()}
+        held = {found.handle.name: found for found in bucket.stored_weights()}
         for name in SHAPES:
             found = held[name]
-            inside = bucket.data[found.at : found.at + found.stop - found.start]
+            inside = bucket.data[found.offset : found.offset + found.stop - found.start]
             assert torch.equal(store.handles[name].anchor.detach().view(-1), inside)
 
 

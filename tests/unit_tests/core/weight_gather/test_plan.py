@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.weight_gather.plan import (
-    Consume,
     GatherPlan,
-    bytes_of_neighbours,
+    PlannedUse,
     check_plan,
     compile_plan,
+    max_adjacent_bytes,
 )
 
 UNLIMITED = 10**12
@@ -32,7 +32,12 @@ def steps(microbatches: int) -> list[str]:
 def plan_of(*, budget: int, ahead: int = 0, microbatches: int = 3, prefetch: bool = True):
     sizes = [1] * len(FORWARD)
     plan = compile_plan(
-        TRACES, steps(microbatches), sizes=sizes, budget=budget, ahead=ahead, prefetch=prefetch
+        TRACES,
+        steps(microbatches),
+        sizes=sizes,
+        budget=budget,
+        prefetch_bytes=ahead,
+        prefetch=prefetch,
     )
     assert check_plan(plan, sizes=sizes, budget=budget) == []
     return plan
@@ -59,7 +64,7 @@ def test_turns_keep_what_fits(kept: int, prefetch: bool):
 def test_one_resident_block_degrades_to_on_demand():
     plan = plan_of(budget=1, microbatches=2)
     assert plan.prologue == (0,)
-    assert [c.issue for c in plan.uses[1:]] == [(c.block,) for c in plan.uses[1:]]
+    assert [c.all_gather for c in plan.uses[1:]] == [(c.block,) for c in plan.uses[1:]]
     assert plan.gathers == len(plan.uses) == 4 * len(FORWARD) - 3
 
 
@@ -76,23 +81,23 @@ def test_block_used_by_last_forward_and_backward_is_one_use():
 def test_the_next_block_is_under_way_before_its_use():
     plan = plan_of(budget=2)
     assert plan.prologue == (0, 1)
-    assert plan.uses[0] == Consume(0, (), ())
-    assert plan.uses[1] == Consume(1, (0,), (2,))
+    assert plan.uses[0] == PlannedUse(0, (), ())
+    assert plan.uses[1] == PlannedUse(1, (0,), (2,))
     for before, after in itertools.pairwise(plan.uses):
-        assert after.block not in after.issue, (before, after)
+        assert after.block not in after.all_gather, (before, after)
 
 
 def test_without_prefetch_every_gather_starts_at_its_own_use():
     plan = plan_of(budget=UNLIMITED, prefetch=False)
     assert plan.prologue == ()
-    assert [c.issue for c in plan.uses if c.issue] == [(b,) for b in FORWARD]
-    assert all(c.issue in ((), (c.block,)) for c in plan.uses)
+    assert [c.all_gather for c in plan.uses if c.all_gather] == [(b,) for b in FORWARD]
+    assert all(c.all_gather in ((), (c.block,)) for c in plan.uses)
 
 
 def test_ahead_counts_the_bytes_beyond_the_next_block():
     sizes = [1, 100, 3, 4, 5, 6]
     for ahead, prologue in ((0, (0, 1)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 1, 2, 3))):
-        plan = compile_plan(TRACES, steps(1), sizes=sizes, budget=UNLIMITED, ahead=ahead)
+        plan = compile_plan(TRACES, steps(1), sizes=sizes, budget=UNLIMITED, prefetch_bytes=ahead)
         assert plan.prologue == prologue
         assert check_plan(plan, sizes=sizes, budget=UNLIMITED) == []
 
@@ -100,38 +105,40 @@ def test_ahead_counts_the_bytes_beyond_the_next_block():
 def test_nothing_is_released_for_a_block_needed_later():
     # At the use of 0 with room for two, 2 would fit only in place of 1, which comes first.
     traces = {"forward": (0, 1, 2, 0, 1)}
-    plan = compile_plan(traces, ["forward"], sizes=[1, 1, 1], budget=2, ahead=UNLIMITED)
+    plan = compile_plan(traces, ["forward"], sizes=[1, 1, 1], budget=2, prefetch_bytes=UNLIMITED)
     assert plan.prologue == (0, 1)
-    assert plan.uses[1] == Consume(1, (0,), (2,))
+    assert plan.uses[1] == PlannedUse(1, (0,), (2,))
 
 
 def test_a_block_of_no_bytes_is_gathered_once_and_stays():
     sizes = [0, 10, 10, 10, 10, 0]
-    plan = compile_plan(TRACES, steps(3), sizes=sizes, budget=20, ahead=0)
+    plan = compile_plan(TRACES, steps(3), sizes=sizes, budget=20, prefetch_bytes=0)
     assert check_plan(plan, sizes=sizes, budget=20) == []
-    issued = [*plan.prologue, *(b for c in plan.uses for b in c.issue)]
+    issued = [*plan.prologue, *(b for c in plan.uses for b in c.all_gather)]
     assert issued.count(0) == issued.count(5) == 1
-    assert not {0, 5} & {b for c in plan.uses for b in c.release}
+    assert not {0, 5} & {b for c in plan.uses for b in c.reshard}
     # All of them may start at once: they cost no memory, and the link takes them in order.
-    free = compile_plan(TRACES, steps(3), sizes=[0] * 6, budget=0, ahead=0)
+    free = compile_plan(TRACES, steps(3), sizes=[0] * 6, budget=0, prefetch_bytes=0)
     assert free.prologue == FORWARD
     assert free.gathers == 6
 
 
 def test_a_block_above_the_budget_is_alone_while_in_use():
     sizes = [1, 50, 1, 1, 1, 1]
-    plan = compile_plan(TRACES, steps(2), sizes=sizes, budget=3, ahead=UNLIMITED)
+    plan = compile_plan(TRACES, steps(2), sizes=sizes, budget=3, prefetch_bytes=UNLIMITED)
     assert check_plan(plan, sizes=sizes, budget=3) == []
     assert plan.peak_bytes == 50
 
 
 def test_what_is_not_needed_again_is_released():
     plan = plan_of(budget=UNLIMITED, microbatches=1)
-    assert [c.release for c in plan.uses[-5:]] == [(5,), (4,), (3,), (2,), (1,)]
+    assert [c.reshard for c in plan.uses[-5:]] == [(5,), (4,), (3,), (2,), (1,)]
 
 
 def test_an_empty_program_has_an_empty_plan():
-    assert compile_plan(TRACES, [], sizes=[], budget=0, ahead=0) == GatherPlan((), (), 0, 0)
+    assert compile_plan(TRACES, [], sizes=[], budget=0, prefetch_bytes=0) == GatherPlan(
+        (), (), 0, 0
+    )
 
 
 def random_case(rng: random.Random) -> dict:
@@ -146,7 +153,7 @@ def random_case(rng: random.Random) -> dict:
         "program": [rng.choice("abc") for _ in range(rng.randint(0, 8))],
         "sizes": sizes,
         "budget": rng.choice((0, 1, 3, 6, 10, 50, UNLIMITED)),
-        "ahead": rng.choice((0, 1, 4, 20, UNLIMITED)),
+        "prefetch_bytes": rng.choice((0, 1, 4, 20, UNLIMITED)),
         "prefetch": rng.random() < 0.8,
     }
 
@@ -164,8 +171,8 @@ def test_random_programs_hold_every_property():
         assert len(set(flat)) <= plan.gathers <= max(1, len(plan.uses))
         if case["budget"] == UNLIMITED:
             assert plan.gathers == len(set(flat))
-        prefetched += sum(b != c.block for c in plan.uses for b in c.issue)
-        released += sum(len(c.release) for c in plan.uses)
+        prefetched += sum(b != c.block for c in plan.uses for b in c.all_gather)
+        released += sum(len(c.reshard) for c in plan.uses)
     assert prefetched > 1000
     assert released > 1000
 
@@ -183,9 +190,9 @@ def test_prefetch_is_never_late_with_budget_for_neighbours():
     rng = random.Random(7)
     less_is_late = 0
     for _ in range(300):
-        case = random_case(rng) | {"prefetch": True, "ahead": 0}
+        case = random_case(rng) | {"prefetch": True, "prefetch_bytes": 0}
         given = {name: case[name] for name in ("traces", "program", "sizes")}
-        room = bytes_of_neighbours(**given)
+        room = max_adjacent_bytes(**given)
         for budget in (room, max(0, room - 1)):
             plan = compile_plan(**case | {"budget": budget})
             late = any(use.block in use.all_gather for use in plan.uses)
@@ -216,7 +223,12 @@ def test_gathers_are_the_fewest_possible_for_blocks_of_one_size():
         blocks, slots = rng.randint(2, 6), rng.randint(1, 4)
         needs = [rng.randrange(blocks) for _ in range(rng.randint(2, 20))]
         plan = compile_plan(
-            {"a": tuple(needs)}, ["a"], sizes=[1] * blocks, budget=slots, ahead=0, prefetch=False
+            {"a": tuple(needs)},
+            ["a"],
+            sizes=[1] * blocks,
+            budget=slots,
+            prefetch_bytes=0,
+            prefetch=False,
         )
         assert plan.gathers == fewest_gathers([b for b, _ in itertools.groupby(needs)], slots)
 
@@ -227,26 +239,28 @@ def test_a_large_program_compiles_quickly():
     traces = {"forward": forward, "backward": forward[::-1]}
     for budget, ahead in ((2, 0), (10, 3), (50, 30), (UNLIMITED, UNLIMITED)):
         start = time.process_time()
-        plan = compile_plan(traces, steps(16), sizes=[1] * blocks, budget=budget, ahead=ahead)
+        plan = compile_plan(
+            traces, steps(16), sizes=[1] * blocks, budget=budget, prefetch_bytes=ahead
+        )
         # 10 to 40 ms on an idle core; the bound is for a busy one.
         assert time.process_time() - start < 0.5
         assert len(plan.uses) == 16 * 2 * (blocks - 1) + 1
 
 
 def change(plan: GatherPlan, at: int, **fields: tuple[int, ...]) -> GatherPlan:
-    consumes = list(plan.uses)
-    consumes[at] = replace(consumes[at], **fields)
-    return replace(plan, consumes=tuple(consumes))
+    uses = list(plan.uses)
+    uses[at] = replace(uses[at], **fields)
+    return replace(plan, uses=tuple(uses))
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (lambda p: change(p, 1, issue=()), "block 2 is used but not gathered"),
-        (lambda p: change(p, 1, release=(0, 1)), "releases block 1 before it is used"),
-        (lambda p: change(p, 2, release=(1, 4)), "releases block 4, which is not gathered"),
-        (lambda p: change(p, 1, issue=(2, 1)), "gathers block 1 again"),
-        (lambda p: change(p, 1, release=()), "3 bytes are gathered, the budget is 2"),
+        (lambda p: change(p, 1, all_gather=()), "block 2 is used but not gathered"),
+        (lambda p: change(p, 1, reshard=(0, 1)), "releases block 1 before it is used"),
+        (lambda p: change(p, 2, reshard=(1, 4)), "releases block 4, which is not gathered"),
+        (lambda p: change(p, 1, all_gather=(2, 1)), "gathers block 1 again"),
+        (lambda p: change(p, 1, reshard=()), "3 bytes are gathered, the budget is 2"),
         (lambda p: replace(p, peak_bytes=1), "the plan states 1 bytes"),
         (lambda p: replace(p, gathers=p.gathers + 1), "the plan states 2 bytes"),
         (lambda p: replace(p, prologue=(0, 1, 2)), "prologue: 3 bytes"),
@@ -267,10 +281,10 @@ def test_check_refuses_the_release_of_permanent_storage():
 @pytest.mark.parametrize(
     ("traces", "kwargs", "said"),
     [
-        ({"f": (0,)}, {"sizes": [1], "budget": 1, "ahead": 0}, "'forward' has no trace"),
-        ({"forward": (3,)}, {"sizes": [1], "budget": 1, "ahead": 0}, "needs block 3"),
-        ({"forward": (0,)}, {"sizes": [-1], "budget": 1, "ahead": 0}, "0 or more"),
-        ({"forward": (0,)}, {"sizes": [1], "budget": 1, "ahead": -1}, "0 or more"),
+        ({"f": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "'forward' has no trace"),
+        ({"forward": (3,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "needs block 3"),
+        ({"forward": (0,)}, {"sizes": [-1], "budget": 1, "prefetch_bytes": 0}, "0 or more"),
+        ({"forward": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": -1}, "0 or more"),
     ],
 )
 def test_impossible_arguments_are_reported(traces, kwargs, said: str):

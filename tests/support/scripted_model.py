@@ -40,5 +40,5 @@ class Scripted(NextByte):
         (row,) = self.engine.scheduler.running
         # END follows the text, and fills any further positions.
         token_ids = torch.tensor([*self._bytes, END])
-        indices = (layout.positions + 1 - row.prompt_length).clamp(0, len(token_ids) - 1)
+        indices = (layout.positions + 1 - row.num_prompt_tokens).clamp(0, len(token_ids) - 1)
         return 5 * torch.nn.functional.one_hot(token_ids[indices], END + 1).float()[:, None]

@@ -449,8 +449,8 @@ class AnswerParser:
     def _json_text(self) -> Generator[None, str, str | None]:
         """Parse a JSON value; return its text, None at a character that cannot be JSON.
 
-        It checks that brackets match and that characters outside of strings are those of JSON. So
-        at most two wrong starts in a text can run on for long, which bounds the cost.
+        It checks that brackets match and that only JSON characters occur outside of strings. At
+        most two false starts in a text can therefore run on for long, which bounds the cost.
         """
         start, brackets = len(self._consumed), list[str]()
         while self._char:

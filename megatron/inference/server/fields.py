@@ -238,7 +238,7 @@ class MessageCall(Body):
     function: CalledFunction
 
 
-class Message(Body):
+class ChatMessage(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -284,6 +284,9 @@ class Message(Body):
         )
 
 
+_Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class Function(Body):
     """A function that may be called."""
 
@@ -325,7 +328,7 @@ class NamedChoice(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: _Messages
     tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -340,7 +343,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: _Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool = True
 
 

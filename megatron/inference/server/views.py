@@ -34,7 +34,7 @@ class View(Protocol):
         ...
 
     def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices of a delta, each of which becomes a chunk."""
+        """Return the choices of a delta; each choice becomes a chunk."""
         ...
 
 

@@ -79,6 +79,7 @@ class BlockPool:
             return None
         block_ids = []
         for _ in range(count):
+            # Free blocks first: an idle block may still serve a later request.
             if self._free:
                 block = self._free.pop()
             else:
@@ -106,6 +107,7 @@ class BlockPool:
             if self._references[block] < 1:
                 raise ValueError(f"block {block} of {self.num_blocks} is not in use: release once")
             self._references[block] -= 1
+            # A block without a hash cannot be found any more, so it is free at once.
             if self._references[block] == 0:
                 if self._hashes[block] is None:
                     self._free.append(block)

@@ -167,6 +167,7 @@ class StateCache:
         """
         for source, target in copies:
             for buffer in self._buffers.values():
+                # A new sequence must not see the states that the slot's last owner left.
                 if source is None:
                     buffer[target].zero_()
                 else:
@@ -285,6 +286,7 @@ class PagedCache:
         options["slot_mapping"] = rows.slot_mapping
         if rows.graph is None:
             return write_and_attend(query, key_value, pages, **options)
+        # A CPU graph calls attention at each replay, as block tables and lengths change per step.
         replayed = ReplayedAttention(query, key_value, pages, **options)
         rows.graph.call(replayed)
         return replayed.out

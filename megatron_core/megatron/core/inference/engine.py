@@ -489,6 +489,7 @@ class Engine:
                 "weights were replaced while a step was in flight: pause the engine before they "
                 "are written"
             )
+        # Copies of weights and captured graphs must follow before the next step reads them.
         self.epoch += 1
         self.model.weights_replaced()
         if self._graphs is not None:
@@ -616,6 +617,7 @@ class Engine:
         """Wait for the oldest step in flight; return the outputs that it has updated."""
         start, idle = time.perf_counter(), self.link.idle_seconds
         result = step.work.result()
+        # Sends read the step's buffers, so they must complete before the step is dropped.
         for pending in result.sends:
             self.link.wait(pending)
         sampled, logprobs, drafts = result.sampled, result.prompt_logprobs, result.drafts
@@ -838,6 +840,7 @@ class Engine:
         # int64 first, so that the int64 views start at an aligned offset.
         flat = np.concatenate([array.reshape(-1) for array in int64_arrays]).astype(np.int64)
         flat = np.concatenate([flat.view(np.int32), *(array.reshape(-1) for array in int32_arrays)])
+        # Pinned: from pageable memory a non-blocking copy would make the host wait.
         on_device = pin(torch.from_numpy(flat), self.device).to(self.device, non_blocking=True)
         sizes = [2 * array.size for array in int64_arrays] + [array.size for array in int32_arrays]
         tensors = on_device.split_with_sizes(sizes)

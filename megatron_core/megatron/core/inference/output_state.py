@@ -106,6 +106,7 @@ class OutputState:
         completion.epochs += [epoch] * len(chosen.tokens)
         if count:
             completion.top_logprobs += [top[:count] for top in chosen.tops]
+        # Masks are cached relative to the output, which has grown.
         self._masks.clear()
 
     def update_forced_tokens(self, forced: Callable[[Sequence[int]], Sequence[int]]) -> None:

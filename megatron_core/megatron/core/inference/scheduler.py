@@ -512,6 +512,7 @@ class Scheduler:
             ):
                 break
             admitted = self._admit(seq, budget)
+            # Stop here instead of trying later sequences: small ones must not starve a large one.
             if admitted is None:
                 break
             if admitted:
@@ -834,6 +835,7 @@ class Scheduler:
             self._states.release([seq.state_slot, *saved_slots, *seq._reserved_snapshots.values()])
         seq.state_slot = seq.saved_state_slot = -1
         seq.snapshot_positions, seq._reserved_snapshots = set(), {}
+        # No waiting sequence may wait for a block that this sequence no longer computes.
         for block_hash in seq.block_hashes:
             if self._block_owners.get(block_hash) is seq:
                 del self._block_owners[block_hash]
@@ -971,6 +973,7 @@ class Scheduler:
         )
         for block in range(start, end):
             block_hash = seq.block_hashes[block]
+            # -1: the block has left the attention window and was released before it was cached.
             if seq.block_ids[block] >= 0:
                 self.pool.publish(seq.block_ids[block], block_hash)
             if self._block_owners.get(block_hash) is seq:

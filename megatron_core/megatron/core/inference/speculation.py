@@ -313,6 +313,7 @@ def _draft_request(context: DraftContext, count: int) -> Request:
         # The same sequence number repeats the random draws of the model, which makes drafts agree
         # more often.
         sequence=context.sequence,
+        # The draft engine's prompt includes output tokens, but a mask expects all output tokens.
         mask=None if mask is None else lambda tokens: mask([*generated, *tokens]),
     )
 

@@ -206,6 +206,7 @@ class StageLink:
         if not self.is_first:
             message = P2PMessage(padded, self._stages.rank - 1, False)
             padded = self.wait(*exchange_async([message], self._stages))
+        # The sends of the previous step must complete before their buffers are dropped.
         for pending in self._draft_sends:
             self.wait(pending)
         self._draft_sends = []

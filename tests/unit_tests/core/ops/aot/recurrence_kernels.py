@@ -136,7 +136,7 @@ KERNELS = (
         )
         for kernel, launches, types in (
             (add_skip_kernel, SKIP, {}),
-            (add_skip_backward_kernel, SKIP_BACKWARD, {"partial_ptr": "*fp32"}),
+            (add_skip_backward_kernel, SKIP_BACKWARD, {"partials_ptr": "*fp32"}),
         )
     ),
 )

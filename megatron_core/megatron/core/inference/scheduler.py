@@ -179,9 +179,8 @@ class SequenceState:
     draft_length: DraftLength = field(default_factory=DraftLength)
     saved_state_slot: int = -1
     _latest_snapshot: bytes | None = None
-    _reserved_snapshots: dict[int, int] = field(
-        default_factory=dict
-    )  # border in flight -> snapshot slot
+    # Position of a snapshot that a step in flight reaches -> its state slot.
+    _reserved_snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_planned_tokens(self) -> int:

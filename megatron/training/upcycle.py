@@ -193,7 +193,7 @@ def _chunk(
         offsets=(0,) * len(shape),
         tensor=torch.empty(shape, dtype=dtype, device="meta"),
         replica_ranks=(0,),
-        pieces=read_blocks,
+        byte_stream=read_blocks,
     )
 
 

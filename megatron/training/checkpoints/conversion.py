@@ -391,7 +391,7 @@ def as_chunk(tensor: StreamedTensor) -> TensorChunk:
         offsets=(0,) * len(tensor.shape),
         tensor=torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta"),
         replica_ranks=(0,),
-        pieces=tensor.pieces,
+        byte_stream=tensor.pieces,
     )
 
 

@@ -111,7 +111,7 @@ def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None)
         offsets=(0,) * len(tensor.shape),
         tensor=torch.empty(tensor.shape, dtype=target_dtype, device="meta"),
         replica_ranks=(0,),
-        pieces=partial(_row_blocks, opened, tensor, target_dtype),
+        byte_stream=partial(_row_blocks, opened, tensor, target_dtype),
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend and LayerBuild: what a model is built from, and the surroundings of each layer.
+"""Backend and LayerBuild: the layer implementations of a model, and the context of each layer.
 
-One object handed to layer constructors replaces a module tree per implementation. `LOCAL` is this
-package's own layers; an adapter for another library supplies the same parts.
+Layer constructors receive one `Backend` instead of a module tree per implementation. `LOCAL` is
+this package's implementation; an adapter for another library supplies the same components.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class Backend:
         gtp_opt_in_modules: whose matrices generalized tensor parallelism may shard although every
             tensor parallel rank has them whole: "mla_down_proj" (the down projections of latent
             attention), "position_embeddings" (learned absolute positions).
-        cpu_dtype: what a CPU multiplies bf16 and fp16 matrices in: that dtype, or fp32; None is
-            what it does faster. Ranks of a model must agree: see `with_cpu_dtype`.
+        cpu_dtype: dtype of bf16 and fp16 matmuls on a CPU: that dtype, or fp32; None chooses the
+            faster one. All ranks of a model must use the same dtype, see `with_cpu_dtype`.
         batch_invariant: whether the bits of a row depend on that row alone: see
             `with_batch_invariance`.
-        layer_parts: what layer i of n has instead of these parts, by field; None if all are alike.
+        layer_parts: replacements for layer i of n, by field; None if all layers are equal.
         step_state: of the layers built from this backend; None where they have none.
     """
 
@@ -145,7 +145,7 @@ class Backend:
 
 
 def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
-    """Return the backend with what a CPU multiplies bf16 and fp16 matrices in, attention's too."""
+    """Return the backend with the dtype of bf16 and fp16 matmuls on a CPU, also in attention."""
     if dtype is None:
         return backend
     chosen = partial(backend.attention, cpu_dtype=dtype)

@@ -129,10 +129,10 @@ def row_boxes(
 
 
 class BoxIndex:
-    """Boxes of one tensor, found by what they share with another box.
+    """An index of the boxes of one tensor, searched by overlap with another box.
 
-    They are sorted along the dimension in which most of them begin at different places, so that a
-    part of a tensor that is cut into many is compared with its neighbours only.
+    The boxes are sorted along the dimension with the most distinct offsets, so that a query in a
+    tensor of many boxes compares only neighbouring boxes.
 
     Args:
         boxes: all with the same number of dimensions.
@@ -208,8 +208,8 @@ def _random_function() -> Callable[[int], int]:
 
     @lru_cache(maxsize=4096)  # neighbours share coordinates
     def value(coordinate: int) -> int:
-        data = coordinate.to_bytes(16, "little")
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little")
+        encoded = coordinate.to_bytes(16, "little")
+        return int.from_bytes(hashlib.blake2b(encoded, digest_size=8, key=key).digest(), "little")
 
     return value
 
@@ -217,11 +217,10 @@ def _random_function() -> Callable[[int], int]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Return the indices of two boxes that share an element, or None if no two do.
 
-    For naming what is wrong; whether anything is wrong, `tiles` knows in linear time.
+    This is for error messages; `tiles` detects an overlap in linear time.
 
-    Sets of boxes are cut apart along any dimension where a gap or a border runs through all of
-    them, which ends in single boxes for the layouts of parallel runs; only what cannot be cut
-    apart is compared pair by pair.
+    A set of boxes is split along any dimension in which a plane separates them. For the layouts of
+    parallel runs this ends in single boxes; only inseparable sets are compared pair by pair.
     """
     if len(boxes) < 2:
         return None
@@ -230,9 +229,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         group = groups.pop()
         if len(group) < 2:
             continue
-        parts = _cut_apart(boxes, group)
-        if len(parts) > 1:
-            groups += parts
+        subgroups = _cut_apart(boxes, group)
+        if len(subgroups) > 1:
+            groups += subgroups
             continue
         for position, i in enumerate(group):
             for j in group[position + 1 :]:
@@ -270,10 +269,10 @@ OFFSET_MARK = "@"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorChunk:
-    """Say which elements of which logical tensor a local tensor holds.
+    """A box of a logical tensor, and the local tensor with its elements.
 
-    Names, shapes and offsets are those of the logical, unpadded, unfused tensor, so that a
-    checkpoint says nothing about the grid it was saved on. Padding is no chunk.
+    Name, shape and offsets refer to the logical, unpadded, unfused tensor, so that a checkpoint is
+    independent of the grid. Padding belongs to no chunk.
 
     Args:
         name: logical name, without "@" and control characters.
@@ -281,12 +280,12 @@ class TensorChunk:
         offsets: where the box starts in it.
         tensor: the box itself, [*sizes]: any strides, dtype and device. Loading writes into it.
         replica_ranks: ascending global ranks that hold an identical copy, this one included.
-        pieces: for saving what is too large for memory: called once, it yields the box's bytes in
-            row-major order, each piece valid until the next; `tensor` then lies on the meta device
-            and says shape and dtype only.
-        is_late: whether updates that other ranks made of it have not arrived: it cannot be saved
-            then. None: never.
-        if_missing: what to do about a checkpoint that lacks the tensor; added to the error.
+        byte_stream: for saving a box that is too large for memory. Called once, it yields the box's
+            bytes in row-major order; each buffer is valid until the next. `tensor` is then on the
+            meta device and only has shape and dtype.
+        is_late: whether updates by other ranks are pending, so that the chunk cannot be saved.
+            None: never.
+        if_missing: advice for a checkpoint without the tensor; added to the error.
 
     Attribute `box` is the box in logical coordinates.
 
@@ -299,7 +298,7 @@ class TensorChunk:
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     replica_ranks: tuple[int, ...]
-    pieces: Callable[[], Iterator[memoryview]] | None = None
+    byte_stream: Callable[[], Iterator[memoryview]] | None = None
     is_late: Callable[[], bool] | None = None
     if_missing: str = ""
     box: Box = field(init=False)

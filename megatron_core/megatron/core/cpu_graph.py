@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CpuGraph: record the operations of a function on a CPU and run them again without its Python.
 
-The counterpart of `torch.cuda.CUDAGraph`, with the same contract: operations run again on the same
-tensors. What was allocated while recording is written again, what was there before is read as it is
-then, and numbers that Python passed are what they were. A small operation on a CPU takes no longer
-than the Python around it.
+The counterpart of `torch.cuda.CUDAGraph`, with the same contract: a replay runs the operations on
+the same tensors. Tensors that were allocated during the recording are overwritten, older tensors
+are read with their current values, and Python numbers keep their recorded values. This pays off
+because a small operation on a CPU takes no longer than the Python around it.
 
     >>> inputs, outputs = torch.ones(3), torch.empty(3)
     >>> graph = CpuGraph()
@@ -148,16 +148,21 @@ class CpuGraph(TorchDispatchMode):
         self._captured = True
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function now, inside `capture`, and at each replay. Its operations are not
-        recorded, and it may read values; what it finds it writes to tensors that stay."""
+        """Call a function now, inside `capture`, and at each replay.
+
+        Its operations are not recorded. It may read values, and must write its results to
+        persistent tensors.
+        """
         if not self._paused:
             self._calls.append((function, (), {}))
         with self.paused():
             function()
 
     def call_for(self, function: Callable[[], Tensor]) -> Tensor:
-        """Return what a function returns now, in its memory and strides; at each replay what it
-        returns is written there."""
+        """Call a function and return its result.
+
+        Each replay calls it again and copies the new result into the same memory.
+        """
         with self.paused():
             result = function()
         if not self._paused:
@@ -244,7 +249,7 @@ def reads_on_host(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 def _copy_result(
     result: Tensor, function: Callable[..., Tensor], args: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
-    """Run an operation and copy what it returns to where it was when it was recorded."""
+    """Run an operation and copy its result into the recorded result."""
     result.copy_(function(*args, **named))
 
 
@@ -254,7 +259,7 @@ def _copy_results(
     args: Sequence[Any],
     named: Mapping[str, Any],
 ) -> None:
-    """Do the same with several results."""
+    """Run an operation and copy its results into the recorded results."""
     tensors = (t for t in tree_leaves(function(*args, **named)) if isinstance(t, Tensor))
     for result, value in zip(results, tensors, strict=True):
         if result.numel():
@@ -262,7 +267,7 @@ def _copy_results(
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tells whose memory a tensor has. Those of oneDNN have no storage to share."""
+    """Return an identifier of a tensor's memory; oneDNN tensors have no storage, so use `id`."""
     return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 

@@ -52,7 +52,7 @@ class NullEvent:
         """Wait for nothing."""
 
     def query(self) -> bool:
-        """Return True: what was recorded before has run."""
+        """Return True: work on a CPU has always completed."""
         return True
 
     def elapsed_time(self, end: NullEvent) -> float:
@@ -101,7 +101,7 @@ def _on_threads(threads: int, function: Callable[[], _Result]) -> _Result:
 
 
 class Work(Generic[_Result]):
-    """What a `WorkQueue` runs."""
+    """A handle of a function that a `WorkQueue` runs."""
 
     def __init__(self, future: Future[_Result], event: Event) -> None:
         self._future, self._event = future, event
@@ -112,31 +112,31 @@ class Work(Generic[_Result]):
         return self._future.done() and self._event.query()
 
     def result(self) -> _Result:
-        """Wait for the device, then return what the function has returned, or raise its error."""
+        """Wait for the function and the device; return the function's result or raise its error."""
         value = self._future.result()
         self._event.synchronize()
         return value
 
 
 class Recorder(Protocol):
-    """What records work and carries it out again, on the same addresses."""
+    """Records work and replays it on the same addresses."""
 
     def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` puts on the device; a GPU does not carry it out meanwhile."""
+        """Record the work that `run` enqueues; a GPU does not execute it during the recording."""
 
     def replay(self) -> None:
-        """Carry out what was recorded, after what was put on the current stream."""
+        """Replay the recorded work on the current stream."""
 
 
 class GraphMemory:
-    """Memory that several CUDA graphs share: what one allocates while it runs, the next overwrites.
+    """A memory pool that several CUDA graphs share: each graph overwrites the memory of the others.
 
-    So no two of them run at a time, and what is read after a replay is read before another one, or
-    lies elsewhere. A pool of torch ends with the last graph in it: graphs that are captured later
-    get a new one.
+    So two graphs must not run at the same time, and the outputs of a replay must be read or copied
+    before another replay. torch frees a pool with its last graph; graphs that are captured later
+    get a new pool.
 
-    They are captured on one stream as well: torch keeps a workspace of cuBLAS for every stream that
-    has multiplied, 32 MiB on Hopper.
+    The graphs are also captured on one stream, because torch keeps a cuBLAS workspace for every
+    stream with a matmul, 32 MiB on Hopper.
     """
 
     def __init__(self) -> None:
@@ -161,13 +161,13 @@ class GraphMemory:
 class CudaRecorder:
     """Capture GPU work once as a CUDA graph and launch it again in one call.
 
-    Threads that read data or watch NCCL go on calling the driver, so only this thread is held to
-    what a recording allows. A graph that has failed to record cannot be used again.
+    Other threads, which read data or watch NCCL, continue to call the driver, so capture restricts
+    only this thread. A graph whose recording failed cannot be used again.
 
     Args:
         device: a GPU.
-        option: that asks for graphs.
-        memory: what it shares with other graphs; None is memory of its own.
+        option: the option that enables graphs, for errors.
+        memory: the pool shared with other graphs; None: a pool of its own.
 
     Raises:
         ValueError: the device is no GPU.
@@ -207,7 +207,7 @@ class CudaRecorder:
             raise
 
     def replay(self) -> None:
-        """Carry out what was recorded, after what was put on the current stream."""
+        """Replay the recorded work on the current stream."""
         self._graph.replay()
 
 
@@ -216,7 +216,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
 
     Args:
         name: "auto" takes a GPU if torch sees one.
-        local_rank: position of this rank among those of its machine; it gets that GPU.
+        local_rank: index of this rank on its machine, and of its GPU.
 
     Raises:
         ValueError: an unknown name, or a GPU that is not there.
@@ -239,7 +239,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether the host goes on before the device has done what was put on a stream."""
+    """Return whether the host continues before the device has completed enqueued work."""
     return device.type == "cuda"
 
 
@@ -269,20 +269,20 @@ def new_event(device: torch.device, *, timing: bool = False) -> Event:
 
 
 def record_use(tensor: Tensor, stream: Stream) -> None:
-    """Keep a tensor's memory, once nobody holds it, from being used again before `stream` has run
-    what is on it now; for a tensor that was allocated on another stream."""
+    """Prevent the allocator from reusing a freed tensor's memory before `stream` has run its
+    current work; needed for a tensor that was allocated on another stream."""
     if not isinstance(stream, NullStream):
         tensor.record_stream(stream)
 
 
 def pin(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor in memory that `device` can copy from while the host goes on."""
+    """Return a CPU tensor in pinned memory, for asynchronous copies to `device`."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host, pinned, there once its device has done what it was told so far;
-    a tensor of the host itself is returned."""
+    """Return a pinned host copy, valid after the device's current stream is synchronized; a host
+    tensor is returned unchanged."""
     if tensor.device.type == "cpu":
         return tensor
     host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -290,33 +290,33 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """Copies of tensors in the host memory; their own memory is given back until `restore`.
+    """Host copies of tensors, whose device memory is freed until `restore`.
 
     Args:
-        tensors: each shape, view and address of a storage stays valid only while it is there: what
-            holds a tensor goes on holding it, and finds its memory elsewhere afterwards.
+        tensors: the tensors; holders of a tensor may keep it, but its memory has another address
+            after `restore`, and must not be used before.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {t.untyped_storage().data_ptr(): (t.untyped_storage(), t) for t in tensors}
-        self._kept = []
+        self._copies = []
         for storage, tensor in storages.values():
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy = whole.clone() if tensor.device.type == "cpu" else to_host(whole)
-            self._kept.append((storage, tensor.device, copy))
-        for device in {device for _, device, _ in self._kept if device.type == "cuda"}:
+            self._copies.append((storage, tensor.device, copy))
+        for device in {device for _, device, _ in self._copies if device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
-        for storage, _, _ in self._kept:
+        for storage, _, _ in self._copies:
             storage.resize_(0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(copy.numel() for _, _, copy in self._kept)
+        return sum(copy.numel() for _, _, copy in self._copies)
 
     def restore(self) -> None:
-        """Give the tensors memory again, and what they held."""
-        for storage, device, copy in self._kept:
+        """Allocate the tensors' memory again and restore their content."""
+        for storage, device, copy in self._copies:
             storage.resize_(copy.numel())
             whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             whole.copy_(copy, non_blocking=True)

@@ -51,8 +51,8 @@ class InitSpec:
         kind: the distribution.
         std: standard deviation of "normal" (mean 0).
         value: the value of "constant".
-        low, high: the range [low, high) of "uniform"; of what its logarithm is taken of ("log"); of
-            softplus of the value, spread evenly by its logarithm ("step").
+        low, high: the range [low, high) of "uniform"; for "log", the range of the argument of the
+            logarithm; for "step", the log-uniform range of the value's softplus.
 
     Raises:
         ValueError: a negative or non-finite number, or an empty range.
@@ -95,8 +95,8 @@ class InitSpec:
 
     @classmethod
     def step_bias(cls, low: float, high: float) -> InitSpec:
-        """Draw x so that the logarithm of softplus(x) is spread evenly between those of `low` and
-        `high`, both positive: biases of step sizes (Gu & Dao 2023, section 3.6)."""
+        """Draw x so that softplus(x) is log-uniform between `low` and `high`, both positive: biases
+        of step sizes (Gu & Dao 2023, section 3.6)."""
         return cls("step", low=low, high=high)
 
     @classmethod
@@ -141,8 +141,8 @@ def fill_(
     """
     sizes = tuple(out.shape)
     fits = len(sizes) == len(shape) == len(offsets) and all(
-        first >= 0 and first + size <= whole
-        for first, size, whole in zip(offsets, sizes, shape, strict=True)
+        offset >= 0 and offset + size <= whole
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     )
     if not fits:
         raise ValueError(
@@ -252,8 +252,8 @@ def _normal(state: Tensor, spec: InitSpec) -> Tensor:
 
 
 def _log(state: Tensor, spec: InitSpec) -> Tensor:
-    """Turn mixed states into logarithms of uniform values, in fp64: of what devices round apart
-    there, next to nothing is left in fp32."""
+    """Turn mixed states into logarithms of uniform values, in fp64, so that rounding differences
+    between devices nearly vanish in fp32."""
     return _uniform(state, spec).double().log_()
 
 

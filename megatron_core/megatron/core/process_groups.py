@@ -254,7 +254,8 @@ class RankGrid:
     def replica_names(self) -> tuple[str, ...]:
         """Names of the subgroups of tensor parallel groups: "tp/2" is 2 consecutive ranks of one.
 
-        Where tp is larger than what it shards (kv heads), so many ranks hold the same shard.
+        If tp exceeds the number of sharded units (kv heads), the ranks of a subgroup hold the same
+        shard.
         """
         return tuple(f"tp/{n}" for n in range(2, self.tp + 1) if self.tp % n == 0)
 
@@ -332,9 +333,9 @@ class Group:
     `rank` and `size` are local to the group; `ranks` are global. A group of size 1 has no handle,
     and every collective of `megatron.core.comm` is the identity on it, so one process runs the same
     code as many. `observers` (shared by the groups of one collection) are called with a record of
-    every collective before it starts; what they return, if not None, is entered as a context while
-    its caller waits. The last of `links` (shared likewise) takes every `Transfer` in place of the
-    real communicator, and returns what waits for it.
+    every collective before it starts; a returned context manager is entered while the caller waits.
+    The last of `links` (also shared) receives every `Transfer` in place of the real communicator,
+    and returns a handle to wait for it.
     """
 
     name: str

@@ -14,7 +14,7 @@ the place of a file that is to be replaced is replaced itself, and one in the pl
 is to be continued is an error. So is a file with several names (hard links). Only the folder that
 the caller names may be reached through links, as it is the user's choice.
 
-All refusals are `UnsafeFileError`, an OSError whose `strerror` says what is wrong and how to go on.
+All refusals are `UnsafeFileError`, an OSError whose `strerror` states the problem and its fix.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read_json(
     max_depth: int = MAX_JSON_DEPTH,
     follow_links: bool = False,
 ) -> Any:
-    """Return what a JSON file holds; see `read_regular`.
+    """Return the value of a JSON file; see `read_regular`.
 
     Raises OSError, as an UnsafeFileError if it is no JSON or nested too deeply.
     """
@@ -170,11 +170,11 @@ def read_json(
 
 
 def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Return what a JSON text holds.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, its objects and lists are nested deeper than `max_depth`, or they
-            would take much more memory than the text.
+        ValueError: the text is no JSON, its objects and lists are nested deeper than `max_depth`,
+            or they would take much more memory than the text.
     """
     _check_values(text)
     try:
@@ -194,8 +194,8 @@ _BASE_JSON_BYTES, _JSON_BYTES_PER_BYTE = 60_000_000, 7
 def _check_values(text: bytes | str) -> None:
     """Estimate the memory of a JSON text's values before it is parsed. Raises ValueError."""
     memory_bytes = sum(
-        each * (text.count(c) if isinstance(text, str) else text.count(c.encode()))
-        for c, each in _BYTES_OF
+        value_bytes * (text.count(c) if isinstance(text, str) else text.count(c.encode()))
+        for c, value_bytes in _BYTES_OF
     )
     if memory_bytes > _BASE_JSON_BYTES + _JSON_BYTES_PER_BYTE * len(text):
         raise ValueError(f"its {len(text)} characters hold more values than are read")
@@ -262,8 +262,8 @@ def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None 
 
     Args:
         path: of the file.
-        mode: as the built-in `open` has them, all binary. "w" makes a new file in the place of what
-            is there, rather than write into that.
+        mode: as for the built-in `open`, always binary. "w" replaces an existing file by a new one
+            and does not write into it.
         root: the folder that the user has named, in which `path` lies; folders between the two
             must not be links, see `make_folder`. None: the folder of the file.
 
@@ -307,8 +307,9 @@ def open_lock(path: Path | str, *, make: bool = True) -> int:
 def replace_file(
     path: Path | str, content: bytes | str, *, root: Path | str | None = None, sync: bool = False
 ) -> None:
-    """Make a file hold `content`, text as UTF-8: at every moment it holds that or what it held
-    before. If `sync`, it is on the disk when this returns. `root`: see `open_to_write`.
+    """Atomically replace a file's content, text as UTF-8.
+
+    If `sync`, the content is on the disk when this returns. `root`: see `open_to_write`.
     """
     path = _checked_name(path)
     draft = f"{path.name}.{secrets.token_hex(6)}.tmp"

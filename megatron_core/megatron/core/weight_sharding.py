@@ -10,9 +10,9 @@ factor that goes with them.
 
 Terms:
 
-- A *logical tensor* is what a checkpoint names: unfused, unpadded, whole. A fused weight (q|k|v,
-  gate|up, the projections of a state-space layer) is one weight with several logical tensors, its
-  *segments*.
+- A *logical tensor* is a tensor of a checkpoint: unfused, unpadded, unsharded. A fused weight
+  (q|k|v, gate|up, the projections of a state-space layer) is one weight with several logical
+  tensors, its *segments*.
 - The *local tensor* is what one rank multiplies with: the weight sharded over its model axes,
   padded to one shape on every rank. Its elements in row-major order are the flat space that buckets
   and shards divide further.
@@ -73,7 +73,7 @@ class Cut:
     dim: int
     parts: int | None = None
 
-    def pieces(self, grid: RankGrid) -> int:
+    def num_shards(self, grid: RankGrid) -> int:
         """Return the number of shards on this grid."""
         return grid.size(self.axis) if self.parts is None else self.parts
 
@@ -94,9 +94,9 @@ class Segment:
     cuts: tuple[Cut, ...] = ()
     row_multiple: int = 1
 
-    def pieces(self, axis: str, grid: RankGrid) -> int:
-        """Return into how many shards one axis divides it."""
-        return math.prod(cut.pieces(grid) for cut in self.cuts if cut.axis == axis)
+    def num_shards(self, axis: str, grid: RankGrid) -> int:
+        """Return the number of shards along one axis."""
+        return math.prod(cut.num_shards(grid) for cut in self.cuts if cut.axis == axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ class Placement:
 def placement(strategy: Strategy, outer: OuterStrategy = "no_shard") -> Placement:
     """Return which data axes shard weight, gradient and optimizer state.
 
-    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) over the inner data-parallel
-    ranks, which are all of them unless the grid has `instances`. Over the outer ones everything is
-    replicated (hybrid sharding, Zhao et al. 2023, section 3.2), except the optimizer state if
-    `outer` specifies that.
+    ZeRO stages 0 to 3 (Rajbhandari et al. 2020, section 5) shard over the shard group, which is
+    all data-parallel ranks unless the grid has several `instances`. Over the replicate group
+    everything is replicated (hybrid sharding, Zhao et al. 2023, section 3.2), except the optimizer
+    state if `outer` is "optim".
 
     Args:
         strategy: one of `STRATEGIES`.
@@ -179,11 +179,11 @@ class WeightSharding:
 
     @staticmethod
     def of(
-        name: str, shape: tuple[int, ...], *cuts: Cut, row_multiple: int = 1, **more: object
+        name: str, shape: tuple[int, ...], *cuts: Cut, row_multiple: int = 1, **fields: object
     ) -> WeightSharding:
         """Describe a weight of one logical tensor, which has the weight's own name."""
         segment = Segment(name=name, shape=shape, cuts=cuts, row_multiple=row_multiple)
-        return WeightSharding(name=name, segments=(segment,), **more)  # type: ignore[arg-type]
+        return WeightSharding(name=name, segments=(segment,), **fields)  # type: ignore[arg-type]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -267,7 +267,7 @@ class LocalBox:
 
 
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
-    """List what is wrong with a description on this grid; empty if nothing is."""
+    """List the problems of a sharding on this grid; empty without problems."""
     problems = []
     for segment in sharding.segments:
         problems += _cut_problems(sharding, segment, grid)
@@ -300,7 +300,7 @@ def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) ->
         if cut.axis not in sharding.axes:
             problems.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
             continue
-        size, num_shards = grid.size(cut.axis), cut.pieces(grid)
+        size, num_shards = grid.size(cut.axis), cut.num_shards(grid)
         if not 0 <= cut.dim < len(segment.shape):
             problems.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
         elif num_shards < 1 or size % num_shards:
@@ -330,7 +330,7 @@ def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     inner = list(first_segment.shape[1:])
     for cut in first_segment.cuts:
         if cut.dim:
-            inner[cut.dim - 1] //= cut.pieces(grid)
+            inner[cut.dim - 1] //= cut.num_shards(grid)
     return (rows, *inner)
 
 
@@ -411,7 +411,7 @@ def replica_ranks(
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
-        num_shards = segment.pieces(axis, grid)
+        num_shards = segment.num_shards(axis, grid)
         if axis == "pp":
             choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
         elif axis in sharded_data_axes or num_shards == size:
@@ -452,12 +452,12 @@ def memory_bytes(
     return total
 
 
-def _piece(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
-    return at[cut.axis] * cut.pieces(grid) // grid.size(cut.axis)
+def _shard_index(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
+    return at[cut.axis] * cut.num_shards(grid) // grid.size(cut.axis)
 
 
 def _row_pieces(segment: Segment, grid: RankGrid) -> int:
-    return math.prod(c.pieces(grid) for c in segment.cuts if c.dim == 0)
+    return math.prod(c.num_shards(grid) for c in segment.cuts if c.dim == 0)
 
 
 def _local_rows(segment: Segment, grid: RankGrid) -> int:
@@ -479,10 +479,10 @@ def _origin(
     offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
     for cut in segment.cuts:  # ordered: an earlier axis is the outer one
         if cut.dim == 0:
-            index = index * cut.pieces(grid) + _piece(cut, grid, at)
+            index = index * cut.num_shards(grid) + _shard_index(cut, grid, at)
         else:
-            sizes[cut.dim - 1] //= cut.pieces(grid)
-            offsets[cut.dim - 1] += _piece(cut, grid, at) * sizes[cut.dim - 1]
+            sizes[cut.dim - 1] //= cut.num_shards(grid)
+            offsets[cut.dim - 1] += _shard_index(cut, grid, at) * sizes[cut.dim - 1]
     return index * _local_rows(segment, grid), tuple(offsets), tuple(sizes)
 
 
@@ -498,7 +498,7 @@ def _replica_index(
             owners = sharding.stages or (at[axis],)
             index = index * len(owners) + (owners.index(at[axis]) if at[axis] in owners else 0)
             continue
-        replicas = grid.size(axis) // segment.pieces(axis, grid)
+        replicas = grid.size(axis) // segment.num_shards(axis, grid)
         index = index * replicas + at[axis] % replicas
     return index
 
@@ -547,7 +547,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
             continue
         whole, size = [], grid.size(axis)
         for segment in sharding.segments:
-            num_shards = segment.pieces(axis, grid)
+            num_shards = segment.num_shards(axis, grid)
             if num_shards == 1 and not any(c.axis == axis for c in segment.cuts):
                 whole.append(segment.name)
             elif num_shards < size:

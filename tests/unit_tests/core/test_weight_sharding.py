@@ -138,7 +138,7 @@ def test_ranks_hold_each_element_equally_and_count_it_once():
             assert set(held) == set(itertools.product(*map(range, segment.shape)))
             copies = {len(ranks) for ranks in held.values()}
             ranks_of_weight = grid.world_size // grid.pp * (stages if sharding.stages else grid.pp)
-            cuts = math.prod(segment.pieces(a, grid) for a in sharding.axes)
+            cuts = math.prod(segment.num_shards(a, grid) for a in sharding.axes)
             assert copies == {ranks_of_weight // cuts}
             # Without stages every stage has a weight of its own under this name: one count each.
             times = lanes * (1 if sharding.stages else grid.pp)

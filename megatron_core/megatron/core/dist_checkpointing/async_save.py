@@ -407,7 +407,7 @@ class AsyncSaver:
         on_commit: Callable[[], object] = lambda: None,
         timeout_seconds: float = 120.0,
     ) -> None:
-        if streamed_name := next((c.name for c in chunks if c.pieces is not None), None):
+        if streamed_name := next((c.name for c in chunks if c.byte_stream is not None), None):
             raise ValueError(f"{streamed_name} comes in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
         self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit

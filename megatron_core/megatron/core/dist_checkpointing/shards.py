@@ -347,10 +347,16 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
             scratch = torch.empty(0, dtype=torch.uint8)
             for chunk, planned in zip(plan.source_chunks, plan.chunks, strict=True):
                 tensor = chunk.tensor.detach()
-                if chunk.pieces is None and not _is_contiguous_cpu(tensor) and not scratch.numel():
+                if (
+                    chunk.byte_stream is None
+                    and not _is_contiguous_cpu(tensor)
+                    and not scratch.numel()
+                ):
                     scratch = torch.empty(WRITE_BUFFER_BYTES, dtype=torch.uint8)
                 digester = BlockDigester(block_bytes)
-                for buffer in chunk.pieces() if chunk.pieces else _stream_bytes(tensor, scratch):
+                for buffer in (
+                    chunk.byte_stream() if chunk.byte_stream else _stream_bytes(tensor, scratch)
+                ):
                     if digests:
                         digester.update(buffer)
                     writer.write(buffer)

@@ -271,7 +271,7 @@ def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
         offsets=(0,),
         tensor=torch.empty(3, device="meta"),
         replica_ranks=(0,),
-        pieces=lambda: iter(()),
+        byte_stream=lambda: iter(()),
     )
     with pytest.raises(ValueError, match="a comes in pieces"):
         AsyncSaver(tmp_path, [pieces], coordinator=Solo())

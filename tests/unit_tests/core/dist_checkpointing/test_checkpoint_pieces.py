@@ -36,7 +36,7 @@ def streamed(rows: int) -> TensorChunk:
             band = VALUES.repeat(2, 1)[first : first + 2].contiguous()
             yield memoryview(band.view(torch.uint8).numpy()).cast("B")
 
-    return chunk(torch.empty(6, 5, device="meta"), pieces=pieces)
+    return chunk(torch.empty(6, 5, device="meta"), byte_stream=pieces)
 
 
 def save(root: Path, rows: int = 6) -> Path:

@@ -104,10 +104,10 @@ def compare(whole, parts):
     check_biases(whole / "iter_0000012", parts / "iter_0000012")
 
 
-def check_loads(expected, found):
+def check_loads(expected, loads):
     """Compare the loads of experts, which are whole numbers over their mean, and what routers
     measured."""
-    trained = [[e for e in events if e["kind"] == "train"] for events in (expected, found)]
+    trained = [[e for e in events if e["kind"] == "train"] for events in (expected, loads)]
     for one, other in zip(*trained, strict=True):
         assert one[EXPERT_LOAD] == other[EXPERT_LOAD], one["iteration"]
         assert list(one[EXPERT_LOAD]) == ["layer 1", "layer 2", "layer 3"]

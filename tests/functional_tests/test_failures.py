@@ -18,7 +18,7 @@ def prefix(tmp_path):
 
 
 def plant_bad_microbatch(rank: int) -> None:
-    def fail(made):
+    def fail(batch):
         raise ValueError("the sixth microbatch is bad:\n mend it")
 
     if rank == 1:

@@ -185,12 +185,12 @@ def test_flags_of_another_model_are_answered_field_by_field(modern, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def transformers_names(ours: Tensors) -> Tensors:
+def transformers_names(mcore_weights: Tensors) -> Tensors:
     """Return the tensors of MODERN by the names of transformers' Qwen3."""
     found = {
-        "model.embed_tokens.weight": ours["embedding.weight"],
-        "model.norm.weight": ours["decoder.final_norm.weight"],
-        "lm_head.weight": ours["head.weight"],
+        "model.embed_tokens.weight": mcore_weights["embedding.weight"],
+        "model.norm.weight": mcore_weights["decoder.final_norm.weight"],
+        "lm_head.weight": mcore_weights["head.weight"],
     }
     for layer in range(MODERN.num_layers):
         mixer, ffn = f"decoder.blocks.{2 * layer}", f"decoder.blocks.{2 * layer + 1}"
@@ -208,7 +208,7 @@ def transformers_names(ours: Tensors) -> Tensors:
             "mlp.down_proj": f"{ffn}.mlp.down",
         }
         for name, own in theirs.items():
-            found[f"model.layers.{layer}.{name}.weight"] = ours[f"{own}.weight"]
+            found[f"model.layers.{layer}.{name}.weight"] = mcore_weights[f"{own}.weight"]
     return found
 
 

@@ -158,8 +158,8 @@ def test_a_stopped_pipeline_goes_on_in_one_process(prefix, tmp_path):
     assert digests(cut / name).keys() == digests(whole / name).keys()
 
 
-def _nan(made) -> None:
-    made.loss_mask.mul_(float("nan"))
+def _nan(batch) -> None:
+    batch.loss_mask.mul_(float("nan"))
 
 
 def plant_nan(rank: int) -> None:

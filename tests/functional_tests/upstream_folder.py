@@ -19,14 +19,14 @@ PADDING = 7
 Tensors = dict[str, torch.Tensor]
 
 
-def upstream_layer(ours: Tensors, layer: int, *, gated: bool, fused: bool) -> Tensors:
+def upstream_layer(weights: Tensors, layer: int, *, gated: bool, fused: bool) -> Tensors:
     """Return the tensors of a layer as upstream has them."""
     mixer, ffn = f"decoder.blocks.{2 * layer}", f"decoder.blocks.{2 * layer + 1}"
     found = {}
     for kind in ("weight", "bias"):
-        if f"{mixer}.attention.query.{kind}" in ours:
+        if f"{mixer}.attention.query.{kind}" in weights:
             query, key, value = (
-                ours[f"{mixer}.attention.{name}.{kind}"] for name in ("query", "key", "value")
+                weights[f"{mixer}.attention.{name}.{kind}"] for name in ("query", "key", "value")
             )
             rows = []
             for group in range(GROUPS):
@@ -44,37 +44,37 @@ def upstream_layer(ours: Tensors, layer: int, *, gated: bool, fused: bool) -> Te
         if not gated:
             names["mlp.linear_fc1"] = f"{ffn}.mlp.up"
         for theirs, name in names.items():
-            if f"{name}.{kind}" in ours:
-                found[f"{theirs}.{kind}"] = ours[f"{name}.{kind}"]
+            if f"{name}.{kind}" in weights:
+                found[f"{theirs}.{kind}"] = weights[f"{name}.{kind}"]
         for before, alone, block in (
             ("self_attention.linear_qkv.layer_norm_", "input_layernorm.", mixer),
             ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.", ffn),
         ):
-            if f"{block}.norm.{kind}" in ours:
-                found[(before if fused else alone) + kind] = ours[f"{block}.norm.{kind}"]
+            if f"{block}.norm.{kind}" in weights:
+                found[(before if fused else alone) + kind] = weights[f"{block}.norm.{kind}"]
     if gated:
         found["mlp.linear_fc1.weight"] = torch.cat(
-            [ours[f"{ffn}.mlp.gate.weight"], ours[f"{ffn}.mlp.up.weight"]]
+            [weights[f"{ffn}.mlp.gate.weight"], weights[f"{ffn}.mlp.up.weight"]]
         )
     return found
 
 
-def upstream_ends(ours: Tensors) -> Tensors:
+def upstream_ends(weights: Tensors) -> Tensors:
     """Return embedding, final norm and head as upstream has them."""
-    padding = torch.full((PADDING, ours["embedding.weight"].shape[1]), 9.0)
+    padding = torch.full((PADDING, weights["embedding.weight"].shape[1]), 9.0)
     names = {
         "embedding.weight": "embedding.word_embeddings.weight",
         "head.weight": "output_layer.weight",
         "decoder.final_norm.weight": "decoder.final_layernorm.weight",
         "decoder.final_norm.bias": "decoder.final_layernorm.bias",
     }
-    found = {theirs: ours[name] for name, theirs in names.items() if name in ours}
+    found = {theirs: weights[name] for name, theirs in names.items() if name in weights}
     found = {
         name: torch.cat([value, padding.to(value.dtype)]) if value.dim() == 2 else value
         for name, value in found.items()
     }
     positions = "embedding.position_embeddings.weight"  # by the same name, without padding
-    return found | ({positions: ours[positions]} if positions in ours else {})
+    return found | ({positions: weights[positions]} if positions in weights else {})
 
 
 def cut(value: torch.Tensor, *, dim: int, pieces: int, rank: int) -> Any:
@@ -90,10 +90,10 @@ def cut(value: torch.Tensor, *, dim: int, pieces: int, rank: int) -> Any:
     return init_from_local_shards(shards, *value.shape)
 
 
-def save_upstream(rank: int, world: int, ours: Tensors, folder: Path) -> None:
+def save_upstream(rank: int, world: int, weights: Tensors, folder: Path) -> None:
     """Save as two tensor parallel ranks of upstream do: one axis of layers, cut rows or columns."""
-    layers = [upstream_layer(ours, layer, gated=True, fused=True) for layer in range(LAYERS)]
-    state: dict[str, Any] = dict(upstream_ends(ours))
+    layers = [upstream_layer(weights, layer, gated=True, fused=True) for layer in range(LAYERS)]
+    state: dict[str, Any] = dict(upstream_ends(weights))
     for name in layers[0]:
         value = torch.stack([layer[name] for layer in layers])
         key = f"decoder.layers.{name}"

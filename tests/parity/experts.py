@@ -180,16 +180,16 @@ def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
             yield part[part >= 0], int((part >= 0).sum())
 
 
-def same_loads(runs: Sequence[Run], wanted: Run) -> None:
+def same_loads(runs: Sequence[Run], expected: Run) -> None:
     """Fail unless all ranks report what the single process does, and have its biases."""
     for rank, run in enumerate(runs):
-        for own, ref in zip(run.loads, wanted.loads, strict=True):
+        for own, ref in zip(run.loads, expected.loads, strict=True):
             if (own.name, own.tokens) != (ref.name, ref.tokens):
                 raise AssertionError(f"{own.name} on {rank} routed {own.tokens}, not {ref.tokens}")
             assert_all_close(_measures(own, ref), _measures(ref, ref))
         for name, state in run.states.items():
-            if not torch.equal(state, wanted.states[name]):
-                raise AssertionError(f"{name} is {state} on {rank}, not {wanted.states[name]}")
+            if not torch.equal(state, expected.states[name]):
+                raise AssertionError(f"{name} is {state} on {rank}, not {expected.states[name]}")
 
 
 def _measures(load: RouterLoad, ref: RouterLoad) -> dict[str, torch.Tensor]:

@@ -65,12 +65,12 @@ def initial_weights() -> dict[str, torch.Tensor]:
     return perturbed(assembled(weight_pieces(model.store)), seed=3)
 
 
-def data_of_rank(lane: int) -> list[list[Microbatch]]:
+def data_of_rank(dp_rank: int) -> list[list[Microbatch]]:
     """Return the microbatches of one lane, by step."""
     shape = {"batch": 3, "sequence": 12, "vocabulary": VOCABULARY}
     return [
         [
-            microbatch(seed=5, dp_rank=lane, index=step * ACCUMULATION + i, **shape)
+            microbatch(seed=5, dp_rank=dp_rank, index=step * ACCUMULATION + i, **shape)
             for i in range(ACCUMULATION)
         ]
         for step in range(STEPS)

@@ -54,13 +54,13 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
     # Norms of all heads: q/k norms, and that of a gated delta net.
     partial = row["sequence_parallel"] or row["qk_norm"] or row["mixer"] == "delta"
     partial = partial or row["experts"] is not None
-    _once_a_step(row, runs, number, group="tp", wanted=row["tp"] > 1 and partial)
+    _once_a_step(row, runs, number, group="tp", expected=row["tp"] > 1 and partial)
     assert_expert_traffic(row, runs, number)
     for size in (2, 4):  # kv heads that several ranks hold
         replicas = {row["tp"] // row["groups"]}
         if row["mixer"] == "mamba":
             replicas.add(row["tp"] // row["mamba_groups"])
-        _once_a_step(row, runs, number, group=f"tp/{size}", wanted=size in replicas)
+        _once_a_step(row, runs, number, group=f"tp/{size}", expected=size in replicas)
     _ties(row, runs, number)
 
 
@@ -346,7 +346,7 @@ def _in_regions(row: Row, part: StagePart, step: Step) -> None:
         assert_active(step.records, kind=kind, group="tp", exactly=exactly)
 
 
-def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, wanted: bool) -> None:
+def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, expected: bool) -> None:
     """Expect one more all-reduce on `group`, of gradients that are addends on its ranks.
 
     A rank whose shard of the gradients, or whose stage, holds none of those runs none; not all can
@@ -357,11 +357,11 @@ def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, want
         records = run.steps[number].records
         extra = len(matching(records, kind="all_reduce", group=group)) - before
         everywhere = row["placement"] == "no_shard" and row["pp"] * row["gtp"] == 1
-        allowed = {int(wanted)} if everywhere else {0, int(wanted)}
+        allowed = {int(expected)} if everywhere else {0, int(expected)}
         if extra not in allowed:
             raise AssertionError(
-                f"{extra} gradient sums over {group}, wanted {allowed}:\n{table(records)}"
+                f"{extra} gradient sums over {group}, expected {allowed}:\n{table(records)}"
             )
-    if wanted:
+    if expected:
         records = [record for run in runs for record in run.steps[number].records]
         assert_active(records, kind="all_reduce", group=group, at_least=sum(beyond) + 1)

@@ -182,13 +182,13 @@ def gpt_config(row: Row) -> GPTConfig:
     )
 
 
-def data_of_rank(row: Row, lane: int, step: int) -> list[Microbatch]:
+def data_of_rank(row: Row, dp_rank: int, step: int) -> list[Microbatch]:
     """Return the microbatches of one lane in one step, whole rows."""
     numbers = [step * row["accumulation"] + i for i in range(row["accumulation"])]
     made = [
         microbatch(
             seed=row.get("seed", SEED),
-            dp_rank=lane,
+            dp_rank=dp_rank,
             index=number,
             batch=sizes_of(row)["batch"],
             sequence=SEQUENCE,

@@ -174,10 +174,10 @@ def _assert_step_agrees(row: Row, runs: Sequence[Run], ref: Reference, number: i
 
 
 def _assert_gradients(
-    got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, bound: float
+    got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, bound: float
 ) -> float:
     """Compare gradients; those whose terms nearly cancel are as inexact as their terms."""
-    assert got.keys() == wanted.keys()
+    assert got.keys() == expected.keys()
     groups: dict[tuple[bool, bool], list[str]] = {}
     for name in got:
         groups.setdefault((name.endswith(CANCELLING), name.endswith(SMALL)), []).append(name)
@@ -186,7 +186,7 @@ def _assert_gradients(
         allowance = 10 if cancelling else 1
         found = assert_all_close(
             {name: got[name] for name in names},
-            {name: wanted[name] for name in names},
+            {name: expected[name] for name in names},
             bound=bound * allowance,
             scale=0.0 if small else 1.0,
         )

@@ -30,8 +30,8 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def _make_nan(made):
-    made.loss_mask.mul_(float("nan"))
+def _make_nan(batch):
+    batch.loss_mask.mul_(float("nan"))
 
 
 def plant_nan_data(rank: int) -> None:

@@ -35,11 +35,11 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-def _assert_same(found: Path, wanted: Path) -> None:
+def _assert_same(resumed: Path, reference: Path) -> None:
     """See that a run has the losses of another, and has consumed as many samples."""
     for kind in ("train", "validation"):
-        expected = losses(wanted, kind)
-        got = losses(found, kind)
+        expected = losses(reference, kind)
+        got = losses(resumed, kind)
         assert got.keys() == expected.keys()
         for iteration, loss in got.items():
             assert loss == pytest.approx(expected[iteration], rel=1e-6), (kind, iteration)
@@ -49,7 +49,7 @@ def _assert_same(found: Path, wanted: Path) -> None:
         events = [e for e in read_metrics(metrics) if e["kind"] == "train"]
         return [tuple(event[name] for name in names) for event in events]
 
-    assert counted(found) == counted(wanted)
+    assert counted(resumed) == counted(reference)
 
 
 #: Processes, options and last iteration of each part, and what its log says.

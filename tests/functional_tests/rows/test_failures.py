@@ -72,7 +72,7 @@ def test_dead_rank_is_named_with_step_collective_and_stacks(
 
 
 def plant_error(rank: int) -> None:
-    def fail(made):
+    def fail(batch):
         raise KeyError("the sixth microbatch")
 
     if rank == 1:
@@ -101,7 +101,7 @@ def plant_skipped_collective(rank: int) -> None:
             return Pending(x)
         return whole(x, group, out=out, **options)
 
-    def from_now(made):
+    def from_now(batch):
         late[0] = True
 
     data_parallel.all_reduce_async = lazy

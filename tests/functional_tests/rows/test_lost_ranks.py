@@ -83,7 +83,7 @@ def plant(rank: int, *, kind: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
     PeerWatch.__init__.__kwdefaults__["heartbeat_seconds"] = BEAT_SECONDS
 
-    def fault(made) -> None:
+    def fault(batch) -> None:
         time.sleep(3.0 * BEAT_SECONDS)  # let a beat say that it is here
         FAULTS[kind]()
 

@@ -385,7 +385,7 @@ def run_case(groups: Groups, case: Callable[[Groups, Config], None]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_two_lanes(case: Callable[[Groups, Config], None]):
+def test_cases_on_two_ranks(case: Callable[[Groups, Config], None]):
     run_ranks(all_strategies, 2, case)
 
 

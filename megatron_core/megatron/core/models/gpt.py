@@ -213,7 +213,7 @@ class GPTModel(StoreModule):
                 self.position_embedding = PositionEmbedding(
                     config.max_position_embeddings, build=build
                 )
-            self.embedding_dropout = HiddenDropout.of(
+            self.embedding_dropout = HiddenDropout.create(
                 "embedding", config.hidden_dropout, build=build
             )
         is_last_chunk = self._is_last(chunk)
@@ -761,7 +761,7 @@ class MultiTokenPredictionLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding, self.head = embedding, head
-        self.drop = HiddenDropout.of(f"{name}.embedding", config.hidden_dropout, build=build)
+        self.drop = HiddenDropout.create(f"{name}.embedding", config.hidden_dropout, build=build)
         size = build.hidden_size
         shared = {"config": config.norm, "build": build}
         self.embedding_norm = Norm(f"{name}.embedding_norm", size, **shared)

@@ -166,7 +166,7 @@ def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
     weights = {
         segment.name: tuple(segment.shape)
         for sharding in shardings
-        for segment in sharding.segments
+        for segment in sharding.sub_weights
     }
     return weights, {name: tuple(tensor.shape) for name, tensor in model.store.states.items()}
 

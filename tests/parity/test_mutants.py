@@ -410,7 +410,7 @@ MOVERS = (
 
 #: Functions that only find fault with a description, or fill memory for tests: no run depends on
 #: them, they have own tests.
-CHECKS = ("check", "_cut_problems", "poison_")
+CHECKS = ("check", "_shard_problems", "poison_")
 
 #: Mutants that compute the same, by their keys, and why; an entry that fits no code is an error.
 EQUIVALENT = {

@@ -595,7 +595,7 @@ def _native_map(config: GPTConfig) -> TensorMap:
         device="meta",
         storage=Storage(initialize=False),
     )
-    segments = [s for h in model.store.handles.values() for s in h.sharding.segments]
+    segments = [s for h in model.store.handles.values() for s in h.sharding.sub_weights]
     shapes = [(segment.name, segment.shape, False) for segment in segments]
     shapes += [(name, tuple(state.shape), True) for name, state in model.store.states.items()]
     for name, shape, fp32 in shapes:

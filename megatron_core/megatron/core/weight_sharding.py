@@ -12,7 +12,7 @@ Terms:
 
 - A *logical tensor* is a tensor of a checkpoint: unfused, unpadded, unsharded. A fused weight
   (q|k|v, gate|up, the projections of a state-space layer) is one weight with several logical
-  tensors, its *segments*.
+  tensors, its *sub-weights*.
 - The *local tensor* is what one rank multiplies with: the weight sharded over its model axes,
   padded to one shape on every rank. Its elements in row-major order are the flat space that buckets
   and shards divide further.
@@ -57,46 +57,46 @@ OUTER_STRATEGIES: tuple[OuterStrategy, ...] = get_args(OuterStrategy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How one grid axis shards a logical tensor along `dim`.
+class Shard:
+    """Shards a logical tensor along one dimension over one grid axis.
 
     Args:
         axis: the axis, for instance "tp" or "ep".
         dim: the dimension of the logical tensor; only dimension 0 may be uneven (it is then
             padded).
-        parts: number of shards; None means one per rank of the axis. Fewer shards than ranks (kv
-            heads < tp) leave axis / parts consecutive ranks with the same piece: the replica
+        count: number of shards; None means one per rank of the axis. With fewer shards than ranks
+            (kv heads < tp), axis / count consecutive ranks hold the same shard: the replica
             sub-group.
     """
 
     axis: str
     dim: int
-    parts: int | None = None
+    count: int | None = None
 
     def num_shards(self, grid: RankGrid) -> int:
         """Return the number of shards on this grid."""
-        return grid.size(self.axis) if self.parts is None else self.parts
+        return grid.size(self.axis) if self.count is None else self.count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One logical tensor.
+class SubWeight:
+    """A logical tensor of a weight, such as the query projection of a fused QKV weight.
 
     Args:
-        name: as a checkpoint spells it.
-        shape: whole and unpadded.
-        cuts: in order, the outer one first.
+        name: its name in checkpoints.
+        shape: shape of the whole tensor, without padding.
+        shards: how it is sharded, the outermost axis first.
         row_multiple: local rows are padded to a multiple of this.
     """
 
     name: str
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    shards: tuple[Shard, ...] = ()
     row_multiple: int = 1
 
     def num_shards(self, axis: str, grid: RankGrid) -> int:
         """Return the number of shards along one axis."""
-        return math.prod(cut.num_shards(grid) for cut in self.cuts if cut.axis == axis)
+        return math.prod(shard.num_shards(grid) for shard in self.shards if shard.axis == axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +152,11 @@ class WeightSharding:
     """Describe one weight as a model multiplies with it.
 
     Args:
-        name: the weight's own name (a fused one differs from its segments' names).
-        segments: its logical tensors, concatenated along dimension 0 of the local tensor.
-        interleave: number of logical units (kv groups, for instance) that the segments interleave
-            by: the local tensor is unit after unit, each holding its share of every segment. 1 is
-            plain concatenation.
+        name: the weight's own name (a fused one differs from its sub-weights' names).
+        sub_weights: its logical tensors, concatenated along dimension 0 of the local tensor.
+        interleave: number of logical units (kv groups, for instance) by which the sub-weights
+            interleave: the local tensor is unit after unit, each with its share of each sub-weight.
+            1 is plain concatenation.
         gradient: for every axis of size > 1 that does not shard it and sees different inputs or
             heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
                 an addend).
@@ -169,7 +169,7 @@ class WeightSharding:
     """
 
     name: str
-    segments: tuple[Segment, ...]
+    sub_weights: tuple[SubWeight, ...]
     interleave: int = 1
     gradient: Mapping[str, GradientKind] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
@@ -179,11 +179,11 @@ class WeightSharding:
 
     @staticmethod
     def of(
-        name: str, shape: tuple[int, ...], *cuts: Cut, row_multiple: int = 1, **fields: object
+        name: str, shape: tuple[int, ...], *shards: Shard, row_multiple: int = 1, **fields: object
     ) -> WeightSharding:
         """Describe a weight of one logical tensor, which has the weight's own name."""
-        segment = Segment(name=name, shape=shape, cuts=cuts, row_multiple=row_multiple)
-        return WeightSharding(name=name, segments=(segment,), **fields)  # type: ignore[arg-type]
+        sub_weight = SubWeight(name=name, shape=shape, shards=shards, row_multiple=row_multiple)
+        return WeightSharding(name=name, sub_weights=(sub_weight,), **fields)  # type: ignore[arg-type]
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -269,68 +269,71 @@ class LocalBox:
 def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
     """List the problems of a sharding on this grid; empty without problems."""
     problems = []
-    for segment in sharding.segments:
-        problems += _cut_problems(sharding, segment, grid)
-        first_segment = sharding.segments[0]
-        if segment.shape[1:] != first_segment.shape[1:] or _inner_cuts(segment) != _inner_cuts(
-            first_segment
-        ):
+    for sub_weight in sharding.sub_weights:
+        problems += _shard_problems(sharding, sub_weight, grid)
+        first_sub_weight = sharding.sub_weights[0]
+        inner_shards = (_inner_shards(sub_weight), _inner_shards(first_sub_weight))
+        if sub_weight.shape[1:] != first_sub_weight.shape[1:] or inner_shards[0] != inner_shards[1]:
             problems.append(
-                f"{segment.name}: shape {segment.shape} does not stack in {sharding.name}"
+                f"{sub_weight.name}: shape {sub_weight.shape} does not stack in {sharding.name}"
             )
     for axis, kind in sharding.gradient.items():
         if kind not in ("identical", "partial"):
             problems.append(f"{sharding.name}: gradient on {axis} is {kind!r}")
     if sharding.interleave > 1 and not problems:
-        for segment in sharding.segments:
-            rows, num_pieces = _local_rows(segment, grid), _row_pieces(segment, grid)
-            split = sharding.interleave % num_pieces and num_pieces % sharding.interleave
-            uneven = rows * num_pieces != segment.shape[0] or rows % _units(sharding, grid)
+        for sub_weight in sharding.sub_weights:
+            rows, num_row_shards = _local_rows(sub_weight, grid), _num_row_shards(sub_weight, grid)
+            split = sharding.interleave % num_row_shards and num_row_shards % sharding.interleave
+            uneven = rows * num_row_shards != sub_weight.shape[0] or rows % _units(sharding, grid)
             if split or uneven:
                 problems.append(
-                    f"{segment.name}: {segment.shape[0]} rows in {num_pieces} pieces do not "
+                    f"{sub_weight.name}: {sub_weight.shape[0]} rows in {num_row_shards} shards do "
+                    "not "
                     f"interleave by {sharding.interleave} units evenly"
                 )
     return problems
 
 
-def _cut_problems(sharding: WeightSharding, segment: Segment, grid: RankGrid) -> list[str]:
+def _shard_problems(sharding: WeightSharding, sub_weight: SubWeight, grid: RankGrid) -> list[str]:
     problems = []
-    for cut in segment.cuts:
-        if cut.axis not in sharding.axes:
-            problems.append(f"{segment.name}: axis {cut.axis!r} is not one of {sharding.axes}")
+    for shard in sub_weight.shards:
+        if shard.axis not in sharding.axes:
+            problems.append(f"{sub_weight.name}: axis {shard.axis!r} is not one of {sharding.axes}")
             continue
-        size, num_shards = grid.size(cut.axis), cut.num_shards(grid)
-        if not 0 <= cut.dim < len(segment.shape):
-            problems.append(f"{segment.name}: no dimension {cut.dim} in shape {segment.shape}")
+        size, num_shards = grid.size(shard.axis), shard.num_shards(grid)
+        if not 0 <= shard.dim < len(sub_weight.shape):
+            problems.append(
+                f"{sub_weight.name}: no dimension {shard.dim} in shape {sub_weight.shape}"
+            )
         elif num_shards < 1 or size % num_shards:
             problems.append(
-                f"{segment.name}: {num_shards} pieces do not divide the {size} ranks of {cut.axis}"
+                f"{sub_weight.name}: {num_shards} shards do not divide the {size} ranks of "
+                f"{shard.axis}"
             )
-        elif cut.dim and segment.shape[cut.dim] % num_shards:
+        elif shard.dim and sub_weight.shape[shard.dim] % num_shards:
             problems.append(
-                f"{segment.name}: dimension {cut.dim} of {segment.shape[cut.dim]} does not "
-                f"divide by {cut.axis}={num_shards}"
+                f"{sub_weight.name}: dimension {shard.dim} of {sub_weight.shape[shard.dim]} does "
+                f"not divide by {shard.axis}={num_shards}"
             )
-    axes = [cut.axis for cut in segment.cuts]
+    axes = [shard.axis for shard in sub_weight.shards]
     for axis in sorted(set(axes)):
         if axes.count(axis) > 1:
-            problems.append(f"{segment.name}: cut {axes.count(axis)} times over {axis}")
+            problems.append(f"{sub_weight.name}: sharded {axes.count(axis)} times over {axis}")
     return problems
 
 
-def _inner_cuts(segment: Segment) -> list[Cut]:
-    return [cut for cut in segment.cuts if cut.dim]
+def _inner_shards(sub_weight: SubWeight) -> list[Shard]:
+    return [shard for shard in sub_weight.shards if shard.dim]
 
 
 def local_shape(sharding: WeightSharding, grid: RankGrid) -> tuple[int, ...]:
     """Return the shape of the local tensor, the same on every rank (padding included)."""
-    rows = sum(_local_rows(s, grid) for s in sharding.segments)
-    first_segment = sharding.segments[0]
-    inner = list(first_segment.shape[1:])
-    for cut in first_segment.cuts:
-        if cut.dim:
-            inner[cut.dim - 1] //= cut.num_shards(grid)
+    rows = sum(_local_rows(s, grid) for s in sharding.sub_weights)
+    first_sub_weight = sharding.sub_weights[0]
+    inner = list(first_sub_weight.shape[1:])
+    for shard in first_sub_weight.shards:
+        if shard.dim:
+            inner[shard.dim - 1] //= shard.num_shards(grid)
     return (rows, *inner)
 
 
@@ -343,19 +346,19 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
     width = math.prod(local_shape(sharding, grid)[1:])
     boxes, row = [], 0
     for unit in range(units):
-        for segment in sharding.segments:
-            rows = _local_rows(segment, grid) // units
-            first_row, inner_offsets, inner_sizes = _origin(segment, grid, at)
+        for sub_weight in sharding.sub_weights:
+            rows = _local_rows(sub_weight, grid) // units
+            first_row, inner_offsets, inner_sizes = _origin(sub_weight, grid, at)
             first_row += unit * rows
-            num_rows = min(rows, segment.shape[0] - first_row)
+            num_rows = min(rows, sub_weight.shape[0] - first_row)
             if num_rows > 0:
                 boxes.append(
                     LocalBox(
-                        name=segment.name,
-                        shape=segment.shape,
+                        name=sub_weight.name,
+                        shape=sub_weight.shape,
                         box=Box((first_row, *inner_offsets), (num_rows, *inner_sizes)),
                         start=row * width,
-                        counted=_replica_index(sharding, segment, grid, at) == 0,
+                        counted=_replica_index(sharding, sub_weight, grid, at) == 0,
                     )
                 )
             row += rows
@@ -363,7 +366,7 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
 
 
 def range_boxes(boxes: Sequence[LocalBox], start: int, stop: int) -> list[LocalBox]:
-    """Cut local boxes down to the elements [start, stop) of the flat tensor.
+    """Shard local boxes down to the elements [start, stop) of the flat tensor.
 
     `start` of the results is relative to the range's own start. For how many boxes a range of one
     is, see `boxes_of_range`.
@@ -396,7 +399,7 @@ def replica_ranks(
     rank: int,
     sharded: tuple[str, ...] = (),
 ) -> tuple[int, ...]:
-    """List the global ranks that hold the same boxes of a segment as `rank`, itself included.
+    """List the global ranks that hold the same boxes of a sub-weight as `rank`, itself included.
 
     Args:
         sharded: axes of the placement over which the role in question is sharded (ranks along them
@@ -405,13 +408,13 @@ def replica_ranks(
     Returns:
         Global ranks, ascending.
     """
-    segment = next(s for s in sharding.segments if s.name == segment_name)
+    sub_weight = next(s for s in sharding.sub_weights if s.name == segment_name)
     at = grid.coordinates(rank)
     sharded_data_axes = sharding.data_axes_of(sharded)
     choices = []
     for axis in sharding.axes:
         size = grid.size(axis)
-        num_shards = segment.num_shards(axis, grid)
+        num_shards = sub_weight.num_shards(axis, grid)
         if axis == "pp":
             choices.append(tuple(sorted(set(sharding.stages))) or (at[axis],))
         elif axis in sharded_data_axes or num_shards == size:
@@ -452,44 +455,44 @@ def memory_bytes(
     return total
 
 
-def _shard_index(cut: Cut, grid: RankGrid, at: Coordinates) -> int:
-    return at[cut.axis] * cut.num_shards(grid) // grid.size(cut.axis)
+def _shard_index(shard: Shard, grid: RankGrid, at: Coordinates) -> int:
+    return at[shard.axis] * shard.num_shards(grid) // grid.size(shard.axis)
 
 
-def _row_pieces(segment: Segment, grid: RankGrid) -> int:
-    return math.prod(c.num_shards(grid) for c in segment.cuts if c.dim == 0)
+def _num_row_shards(sub_weight: SubWeight, grid: RankGrid) -> int:
+    return math.prod(c.num_shards(grid) for c in sub_weight.shards if c.dim == 0)
 
 
-def _local_rows(segment: Segment, grid: RankGrid) -> int:
+def _local_rows(sub_weight: SubWeight, grid: RankGrid) -> int:
     return shard_range(
-        segment.shape[0], _row_pieces(segment, grid), 0, quantum=segment.row_multiple
+        sub_weight.shape[0], _num_row_shards(sub_weight, grid), 0, quantum=sub_weight.row_multiple
     )[1]
 
 
 def _units(sharding: WeightSharding, grid: RankGrid) -> int:
     """Return the number of units in one local tensor (1 where a rank holds part of a unit)."""
-    return max(1, sharding.interleave // _row_pieces(sharding.segments[0], grid))
+    return max(1, sharding.interleave // _num_row_shards(sharding.sub_weights[0], grid))
 
 
 def _origin(
-    segment: Segment, grid: RankGrid, at: Coordinates
+    sub_weight: SubWeight, grid: RankGrid, at: Coordinates
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return the first logical row of a rank's shard, and its inner offsets and sizes."""
     index = 0
-    offsets, sizes = [0] * (len(segment.shape) - 1), list(segment.shape[1:])
-    for cut in segment.cuts:  # ordered: an earlier axis is the outer one
-        if cut.dim == 0:
-            index = index * cut.num_shards(grid) + _shard_index(cut, grid, at)
+    offsets, sizes = [0] * (len(sub_weight.shape) - 1), list(sub_weight.shape[1:])
+    for shard in sub_weight.shards:  # ordered: an earlier axis is the outer one
+        if shard.dim == 0:
+            index = index * shard.num_shards(grid) + _shard_index(shard, grid, at)
         else:
-            sizes[cut.dim - 1] //= cut.num_shards(grid)
-            offsets[cut.dim - 1] += _shard_index(cut, grid, at) * sizes[cut.dim - 1]
-    return index * _local_rows(segment, grid), tuple(offsets), tuple(sizes)
+            sizes[shard.dim - 1] //= shard.num_shards(grid)
+            offsets[shard.dim - 1] += _shard_index(shard, grid, at) * sizes[shard.dim - 1]
+    return index * _local_rows(sub_weight, grid), tuple(offsets), tuple(sizes)
 
 
 def _replica_index(
-    sharding: WeightSharding, segment: Segment, grid: RankGrid, at: Coordinates
+    sharding: WeightSharding, sub_weight: SubWeight, grid: RankGrid, at: Coordinates
 ) -> int:
-    """Return this rank's number among the model-parallel replicas of a segment (0 counts it)."""
+    """Return this rank's number among the model-parallel replicas of a sub_weight (0 counts it)."""
     index = 0
     for axis in sharding.axes:
         if axis in sharding.data_axes:
@@ -498,7 +501,7 @@ def _replica_index(
             owners = sharding.stages or (at[axis],)
             index = index * len(owners) + (owners.index(at[axis]) if at[axis] in owners else 0)
             continue
-        replicas = grid.size(axis) // segment.num_shards(axis, grid)
+        replicas = grid.size(axis) // sub_weight.num_shards(axis, grid)
         index = index * replicas + at[axis] % replicas
     return index
 
@@ -509,11 +512,11 @@ class GradientStep:
 
     Args:
         group: a name of `GROUP_NAMES`, or "tp/2": 2 consecutive tp ranks.
-        segments: the logical tensors concerned.
+        sub_weights: names of the logical tensors concerned.
     """
 
     group: str
-    segments: tuple[str, ...]
+    sub_weights: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -540,20 +543,20 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
             it is tied between other stages than the first and the last, or the sums would not reach
             every data-parallel rank exactly once (the silent factor of ep or etp/tp in experts).
     """
-    names = tuple(s.name for s in sharding.segments)
+    names = tuple(s.name for s in sharding.sub_weights)
     steps = []
     for axis in sharding.axes:
         if axis in sharding.data_axes or axis == "pp" or grid.size(axis) == 1:
             continue
         whole, size = [], grid.size(axis)
-        for segment in sharding.segments:
-            num_shards = segment.num_shards(axis, grid)
-            if num_shards == 1 and not any(c.axis == axis for c in segment.cuts):
-                whole.append(segment.name)
+        for sub_weight in sharding.sub_weights:
+            num_shards = sub_weight.num_shards(axis, grid)
+            if num_shards == 1 and not any(c.axis == axis for c in sub_weight.shards):
+                whole.append(sub_weight.name)
             elif num_shards < size:
                 # Replicas of a shard feed different consumers (other query heads): addends of one
                 # gradient.
-                steps.append(GradientStep(f"{axis}/{size // num_shards}", (segment.name,)))
+                steps.append(GradientStep(f"{axis}/{size // num_shards}", (sub_weight.name,)))
         if whole and axis not in sharding.gradient:
             raise ValueError(
                 f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
@@ -594,8 +597,8 @@ def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
 def _merge(steps: list[GradientStep]) -> list[GradientStep]:
     merged: dict[str, tuple[str, ...]] = {}
     for step in steps:
-        merged[step.group] = merged.get(step.group, ()) + step.segments
-    return [GradientStep(group, segments) for group, segments in merged.items()]
+        merged[step.group] = merged.get(step.group, ()) + step.sub_weights
+    return [GradientStep(group, names) for group, names in merged.items()]
 
 
 __all__ = [
@@ -606,15 +609,15 @@ __all__ = [
     "REPLICATE_AXES",
     "SHARD_AXES",
     "STRATEGIES",
-    "Cut",
     "GradientKind",
     "GradientPlan",
     "GradientStep",
     "LocalBox",
     "OuterStrategy",
     "Placement",
-    "Segment",
+    "Shard",
     "Strategy",
+    "SubWeight",
     "WeightSharding",
     "check",
     "gradient_plan",

@@ -12,10 +12,10 @@ import pytest
 
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
-    Cut,
     GradientPlan,
     GradientStep,
-    Segment,
+    Shard,
+    SubWeight,
     WeightSharding,
     gradient_plan,
     local_boxes,
@@ -25,7 +25,7 @@ from tests.support.mutants import apply, planted
 from tests.support.ranks import start_ranks
 
 GRID = RankGrid(world_size=16, tp=4, cp=2)
-ROWS = Cut(axis="tp", dim=0)
+ROWS = Shard(axis="tp", dim=0)
 
 
 def steps(sharding: WeightSharding, grid: RankGrid = GRID) -> tuple[GradientStep, ...]:
@@ -53,13 +53,13 @@ def test_axis_without_gradient_rule_is_refused():
 
 def test_replicas_of_kv_heads_are_summed_over_their_sub_group():
     def fused(pieces: int) -> WeightSharding:
-        few = (Cut(axis="tp", dim=0, parts=pieces),)
+        few = (Shard(axis="tp", dim=0, count=pieces),)
         return WeightSharding(
             name="qkv",
-            segments=(
-                Segment(name="q", shape=(16, 3), cuts=(ROWS,)),
-                Segment(name="k", shape=(4, 3), cuts=few),
-                Segment(name="v", shape=(4, 3), cuts=few),
+            sub_weights=(
+                SubWeight(name="q", shape=(16, 3), shards=(ROWS,)),
+                SubWeight(name="k", shape=(4, 3), shards=few),
+                SubWeight(name="v", shape=(4, 3), shards=few),
             ),
         )
 
@@ -71,9 +71,9 @@ def test_replicas_of_kv_heads_are_summed_over_their_sub_group():
 def test_a_segment_that_nothing_cuts_takes_the_declared_sum():
     sharding = WeightSharding(
         name="projection",
-        segments=(
-            Segment(name="cut", shape=(8, 3), cuts=(ROWS,)),
-            Segment(name="whole", shape=(2, 3)),
+        sub_weights=(
+            SubWeight(name="cut", shape=(8, 3), shards=(ROWS,)),
+            SubWeight(name="whole", shape=(2, 3)),
         ),
         gradient={"tp": "partial"},
     )
@@ -93,7 +93,7 @@ def test_a_tied_weight_is_summed_over_its_stages():
 def test_expert_gradients_reach_all_dp_ranks_on_any_grid(etp: int, ep: int, egtp: int):
     grid = RankGrid(world_size=16, tp=4, cp=2, etp=etp, ep=ep, egtp=egtp)
     expert = WeightSharding.of(
-        "e", (ep * etp, 3), Cut(axis="ep", dim=0), Cut(axis="etp", dim=0), expert=True
+        "e", (ep * etp, 3), Shard(axis="ep", dim=0), Shard(axis="etp", dim=0), expert=True
     )
     plan = gradient_plan(expert, grid)
     assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("egtp_edp", (), Fraction(4))
@@ -108,7 +108,7 @@ class ForgetsExperts(RankGrid):
 
 
 def test_expert_gradient_over_wrong_rank_count_is_refused():
-    expert = WeightSharding.of("e", (8, 3), Cut(axis="ep", dim=0), expert=True)
+    expert = WeightSharding.of("e", (8, 3), Shard(axis="ep", dim=0), expert=True)
     for grid, reached in (
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=8), 8),  # a factor of ep · etp / tp
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=2), 2),
@@ -141,17 +141,19 @@ def weights_of_layers(grid: RankGrid) -> list[tuple[WeightSharding, str | None]]
     """
     experts = (grid.ep * 2, grid.etp * 3, 2)
     fused = [
-        Segment(name=name, shape=experts, cuts=(Cut(axis="ep", dim=0), Cut(axis="etp", dim=1)))
+        SubWeight(
+            name=name, shape=experts, shards=(Shard(axis="ep", dim=0), Shard(axis="etp", dim=1))
+        )
         for name in ("gate", "up")
     ]
-    down = (Cut(axis="ep", dim=0), Cut(axis="etp", dim=2))
+    down = (Shard(axis="ep", dim=0), Shard(axis="etp", dim=2))
     return [
         (WeightSharding.of("rows", (2 * grid.tp, 3), ROWS), "tp"),
         (WeightSharding.of("bias", (3,), gradient={"tp": "identical"}), "tp"),
         (WeightSharding.of("router", (grid.ep * 2, 3), gradient={"tp": "partial"}), None),
         (
             WeightSharding(
-                name="gate_up", segments=tuple(fused), interleave=experts[0], expert=True
+                name="gate_up", sub_weights=tuple(fused), interleave=experts[0], expert=True
             ),
             "etp_ep",
         ),

@@ -16,10 +16,10 @@ from megatron.core.boxes import Box
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
     STRATEGIES,
-    Cut,
     LocalBox,
     Placement,
-    Segment,
+    Shard,
+    SubWeight,
     WeightSharding,
     check,
     local_boxes,
@@ -51,23 +51,23 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
     pieces = min(heads, tp)
 
     def part(name, size, *cuts, **more):
-        return Segment(name=name, shape=(size, width), cuts=cuts, **more)
+        return SubWeight(name=name, shape=(size, width), shards=cuts, **more)
 
     def tp_rows(count=None):
-        return Cut(axis="tp", dim=0, parts=count)
+        return Shard(axis="tp", dim=0, count=count)
 
-    expert = (Cut(axis="ep", dim=0), Cut(axis="etp", dim=0))
+    expert = (Shard(axis="ep", dim=0), Shard(axis="etp", dim=0))
     drawn = [
         WeightSharding.of("vector", (rows,)),
         WeightSharding.of("vocabulary", (source.randint(1, 40), width), tp_rows()),
         WeightSharding.of(
             "padded", (source.randint(1, 40), width), tp_rows(), row_multiple=source.randint(2, 5)
         ),
-        WeightSharding.of("row", (rows, tp * width), Cut(axis="tp", dim=1)),
-        WeightSharding.of("stem", (rows, 3, 2 * tp, 2), Cut(axis="tp", dim=2)),
+        WeightSharding.of("row", (rows, tp * width), Shard(axis="tp", dim=1)),
+        WeightSharding.of("stem", (rows, 3, 2 * tp, 2), Shard(axis="tp", dim=2)),
         WeightSharding(
             name="qkv",
-            segments=(
+            sub_weights=(
                 part("q", 2 * tp * heads, tp_rows()),
                 part("k", heads * rows, tp_rows(pieces)),
                 part("v", heads * rows, tp_rows(pieces)),
@@ -75,7 +75,7 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
         ),
         WeightSharding(
             name="interleaved",
-            segments=(part("a", tp * 2 * rows, tp_rows()), part("b", tp * 4, tp_rows())),
+            sub_weights=(part("a", tp * 2 * rows, tp_rows()), part("b", tp * 4, tp_rows())),
             interleave=2 * tp,
         ),
         WeightSharding.of("experts", (ep * grid.etp * rows, width), *expert, expert=True),
@@ -83,7 +83,7 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
             "experts_across",
             (ep * rows, grid.etp * width),
             expert[0],
-            Cut(axis="etp", dim=1),
+            Shard(axis="etp", dim=1),
             expert=True,
         ),
         WeightSharding.of("tied", (tp * 3, width), tp_rows(), stages=(0, grid.pp - 1)),
@@ -109,7 +109,7 @@ def cases():
 
 def holders(grid: RankGrid, sharding: WeightSharding) -> dict[str, dict[tuple[int, ...], list]]:
     """Map every logical tensor's elements to the (rank, counted) that hold them."""
-    found: dict[str, dict[tuple[int, ...], list]] = {s.name: {} for s in sharding.segments}
+    found: dict[str, dict[tuple[int, ...], list]] = {s.name: {} for s in sharding.sub_weights}
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
         if sharding.stages and at["pp"] not in sharding.stages:
@@ -133,7 +133,7 @@ def test_ranks_hold_each_element_equally_and_count_it_once():
         kinds[sharding.name] += 1
         stages = len(set(sharding.stages)) or 1
         lanes = math.prod(grid.size(a) for a in sharding.data_axes)
-        for segment in sharding.segments:
+        for segment in sharding.sub_weights:
             held = holders(grid, sharding)[segment.name]
             assert set(held) == set(itertools.product(*map(range, segment.shape)))
             copies = {len(ranks) for ranks in held.values()}
@@ -153,7 +153,7 @@ def test_replica_ranks_are_those_with_identical_boxes():
         boxes = {}
         for rank in range(grid.world_size):
             at = grid.coordinates(rank)
-            for segment in sharding.segments:
+            for segment in sharding.sub_weights:
                 own = [b for b in local_boxes(sharding, grid, at) if b.name == segment.name]
                 stage = "any" if sharding.stages else at["pp"]
                 known = not sharding.stages or at["pp"] in sharding.stages
@@ -173,7 +173,7 @@ def test_replica_ranks_are_those_with_identical_boxes():
 def test_data_sharding_leaves_only_model_parallel_replicas():
     grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=2)
     dense = WeightSharding.of("w", (4,), gradient={"tp": "identical"})
-    expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)
+    expert = WeightSharding.of("e", (4,), Shard(axis="ep", dim=0), expert=True)
     optimizer = placement("optim").optimizer
     assert replica_ranks(dense, "w", grid=grid, rank=3, sharded=optimizer) == (2, 3)
     assert replica_ranks(expert, "e", grid=grid, rank=3) == (1, 3, 5, 7)
@@ -183,7 +183,7 @@ def test_data_sharding_leaves_only_model_parallel_replicas():
 def test_hybrid_sharding_replicates_over_outer_ranks():
     grid = RankGrid(world_size=8, cp=2, etp=1, ep=2, instances=2)  # dp 2 x 2, edp 2 x 2
     dense = WeightSharding.of("w", (4,))
-    expert = WeightSharding.of("e", (4,), Cut(axis="ep", dim=0), expert=True)
+    expert = WeightSharding.of("e", (4,), Shard(axis="ep", dim=0), expert=True)
     plain = placement("optim_grads_params")
     assert plain == placement("optim_grads_params", "no_shard")
     assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=plain.weight) == (1, 5)
@@ -217,9 +217,9 @@ def test_values_placed_by_boxes_match_slices_used_by_layers():
     query, key = torch.arange(16.0).view(16, 1), 100 + torch.arange(6.0).view(6, 1)
     sharding = WeightSharding(
         name="qk",
-        segments=(
-            Segment(name="q", shape=(16, 1), cuts=(Cut(axis="tp", dim=0),)),
-            Segment(name="k", shape=(6, 1), cuts=(Cut(axis="tp", dim=0, parts=2),)),
+        sub_weights=(
+            SubWeight(name="q", shape=(16, 1), shards=(Shard(axis="tp", dim=0),)),
+            SubWeight(name="k", shape=(6, 1), shards=(Shard(axis="tp", dim=0, count=2),)),
         ),
     )
     for rank in range(4):
@@ -233,10 +233,13 @@ def test_values_placed_by_boxes_match_slices_used_by_layers():
 
 def test_interleaved_units_hold_their_share_of_every_segment():
     grid = RankGrid(world_size=2, tp=2)
-    cut = (Cut(axis="tp", dim=0),)
+    cut = (Shard(axis="tp", dim=0),)
     sharding = WeightSharding(
         name="qkv",
-        segments=(Segment(name="q", shape=(8,), cuts=cut), Segment(name="k", shape=(4,), cuts=cut)),
+        sub_weights=(
+            SubWeight(name="q", shape=(8,), shards=cut),
+            SubWeight(name="k", shape=(4,), shards=cut),
+        ),
         interleave=4,
     )
     assert [
@@ -249,13 +252,13 @@ AT = RankGrid(world_size=1).coordinates(0)
 
 def test_shapes_and_padding():
     grid = RankGrid(world_size=4, tp=4)
-    rows = Cut(axis="tp", dim=0)
+    rows = Shard(axis="tp", dim=0)
     for sharding, shape in (
         (WeightSharding.of("v", (101, 3), rows), (26, 3)),
         (WeightSharding.of("v", (101, 3), rows, row_multiple=8), (32, 3)),
         (WeightSharding.of("v", (5, 3), rows), (2, 3)),
-        (WeightSharding.of("w", (5, 8), Cut(axis="tp", dim=1)), (5, 2)),
-        (WeightSharding.of("kv", (6, 2), Cut(axis="tp", dim=0, parts=2)), (3, 2)),
+        (WeightSharding.of("w", (5, 8), Shard(axis="tp", dim=1)), (5, 2)),
+        (WeightSharding.of("kv", (6, 2), Shard(axis="tp", dim=0, count=2)), (3, 2)),
         (WeightSharding.of("n", (7,)), (7,)),
     ):
         assert check(sharding, grid) == []
@@ -294,8 +297,8 @@ def test_shards_are_equal_aligned_and_reach_the_end():
 
 def test_memory_of_the_strategies():
     grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=4)  # 4 lanes, 2 expert lanes
-    dense = WeightSharding.of("w", (10, 6), Cut(axis="tp", dim=0))  # 30 elements a rank
-    expert = WeightSharding.of("e", (8, 6), Cut(axis="ep", dim=0), expert=True)  # 12 a rank
+    dense = WeightSharding.of("w", (10, 6), Shard(axis="tp", dim=0))  # 30 elements a rank
+    expert = WeightSharding.of("e", (8, 6), Shard(axis="ep", dim=0), expert=True)  # 12 a rank
     for name, on_dense, on_expert in (
         ("no_shard", 30 * 18, 12 * 18),
         ("optim", 30 * (2 + 4) + Fraction(30 * 12, 4), 12 * (2 + 4) + Fraction(12 * 12, 2)),
@@ -313,14 +316,14 @@ def test_every_fault_of_a_description_is_listed():
     grid = RankGrid(world_size=4, tp=4)
     sharding = WeightSharding(
         name="bad",
-        segments=(
-            Segment(name="axis", shape=(8, 6), cuts=(Cut(axis="ep", dim=0),)),
-            Segment(name="dim", shape=(8, 6), cuts=(Cut(axis="tp", dim=2),)),
-            Segment(name="parts", shape=(8, 6), cuts=(Cut(axis="tp", dim=0, parts=3),)),
-            Segment(name="none", shape=(8, 6), cuts=(Cut(axis="tp", dim=0, parts=0),)),
-            Segment(name="uneven", shape=(8, 6), cuts=(Cut(axis="tp", dim=1),)),
-            Segment(name="stack", shape=(8, 7)),
-            Segment(name="twice", shape=(8, 6), cuts=(Cut(axis="tp", dim=0),) * 2),
+        sub_weights=(
+            SubWeight(name="axis", shape=(8, 6), shards=(Shard(axis="ep", dim=0),)),
+            SubWeight(name="dim", shape=(8, 6), shards=(Shard(axis="tp", dim=2),)),
+            SubWeight(name="parts", shape=(8, 6), shards=(Shard(axis="tp", dim=0, count=3),)),
+            SubWeight(name="none", shape=(8, 6), shards=(Shard(axis="tp", dim=0, count=0),)),
+            SubWeight(name="uneven", shape=(8, 6), shards=(Shard(axis="tp", dim=1),)),
+            SubWeight(name="stack", shape=(8, 7)),
+            SubWeight(name="twice", shape=(8, 6), shards=(Shard(axis="tp", dim=0),) * 2),
         ),
         gradient={"tp": "whole"},  # type: ignore[dict-item]
     )
@@ -328,11 +331,11 @@ def test_every_fault_of_a_description_is_listed():
     for part in (
         "axis: axis 'ep' is not one of",
         "dim: no dimension 2 in shape (8, 6)",
-        "parts: 3 pieces do not divide the 4 ranks of tp",
-        "none: 0 pieces do not divide the 4 ranks of tp",
+        "parts: 3 shards do not divide the 4 ranks of tp",
+        "none: 0 shards do not divide the 4 ranks of tp",
         "uneven: dimension 1 of 6 does not divide by tp=4",
         "stack: shape (8, 7) does not stack in bad",
-        "twice: cut 2 times over tp",
+        "twice: sharded 2 times over tp",
         "bad: gradient on tp is 'whole'",
     ):
         assert part in text
@@ -340,17 +343,17 @@ def test_every_fault_of_a_description_is_listed():
 
 @pytest.mark.parametrize(("rows", "units"), [(6, 4), (8, 6), (12, 8)])
 def test_units_that_do_not_interleave_evenly_are_refused(rows: int, units: int):
-    cut = (Cut(axis="tp", dim=0),)
+    cut = (Shard(axis="tp", dim=0),)
     sharding = WeightSharding(
-        name="w", segments=(Segment(name="a", shape=(rows,), cuts=cut),), interleave=units
+        name="w", sub_weights=(SubWeight(name="a", shape=(rows,), shards=cut),), interleave=units
     )
     (problem,) = check(sharding, RankGrid(world_size=4, tp=4))
-    assert f"a: {rows} rows in 4 pieces do not interleave by {units} units evenly" in problem
+    assert f"a: {rows} rows in 4 shards do not interleave by {units} units evenly" in problem
 
 
 def test_stacked_segments_must_be_cut_alike_inside():
-    across = Segment(name="across", shape=(4, 8), cuts=(Cut(axis="tp", dim=1),))
-    along = Segment(name="along", shape=(4, 8), cuts=(Cut(axis="tp", dim=0),))
-    sharding = WeightSharding(name="w", segments=(across, along))
+    across = SubWeight(name="across", shape=(4, 8), shards=(Shard(axis="tp", dim=1),))
+    along = SubWeight(name="along", shape=(4, 8), shards=(Shard(axis="tp", dim=0),))
+    sharding = WeightSharding(name="w", sub_weights=(across, along))
     (problem,) = check(sharding, RankGrid(world_size=2, tp=2))
     assert problem == "along: shape (4, 8) does not stack in w"

@@ -649,7 +649,7 @@ class ModelSums:
                     group_views = views.setdefault(step.group, [])
                     for box in store.boxes(handle):
                         start, stop = max(box.start, owned.start), min(box.stop, owned.stop)
-                        if box.name in step.segments and start < stop:
+                        if box.name in step.sub_weights and start < stop:
                             at = owned.offset + start - owned.start
                             group_views.append(
                                 (handle.name, entry.gradients[at : at + stop - start])

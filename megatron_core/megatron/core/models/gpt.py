@@ -565,7 +565,7 @@ def logical_weights(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         storage=Storage(initialize=False),
     )
     shardings = (handle.sharding for handle in model.store.handles.values())
-    return {segment.name: segment.shape for sharding in shardings for segment in sharding.segments}
+    return {weight.name: weight.shape for sharding in shardings for weight in sharding.sub_weights}
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from megatron.core.ops.swiglu import activate, gated
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.recompute import discard_until_backward
 from megatron.core.weight_gather import RowRuns
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 
 
 class ExpertMLPs(nn.Module):
@@ -46,24 +46,24 @@ class ExpertMLPs(nn.Module):
         self.config, self.recomputes = config, False
         self._function = build.backend.elementwise(gated if config.gated else activate)
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
-        by_expert = Cut(axis="ep", dim=0)
+        by_expert = Shard(axis="ep", dim=0)
         projections = ["gate", "up"] if config.gated else ["up"]
-        inner = (by_expert, Cut(axis="etp", dim=1))
+        inner = (by_expert, Shard(axis="etp", dim=1))
         segments = tuple(
-            Segment(name=f"{name}.{projection}.weight", shape=(count, f, h), cuts=inner)
+            SubWeight(name=f"{name}.{projection}.weight", shape=(count, f, h), shards=inner)
             for projection in projections
         )
         self.input = build.store.declare(
             WeightSharding(
                 name=f"{name}.input.weight" if config.gated else segments[0].name,
-                segments=segments,
+                sub_weights=segments,
                 interleave=count if config.gated else 1,
                 expert=True,
                 gtp=True,
             ),
             build.init,
         )
-        outer = (by_expert, Cut(axis="etp", dim=2))
+        outer = (by_expert, Shard(axis="etp", dim=2))
         self.down = build.store.declare(
             WeightSharding.of(f"{name}.down.weight", (count, h, f), *outer, expert=True, gtp=True),
             build.output_init,

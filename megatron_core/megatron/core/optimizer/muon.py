@@ -46,7 +46,7 @@ from megatron.core.comm.collectives import Pending, all_gather, all_reduce, all_
 from megatron.core.optimizer.optimizer_config import MuonConfig, StepNumbers, UpdateRanges
 from megatron.core.optimizer.range_state import RangeState, is_matrix, matrix_boxes
 from megatron.core.process_groups import Group
-from megatron.core.weight_sharding import LocalBox, Segment, WeightSharding
+from megatron.core.weight_sharding import LocalBox, SubWeight, WeightSharding
 
 
 @dataclass(frozen=True, order=True)
@@ -543,13 +543,13 @@ def _joined_rows(weights: Collection[WeightSharding], config: MuonConfig) -> dic
     return joined
 
 
-def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[Segment]:
+def _joined_segments(sharding: WeightSharding, config: MuonConfig) -> list[SubWeight]:
     """Return the logical tensors of a weight that form one matrix; empty if each forms its own."""
 
     def alike(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    segments = [s for s in sharding.segments if is_matrix(s, config.adam_names)]
+    segments = [s for s in sharding.sub_weights if is_matrix(s, config.adam_names)]
     if config.split_matrices == "all":
         return []
     if config.split_matrices == "megatron":

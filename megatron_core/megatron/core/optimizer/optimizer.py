@@ -182,7 +182,7 @@ class Optimizer:
         self.config = config or OptimizerConfig()
         names = {box.name for owned_range in owned for box in owned_range.boxes}
         if weights is not None:
-            names = {segment.name for sharding in weights for segment in sharding.segments}
+            names = {segment.name for sharding in weights for segment in sharding.sub_weights}
         check_patterns(self.config.lr_factors, names, what="learning rate groups")
         check_patterns(self.config.decay_factors, names, what="weight decay groups")
         if self.config.kind == "muon":

@@ -29,7 +29,7 @@ from megatron.core.optimizer.optimizer_config import (
     update_ranges,
 )
 from megatron.core.weight_gather.store import OwnedRange
-from megatron.core.weight_sharding import LocalBox, Segment, range_boxes
+from megatron.core.weight_sharding import LocalBox, SubWeight, range_boxes
 
 #: Alignment, in elements, of the split of a range between host and device.
 CUT_QUANTUM = 32
@@ -134,7 +134,7 @@ def range_states(owned: OwnedRange, config: OptimizerConfig) -> list[RangeState]
     ]
 
 
-def is_matrix(tensor: LocalBox | Segment, adam_names: Sequence[str]) -> bool:
+def is_matrix(tensor: LocalBox | SubWeight, adam_names: Sequence[str]) -> bool:
     """Return whether Muon updates a logical tensor.
 
     It does if the tensor is a matrix, or contains the matrices of experts, unless its rows belong

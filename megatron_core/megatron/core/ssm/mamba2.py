@@ -33,7 +33,7 @@ from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer.norm import NormConfig
-from megatron.core.weight_sharding import Cut, WeightSharding
+from megatron.core.weight_sharding import Shard, WeightSharding
 
 #: Initial steps dt are log-uniform between these.
 INITIAL_DT = (1e-3, 0.1)
@@ -96,7 +96,7 @@ class Mamba2(RecurrentMixer):
         ones_init = InitSpec.constant(1.0)
         self.skip = self.declare_per_head("D", heads, ones_init)
         norm_sharding = WeightSharding.of(
-            f"{name}.output_norm.weight", (inner,), Cut(axis="tp", dim=0), weight_decay=False
+            f"{name}.output_norm.weight", (inner,), Shard(axis="tp", dim=0), weight_decay=False
         )
         self.norm_weight = build.store.declare(norm_sharding, ones_init)
         self.output = build.row_linear(f"{name}.output", inner, bias=config.bias)

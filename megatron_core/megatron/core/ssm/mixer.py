@@ -50,7 +50,7 @@ from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 
 
 class RecurrentCache(Protocol):
@@ -191,7 +191,7 @@ class RecurrentMixer(nn.Module, ABC):
     def declare_per_head(self, suffix: str, heads: int, init: InitSpec) -> WeightHandle:
         """Declare a weight with one fp32 value per head, sharded over tp."""
         sharding = WeightSharding.of(
-            f"{self.name}.{suffix}", (heads,), Cut(axis="tp", dim=0), weight_decay=False
+            f"{self.name}.{suffix}", (heads,), Shard(axis="tp", dim=0), weight_decay=False
         )
         return self._store.declare(sharding, init, dtype=torch.float32)
 
@@ -208,16 +208,16 @@ class RecurrentMixer(nn.Module, ABC):
         """
         kernel_shape = (1, width) if kind == "weight" else ()
         segments = tuple(
-            Segment(
+            SubWeight(
                 name=f"{self.name}.conv.{segment_name}.{kind}",
                 shape=(channels, *kernel_shape),
-                cuts=(Cut(axis="tp", dim=0, parts=num_blocks),),
+                shards=(Shard(axis="tp", dim=0, count=num_blocks),),
             )
             for segment_name, (channels, num_blocks) in segment_shapes.items()
         )
         sharding = WeightSharding(
             name=f"{self.name}.conv.{kind}",
-            segments=segments,
+            sub_weights=segments,
             interleave=units,
             weight_decay=kind == "weight",
         )

@@ -41,7 +41,7 @@ from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_gather.handle import accumulate_linear_grads
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         segments = tuple(
-            Segment(name=f"{output_name}.weight", shape=(size, input_size))
+            SubWeight(name=f"{output_name}.weight", shape=(size, input_size))
             for output_name, size in outputs
         )
         self.weight = store.declare(
             WeightSharding(
                 name=f"{name}.weight",
-                segments=segments,
+                sub_weights=segments,
                 gradient={"tp": region.replicated_gradient},
                 gtp=gtp,
             ),
@@ -137,12 +137,12 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.region = region
 
-        def segments(kind: str, *inner: int) -> tuple[Segment, ...]:
+        def segments(kind: str, *inner: int) -> tuple[SubWeight, ...]:
             return tuple(
-                Segment(
+                SubWeight(
                     name=f"{output_name}.{kind}",
                     shape=(size, *inner),
-                    cuts=(Cut(axis="tp", dim=0, parts=pieces),),
+                    shards=(Shard(axis="tp", dim=0, count=pieces),),
                 )
                 for output_name, size, pieces in outputs
             )
@@ -150,7 +150,7 @@ class ColumnParallelLinear(nn.Module):
         def sharding(kind: str, *inner: int, **more: bool) -> WeightSharding:
             parts = segments(kind, *inner)
             return WeightSharding(
-                name=f"{name}.{kind}", segments=parts, interleave=interleave, **more
+                name=f"{name}.{kind}", sub_weights=parts, interleave=interleave, **more
             )
 
         self.weight = store.declare(sharding("weight", input_size, gtp=True), init)
@@ -194,7 +194,7 @@ class RowParallelLinear(nn.Module):
         self.region = region
         self.weight = store.declare(
             WeightSharding.of(
-                f"{name}.weight", (output_size, input_size), Cut(axis="tp", dim=1), gtp=True
+                f"{name}.weight", (output_size, input_size), Shard(axis="tp", dim=1), gtp=True
             ),
             init,
         )

@@ -43,7 +43,7 @@ from megatron.core.ops.linear_cross_entropy import (
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel.linear import TensorParallelRegion
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_sharding import Cut, WeightSharding
+from megatron.core.weight_sharding import Shard, WeightSharding
 
 
 def vocab_parallel_cross_entropy(
@@ -268,7 +268,7 @@ def vocabulary_sharding(
     return WeightSharding.of(
         name,
         (vocab_size, hidden_size),
-        Cut(axis="tp", dim=0),
+        Shard(axis="tp", dim=0),
         row_multiple=row_multiple,
         stages=stages,
         gtp=True,
@@ -322,7 +322,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        self.vocab_size = sharding.segments[0].shape[0]
+        self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
         self.first = region.group.rank * self.weight.shape[0]
 
@@ -363,7 +363,7 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        self.vocab_size = sharding.segments[0].shape[0]
+        self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:

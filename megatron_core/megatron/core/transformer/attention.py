@@ -40,7 +40,7 @@ from megatron.core.ops.rope import (
 )
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
-from megatron.core.weight_sharding import Cut, WeightSharding
+from megatron.core.weight_sharding import Shard, WeightSharding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -399,7 +399,7 @@ class SelfAttention(nn.Module):
             self.key_norm = Norm(f"{name}.key_norm", d, **shared)
         self.sinks: WeightHandle | None = None
         if config.sinks:
-            cut = Cut(axis="tp", dim=0)
+            cut = Shard(axis="tp", dim=0)
             logits = WeightSharding.of(f"{name}.sinks", (n,), cut, weight_decay=False)
             self.sinks = build.store.declare(logits, InitSpec.constant(0.0))
         self._sigmoid = build.backend.elementwise(torch.sigmoid)

@@ -332,7 +332,8 @@ class WeightStore:
     @property
     def num_parameters(self) -> int:
         """Logical parameters of all declared weights (each weight once, no padding)."""
-        return sum(math.prod(s.shape) for h in self.handles.values() for s in h.sharding.segments)
+        shardings = (handle.sharding for handle in self.handles.values())
+        return sum(math.prod(w.shape) for sharding in shardings for w in sharding.sub_weights)
 
     def _initialize(self, handle: WeightHandle) -> None:
         # Values depend on logical indices, so that every sharding starts from the same weights.
@@ -463,7 +464,7 @@ def _replicas(
         segment.name: replica_ranks(
             handle.sharding, segment.name, grid=grid, rank=rank, sharded=sharded
         )
-        for segment in handle.sharding.segments
+        for segment in handle.sharding.sub_weights
     }
 
 

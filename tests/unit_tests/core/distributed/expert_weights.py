@@ -22,7 +22,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_sharding import Cut, GradientKind, Segment, WeightSharding
+from megatron.core.weight_sharding import GradientKind, Shard, SubWeight, WeightSharding
 from tests.support.inputs import generator
 from tests.unit_tests.core.distributed.engine_steps import cut
 
@@ -42,19 +42,19 @@ LAYER = {
 TABLE = (13, HIDDEN)
 LAYERS = 2
 SHAPES = {"table": TABLE} | {f"{i}.{n}": s for i in range(LAYERS) for n, s in LAYER.items()}
-TP_ROWS = Cut(axis="tp", dim=0)
-EP, ETP = Cut(axis="ep", dim=0), Cut(axis="etp", dim=1)
+TP_ROWS = Shard(axis="tp", dim=0)
+EP, ETP = Shard(axis="ep", dim=0), Shard(axis="etp", dim=1)
 
 
 def layer_shardings(layer: int, *, router: GradientKind = "partial") -> list[WeightSharding]:
     """Return the weights of a layer in the order in which it uses them: dense ones between those of
     experts, as a shared expert's are."""
 
-    def named(name: str, *cuts: Cut, **more: object) -> WeightSharding:
-        return WeightSharding.of(f"{layer}.{name}", LAYER[name], *cuts, **more)
+    def named(name: str, *shards: Shard, **more: object) -> WeightSharding:
+        return WeightSharding.of(f"{layer}.{name}", LAYER[name], *shards, **more)
 
     fused = [
-        Segment(name=f"{layer}.{name}", shape=LAYER[name], cuts=(EP, ETP))
+        SubWeight(name=f"{layer}.{name}", shape=LAYER[name], shards=(EP, ETP))
         for name in ("gate", "up")
     ]
     return [
@@ -64,13 +64,13 @@ def layer_shardings(layer: int, *, router: GradientKind = "partial") -> list[Wei
         named("router", gradient={"tp": router}),
         WeightSharding(
             name=f"{layer}.gate_up",
-            segments=tuple(fused),
+            sub_weights=tuple(fused),
             interleave=EXPERTS,
             expert=True,
             gtp=True,
         ),
-        named("shared", Cut(axis="tp", dim=1), gtp=True),
-        named("down", EP, Cut(axis="etp", dim=2), expert=True, gtp=True),
+        named("shared", Shard(axis="tp", dim=1), gtp=True),
+        named("down", EP, Shard(axis="etp", dim=2), expert=True, gtp=True),
     ]
 
 
@@ -133,7 +133,7 @@ class ExpertModel:
         for number, layer in enumerate([[table], *layers]):
             with self.store.unit(f"layer {number}") if number else nullcontext():
                 for sharding in layer:
-                    if has(sharding.segments[0].name):  # as its other segments
+                    if has(sharding.sub_weights[0].name):  # as its other segments
                         self.store.declare(sharding, InitSpec.normal(0.8))
         self.store.materialize(placed.storage(bucket_bytes=bucket_bytes))
         self.engine = DataParallel(self.store, groups, config=placed)

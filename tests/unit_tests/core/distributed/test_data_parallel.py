@@ -14,7 +14,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import STRATEGIES, Cut, WeightSharding
+from megatron.core.weight_sharding import STRATEGIES, Shard, WeightSharding
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gatherers import gatherer_of
@@ -214,7 +214,7 @@ def experts(rank: int, world: int) -> None:
         for strategy in STRATEGIES if instances == 1 else STRATEGIES[1:]:
             config = DataParallelConfig(strategy=strategy, debug=True)
             store = WeightStore(groups)
-            cut_by_ep = Cut(axis="ep", dim=0)
+            cut_by_ep = Shard(axis="ep", dim=0)
             expert = store.declare(
                 WeightSharding.of("expert", (6, 9), cut_by_ep, expert=True), InitSpec.constant(1.0)
             )

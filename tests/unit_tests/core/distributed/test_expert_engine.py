@@ -122,7 +122,7 @@ def assert_sharded_bytes(model: ExpertModel, lanes: int, expert_lanes: int) -> N
     weights = gradients = 0
     for entry in engine.buckets:
         bucket = entry.bucket
-        sizes = {is_expert(s.name) for h in bucket.handles for s in h.sharding.segments}
+        sizes = {is_expert(s.name) for h in bucket.handles for s in h.sharding.sub_weights}
         (expert,) = sizes
         share = (expert_lanes if expert else lanes) // instances
         both = instances if engine.config.outer == "optim" else 1

@@ -74,7 +74,7 @@ def published(store: WeightStore, grid: RankGrid, strategy: str) -> dict[str, fl
     for handle in store.handles.values():
         sharding = handle.sharding
         kind = "P_x" if sharding.expert else "P_d" if sharding.gtp else "P_r"
-        count[kind] += sum(math.prod(segment.shape) for segment in sharding.segments)
+        count[kind] += sum(math.prod(segment.shape) for segment in sharding.sub_weights)
     dense = count["P_d"] / (grid.tp * grid.gtp)
     experts = count["P_x"] / (grid.etp * grid.ep * grid.egtp)
     replicas = grid.dp * grid.cp

@@ -11,10 +11,10 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 from tests.support.inputs import generator
 
-ROWS = Cut(axis="tp", dim=0)
+ROWS = Shard(axis="tp", dim=0)
 #: Logical tensors of the weights below.
 SHAPES = {
     "table": (13, 6),
@@ -29,24 +29,24 @@ SHAPES = {
 
 def shardings() -> list[WeightSharding]:
     """Return weights cut by rows (padded) and columns, whole, with one kv head, and of experts."""
-    one = (Cut(axis="tp", dim=0, parts=1),)
+    one = (Shard(axis="tp", dim=0, count=1),)
     return [
         WeightSharding.of("table", SHAPES["table"], ROWS, row_multiple=4),
         WeightSharding.of("norm", (6,), gradient={"tp": "partial"}, weight_decay=False),
         WeightSharding(
             name="qk",
-            segments=(
-                Segment(name="q", shape=SHAPES["q"], cuts=(ROWS,)),
-                Segment(name="k", shape=SHAPES["k"], cuts=one),
+            sub_weights=(
+                SubWeight(name="q", shape=SHAPES["q"], shards=(ROWS,)),
+                SubWeight(name="k", shape=SHAPES["k"], shards=one),
             ),
         ),
-        WeightSharding.of("down", SHAPES["down"], Cut(axis="tp", dim=1)),
+        WeightSharding.of("down", SHAPES["down"], Shard(axis="tp", dim=1)),
         WeightSharding.of("down.bias", (6,), gradient={"tp": "identical"}, weight_decay=False),
         WeightSharding.of(
             "experts",
             SHAPES["experts"],
-            Cut(axis="ep", dim=0),
-            Cut(axis="etp", dim=1),
+            Shard(axis="ep", dim=0),
+            Shard(axis="etp", dim=1),
             expert=True,
         ),
     ]

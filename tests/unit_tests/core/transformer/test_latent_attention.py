@@ -206,7 +206,7 @@ def test_weights_have_the_shapes_of_the_paper():
     build = surroundings()
     LatentAttention("a", 0, config=PLAIN, norm=NormConfig(), build=build)
     handles = build.store.handles.values()
-    shapes = {part.name[2:]: part.shape for h in handles for part in h.sharding.segments}
+    shapes = {part.name[2:]: part.shape for h in handles for part in h.sharding.sub_weights}
     assert shapes == {
         "query_down.weight": (14, H),
         "query_norm.weight": (14,),

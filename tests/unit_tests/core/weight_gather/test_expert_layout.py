@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
-    Cut,
-    Segment,
+    Shard,
+    SubWeight,
     WeightSharding,
     check,
     local_boxes,
@@ -23,14 +23,14 @@ from megatron.core.weight_sharding import (
 EXPERTS, FFN, HIDDEN = 12, 6, 5
 SHAPES = {"gate": (EXPERTS, FFN, HIDDEN), "up": (EXPERTS, FFN, HIDDEN)}
 DOWN = (EXPERTS, HIDDEN, FFN)
-EP, ETP = Cut(axis="ep", dim=0), Cut(axis="etp", dim=1)
+EP, ETP = Shard(axis="ep", dim=0), Shard(axis="etp", dim=1)
 FUSED = WeightSharding(
     name="gate_up",
-    segments=tuple(Segment(name=n, shape=s, cuts=(EP, ETP)) for n, s in SHAPES.items()),
+    sub_weights=tuple(SubWeight(name=n, shape=s, shards=(EP, ETP)) for n, s in SHAPES.items()),
     interleave=EXPERTS,
     expert=True,
 )
-PLAIN = WeightSharding.of("down", DOWN, EP, Cut(axis="etp", dim=2), expert=True)
+PLAIN = WeightSharding.of("down", DOWN, EP, Shard(axis="etp", dim=2), expert=True)
 GRIDS = (
     RankGrid(world_size=1),
     RankGrid(world_size=12, ep=12),
@@ -94,7 +94,7 @@ def test_shards_of_experts_know_what_they_hold(grid: RankGrid):
 def test_experts_that_do_not_divide_are_named():
     found = check(FUSED, RankGrid(world_size=5, ep=5))
     assert found == [
-        f"{name}: 12 rows in 5 pieces do not interleave by 12 units evenly" for name in SHAPES
+        f"{name}: 12 rows in 5 shards do not interleave by 12 units evenly" for name in SHAPES
     ]
     assert check(FUSED, RankGrid(world_size=4, etp=4)) == [
         f"{name}: dimension 1 of 6 does not divide by etp=4" for name in SHAPES

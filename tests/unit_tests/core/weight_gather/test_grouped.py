@@ -10,7 +10,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
-from megatron.core.weight_sharding import Segment, WeightSharding
+from megatron.core.weight_sharding import SubWeight, WeightSharding
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
@@ -49,8 +49,8 @@ class Slot:
 
 def declared(store: WeightStore) -> tuple[WeightHandle, WeightHandle]:
     """Declare gate and up, fused by experts [2 RUNS, F, H], and down [RUNS, H, F]."""
-    parts = [Segment(name=name, shape=(RUNS, F, H), cuts=()) for name in ("gate", "up")]
-    fused = WeightSharding(name="gate_up", segments=tuple(parts), interleave=RUNS, expert=True)
+    parts = [SubWeight(name=name, shape=(RUNS, F, H), shards=()) for name in ("gate", "up")]
+    fused = WeightSharding(name="gate_up", sub_weights=tuple(parts), interleave=RUNS, expert=True)
     down = WeightSharding.of("down", (RUNS, H, F), expert=True)
     return tuple(store.declare(s, InitSpec.normal(0.5)) for s in (fused, down))
 

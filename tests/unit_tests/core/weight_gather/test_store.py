@@ -9,29 +9,29 @@ import torch
 from megatron.core.initialize import InitSpec, fill_
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import OwnedRange, Storage, WeightStore, owned_range
-from megatron.core.weight_sharding import Cut, Segment, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 from tests.support.pretended_groups import pretended_groups
 
-ROWS = Cut(axis="tp", dim=0)
+ROWS = Shard(axis="tp", dim=0)
 NORMAL = InitSpec.normal(0.5)
 
 
 def shardings(tp: int = 1) -> list[WeightSharding]:
     """Return weights of every kind, in the order of a model; two kv heads."""
-    few = (Cut(axis="tp", dim=0, parts=min(2, tp)),)
+    few = (Shard(axis="tp", dim=0, count=min(2, tp)),)
     return [
         WeightSharding.of("table", (13, 6), ROWS, row_multiple=2),
         WeightSharding.of("norm", (6,), gradient={"tp": "partial"}, weight_decay=False),
         WeightSharding(
             name="qk",
-            segments=(
-                Segment(name="q", shape=(8, 6), cuts=(ROWS,)),
-                Segment(name="k", shape=(4, 6), cuts=few),
+            sub_weights=(
+                SubWeight(name="q", shape=(8, 6), shards=(ROWS,)),
+                SubWeight(name="k", shape=(4, 6), shards=few),
             ),
         ),
-        WeightSharding.of("down", (6, 8), Cut(axis="tp", dim=1)),
+        WeightSharding.of("down", (6, 8), Shard(axis="tp", dim=1)),
         WeightSharding.of("down.bias", (6,), gradient={"tp": "identical"}, weight_decay=False),
-        WeightSharding.of("experts", (8, 6), Cut(axis="ep", dim=0), expert=True),
+        WeightSharding.of("experts", (8, 6), Shard(axis="ep", dim=0), expert=True),
     ]
 
 
@@ -126,7 +126,7 @@ def test_a_store_refuses_what_cannot_be():
     grid = RankGrid(world_size=2, tp=2)
     store = WeightStore(pretended_groups(grid, 0))
     with pytest.raises(ValueError, match=r"w: dimension 1 of 7 does not divide by tp=2"):
-        store.declare(WeightSharding.of("w", (4, 7), Cut(axis="tp", dim=1)), NORMAL)
+        store.declare(WeightSharding.of("w", (4, 7), Shard(axis="tp", dim=1)), NORMAL)
     with pytest.raises(ValueError, match="n: nothing cuts it over tp=2"):
         store.declare(WeightSharding.of("n", (4,)), NORMAL)
     assert not store.handles

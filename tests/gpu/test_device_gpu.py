@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core import device as devices
-from megatron.core.comm.collectives import _Sum
+from megatron.core.comm.collectives import _RankSum
 
 
 @pytest.mark.gpu
@@ -45,5 +45,5 @@ def test_parts_of_bf16_are_summed_in_fp32_in_the_order_of_ranks(device, ranks):
     expected, out = torch.zeros(1000, 3), torch.empty(1000, 3, device=device)
     for part in parts:
         expected += part
-    _Sum(Done(), parts.to(device).flatten(0, 1), out).wait()
+    _RankSum(Done(), parts.to(device).flatten(0, 1), out).wait()
     assert torch.equal(out.cpu(), expected)

@@ -61,7 +61,7 @@ LAYOUTS = [(12, 1), (3, 4), (4, 3), (1, 12), (2, 3), (6, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
-@pytest.mark.parametrize(("micro", "gtp_cp_dp"), LAYOUTS[1:])
+@pytest.mark.parametrize(("micro", "lanes"), LAYOUTS[1:])
 def test_a_step_consumes_the_same_set_on_any_layout(kind, micro, lanes):
     # 60 samples for "single"; 25 make "cyclic" cross two borders of epochs inside steps.
     size = 60 if kind == "single" else 25
@@ -139,7 +139,7 @@ def test_impossible_positions_are_refused():
 STEPS = [(11, 2, 3), (11, 2, 4), (10, 2, 3), (7, 3, 2), (8, 8, 1), (5, 1, 3), (13, 4, 1), (9, 2, 2)]
 
 
-@pytest.mark.parametrize(("samples", "micro", "gtp_cp_dp"), STEPS)
+@pytest.mark.parametrize(("samples", "micro", "lanes"), STEPS)
 def test_microbatches_of_a_step_are_independent_of_dp_size(samples, micro, lanes):
     """Every sample once, in blocks of b that the lanes take in turn."""
     plan = Division(samples=samples, micro_batch_size=micro, data_parallel_size=lanes)
@@ -160,7 +160,7 @@ def test_microbatches_of_a_step_are_independent_of_dp_size(samples, micro, lanes
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
-@pytest.mark.parametrize(("micro", "gtp_cp_dp"), [(2, 3), (2, 4), (3, 2), (5, 2), (11, 1)])
+@pytest.mark.parametrize(("micro", "lanes"), [(2, 3), (2, 4), (3, 2), (5, 2), (11, 1)])
 def test_short_ranks_get_padding_microbatches_without_loss(kind, micro, lanes):
     """Steps of 11 samples, five of them, then no more; resumed in the middle."""
     size, rounds = (56 if kind == "single" else 25), -(-11 // (micro * lanes))

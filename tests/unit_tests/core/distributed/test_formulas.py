@@ -39,7 +39,7 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("gtp_cp_dp", [1, 2, 3, 8])
+@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
 def test_bytes_per_parameter_are_the_published_ones(lanes: int):
     for of, rows in PUBLISHED:
         for strategy, (whole, cut) in zip(STRATEGIES, rows, strict=True):

@@ -78,7 +78,7 @@ def train(
 
 def test_muon_loss_decreases_faster_than_sgd():
     groups = ProcessGroupCollection.single()
-    given = {"steps": 30, "gtp_cp_dp": (0,)}
+    given = {"steps": 30, "lanes": (0,)}
     muon = train(groups, MUON, lr=0.02, **given)
     sgd = [
         train(groups, OptimizerConfig(kind="sgd", sgd_momentum=0.9), lr=lr, **given)

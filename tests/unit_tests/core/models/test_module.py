@@ -251,7 +251,7 @@ def test_a_copy_is_refused_with_the_way_to_one(make):
         ({"tokens": torch.full((BATCH, LENGTH), -1)}, "token id -1 "),
         ({"tokens": torch.zeros(BATCH, LENGTH)}, r"tokens\.long\(\)"),
         ({"tokens": torch.zeros(LENGTH).long()}, r"tokens \[7\] .*unsqueeze"),
-        ({"labels": torch.full((BATCH, LENGTH), -100)}, "label id -100 .* weight 0"),
+        ({"labels": torch.full((BATCH, LENGTH), -100)}, "label id -100 .* its weight to 0"),
         ({"labels": torch.zeros(LENGTH, BATCH).long()}, r"labels \[7, 2\] for \[2, 7\] tokens"),
         ({"labels": torch.zeros(BATCH * LENGTH).long()}, r"labels \[14\] for \[2, 7\] tokens"),
         ({"token_weights": torch.ones(BATCH, 3)}, r"token_weights \[2, 3\] for \[2, 7\] tokens"),

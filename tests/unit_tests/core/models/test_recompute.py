@@ -190,7 +190,7 @@ def test_layers_are_cut_into_runs():
     assert uniform.runs(5) == [(0, 2, True), (2, 4, True), (4, 5, True)]
     assert block.runs(5) == [(0, 1, True), (1, 2, True), (2, 5, False)]
     assert block.runs(2) == [(0, 1, True), (1, 2, True)]
-    with pytest.raises(ValueError, match="recompute-num-layers 2 is more than the 1 layers"):
+    with pytest.raises(ValueError, match="recompute-num-layers 2 exceeds the number of layers, 1"):
         model_of(dataclasses.replace(CONFIG, num_layers=1, ffn_pattern=""), uniform)
     for wrong in ({"granularity": "full"}, {"granularity": "full", "method": "block"}):
         with pytest.raises(ValueError, match="full recompute needs recompute-method"):

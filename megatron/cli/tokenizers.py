@@ -408,9 +408,7 @@ def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
     if expected is None:
         return f"--merge-file {merge_file} needs --vocab-file PATH of a vocab.json: give both"
     if os.path.abspath(merge_file) != os.path.abspath(expected):
-        return (
-            f"--merge-file {merge_file}: that of --vocab-file {model} is {expected}: put it there"
-        )
+        return f"--merge-file {merge_file}: the merges of --vocab-file {model} must be {expected}"
     return None
 
 
@@ -739,7 +737,7 @@ class SentencePieceTokenizer:
             self._size = 0
         if self._size == 0:
             fix = ": --tokenizer-type tiktoken reads it" if is_tiktoken(content) else ""
-            raise ValueError(f"tokenizer {path} is no SentencePiece model{fix}")
+            raise ValueError(f"tokenizer {path} is not a SentencePiece model{fix}")
         self._fingerprint = hashlib.sha256(content).hexdigest()
         self._special = self._special_tokens_of(path) if add_special_tokens else SpecialTokens()
 
@@ -934,7 +932,7 @@ class TiktokenTokenizer:
             tokens = _json_tokens(content) if is_json else _line_tokens(content)
             _check_bytes(tokens)
         except ValueError as error:
-            raise ValueError(f"tokenizer {path} is no vocabulary of tiktoken: {error}") from None
+            raise ValueError(f"tokenizer {path} is not a tiktoken vocabulary: {error}") from None
         options = _derived(options, is_json=is_json, num_ranks=len(tokens))
         assert options.num_special_tokens is not None
         assert options.special_tokens is not None
@@ -1067,7 +1065,7 @@ def _line_tokens(content: bytes) -> list[bytes]:
             continue
         words = line.split()
         if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 9:
-            raise ValueError(f"{line[:40]!r} is no line of a token in base64 and its rank")
+            raise ValueError(f"{line[:40]!r} is not a base64 token and its rank")
         tokens[int(words[1])] = _from_base64(words[0])
     lines = sum(1 for line in content.split(b"\n") if line.strip())
     if len(tokens) < lines or set(tokens) != set(range(len(tokens))):
@@ -1078,7 +1076,7 @@ def _line_tokens(content: bytes) -> list[bytes]:
 def _check_bytes(tokens: Sequence[bytes]) -> None:
     """Raise ValueError unless every byte is a token: the library panics on a text with another."""
     if missing := 256 - len({token for token in tokens if len(token) == 1}):
-        raise ValueError(f"{missing} of the 256 bytes are no tokens")
+        raise ValueError(f"{missing} of the 256 bytes are not tokens")
 
 
 def _from_base64(text: str | bytes) -> bytes:
@@ -1088,7 +1086,7 @@ def _from_base64(text: str | bytes) -> bytes:
     except ValueError:
         token = b""
     if not token:
-        raise ValueError(f"{text[:40]!r} is no token in base64")
+        raise ValueError(f"{text[:40]!r} is not a base64 token")
     return token
 
 

@@ -282,7 +282,7 @@ class TrainStep:
         scale = self.optimizer.scaler.scale
         computed, anomaly = self.replayer.run(
             lambda: self._compute(microbatches, control_flags, loss_limit),
-            loss_share=loss_limit * scale / self.groups["gtp_cp_dp"].size,
+            loss_share=loss_limit * scale / self.groups["dense_dp"].size,
         )
         report = StepReport(
             computed.loss,
@@ -346,7 +346,7 @@ class TrainStep:
         [microbatches]."""
         counts = torch.stack([m.loss_mask.sum(dtype=torch.float32) for m in microbatches])
         if self.per_token_loss:
-            everything = all_reduce(counts.sum(), self.groups["gtp_cp_dp"])
+            everything = all_reduce(counts.sum(), self.groups["dense_dp"])
             return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
         counts = all_reduce(counts, self.groups["cp"])
         factor = loss_factor(self.groups.grid, len(microbatches))
@@ -370,7 +370,7 @@ class TrainStep:
         source = iter(microbatches)
         while window := list(islice(source, at_a_time)):
             sums = sums + self._evaluated(window)
-        total = all_reduce(all_reduce(sums, self.groups["gtp_cp_dp"]), self.groups["pp"])
+        total = all_reduce(all_reduce(sums, self.groups["dense_dp"]), self.groups["pp"])
         loss, tokens = total.tolist()
         return loss / max(tokens, 1.0)
 
@@ -557,7 +557,7 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     Nothing is communicated only if the data-parallel groups of both dense weights and experts,
     which may differ in size, have one rank.
     """
-    if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
+    if engine.groups["dense_dp"].size == engine.groups["expert_dp"].size == 1:
         return "none", "none"
     ahead = [gatherer.reshards for gatherer in engine.gatherers if gatherer.prefetch]
     gathers = "none" if not ahead else "each" if any(ahead) else "once"

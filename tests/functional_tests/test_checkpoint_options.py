@@ -131,7 +131,7 @@ def test_pretrained_weights_load_until_own_checkpoint_exists(saved, tmp_path, ca
     capsys.readouterr()
     argv = flags(saved / "tokens", f"{SHORT} --train-iters 3 {pretrained} --load {tmp_path / 'a'}")
     assert run_here(argv) == 0
-    assert f"loaded {tmp_path / 'a' / 'iter_0000002'}; going on at" in capsys.readouterr().out
+    assert f"loaded {tmp_path / 'a' / 'iter_0000002'}; resuming at" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     "experts are summed over the lanes of dense weights": (
         "weight_sharding",
         "gradient_plan",
-        '"egtp_edp" if sharding.expert else "gtp_cp_dp"',
-        '"gtp_cp_dp"',
+        '"expert_dp" if sharding.expert else "dense_dp"',
+        '"dense_dp"',
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2},
     ),
     "gradients of gathered routing weights stay with their owner": (

@@ -88,10 +88,10 @@ def train_mcore(
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
     found = []
     with nan_memory(), trace(groups) as records:
-        for batches in data_of_rank(groups["gtp_cp_dp"].rank):
+        for batches in data_of_rank(groups["dense_dp"].rank):
             engine.begin_step(ACCUMULATION)
             for i, batch in enumerate(batches):
-                share = batch.loss_mask.sum() * ACCUMULATION * groups["gtp_cp_dp"].size
+                share = batch.loss_mask.sum() * ACCUMULATION * groups["dense_dp"].size
                 loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / share)
                 engine.backward(loss, last=i == ACCUMULATION - 1)
             engine.finish()

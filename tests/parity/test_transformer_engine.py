@@ -120,7 +120,7 @@ FAULTS = {
         "HandleWeight.finalize_group_grads",
         lambda self, written: [None] * self.matrices.count,
     ),
-    "buffer not added": ("_add_unless_there", lambda whole, main_grad, overwrite: None),
+    "buffer not added": ("_add_written_gradient", lambda whole, main_grad, overwrite: None),
     "requires_grad lost": (
         "Matrices.get",
         lambda self, backward=False: self._split(self.handle.get(backward=backward).detach()),

@@ -209,14 +209,14 @@ def _check_dp_traffic(row: Row, step: Step, *, last: bool) -> None:
         first = matching(step.records, kind="all_reduce", group="world")[:1]
         assert_active(first, exactly=1, exactly_bytes=8)
     if _dp_size(row) == 1:
-        assert_silent(step.records, group="gtp_cp_dp")
+        assert_silent(step.records, group="dense_dp")
     if not _shares(row):
         return
     wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
     if row["per_token"] and _dp_size(row) > 1:  # the number of tokens, fp32
-        count, size = wanted.get(("all_reduce", "gtp_cp_dp"), (0, 0))
-        wanted["all_reduce", "gtp_cp_dp"] = count + 1, size + 4
-    data_groups = ("gtp_cp_dp", "egtp_edp", "shard", "replicate", "shard_gather")
+        count, size = wanted.get(("all_reduce", "dense_dp"), (0, 0))
+        wanted["all_reduce", "dense_dp"] = count + 1, size + 4
+    data_groups = ("dense_dp", "expert_dp", "shard", "replicate", "shard_gather")
     groups = {name for group in data_groups for name in (group, f"expert_{group}")}
     groups &= set(GROUP_NAMES)
     if shards_over_gtp(row):
@@ -282,7 +282,7 @@ def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, last: GatherC
     """As often as the plan says, and within its budget."""
     gathered = last.gathers - before.gathers
     over = "shard_gather" if row["placement"] == CUT_WEIGHTS else "shard"
-    over = "gtp_cp_dp" if (over, row["instances"]) == ("shard", 1) else over
+    over = "dense_dp" if (over, row["instances"]) == ("shard", 1) else over
     records = run.steps[-1].records
     if row["experts"] is None:
         assert_active(records, kind="all_gather", group=over, exactly=gathered)

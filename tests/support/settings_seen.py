@@ -104,7 +104,7 @@ def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[st
     """Yield the settings of gradient reduction and of the optimizer."""
     config, optimizer_config = engine.config, optimizer.config
     yield _DTYPES[engine.store.dtype]
-    many = engine.groups["gtp_cp_dp"].size > 1
+    many = engine.groups["dense_dp"].size > 1
     if many:
         yield "reduce overlapped" if config.overlap_grad_reduce else "reduce at the end"
     if engine.placement.optimizer and config.overlap_param_gather:

@@ -115,7 +115,7 @@ class McoreStep:
             clip_grad=shapes.CLIP,
         )
         self.optimizer = Optimizer(self.engine.owned(), groups, config=settings)
-        factor = 1.0 / (shape.tokens * groups["gtp_cp_dp"].size)
+        factor = 1.0 / (shape.tokens * groups["dense_dp"].size)
         self.weights = torch.full((shape.batch, shape.sequence), factor)
         self.step = timed(self._forward, self._backward, self._update, now=now)
 

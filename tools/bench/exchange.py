@@ -22,7 +22,7 @@ ELEMENTS = (1 << 10, 1 << 16, 852_480)
 def pairs(rank: int, world: int, elements: int, rounds: int) -> dict[str, list[list[float]]]:
     """Return, by kind, the seconds of ours and of gloo's in every round, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    group, chunk = groups["gtp_cp_dp"], elements // world
+    group, chunk = groups["dense_dp"], elements // world
     gloo = dist.distributed_c10d._get_default_group()
     whole, shard = torch.ones(elements), torch.ones(chunk)
     received = torch.empty(elements)

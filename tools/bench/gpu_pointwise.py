@@ -132,7 +132,7 @@ def permutation(bench: Bench) -> None:
     weights = torch.rand(tokens, copies, device=bench.device)
     moved = x.nbytes + rows.nbytes
     what = f"{copies} copies of {tokens} tokens of {features}"
-    tokens_of_rows = permute.places // copies
+    tokens_of_rows = permute.sources // copies
     calls = {
         MCORE: lambda: take_rows(x, permute, implementation="triton"),
         TORCH: lambda: x[tokens_of_rows],

@@ -284,7 +284,7 @@ def prologue(bench: Bench) -> None:
             inputs, _ = recurrence_prologue(
                 source,
                 prologue_weights,
-                parts=unit,
+                unit=unit,
                 sequences=sequences,
                 implementation=implementation,
             )
@@ -292,7 +292,7 @@ def prologue(bench: Bench) -> None:
 
         return function
 
-    leaves = [source, weights.weight, weights.rates, weights.step_bias]
+    leaves = [source, weights.weight, weights.a_log, weights.dt_bias]
     functions = {MCORE: of("triton"), REFERENCE: of("reference")}
     plain = [x.detach() for x in leaves]
     element_bytes, out = bench.dtype.itemsize, tokens * units * heads * 8

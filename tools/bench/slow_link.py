@@ -27,7 +27,7 @@ from tools.bench.table import Row
 #: Nothing but prefetch differs; also what is named in the rows.
 VARIANTS = ("prefetch", "none")
 #: What the ranks share: layers (ZeRO-3), or matrices over gtp.
-AXES = ("gtp_cp_dp", "gtp")
+AXES = ("dense_dp", "gtp")
 #: Of the time that gathers wait for the link.
 TARGET = ">= 0.7"
 WARMUP_STEPS = 3  # the first leaves the trace that the plan is made of
@@ -53,7 +53,7 @@ def variant_of(
 ) -> McoreStep:
     """Return a variant of either axis; weights over gtp are always gathered ahead, but here."""
     config = DataParallelConfig(strategy="no_shard")
-    if axis == "gtp_cp_dp":
+    if axis == "dense_dp":
         ahead = name == "prefetch"
         config = DataParallelConfig(strategy="optim_grads_params", overlap_param_gather=ahead)
     step = McoreStep(shape, groups, config=config, bucket_bytes=1, now=clock.now)
@@ -98,7 +98,7 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
     compute between two gathers."""
     table_rows = []
     # Of one row the 29 gathers over gtp take the link for longer than there is to compute.
-    cases = (("gtp_cp_dp", 4, ""), ("gtp_cp_dp", 1, TARGET), ("gtp", 4, TARGET), ("gtp", 1, ""))
+    cases = (("dense_dp", 4, ""), ("dense_dp", 1, TARGET), ("gtp", 4, TARGET), ("gtp", 1, ""))
     for axis, batch, target in cases:
         shape = replace(SHAPES["S"], batch=batch)
         measured = gloo_ranks.run(steps, ranks, axis, shape, milliseconds / 1e3, rounds)

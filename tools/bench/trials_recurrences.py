@@ -66,7 +66,7 @@ def prologue(make: Make, tokens: int, *, units: int, heads: int, size: int) -> P
         outputs, _ = recurrence_prologue(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            parts=unit,
+            unit=unit,
             sequences=sequences,
             implementation=implementation,
         )
@@ -96,8 +96,8 @@ def decode(make: Make, rows: int, *, units: int, heads: int, size: int) -> Probl
         y = recurrence_decode(
             source,
             PrologueWeights(weight, None, rates, step_bias),
-            parts=unit,
-            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrived=arrived),
+            unit=unit,
+            memory=DecodeMemory(conv=conv, state=state, slots=slots, arrival_counts=arrived),
             norm=OutputNorm(gate=gate, weight=norm, eps=1e-6),
             implementation=implementation,
         )

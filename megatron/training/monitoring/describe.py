@@ -126,7 +126,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
         ValueError: the strategy in effect differs from the requested one.
     """
     config = engine.config
-    if engine.groups["gtp_cp_dp"].size == engine.groups["egtp_edp"].size == 1:
+    if engine.groups["dense_dp"].size == engine.groups["expert_dp"].size == 1:
         scope = "one rank"
         if idle := _idle_flags(config):
             verb = "has" if len(idle) == 1 else "have"
@@ -283,7 +283,7 @@ def _scope(engine: DataParallel) -> str:
     """Return the number of data-parallel ranks of dense weights and of experts."""
     groups, instances = engine.groups, engine.groups.grid.instances
     dense_ranks, expert_ranks = (
-        groups[name].size // instances for name in ("gtp_cp_dp", "egtp_edp")
+        groups[name].size // instances for name in ("dense_dp", "expert_dp")
     )
     text = f"{dense_ranks} rank{'s' if dense_ranks > 1 else ''}"
     if expert_ranks != dense_ranks:

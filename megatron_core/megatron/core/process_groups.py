@@ -16,8 +16,8 @@ Hybrid sharding splits data parallelism in two: weights are sharded over the inn
 replicated over the outer one (of size `instances`, 1 by default). `dp` = dp_inner · dp_outer and
 `edp` name both together.
 
-`dp` alone is ambiguous, so the groups below have explicit names. `gtp_cp_dp` are the ranks that see
-different tokens: the data-parallel ranks over which gradients are reduced (`egtp_edp` for experts).
+`dp` alone is ambiguous, so the groups below have explicit names. `dense_dp` are the ranks that see
+different tokens: the data-parallel ranks over which gradients are reduced (`expert_dp` for experts).
 Hybrid sharding divides them into the `shard` group and the `replicate` group. `samples` (gtp × dp)
 are the ranks that see different samples, since cp ranks share a sample.
 """
@@ -59,7 +59,7 @@ JOINED_AXES: Mapping[str, tuple[str, str]] = MappingProxyType(
 #: order on every rank, which is what makes `new_group` safe.
 GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "gtp_cp_dp": ("gtp", "cp", "dp"),
+        "dense_dp": ("gtp", "cp", "dp"),
         "dp_cp": ("cp", "dp"),
         "dp": ("dp",),
         "cp": ("cp",),
@@ -73,7 +73,7 @@ GROUP_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "egtp": ("egtp",),
         "edp": ("edp",),
         "etp_ep": ("etp", "ep"),
-        "egtp_edp": ("egtp", "edp"),
+        "expert_dp": ("egtp", "edp"),
         "expert_model": ("etp", "ep", "pp"),
         "world": ("tp", "gtp", "cp", "dp", "pp"),
         "shard": ("gtp", "cp", "dp_inner"),
@@ -298,9 +298,9 @@ class RankGrid:
 #: communicator runs in turn, so a gather must not queue behind the reduction of a large bucket.
 TRAFFIC: Mapping[str, str] = MappingProxyType(
     {
-        "gtp_cp_dp": "gradients",
+        "dense_dp": "gradients",
         "shard": "gradients",
-        "egtp_edp": "gradients",
+        "expert_dp": "gradients",
         "expert_shard": "gradients",
         "shard_gather": "weights",
         "expert_shard_gather": "weights",
@@ -365,7 +365,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ProcessGroupCollection:
-    """All groups of one rank: `groups["tp"]`, `groups["gtp_cp_dp"]` …, and the grid behind them.
+    """All groups of one rank: `groups["tp"]`, `groups["dense_dp"]` …, and the grid behind them.
 
     Build with `create` (many processes) or `single` (one). Frozen; nothing is looked up anywhere
     else.

@@ -524,7 +524,7 @@ class GradientPlan:
     """All that happens to a weight's gradient after backward.
 
     Args:
-        data_group: the group over which its buckets are reduced ("gtp_cp_dp" or "egtp_edp").
+        data_group: the group over which its buckets are reduced ("dense_dp" or "expert_dp").
         steps: sums over model axes, in order, after that.
         num_ranks_reached: the number of data-parallel ranks whose tokens the result holds; the loss
             factor assumes all.
@@ -571,7 +571,7 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
                 "and the last share weights"
             )
         steps.append(GradientStep(TIED, names))
-    data_group = "egtp_edp" if sharding.expert else "gtp_cp_dp"
+    data_group = "expert_dp" if sharding.expert else "dense_dp"
     reached = Fraction(math.prod(grid.size(a) for a in sharding.data_axes))
     if sharding.expert:  # dispatch brings the tokens of etp·ep ranks, etp·ep/tp data-parallel ones
         reached *= Fraction(grid.size("etp") * grid.ep, grid.tp)

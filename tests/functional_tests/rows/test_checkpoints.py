@@ -192,7 +192,7 @@ def test_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tr
 
 def test_a_run_does_not_start_among_later_checkpoints(prefix, cut, capsys, tmp_path):
     """Whoever goes back is told what is in the way: it would never be saved again."""
-    in_the_way = f"--save {cut}: it holds iter_0000004, later than iteration 2 that this run"
+    in_the_way = f"--save {cut}: it contains iter_0000004, later than iteration 2 that this run"
     argv = flags(prefix, f"{FOUR} --save {cut} --load {cut / 'iter_0000002'}")
     assert run_here(argv) == ExitCode.USER_ERROR
     assert in_the_way in capsys.readouterr().err

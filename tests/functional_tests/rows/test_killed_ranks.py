@@ -170,4 +170,4 @@ def test_a_kill_at_any_moment_of_a_save_loses_that_save_alone(prefix, tmp_path, 
     swept = [line for line in text.splitlines() if "removed unfinished files" in line]
     assert len(swept) == bool(left)
     assert all(name in swept[0] for name in left)
-    assert f"loaded {save}/iter_{4 if renamed else 2:07d}; going on" in text
+    assert f"loaded {save}/iter_{4 if renamed else 2:07d}; resuming" in text

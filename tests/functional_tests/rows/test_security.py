@@ -209,7 +209,7 @@ def test_a_folder_of_another_model_is_refused(good: Path, tmp_path: Path) -> Non
     assert "model.layers.2.input_layernorm.weight is missing" in changed(
         "missing", config={"num_hidden_layers": 3}
     )
-    assert "model.layers.1.input_layernorm.weight has no place" in changed(
+    assert "model.layers.1.input_layernorm.weight does not belong to the model" in changed(
         "more", config={"num_hidden_layers": 1}
     )
     assert "model.embed_tokens.weight is [263, 48], config.json requires [264, 48]" in changed(

@@ -35,7 +35,7 @@ def steps(sharding: WeightSharding, grid: RankGrid = GRID) -> tuple[GradientStep
 
 def test_sharded_weight_is_reduced_only_over_dp_ranks():
     plan = gradient_plan(WeightSharding.of("w", (8, 3), ROWS), GRID)
-    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("gtp_cp_dp", (), Fraction(4))
+    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("dense_dp", (), Fraction(4))
 
 
 def test_replicated_weight_is_summed_over_tp_only_if_partial():
@@ -96,7 +96,7 @@ def test_expert_gradients_reach_all_dp_ranks_on_any_grid(etp: int, ep: int, egtp
         "e", (ep * etp, 3), Shard(axis="ep", dim=0), Shard(axis="etp", dim=0), expert=True
     )
     plan = gradient_plan(expert, grid)
-    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("egtp_edp", (), Fraction(4))
+    assert (plan.data_group, plan.steps, plan.num_ranks_reached) == ("expert_dp", (), Fraction(4))
 
 
 class ForgetsExperts(RankGrid):
@@ -168,7 +168,7 @@ def miscounted(plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid
     groups: dict[str | None, dict[int, list[int]]] = {
         None: {rank: [rank] for rank in range(grid.world_size)}
     }
-    for name in ("tp", "etp_ep", "gtp_cp_dp", "egtp_edp"):
+    for name in ("tp", "etp_ep", "dense_dp", "expert_dp"):
         groups[name] = {rank: ranks for ranks in grid.named_ranks(name) for rank in ranks}
     for sharding, tokens in weights_of_layers(grid):
         plan = plan_of(sharding, grid)
@@ -202,8 +202,8 @@ def test_the_tokens_of_every_rank_reach_a_weight_once(world: int):
 
 #: Faults of the plan: (code, faulty code).
 PLAN_BUGS = (
-    ('"egtp_edp" if sharding.expert else "gtp_cp_dp"', '"gtp_cp_dp"'),
-    ('"egtp_edp" if sharding.expert else "gtp_cp_dp"', '"egtp_edp"'),
+    ('"expert_dp" if sharding.expert else "dense_dp"', '"dense_dp"'),
+    ('"expert_dp" if sharding.expert else "dense_dp"', '"expert_dp"'),
     ('"etp") * grid.ep, grid.tp', '"etp"), grid.tp'),
     ('"etp") * grid.ep, grid.tp', '"ep"), grid.tp'),
     ('"etp") * grid.ep, grid.tp', '"etp") * grid.ep'),

@@ -108,7 +108,7 @@ def test_hybrid_sharding_splits_dp_into_inner_and_outer_axes():
     assert (grid.edp, grid.edp_inner, grid.edp_outer) == (8, 4, 2)
     assert grid.named_ranks("shard")[0] == [0, 2, 4, 6]
     assert grid.named_ranks("replicate")[0] == [0, 8]
-    assert grid.named_ranks("gtp_cp_dp")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert grid.named_ranks("dense_dp")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
     at = grid.coordinates(11)
     assert (at["dp"], at["dp_inner"], at["dp_outer"]) == (5, 1, 1)
     assert grid.rank_of(tp=1, dp=5) == grid.rank_of(tp=1, dp_inner=1, dp_outer=1) == 11
@@ -127,10 +127,10 @@ def test_without_instances_the_outer_axis_has_one_rank():
     for _ in range(20):
         drawn = random_grid(source)
         grid = dataclasses.replace(drawn, instances=1)
-        for inner, whole in (("shard", "gtp_cp_dp"), ("expert_shard", "egtp_edp")):
+        for inner, whole in (("shard", "dense_dp"), ("expert_shard", "expert_dp")):
             assert grid.named_ranks(inner) == grid.named_ranks(whole)
         assert all(len(members) == 1 for members in grid.named_ranks("replicate"))
-        for name in ("gtp_cp_dp", "dp_cp", "dp", "edp", "egtp_edp", "world"):
+        for name in ("dense_dp", "dp_cp", "dp", "edp", "expert_dp", "world"):
             assert grid.named_ranks(name) == drawn.named_ranks(name)
 
 
@@ -194,7 +194,7 @@ def test_single_process_has_all_groups_without_distributed():
     for name in GROUP_NAMES:
         assert (groups[name].size, groups[name].rank, groups[name].handle) == (1, 0, None)
     assert set(groups.coordinates.values()) == {0}
-    with pytest.raises(ValueError, match="no group 'other': this collection has gtp_cp_dp, dp_cp"):
+    with pytest.raises(ValueError, match="no group 'other': this collection has dense_dp, dp_cp"):
         groups["other"]
 
 
@@ -224,11 +224,11 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             with pytest.raises(ValueError, match="no group 'tied'"):
                 groups["tied"]
         if grid.gtp > 1:  # equal groups share a communicator if they carry the same kind of traffic
-            equal = [groups[name] for name in ("gtp_cp_dp", "shard_gather", "gtp")]
+            equal = [groups[name] for name in ("dense_dp", "shard_gather", "gtp")]
             assert len({group.ranks for group in equal}) == 1
             assert len({id(group.handle) for group in equal}) == 3
             assert groups["tp"].handle is groups["tp_cp"].handle
-            assert groups["gtp_cp_dp"].handle is groups["shard"].handle
+            assert groups["dense_dp"].handle is groups["shard"].handle
             assert groups["shard_gather"].handle is groups["gtp_gather"].handle
     _replicas_and_refusals(rank)
 
@@ -245,7 +245,7 @@ def _replicas_and_refusals(rank: int) -> None:
     assert every["tp/4"].handle is every["tp"].handle
     assert (every["tp/4"].name, every["tp/4"].ranks) == ("tp/4", every["tp"].ranks)
     for name in ("tp/1", "tp/3", "cp/2"):
-        with pytest.raises(ValueError, match=f"no group '{name}': this collection has gtp_cp_dp"):
+        with pytest.raises(ValueError, match=f"no group '{name}': this collection has dense_dp"):
             every[name]
     with pytest.raises(ValueError, match=r"unknown group 'tp/3': one of .*, tied, tp/2, tp/4"):
         grid.named_ranks("tp/3")
@@ -282,7 +282,7 @@ def test_nccl_runs_what_layers_wait_for_at_high_priority(monkeypatch):
     for backend in ("nccl", "gloo"):
         options.clear()
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        ProcessGroupCollection.create(grid, rank=0, names=("tp", "etp_ep", "gtp_cp_dp"))
+        ProcessGroupCollection.create(grid, rank=0, names=("tp", "etp_ep", "dense_dp"))
         made[backend] = {
             ranks: [option is not None and option.is_high_priority_stream for option in each]
             for ranks, each in options.items()

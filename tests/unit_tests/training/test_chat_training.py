@@ -79,7 +79,7 @@ def _train_packed(
     """Return the loss before a step, the step's report, and what the rows held, [rows, s + 1]."""
     run = _run(prefix, world)
     data = build_data_sets(run, VOCABULARY)
-    lanes = step.groups["gtp_cp_dp"]
+    lanes = step.groups["dense_dp"]
     batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
     cpu = torch.device("cpu")
     microbatches = take(batches, run.num_microbatches, cpu, layouts=Layouts(step.groups["cp"], cpu))
@@ -166,7 +166,7 @@ def test_conversation_packing_is_logged(talks):
 def test_order_goes_on_where_it_stopped(talks):
     run = _run(talks[0], flags="--train-iters 9")
     data = build_data_sets(run, VOCABULARY)
-    single = ProcessGroupCollection.single()["gtp_cp_dp"]
+    single = ProcessGroupCollection.single()["dense_dp"]
     whole = training_batches(data, run, dp_group=single, consumed_samples=0)
     rest = training_batches(data, run, dp_group=single, consumed_samples=20)
     tokens = [next(whole).tokens.tolist() for _ in range(20)]

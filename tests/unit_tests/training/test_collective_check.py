@@ -21,7 +21,7 @@ ONES = torch.ones(4)
 
 
 def _agree(rank, groups):
-    for name in ("world", "tp", "gtp_cp_dp", "world"):
+    for name in ("world", "tp", "dense_dp", "world"):
         all_reduce(torch.ones(2), groups[name])
         all_gather(torch.ones(2), groups[name])
     counts = {"send_counts": [rank] * 4, "receive_counts": range(4)}  # uneven is no difference

@@ -184,7 +184,7 @@ def expert_lines(rank: int, world: int) -> None:
         assert line.startswith(f"data parallel: {scope}; "), line
         buckets = engine.store.buckets
         lanes = {b.handles[0].sharding.expert: b.group.size * b.outer.size for b in buckets}
-        assert lanes == {False: groups["gtp_cp_dp"].size, True: groups["egtp_edp"].size}
+        assert lanes == {False: groups["dense_dp"].size, True: groups["expert_dp"].size}
         state = sum(optimizer.state_bytes(on_host=host) for host in (False, True))
         weights = sum(bucket.data.nbytes for bucket in buckets)
         found = bytes_in(line)

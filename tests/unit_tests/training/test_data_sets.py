@@ -53,7 +53,7 @@ def _tokens(batches, count):
 def test_training_goes_on_where_it_stopped(prefix):
     run = _run(prefix)
     data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("gtp_cp_dp")
+    lanes = Group.single("dense_dp")
     whole = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 8)
     rest = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=12), 4)
     assert rest == whole[4:]
@@ -63,7 +63,7 @@ def test_training_goes_on_where_it_stopped(prefix):
 def test_validation_repeats_samples_disjoint_from_training(prefix):
     run = _run(prefix)
     data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("gtp_cp_dp")
+    lanes = Group.single("dense_dp")
     first, second = (_tokens(validation_batches(data, run, dp_group=lanes), 4) for _ in range(2))
     assert first == second
     trained = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 20)
@@ -80,7 +80,7 @@ def test_cyclic_permutes_every_epoch(prefix):
     run = _run(prefix, "--dataloader-type cyclic --train-iters 40")
     data = build_data_sets(run, VOCABULARY)
     size = len(data.train)
-    batches = training_batches(data, run, dp_group=Group.single("gtp_cp_dp"), consumed_samples=0)
+    batches = training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
     rows = [tuple(row) for batch in _tokens(batches, -(-2 * size // 3)) for row in batch]
     assert sorted(rows[:size]) == sorted(rows[size : 2 * size])
     assert rows[:size] != rows[size : 2 * size]
@@ -119,7 +119,7 @@ def test_another_length_keeps_the_order(prefix, tmp_path, flags, begun):
         config = small_config(f"{text} --global-batch-size {batch}", without=without)
         run = resolve(config, 1)
         data = build_data_sets(run, VOCABULARY, **kept)
-        lanes = Group.single("gtp_cp_dp")
+        lanes = Group.single("dense_dp")
         batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
         samples = max(run.train_samples, kept.get("train_samples", 0))
         micro = run.config.training.micro_batch_size
@@ -149,9 +149,7 @@ def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
     plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
     for run, expected in ((plain, 0), (masked, 1)):
         data = build_data_sets(run, VOCABULARY)
-        batches = training_batches(
-            data, run, dp_group=Group.single("gtp_cp_dp"), consumed_samples=0
-        )
+        batches = training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
         batch = next(batches)
         zeros = int((batch.loss_mask == 0).sum())
         starts = int((batch.input_ids == 0).sum())
@@ -246,7 +244,7 @@ def test_each_split_may_have_files_of_its_own(prefix, tmp_path):
     flags = f"--train-data-path {prefix} --valid-data-path {tmp_path}/valid --global-batch-size 6 "
     run = _run_without_data_path(f"{flags} --eval-iters 1 --test-data-path {tmp_path}/test")
     data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("gtp_cp_dp")
+    lanes = Group.single("dense_dp")
     seen = {}
     for split in ("validation", "test"):
         batch = next(validation_batches(data, run, dp_group=lanes, split=split))
@@ -274,9 +272,7 @@ def test_a_test_split_is_built_where_there_is_one(prefix):
 def test_positions_and_document_ids_reset_by_option(prefix):
     run = _run(prefix, "--reset-position-ids --reset-attention-mask")
     data = build_data_sets(run, VOCABULARY)
-    batch = next(
-        training_batches(data, run, dp_group=Group.single("gtp_cp_dp"), consumed_samples=0)
-    )
+    batch = next(training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0))
     ends = batch.input_ids[:, :-1] == 0
     assert ends.any()
     starts = batch.positions[:, 1:] == 0
@@ -294,7 +290,7 @@ def test_mock_data_are_the_same_for_any_length_of_the_run():
     ]
     sets = [build_data_sets(run, VOCABULARY) for run in runs]
     short, long = (
-        _tokens(training_batches(d, r, dp_group=Group.single("gtp_cp_dp"), consumed_samples=0), 8)
+        _tokens(training_batches(d, r, dp_group=Group.single("dense_dp"), consumed_samples=0), 8)
         for d, r in zip(sets, runs, strict=True)
     )
     assert short == long
@@ -330,7 +326,7 @@ def test_reading_ahead_is_optional(prefix):
     data = build_data_sets(run, VOCABULARY)
     made = [
         read_ahead(
-            training_batches(data, r, dp_group=Group.single("gtp_cp_dp"), consumed_samples=0), r
+            training_batches(data, r, dp_group=Group.single("dense_dp"), consumed_samples=0), r
         )
         for r in (run, plain)
     ]

@@ -165,7 +165,7 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
         batch_sizes=BatchSizes.constant(2 * MICRO),
     )
     depths, count = case.model.mtp_num_layers, 2 // lanes.size
-    made = take(batches, count, CPU, layouts=layouts, depths=depths)
+    made = take(batches, count, CPU, layouts=layouts, mtp_num_layers=depths)
     apart = [batch.layout.sharding.is_padded for batch in made]
     with trace(groups) as records:
         loss = step(made, lr=0.3, weight_decay=0.0).loss

@@ -166,7 +166,7 @@ def on_sharded_experts(rank: int, world: int):
     found = {}
     grid = RankGrid(world_size=world, tp=2, pp=2, etp=1)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    assert (groups["gtp_cp_dp"].size, groups["egtp_edp"].size) == (1, 2)
+    assert (groups["dense_dp"].size, groups["expert_dp"].size) == (1, 2)
     for strategy, words in WORDS.items():
         early = words[0] != "none"
         *found[strategy], engine = with_experts(groups, strategy, early=early)

@@ -142,11 +142,11 @@ def evaluated(rank: int, world: int) -> list[tuple[Counter[str], Counter[str]]]:
         for factor in (None, 2.0, 0.8):
             step = watched_step(groups, model=model, backend=backend_of(dispatcher, factor))
             capacities = [capacity for _, capacity in capacities_of(step.model)]
-            sizes = [(capacity.num_taken, capacity.share) for capacity in capacities]
+            sizes = [(capacity.room, capacity.share) for capacity in capacities]
             with one_thread(), products_of_a_gpu(), HostReads() as host:
                 losses[factor] = step.evaluate(batches)
             reads[factor] = Counter(host.names)
-            assert sizes == [(capacity.num_taken, capacity.share) for capacity in capacities]
+            assert sizes == [(capacity.room, capacity.share) for capacity in capacities]
             assert not any(capacity.in_evaluation for capacity in capacities)
             assert factor != 0.8 or max(int(capacity.excess) for capacity in capacities) > 0
         assert losses[2.0] == pytest.approx(losses[None], rel=1e-6)

@@ -122,7 +122,7 @@ class BucketSize:
             shared, replicas = ("egtp", "edp") if self.expert else ("gtp", "dp_cp")
             return shared, f"{shared}_gather", replicas
         hybrid = self.outer > 1 and bool(placement.optimizer)
-        data_group = "egtp_edp" if self.expert else "gtp_cp_dp"
+        data_group = "expert_dp" if self.expert else "dense_dp"
         shared = f"{prefix}shard" if hybrid else data_group
         gather = f"{prefix}shard_gather" if placement.weight else shared
         return shared, gather, f"{prefix}replicate"

@@ -73,7 +73,7 @@ class DelayedScaling:
         if not self.scales:
             return
         amax = torch.stack([scales.amax for scales in self.scales])  # [n, 3]
-        for name in ("tp", "gtp_cp_dp"):
+        for name in ("tp", "dense_dp"):
             all_reduce(amax, groups[name], op="max", out=amax)
         amax = torch.where(torch.isfinite(amax), amax, 0.0)
         histories = [scales.history for scales in self.scales]

@@ -687,10 +687,10 @@ class BucketGroups:
 
         Args:
             groups: all process groups.
-            group_name: the data-parallel group, "gtp_cp_dp" or "egtp_edp".
+            group_name: the data-parallel group, "dense_dp" or "expert_dp".
             placement: the axes that shard weights, gradients and optimizer state.
         """
-        expert = group_name == "egtp_edp"
+        expert = group_name == "expert_dp"
         prefix = "expert_" if expert else ""
         if placement.weight == GTP:
             shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")

@@ -289,7 +289,7 @@ class WeightHandle:
             return _apply_linear(x, self.param, self, bias, bias.param)
         bias_value = None if bias is None else bias.get()
         if self.copy is not None:
-            return self.copy.product(x, bias_value, out=out)
+            return self.copy.linear(x, bias_value, out=out)
         weight = self.get() if self.unsharded_param is None else self.unsharded_param
         dtype = self.product_dtype
         if self.row_tiles:
@@ -298,7 +298,7 @@ class WeightHandle:
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
             if bias_value is None and x.ndim == 2:
-                return small_m_matmul.multiply(x, weight, out=out)
+                return small_m_matmul.linear(x, weight, out=out)
             return F.linear(x, weight, bias_value, out=out)
         cast_bias = None if bias_value is None else bias_value.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), cast_bias)
@@ -324,8 +324,8 @@ class WeightHandle:
         gathered weight is packed at every use and not cached.
         """
         weight, packed = self.get(), self._packed
-        # `is_of` compares torch's version counter, which every in-place update increases.
-        if packed is None or not packed.is_of(weight):
+        # `is_current` compares torch's version counter, which every in-place update increases.
+        if packed is None or not packed.is_current(weight):
             packed = PackedMatrix(weight)
             if self.unsharded_param is not None:
                 self._packed = packed

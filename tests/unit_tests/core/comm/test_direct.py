@@ -27,7 +27,7 @@ def content(rank: int, world: int, number: int, dtype: torch.dtype) -> torch.Ten
 def exchanges(rank: int, world: int) -> int:
     """Start three exchanges before the first is waited for; return how many went directly."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    lanes, started = groups["gtp_cp_dp"], 0
+    lanes, started = groups["dense_dp"], 0
     for dtype in (torch.float32, torch.bfloat16):
         whole = [[content(r, world, n, dtype) for n in range(2)] for r in range(world)]
         own = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -82,9 +82,9 @@ def test_exchanges_equal_sums_and_concatenations(world: int):
 
 def test_small_large_and_lonely_groups_keep_gloos_own():
     few = torch.zeros(collectives.MIN_DIRECT_BYTES // 4 - 1)
-    group = Group("gtp_cp_dp", (0,), 0)
+    group = Group("dense_dp", (0,), 0)
     assert not collectives.uses_direct_exchange(few, group)
     assert collectives.uses_direct_exchange(torch.zeros(collectives.MIN_DIRECT_BYTES // 4), group)
     many = tuple(range(collectives.MAX_DIRECT_RANKS + 1))
-    crowd = Group("gtp_cp_dp", many, 0, handle=object())  # type: ignore[arg-type]
+    crowd = Group("dense_dp", many, 0, handle=object())  # type: ignore[arg-type]
     assert not collectives.uses_direct_exchange(torch.zeros(collectives.MIN_DIRECT_BYTES), crowd)

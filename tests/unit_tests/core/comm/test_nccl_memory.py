@@ -136,7 +136,7 @@ def test_engine_registers_gathers_and_reductions_in_own_groups(monkeypatch):
     monkeypatch.setattr(gatherer_module, "RegisteredMemory", memory)
     monkeypatch.setattr("megatron.core.distributed.data_parallel.RegisteredMemory", memory)
     DataParallel(store, groups, config=config)
-    assert registered == [{"gtp_cp_dp"}, {"shard_gather"}]
+    assert registered == [{"dense_dp"}, {"shard_gather"}]
 
 
 def test_memory_of_a_communicator():

@@ -50,7 +50,7 @@ def train(
     model: SmallModel, engine: DataParallel, indices: Sequence[int], *, spare: bool = True
 ) -> list[float]:
     """Run a step over this lane's microbatches up to its gradients; return their losses."""
-    lane, losses = engine.groups["gtp_cp_dp"].rank, []
+    lane, losses = engine.groups["dense_dp"].rank, []
     engine.begin_step(len(indices))
     for i in indices:
         loss = model.loss(*tokens(lane, i), spare=spare)

@@ -131,7 +131,7 @@ def play(
     model: PartsModel, engine: DataParallel, schedule: str, indices: Sequence[int]
 ) -> list[torch.Tensor]:
     """Run a step's actions up to its gradients; return the losses."""
-    actions, lane = actions_of(schedule), engine.groups["gtp_cp_dp"].rank
+    actions, lane = actions_of(schedule), engine.groups["dense_dp"].rank
     engine.begin_step(program=program_of(actions))
     inputs: dict[tuple[int, int], torch.Tensor] = {}
     outputs: dict[tuple[int, int], torch.Tensor] = {}

@@ -27,7 +27,7 @@ class Loop:
         self.optimizer = Optimizer(self.engine.owned(), groups, config=SGD)
 
     def loss(self) -> torch.Tensor:
-        return self.model.loss(*tokens(self.engine.groups["gtp_cp_dp"].rank, 0))
+        return self.model.loss(*tokens(self.engine.groups["dense_dp"].rank, 0))
 
     def gradients(self) -> None:
         self.engine.begin_step()

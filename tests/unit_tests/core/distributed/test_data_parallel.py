@@ -65,7 +65,7 @@ def engine_case(
 ) -> None:
     """Train four steps: gradients, overlap, what was gathered when, and what was sent."""
     model, engine = built(groups, bucket_bytes=bucket_bytes, **config)
-    lanes = groups["gtp_cp_dp"].size
+    lanes = groups["dense_dp"].size
     reference = Reference(lanes)
     for number, indices in enumerate(STEPS):
         if gatherer_of(engine) is not None:
@@ -184,7 +184,7 @@ def two_axes(rank: int, world: int) -> None:
         bias_handle = store.declare(whole, InitSpec.constant(1.0))
         store.materialize(config.storage())
         engine = DataParallel(store, groups, config=config)
-        lane, tp = groups["gtp_cp_dp"].rank, groups["tp"].rank
+        lane, tp = groups["dense_dp"].rank, groups["tp"].rank
         for _ in range(2):
             engine.begin_step()
             if norm_handle.main_grad is not None:
@@ -221,7 +221,7 @@ def experts(rank: int, world: int) -> None:
             dense = store.declare(WeightSharding.of("dense", (70,)), InitSpec.constant(2.0))
             store.materialize(config.storage())
             engine = DataParallel(store, groups, config=config)
-            assert {b.group.name == "egtp_edp" for b in store.buckets} == {True, False}
+            assert {b.group.name == "expert_dp" for b in store.buckets} == {True, False}
             for step in range(3):
                 engine.begin_step()
                 with simulated(groups, Late()):
@@ -235,7 +235,7 @@ def experts(rank: int, world: int) -> None:
                     engine.finish()
                 for owned in engine.owned():
                     for placed in owned.boxes:
-                        mine = groups["egtp_edp"].ranks
+                        mine = groups["expert_dp"].ranks
                         wanted = {"expert": sum(1.0 + 10.0 * r for r in mine), "dense": 604.0}
                         got = placed.of(owned.gradients)
                         equal = bool((got == wanted[placed.name]).all())

@@ -98,7 +98,7 @@ def trained(
                 got, whole = placed.of(owned.gradients), wanted[placed.name]
                 assert torch.equal(got, cut(whole, placed.box)), placed
         if step > 0:  # the first step makes the plan that the formula asks for
-            data_groups = ("gtp_cp_dp", "egtp_edp", "shard", "replicate", "shard_gather")
+            data_groups = ("dense_dp", "expert_dp", "shard", "replicate", "shard_gather")
             names = {name for group in data_groups for name in (group, f"expert_{group}")}
             over_data = [record for record in records if record.group in names]
             assert_traffic(engine, over_data, microbatches)
@@ -183,7 +183,7 @@ def on_grids(rank: int, world: int, grids: tuple, configs: tuple, each: int) -> 
     found = []
     for number, (degrees, lanes, expert_lanes) in enumerate(grids):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        assert (groups["gtp_cp_dp"].size, groups["egtp_edp"].size) == (lanes, expert_lanes)
+        assert (groups["dense_dp"].size, groups["expert_dp"].size) == (lanes, expert_lanes)
         for turn, parallel in enumerate(configs):
             if (turn - number) % each == 0:
                 with simulated(groups, (Late(), Early())[turn % 2]) as link:
@@ -223,8 +223,8 @@ def test_ranks_equal_one_process(
 _LANES = (
     "megatron.core.weight_sharding",
     "gradient_plan",
-    '"egtp_edp" if sharding.expert else "gtp_cp_dp"',
-    '"gtp_cp_dp"',
+    '"expert_dp" if sharding.expert else "dense_dp"',
+    '"dense_dp"',
 )
 
 

@@ -125,18 +125,18 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
             **more,
         )
 
-    assert traffic("no_shard") == [Traffic("all_reduce", "gtp_cp_dp", 1, 16)]
+    assert traffic("no_shard") == [Traffic("all_reduce", "dense_dp", 1, 16)]
     assert traffic("optim") == [
-        Traffic("all_gather", "gtp_cp_dp", 1, 16),
-        Traffic("reduce_scatter", "gtp_cp_dp", 1, 16),
+        Traffic("all_gather", "dense_dp", 1, 16),
+        Traffic("reduce_scatter", "dense_dp", 1, 16),
     ]
     assert traffic("optim_grads") == [
-        Traffic("all_gather", "gtp_cp_dp", 1, 16),
-        Traffic("reduce_scatter", "gtp_cp_dp", 3, 48),
+        Traffic("all_gather", "dense_dp", 1, 16),
+        Traffic("reduce_scatter", "dense_dp", 3, 48),
     ]
     assert traffic("optim_grads_params", gathers=(5, 6), element_bytes=WIDE_SUM) == [
         Traffic("all_gather", "shard_gather", 11, 5 * 16 + 6 * 8),
-        Traffic("all_to_all", "gtp_cp_dp", 3, 48),
+        Traffic("all_to_all", "dense_dp", 3, 48),
     ]
 
 
@@ -188,7 +188,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     updated = {
         ("all_gather", "dp_cp"): (1, 2 * 96 // 2),
         ("all_gather", "edp"): (1, 2 * 16 // 2),
-        ("all_gather", "gtp_cp_dp"): (1, 2 * 6),
+        ("all_gather", "dense_dp"): (1, 2 * 6),
     }
     reduced = {
         ("reduce_scatter", "gtp"): (4, 4 * 2 * 64),
@@ -197,9 +197,9 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     shards = {"dp_cp": 4 * 96 // 2, "edp": 4 * 16 // 2}  # fp32
     summed = {("all_reduce", group): (1, size) for group, size in shards.items()}
     scattered = {("reduce_scatter", group): (1, size) for group, size in shards.items()}
-    whole = {("all_reduce", "gtp_cp_dp"): (1, 2 * 6)}
+    whole = {("all_reduce", "dense_dp"): (1, 2 * 6)}
     assert traffic("no_shard") == gathered | reduced | summed | whole
-    of_lanes = {("reduce_scatter", "gtp_cp_dp"): (1, 2 * 6)}
+    of_lanes = {("reduce_scatter", "dense_dp"): (1, 2 * 6)}
     assert traffic("optim") == gathered | updated | reduced | scattered | of_lanes
     each = {key: (4, 4 * size) for key, (_, size) in (scattered | of_lanes).items()}
     assert traffic("optim_grads") == gathered | updated | reduced | each

@@ -60,7 +60,7 @@ def measured(
     for index in range(2):
         batch = microbatch(
             seed=1,
-            dp_rank=groups["gtp_cp_dp"].rank,
+            dp_rank=groups["dense_dp"].rank,
             index=index,
             batch=1,
             sequence=8,

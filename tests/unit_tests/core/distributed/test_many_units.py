@@ -40,7 +40,7 @@ def built(groups: ProcessGroupCollection, **config: object) -> tuple[GPTModel, D
 
 def step(model: GPTModel, engine: DataParallel, *, microbatches: int = 1, number: int = 0) -> None:
     """Run a step without an update."""
-    lane = engine.groups["gtp_cp_dp"].rank
+    lane = engine.groups["dense_dp"].rank
     engine.begin_step(microbatches)
     for index in range(microbatches):
         data = microbatch(

@@ -38,7 +38,7 @@ Config = dict[str, object]
 def unused(groups: Groups, config: Config) -> None:
     """A weight that a step does not use has a gradient of zero, not the last step's."""
     model, engine = built(groups, **config)
-    reference = Reference(groups["gtp_cp_dp"].size)
+    reference = Reference(groups["dense_dp"].size)
     steps_against(model, engine, reference, ((0,), (1,)))
     train(model, engine, (2, 3), spare=False)
     wanted = reference.gradients((2, 3), spare=False)
@@ -55,7 +55,7 @@ def frozen(groups: Groups, config: Config) -> None:
     """Frozen weights are owned by nobody, keep their values, and cost nothing alone."""
     for names in (("first", "first.bias", "scale"), ("table",), ("first",)):
         model, engine = built(groups, freeze=names, **config)
-        reference = Reference(groups["gtp_cp_dp"].size, frozen=names)
+        reference = Reference(groups["dense_dp"].size, frozen=names)
         before = {n: reference.weights[n].clone() for n in names}
         with trace(groups) as records:
             steps_against(model, engine, reference, ((0,), (1, 2), (3, 4), (5,)))
@@ -79,8 +79,8 @@ def frozen(groups: Groups, config: Config) -> None:
 def evaluated(groups: Groups, config: Config) -> None:
     """Forwards between steps, also while the first gathers are under way, change nothing."""
     model, engine = built(groups, **config)
-    reference = Reference(groups["gtp_cp_dp"].size)
-    lane = groups["gtp_cp_dp"].rank
+    reference = Reference(groups["dense_dp"].size)
+    lane = groups["dense_dp"].rank
 
     def look() -> None:
         with engine.evaluation(), torch.no_grad():
@@ -141,8 +141,8 @@ class _Fails(torch.autograd.Function):
 def failed(groups: Groups, config: Config) -> None:
     """A step that fails in forward or in backward leaves nothing behind."""
     model, engine = built(groups, **config)
-    reference = Reference(groups["gtp_cp_dp"].size)
-    lane, use = groups["gtp_cp_dp"].rank, model.store.handles
+    reference = Reference(groups["dense_dp"].size)
+    lane, use = groups["dense_dp"].rank, model.store.handles
 
     def in_forward() -> None:
         use["first"].linear(use["table"].embedding(tokens(lane, 9)[0]), use["first.bias"])
@@ -194,10 +194,10 @@ def gathered(groups: Groups, config: Config) -> None:
 def reordered(groups: Groups, config: Config) -> None:
     """Layers in another order in one step and back: counted, gathered on demand, exact."""
     model, engine = built(groups, **config)
-    reference = Reference(groups["gtp_cp_dp"].size)
+    reference = Reference(groups["dense_dp"].size)
     steps_against(model, engine, reference, ((0, 1), (2, 3), (4, 5)))
     before = [gatherer.counts.mismatches for gatherer in engine.gatherers]
-    lane, use = groups["gtp_cp_dp"].rank, model.store.handles
+    lane, use = groups["dense_dp"].rank, model.store.handles
     engine.begin_step(2)
     for index in (6, 7):
         spare = torch.sin(use["spare"].use()).sum(0)
@@ -228,9 +228,9 @@ def reordered(groups: Groups, config: Config) -> None:
 
 def two_models(groups: Groups, config: Config) -> None:
     """Two engines in one process, their steps interleaved, do not see each other."""
-    lane = groups["gtp_cp_dp"].rank
+    lane = groups["dense_dp"].rank
     pairs = [built(groups, **config) for _ in range(2)]
-    references = [Reference(groups["gtp_cp_dp"].size) for _ in range(2)]
+    references = [Reference(groups["dense_dp"].size) for _ in range(2)]
     for step in range(3):
         for _, engine in pairs:
             engine.begin_step(2)
@@ -252,7 +252,7 @@ def two_models(groups: Groups, config: Config) -> None:
 
 def split(groups: Groups, config: Config) -> None:
     """Weight gradients a microbatch later are those of the unsplit backward, to the bit."""
-    lane = groups["gtp_cp_dp"].rank
+    lane = groups["dense_dp"].rank
     whole, halves = built(groups, **config), built(groups, **config)
     for indices in ((0, 1, 2), (3, 4, 5), (6,)):
         train(*whole, indices)
@@ -282,14 +282,14 @@ def split(groups: Groups, config: Config) -> None:
 def too_many_uses(groups: Groups, config: Config) -> None:
     """A weight used once more than declared: refused if its reduction has begun, else summed."""
     model, engine = built(groups, **config)
-    lane = groups["gtp_cp_dp"].rank
+    lane = groups["dense_dp"].rank
     engine.begin_step()
     loss = model.loss(*tokens(lane, 0)) + model.store.handles["scale"].use().sum()
     if engine.placement.gradient:
         engine.backward(loss, last=True)
         engine.finish()
-        wanted = Reference(groups["gtp_cp_dp"].size).gradients((0,))
-        wanted["scale"] += groups["gtp_cp_dp"].size
+        wanted = Reference(groups["dense_dp"].size).gradients((0,))
+        wanted["scale"] += groups["dense_dp"].size
         assert_gradients(engine, wanted)
     else:
         with pytest.raises(ValueError, match="scale got a gradient after the reduction"):
@@ -299,7 +299,7 @@ def too_many_uses(groups: Groups, config: Config) -> None:
 
 def narrow(groups: Groups, config: Config) -> None:
     """Gradients that are filled and sent in bf16, summed in bf16 or in fp32."""
-    lanes = groups["gtp_cp_dp"].size
+    lanes = groups["dense_dp"].size
     for wide in (False, True) if config["strategy"] != "no_shard" else (False,):
         model, engine = built(
             groups, grad_dtype=torch.bfloat16, fp32_accumulation=wide, bucket_bytes=400, **config
@@ -325,7 +325,7 @@ def narrow(groups: Groups, config: Config) -> None:
 def narrow_weights(groups: Groups, config: Config) -> None:
     """Weights in bf16 are kept and gathered in bf16, their gradients summed in fp32."""
     model, engine = built(groups, dtype=torch.bfloat16, bucket_bytes=400, **config)
-    reference = Reference(groups["gtp_cp_dp"].size)
+    reference = Reference(groups["dense_dp"].size)
     rounded = {n: w.bfloat16().double() for n, w in reference.weights.items()}
     reference.weights = rounded
     for indices in ((0,), (1, 2), (3, 4)):

@@ -68,7 +68,7 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
     parts = [bucket.model_chunk for bucket in model.store.buckets]
     assert parts == sorted(parts, reverse=True)
     assert set(parts) == {0, 1, 3}
-    reference = PartsReference(_initial(), groups["gtp_cp_dp"].size)
+    reference = PartsReference(_initial(), groups["dense_dp"].size)
     for step in range(4):
         indices = [3 * step + i for i in range(3)]
         with trace(groups) as records, nan_memory():

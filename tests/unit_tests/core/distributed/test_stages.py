@@ -75,7 +75,7 @@ class Stage:
 
     def gradients(self, wanted: Mapping[str, torch.Tensor], *, fault: float = 0.0) -> None:
         """Put this rank's share of every gradient; lanes and stages have uneven ones."""
-        lanes, last = self.groups["gtp_cp_dp"], self.groups["pp"].rank > 0
+        lanes, last = self.groups["dense_dp"], self.groups["pp"].rank > 0
         self.engine.begin_step()
         self.engine.set_is_last_backward(True)
         for name, handle in self.store.handles.items():

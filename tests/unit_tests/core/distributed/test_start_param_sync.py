@@ -92,7 +92,7 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
                 engine.start_param_sync()
             assert gatherer.in_flight == prologue
             assert [r.kind for r in records] == ["all_gather"] * len(prologue)
-            over = "shard" if instances > 1 else "gtp_cp_dp"
+            over = "shard" if instances > 1 else "dense_dp"
             if strategy == "optim_grads_params":
                 over = "replicate" if outer == "optim" else "shard_gather"
             assert {r.group for r in records} == {over}

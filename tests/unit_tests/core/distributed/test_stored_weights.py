@@ -36,7 +36,7 @@ def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConf
         engine.begin_step()
         with pytest.raises(ValueError, match="complete_weights inside a step"):
             engine.complete_weights()
-        engine.backward(model.loss(*tokens(groups["gtp_cp_dp"].rank, step)), last=True)
+        engine.backward(model.loss(*tokens(groups["dense_dp"].rank, step)), last=True)
         engine.finish()
         for bucket in model.store.buckets:
             first = bucket.blocks[0].stored_range[0]

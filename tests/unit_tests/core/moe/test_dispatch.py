@@ -98,7 +98,7 @@ def on_grids(
 
 def on_grid(groups: ProcessGroupCollection, name: str, sequence_parallel: bool) -> list[Ran]:
     """Run a layer with every dispatcher."""
-    found, lane, tp = [], groups["gtp_cp_dp"].rank, groups["tp"]
+    found, lane, tp = [], groups["dense_dp"].rank, groups["tp"]
     hidden, factors = data_of_rank(lane)
     part = slice(0, S)
     if sequence_parallel:
@@ -253,7 +253,7 @@ def in_halves(rank: int, world: int, degrees: dict[str, int]) -> None:
     """Split backward: nothing is put before the queue is drained, and then the same bits."""
     torch.set_num_threads(1)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-    hidden, factors = data_of_rank(groups["gtp_cp_dp"].rank)
+    hidden, factors = data_of_rank(groups["dense_dp"].rank)
     for dispatcher, name in itertools.product(DISPATCHERS, ("uneven", "one expert for all")):
         layer = Layer(
             CONFIGS[name], groups, hidden_size=H, bias=bias_of(name), dispatcher=dispatcher

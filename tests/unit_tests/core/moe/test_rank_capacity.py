@@ -38,7 +38,7 @@ def on_grid(
 ) -> list[Ran]:
     """Run layers with every dispatcher."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-    lane, tp = groups["gtp_cp_dp"].rank, groups["tp"]
+    lane, tp = groups["dense_dp"].rank, groups["tp"]
     part = slice(0, S)
     if scattered:
         part = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)

@@ -92,7 +92,7 @@ class Training:
         self.engine.begin_step()
         self.engine.set_is_last_backward(True)
         for handle in self.store.handles.values():
-            grid = "egtp_edp" if handle.sharding.expert else "gtp_cp_dp"
+            grid = "expert_dp" if handle.sharding.expert else "dense_dp"
             group = self.groups[grid]
             local = torch.zeros(handle.shape).view(-1)
             for box in self.store.boxes(handle):

@@ -117,7 +117,7 @@ class Stepped:
     def _local_gradient(self, handle: WeightHandle) -> torch.Tensor:
         """Return this rank's addend of a weight's gradient: uneven over the ranks that add up."""
         sharding, groups = handle.sharding, self.groups
-        share = _share(groups["egtp_edp" if sharding.expert else "gtp_cp_dp"])
+        share = _share(groups["expert_dp" if sharding.expert else "dense_dp"])
         if sharding.gradient.get("tp") == "partial":
             share *= _share(groups["tp"])
         flat = torch.zeros(handle.shape).flatten()

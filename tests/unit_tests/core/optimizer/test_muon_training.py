@@ -72,7 +72,7 @@ def train(
         engine.finish()
         assert optimizer.step(lr=lr, weight_decay=0.01).applied
         engine.start_param_sync()
-        found.append(float(all_reduce(total, groups["gtp_cp_dp"])))
+        found.append(float(all_reduce(total, groups["dense_dp"])))
     return found
 
 

@@ -93,7 +93,7 @@ class Halves:
         """Run a microbatch forward."""
         data = microbatch(
             seed=4,
-            dp_rank=self.engine.groups["gtp_cp_dp"].rank,
+            dp_rank=self.engine.groups["dense_dp"].rank,
             index=index,
             batch=BATCH,
             sequence=SEQUENCE,

@@ -214,13 +214,13 @@ def test_hybrid_sharding_shares_over_inner_ranks(strategy: str, expert: bool):
     shared, outer = [], []
     for rank in range(4):
         placed = placement(strategy)
-        lanes = "egtp_edp" if expert else "gtp_cp_dp"
+        lanes = "expert_dp" if expert else "dense_dp"
         groups = BucketGroups.of(pretended_groups(grid, rank), lanes, placed)
         shared.append(groups.shared.ranks)
         outer.append(groups.outer.ranks)
         assert groups.gather.ranks == groups.shared.ranks
         assert (groups.gather.name != groups.shared.name) == (strategy == "optim_grads_params")
-        assert (groups.shared.name in ("egtp_edp", "expert_shard")) == expert
+        assert (groups.shared.name in ("expert_dp", "expert_shard")) == expert
     if strategy == "no_shard":
         assert shared == [(0, 1, 2, 3)] * 4
         assert outer == [(0,), (1,), (2,), (3,)]

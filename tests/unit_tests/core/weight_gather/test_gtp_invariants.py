@@ -274,7 +274,7 @@ def test_batches_and_losses_count_gtp_ranks():
         lanes = {(one["samples"].rank, one["tp"].rank) for one in groups}
         assert len(lanes) == world, "a sample of its own for every rank but those of tp"
         assert {one["samples"].size for one in groups} == {samples}
-        assert {one["gtp_cp_dp"].size for one in groups} == {samples}
+        assert {one["dense_dp"].size for one in groups} == {samples}
         # Unless told otherwise each data-parallel rank has one microbatch.
         alone = resolve(small_config(more), world).config.training
         assert alone.global_batch_size == samples * alone.micro_batch_size

@@ -829,7 +829,7 @@ class TiktokenOptions:
         pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for ranks by line.
         num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, as
             many as are named for ranks by line.
-        special_tokens: `--tiktoken-special-tokens`; None = those of Megatron for a vocabulary
+        special_tokens: `--tiktoken-special-tokens`; None = Megatron's tokens for a vocabulary
             JSON, none for ranks by line.
         vocab_size: ids at most, special tokens counted: a vocabulary JSON has the ranks that are
             left; None = 131072.
@@ -905,7 +905,7 @@ class TiktokenTokenizer:
 
     Args:
         path: the file.
-        options: what it does not say itself.
+        options: options that the file does not specify.
 
     Raises:
         ValueError: the library is not installed, there is no such file, or it is none, or the

@@ -65,4 +65,4 @@ def test_a_run_tells_and_records_what_it_multiplies_in(tmp_path, capfd):
         more = f"{base} --train-iters 3 {FLAG} {now} --load {tmp_path / saved}"
         assert run_here(flags(prefix, more)) == 0
         told = capfd.readouterr()
-        assert (f"{FLAG} {saved} goes on" in told.out + told.err) == (saved != now)
+        assert (f"{FLAG} {saved} continues" in told.out + told.err) == (saved != now)

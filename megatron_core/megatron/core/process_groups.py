@@ -17,7 +17,7 @@ replicated over the outer one (of size `instances`, 1 by default). `dp` = dp_inn
 `edp` name both together.
 
 `dp` alone is ambiguous, so the groups below have explicit names. `dense_dp` are the ranks that see
-different tokens: the data-parallel ranks over which gradients are reduced (`expert_dp` for experts).
+different tokens: the data-parallel ranks over which gradients are reduced (`expert_dp`: experts).
 Hybrid sharding divides them into the `shard` group and the `replicate` group. `samples` (gtp × dp)
 are the ranks that see different samples, since cp ranks share a sample.
 """

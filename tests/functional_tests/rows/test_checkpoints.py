@@ -197,7 +197,7 @@ def test_a_run_does_not_start_among_later_checkpoints(prefix, cut, capsys, tmp_p
     assert run_here(argv) == ExitCode.USER_ERROR
     assert in_the_way in capsys.readouterr().err
     assert run_here(flags(prefix, f"{FOUR} --save {cut}")) == ExitCode.USER_ERROR
-    assert "it holds 2 checkpoints from iter_0000002 to iter_0000004" in capsys.readouterr().err
+    assert "it contains 2 checkpoints from iter_0000002 to iter_0000004" in capsys.readouterr().err
     (cut / "iter_0000004").rename(tmp_path / "away")
     assert run_here(argv) == 0
     assert digests(cut / "iter_0000004").keys() == digests(tmp_path / "away").keys()

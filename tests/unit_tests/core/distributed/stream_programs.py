@@ -210,7 +210,7 @@ def fp32_sum(device: StreamModel) -> list[Tensor]:
         stream.wait_stream(device.current)
         with device.on_stream(stream):
             pending = reduce_scatter_fp32_async(x, group, out=out)
-            free = pending.work.parts.clone()  # type: ignore[union-attr]
+            free = pending.work.receive_buffer.clone()  # type: ignore[union-attr]
         results.append(pending.wait().clone())
         del pending
         with device.on_stream(stream):

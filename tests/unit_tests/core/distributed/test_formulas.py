@@ -155,10 +155,10 @@ def test_hybrid_sharding_reduces_over_outer_ranks_once():
         Traffic("reduce_scatter", "shard", 2, 64),
     ]
     assert traffic("optim_grads_params", "optim") == [
-        Traffic("all_gather", "shard_gather", 2, 64),
         Traffic("all_gather", "replicate", 1, 16),
-        Traffic("reduce_scatter", "shard", 2, 64),
+        Traffic("all_gather", "shard_gather", 2, 64),
         Traffic("reduce_scatter", "replicate", 1, 16),
+        Traffic("reduce_scatter", "shard", 2, 64),
     ]
 
 

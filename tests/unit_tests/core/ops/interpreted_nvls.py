@@ -371,7 +371,7 @@ def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[
 
     with (
         one_thread(),
-        mock.patch.object(Arena, "_filled", noted),
+        mock.patch.object(Arena, "_fill_next", noted),
         mock.patch.object(OddTransferCount, "__call__", step),
     ):
         said = generate(engine, make_requests()[:1])

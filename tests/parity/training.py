@@ -392,8 +392,8 @@ class _Watch:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the loss of every token; move the loss scale from the weights behind the model."""
         scale = self.scaler.scale
-        if "ahead" in more:
-            more["ahead"] = more["ahead"].scaled(1.0 / scale)
+        if "mtp_targets" in more:
+            more["mtp_targets"] = more["mtp_targets"].scaled(1.0 / scale)
         loss, nll = self.model.loss(tokens, labels, token_weights / scale, **more)
         self.nll.append(nll.clone())
         return (loss if scale == 1.0 else loss * scale), nll

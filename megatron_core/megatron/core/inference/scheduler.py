@@ -9,13 +9,15 @@ A step is in flight from `schedule` to `commit`. Several steps may be in flight:
 tokens that the device is computing (`num_in_flight_tokens`) and may have tokens that the device is
 sampling (`num_pending_tokens`).
 
-Policy. A step serves the running sequences, the oldest first, then admits waiting sequences. A
-lower `priority` number counts as older. Each sequence computes its tokens that are not in the cache
+Policy. A step serves the running sequences, the oldest first, then admits waiting sequences.
+Sequences are ordered by `priority` (lower first), then by arrival: oldest and youngest refer to
+this order. Each sequence computes its tokens that are not in the cache
 yet, within the step's token budget (chunked prefill, Agrawal et al. 2023, arXiv 2308.16369). A
 sequence in decode computes its newest token and samples the next. Blocks are allocated on demand.
 When none is free, the youngest sequence is preempted: it frees all of its blocks and waits for
 recomputation (Kwon et al. 2023, section 4.5). The oldest sequence therefore always makes progress,
-and every request that fits the cache alone finishes.
+and every request that fits in the cache on its own finishes, unless requests with a lower
+`priority` number keep arriving.
 
 Prefix caching. Full blocks are shared among sequences with a common prefix (`blocks`). Recurrent
 mixers also need their states at the end of the shared prefix, so the scheduler copies states to
@@ -25,15 +27,15 @@ latest full block of the output. The least recently used snapshot is evicted fir
 if another request is about to compute its next block.
 
 Steady decode. Most steps resemble the previous step: every running sequence has one new token.
-`schedule` then increments the arrays of the previous output and visits only the sequences that
-enter or fill a block.
+`schedule` then increments the arrays of the previous output; block allocation and snapshots run
+only for sequences that enter or fill a block.
 
 Speculative decoding. Draft tokens use the remaining token budget and free blocks; they neither
 delay nor preempt a sequence. `commit` receives the number of accepted drafts. Rejected drafts keep
-no blocks and no block hashes. Recurrent states return to their values before the step, so the next
-step recomputes the accepted drafts. Nothing else is scheduled for a sequence while its drafts are
-in flight, because its next position is unknown. Tokens that a grammar forces are scheduled as
-drafts, with or without speculative decoding.
+no blocks and no block hashes. If a draft is rejected, recurrent states return to their values
+before the step, and the next step recomputes the accepted tokens. Nothing else is scheduled for a
+sequence while its drafts are in flight, because its next position is unknown. Tokens that a grammar
+forces are scheduled as drafts, with or without speculative decoding.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from megatron.core.inference.requests import RequestError
 #: Upper bound of the evenly spaced state snapshots per prompt.
 SNAPSHOTS_PER_PROMPT = 10
 
-#: A sequence drafts k tokens only if all k are accepted with at least this probability.
+#: A sequence drafts k > 1 tokens only if all k are accepted with at least this probability.
 MIN_DRAFT_PROBABILITY = 0.25
 
 #: Below this acceptance rate a sequence stops drafting, for at most this many steps at a time.
@@ -68,16 +70,17 @@ class DraftLength:
     """Adaptive number of draft tokens per step, from the acceptance rate of earlier drafts.
 
     Let c estimate the probability that a draft is accepted if all drafts before it are. The length
-    is the largest k with c^k >= `MIN_DRAFT_PROBABILITY`. If c is below `MIN_ACCEPTANCE_RATE`, for
-    example after two steps that accept none, the sequence drafts a single token after 4, 8, ...,
-    `MAX_BACKOFF_STEPS` steps to detect a change.
+    is the largest k with c^k >= `MIN_DRAFT_PROBABILITY`, from 1 to `max_drafts`. If c is below
+    `MIN_ACCEPTANCE_RATE`, for example after two steps that accept none, the sequence drafts a
+    single token after 4, 8, ..., `MAX_BACKOFF_STEPS` steps to detect a change.
 
     Args:
         max_drafts: upper bound of the length.
         acceptance_rate: mean over all drafts up to the first rejected draft of each step; an
             exponential moving average after ten drafts.
         num_trials: number of drafts in the mean.
-        num_failed_probes: steps since the backoff began that left the rate below the threshold.
+        num_failed_probes: consecutive drafting steps that left the rate below the threshold; the
+            first begins the backoff.
         backoff_steps: remaining steps without drafts.
     """
 
@@ -303,7 +306,7 @@ class SchedulerOutput:
 
 
 class SharedStep(NamedTuple):
-    """Step properties that all data-parallel ranks with shared experts agree on.
+    """Step properties that data-parallel ranks agree on if they share experts (expert parallelism).
 
     Args:
         max_tokens: largest number of scheduled tokens on any rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherer: unshards blocks of weights just before use, in buffers of a pool.
+"""Gatherer: all-gathers blocks of weights before their use, into pool buffers or in place.
 
 The first step gathers on demand and records the order in which every segment (forward, backward)
 uses the blocks. The plan of the next step (`plan`) is compiled from this trace and followed as long
@@ -18,10 +18,10 @@ a block of the other.
 
 The ranks that own the shards of a block encode them in its gather format (`gather_format`), once
 after every optimizer step. The encoded shards are all-gathered, and then decoded into the unsharded
-buffer, or copied there in quantized form for a kernel that multiplies in this format. One
-all-reduce finds the largest magnitudes of all blocks whose format scales by them. With 1-D scale
-blocks, forward and backward each have their own encoding of a weight, which is encoded, gathered
-and resharded by itself when its direction needs it.
+buffer, or copied there in quantized form for a kernel that multiplies in this format. Formats that
+scale by a weight's amax get it from one all-reduce per shard group, for all its changed blocks.
+With 1-D scale blocks, forward and backward gather a weight in different formats: each direction is
+a block of its own (`BucketBlock.directions`), encoded, gathered and resharded when it is used.
 
 If the outer ranks own different ranges of a shard that they all store (hybrid sharding with a
 sharded optimizer, replicas of weights over gtp), an all-gather has two stages: over the outer
@@ -32,7 +32,8 @@ belongs to its user from `acquire` to `release`. Free buffers are kept by size a
 training run allocates only in its first steps. On a GPU a released buffer carries an event: the
 stream of the next user waits until the last reader has run. With `poison`, buffers are filled with
 NaN by `acquire` and again by `release`. A read before the all-gather or after the release then
-shows in the loss, and autograd refuses a saved view.
+shows in the loss. Poisoning writes in place, so autograd's version check raises if backward reads a
+saved view.
 """
 
 from __future__ import annotations
@@ -241,10 +242,11 @@ class GatherCounts:
     Args:
         gathers: all-gathers started.
         prefetched: all-gathers started before the block was used.
-        on_demand: uses of blocks that no plan foresaw.
+        on_demand: all-gathers started at a use without a matching plan.
         mismatches: steps whose uses differed from the plan.
         encodes: encodings of shards, counted per direction.
-        peak_bytes: largest number of bytes of unsharded weights at a time.
+        peak_bytes: peak bytes of pool buffers in use, for unsharded weights and encoded shards; 0
+            for blocks stored whole.
     """
 
     gathers: int = 0
@@ -281,9 +283,9 @@ class Gatherer:
     Attributes:
         blocks: the blocks of each direction, by their number in plans and traces.
         reshards: blocks are stored in shards and resharded after use; False gathers in place.
-        budget: maximum bytes of unsharded weights: two units, the weights outside units and
-            `prefetch_bytes`. For weights gathered one by one over gtp: two consecutive weights in
-            the order of use and `prefetch_bytes`.
+        budget: limit on the bytes of gathered blocks: `unsharded_budget`, plus `prefetch_bytes`
+            with `prefetch`. With `prefetch`, a plan of gtp weights raises it to fit any two
+            consecutive weights plus `prefetch_bytes`. Only a single block in use may exceed it.
         counts: see `GatherCounts`.
     """
 
@@ -427,8 +429,8 @@ class Gatherer:
         self._program = _Program((), None)
 
     def unshard(self, block: BucketBlock) -> None:
-        """Wait until a block is unsharded and attach it; the previously used block may be
-        resharded."""
+        """Gather a block if needed and make it readable: on a GPU the current stream waits for the
+        all-gather, on a CPU the host does. Other blocks may be resharded, the previous one too."""
         # The previous block stays in memory, but is no longer ready: its next use must come
         # through this method, which advances the plan and records the trace.
         if self._current is not None and self.reshards:
@@ -491,7 +493,8 @@ class Gatherer:
                 self._prefetch((index,))
 
     def gather_all(self) -> None:
-        """Gather every block in the order of forward and wait; sharded blocks are resharded."""
+        """All-gather every block in the order of forward and wait (`force_sync`). Blocks stored in
+        shards are resharded immediately; the others stay gathered."""
         self._start_stale_outer_all_gathers()
         # Buckets are in the order of backward, so the reverse is the order of forward.
         for block in reversed(self.blocks):

@@ -135,13 +135,13 @@ class _CrossEntropy(torch.autograd.Function):
             "vocab_start": first_token_id,
             "valid_columns": max(0, min(rows, vocab_size - first_token_id)),
         }
-        want_hidden = training and ctx.needs_input_grad[0]
-        want_weight = training and ctx.needs_input_grad[1]
-        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        needs_d_hidden = training and ctx.needs_input_grad[0]
+        needs_d_weight = training and ctx.needs_input_grad[1]
+        d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
         d_weight = None
         later: list[torch.Tensor | None] = []  # dlogits and factor of each chunk, alternating
-        splits = want_weight and handle.deferral.splits
-        if want_weight and not splits:
+        splits = needs_d_weight and handle.deferral.splits
+        if needs_d_weight and not splits:
             d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         nll = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         # If the device multiplies in a wider dtype, convert once rather than per chunk, and keep
@@ -158,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
                 token_weights[part],
                 group=group,
                 columns=columns,
-                needs_gradient=want_hidden or want_weight,
+                needs_gradient=needs_d_hidden or needs_d_weight,
             )
             if d_hidden is not None:
                 product = logits.matmul(matrix)

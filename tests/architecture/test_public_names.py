@@ -51,12 +51,13 @@ def test_each_public_name_can_be_imported(package: str) -> None:
 @pytest.mark.parametrize("package", LAZY)
 def test_type_checkers_see_the_lazy_names(package: str) -> None:
     module = importlib.import_module(package)
-    assert names_of_type_checkers(PACKAGES[package]) == set(module.__all__)
+    eager = set(module.__all__) & vars(module).keys()
+    assert names_of_type_checkers(PACKAGES[package]) == set(module.__all__) - eager
     assert set(module.__all__) <= set(dir(module))
 
 
 def test_packages_with_lazy_names_import_no_torch() -> None:
-    assert len(LAZY) >= 8
+    assert len(LAZY) >= 10
     code = (
         f"import sys, {', '.join(LAZY)}\n"
         "imported = {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"

@@ -21,7 +21,7 @@ from typing import Any
 
 
 def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]]
+    package: str, modules: Mapping[str, Sequence[str]], *, eager: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package with lazy names.
 
@@ -29,12 +29,13 @@ def lazy_exports(
         package: the package's `__name__`.
         modules: the public names of each module, keyed by the module's path below the package
             ("gpt", "reader.manifest").
+        eager: public names that the package itself imports.
 
     Raises:
         ValueError: two modules export one name, or a name is also a module's name: importing the
             module would replace the name in the package.
     """
-    homes: dict[str, str] = {}
+    homes: dict[str, str] = dict.fromkeys(eager, "the package")
     for module, names in modules.items():
         for name in names:
             if name in homes:
@@ -43,9 +44,10 @@ def lazy_exports(
     if clashes := homes.keys() & modules.keys():
         raise ValueError(f"{package}: {', '.join(sorted(clashes))}: both a name and a module")
     exported = sorted(homes)
+    lazy = homes.keys() - set(eager)
 
     def get_attribute(name: str) -> Any:
-        if name not in homes:
+        if name not in lazy:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F401
 """Checkpoints of logical tensors: safetensors shards, a JSON manifest with digests, atomic commit.
 
     save_checkpoint(root, step, chunks, extra, coordinator=...)    -> root/iter_0000100/
@@ -13,62 +12,73 @@ Names are imported on first use. The modules that only handle the format (manife
 process) start in milliseconds because they do not import torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-from megatron.core.boxes import TensorChunk
+from megatron.core.boxes import TensorChunk as TensorChunk
+from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveReport
+    from megatron.core.dist_checkpointing.async_save import AsyncSaver as AsyncSaver
+    from megatron.core.dist_checkpointing.async_save import SaveReport as SaveReport
     from megatron.core.dist_checkpointing.checkpoint_errors import (
-        CheckpointError,
-        DamagedCheckpointError,
-        RemovedCheckpointError,
+        CheckpointError as CheckpointError,
     )
-    from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo, StoreCoordinator
-    from megatron.core.dist_checkpointing.load import CheckpointReader, LoadReport, load_checkpoint
+    from megatron.core.dist_checkpointing.checkpoint_errors import (
+        DamagedCheckpointError as DamagedCheckpointError,
+    )
+    from megatron.core.dist_checkpointing.checkpoint_errors import (
+        RemovedCheckpointError as RemovedCheckpointError,
+    )
+    from megatron.core.dist_checkpointing.coordinator import Coordinator as Coordinator
+    from megatron.core.dist_checkpointing.coordinator import Solo as Solo
+    from megatron.core.dist_checkpointing.coordinator import StoreCoordinator as StoreCoordinator
+    from megatron.core.dist_checkpointing.load import CheckpointReader as CheckpointReader
+    from megatron.core.dist_checkpointing.load import LoadReport as LoadReport
+    from megatron.core.dist_checkpointing.load import load_checkpoint as load_checkpoint
+    from megatron.core.dist_checkpointing.manifest import Manifest as Manifest
     from megatron.core.dist_checkpointing.manifest import (
-        Manifest,
-        compare_architecture,
-        read_extra,
-        read_manifest,
+        compare_architecture as compare_architecture,
     )
-    from megatron.core.dist_checkpointing.run_folder import (
-        SaveFolderLock,
-        VerifyReport,
-        checkpoint_folder,
-        latest_checkpoint,
-        list_checkpoints,
-        prune_checkpoints,
-        reading,
-        verify_checkpoint,
-    )
-    from megatron.core.dist_checkpointing.save import save_checkpoint
-    from megatron.core.dist_checkpointing.shards import optimizer_chunks, weight_chunks
-    from megatron.core.dist_checkpointing.transfer import TransferGroup
+    from megatron.core.dist_checkpointing.manifest import read_extra as read_extra
+    from megatron.core.dist_checkpointing.manifest import read_manifest as read_manifest
+    from megatron.core.dist_checkpointing.run_folder import SaveFolderLock as SaveFolderLock
+    from megatron.core.dist_checkpointing.run_folder import VerifyReport as VerifyReport
+    from megatron.core.dist_checkpointing.run_folder import checkpoint_folder as checkpoint_folder
+    from megatron.core.dist_checkpointing.run_folder import latest_checkpoint as latest_checkpoint
+    from megatron.core.dist_checkpointing.run_folder import list_checkpoints as list_checkpoints
+    from megatron.core.dist_checkpointing.run_folder import prune_checkpoints as prune_checkpoints
+    from megatron.core.dist_checkpointing.run_folder import reading as reading
+    from megatron.core.dist_checkpointing.run_folder import verify_checkpoint as verify_checkpoint
+    from megatron.core.dist_checkpointing.save import save_checkpoint as save_checkpoint
+    from megatron.core.dist_checkpointing.shards import optimizer_chunks as optimizer_chunks
+    from megatron.core.dist_checkpointing.shards import weight_chunks as weight_chunks
+    from megatron.core.dist_checkpointing.transfer import TransferGroup as TransferGroup
 
-_MODULES = (
-    ("async_save", ("AsyncSaver", "SaveReport")),
-    ("coordinator", ("Coordinator", "Solo", "StoreCoordinator")),
-    ("checkpoint_errors", ("CheckpointError", "DamagedCheckpointError", "RemovedCheckpointError")),
-    ("load", ("CheckpointReader", "LoadReport", "load_checkpoint")),
-    ("manifest", ("Manifest", "compare_architecture", "read_extra", "read_manifest")),
-    ("shards", ("optimizer_chunks", "weight_chunks")),
-    ("run_folder", ("SaveFolderLock", "VerifyReport", "checkpoint_folder", "latest_checkpoint")),
-    ("run_folder", ("list_checkpoints", "prune_checkpoints", "reading", "verify_checkpoint")),
-    ("save", ("save_checkpoint",)),
-    ("transfer", ("TransferGroup",)),
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "async_save": ("AsyncSaver", "SaveReport"),
+        "checkpoint_errors": (
+            "CheckpointError",
+            "DamagedCheckpointError",
+            "RemovedCheckpointError",
+        ),
+        "coordinator": ("Coordinator", "Solo", "StoreCoordinator"),
+        "load": ("CheckpointReader", "LoadReport", "load_checkpoint"),
+        "manifest": ("Manifest", "compare_architecture", "read_extra", "read_manifest"),
+        "run_folder": (
+            "SaveFolderLock",
+            "VerifyReport",
+            "checkpoint_folder",
+            "latest_checkpoint",
+            "list_checkpoints",
+            "prune_checkpoints",
+            "reading",
+            "verify_checkpoint",
+        ),
+        "save": ("save_checkpoint",),
+        "shards": ("optimizer_chunks", "weight_chunks"),
+        "transfer": ("TransferGroup",),
+    },
+    eager=("TensorChunk",),
 )
-_HOMES = MappingProxyType({name: module for module, names in _MODULES for name in names})
-
-__all__ = sorted([*_HOMES, "TensorChunk"])
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
 """Pipeline parallelism: schedules as lists of actions, their simulation, and one executor.
 
 schedule    the computes of every rank in order: 1F1B, interleaved 1F1B, ZB-H1
@@ -11,6 +12,7 @@ The first three are pure Python: torch is imported with the first access to a na
 
 from typing import TYPE_CHECKING
 
+from megatron.core.lazy_exports import lazy_exports
 from megatron.core.pipeline_parallel.schedule import (
     COMPUTES,
     FORWARD_TRANSFERS,
@@ -34,38 +36,32 @@ from megatron.core.pipeline_parallel.simulate import (
 from megatron.core.pipeline_parallel.transfers import with_transfers, with_weight_traffic
 
 if TYPE_CHECKING:
-    from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, Worker, program
+    from megatron.core.pipeline_parallel.runtime import AutogradWorker as AutogradWorker
+    from megatron.core.pipeline_parallel.runtime import Executor as Executor
+    from megatron.core.pipeline_parallel.runtime import Worker as Worker
+    from megatron.core.pipeline_parallel.runtime import program as program
 
-__all__ = [
-    "COMPUTES",
-    "FORWARD_TRANSFERS",
-    "RECEIVES",
-    "SENDS",
-    "TRANSFERS",
-    "Action",
-    "ActionKind",
-    "AutogradWorker",
-    "DeadlockError",
-    "Event",
-    "Executor",
-    "Schedule",
-    "Timeline",
-    "Times",
-    "Worker",
-    "check",
-    "make_schedule",
-    "problems",
-    "program",
-    "simulate",
-    "with_transfers",
-    "with_weight_traffic",
-]
-
-
-def __getattr__(name: str) -> object:
-    """Return a name of the modules that import torch."""
-    if name in ("Executor", "Worker") or name in ("AutogradWorker", "program"):
-        import megatron.core.pipeline_parallel.runtime as module
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return vars(module)[name]
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {"runtime": ("AutogradWorker", "Executor", "Worker", "program")},
+    eager=(
+        "COMPUTES",
+        "FORWARD_TRANSFERS",
+        "RECEIVES",
+        "SENDS",
+        "TRANSFERS",
+        "Action",
+        "ActionKind",
+        "DeadlockError",
+        "Event",
+        "Schedule",
+        "Timeline",
+        "Times",
+        "check",
+        "make_schedule",
+        "problems",
+        "simulate",
+        "with_transfers",
+        "with_weight_traffic",
+    ),
+)

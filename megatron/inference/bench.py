@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from megatron.core.inference import Engine, Request
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler import CacheStats
+    from megatron.core.inference.scheduler import SchedulerStats
     from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"
@@ -234,7 +234,7 @@ def summary(
     }
 
 
-def replica_figures(replicas: Replicas, stats: Sequence[CacheStats]) -> dict[str, Any]:
+def replica_figures(replicas: Replicas, stats: Sequence[SchedulerStats]) -> dict[str, Any]:
     """Return requests and prefix-cache hits of each replica in all repeats; empty for one."""
     if replicas.router is None:
         return {}
@@ -302,7 +302,7 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
         repeats = []
         for number in range(load.warmup + load.repeats):
             timings = measure(replicas, requests, times, group=group)
-            replicas.forget_cached()
+            replicas.reset_prefix_cache()
             if number >= load.warmup:
                 repeats.append(timings)
         figures = summary(repeats, replicas, lengths, rows=max_requests)

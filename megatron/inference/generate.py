@@ -35,7 +35,7 @@ from megatron.inference.config import GenerateConfig, parse_arguments, read_prom
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler import CacheStats
+    from megatron.core.inference.scheduler import SchedulerStats
     from megatron.inference.checkpoint_model import CheckpointModel
     from megatron.inference.llm import LLM, TextDelta, TextOutput, TextParams
 
@@ -310,7 +310,7 @@ def read_turns(
             yield line.strip()
 
 
-def describe(stats: CacheStats) -> str:
+def describe(stats: SchedulerStats) -> str:
     """Return the statistics of an engine as one line."""
     figures = [f"{stats.steps:,} steps", f"{stats.computed:,} tokens computed"]
     if stats.queried:

@@ -241,7 +241,7 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
         )
 
         def run() -> float:
-            engine.scheduler.forget_cached()
+            engine.scheduler.reset_prefix_cache()
             begin, first_token_seconds = clock(), []
             for request in requests:
                 engine.add(request)
@@ -281,7 +281,7 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     texts: dict[str, list[list[int]]] = {}
 
     def mcore() -> float:
-        engine.scheduler.forget_cached()
+        engine.scheduler.reset_prefix_cache()
         start = clock()
         texts["ours"] = [completion[0].tokens for completion in generate(engine, requests)]
         return sum(lengths) / (clock() - start)
@@ -298,7 +298,7 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     )
 
     def alone() -> float:
-        engine.scheduler.forget_cached()
+        engine.scheduler.reset_prefix_cache()
         start = clock()
         generate(engine, [single_request])
         return single_request.max_new_tokens / (clock() - start)
@@ -370,7 +370,7 @@ def copied_row(
     engine = engine_of(model, optimized=True, copies=dtype)
 
     def mcore() -> float:
-        engine.scheduler.forget_cached()
+        engine.scheduler.reset_prefix_cache()
         start = clock()
         generate(engine, requests)
         return new / (clock() - start)
@@ -401,7 +401,7 @@ def forward_rows_of(
     texts: dict[str, list[list[int]]] = {}
 
     def generated(name: str) -> None:
-        engines[name].scheduler.forget_cached()
+        engines[name].scheduler.reset_prefix_cache()
         texts[name] = [table_rows[0].tokens for table_rows in generate(engines[name], requests)]
 
     def static() -> None:
@@ -457,7 +457,7 @@ def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             engine = engine_of(model)
 
             def run() -> float:
-                engine.scheduler.forget_cached()
+                engine.scheduler.reset_prefix_cache()
                 start = clock()
                 generate(engine, requests)
                 return clock() - start
@@ -514,7 +514,7 @@ def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
             engine = engine_of(model, proposer=proposer, num_speculative_tokens=drafts)
 
             def rate(engine: Engine, requests: Sequence[Request] = requests) -> float:
-                engine.scheduler.forget_cached()
+                engine.scheduler.reset_prefix_cache()
                 start = clock()
                 tokens = sum(len(outputs[0].tokens) for outputs in generate(engine, requests))
                 return tokens / (clock() - start)

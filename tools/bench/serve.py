@@ -193,7 +193,7 @@ class Server:
     ) -> dict[str, Any]:
         """Return what the client measured of requests that it sends at one time, next to others
         that it does not read meanwhile, and what this process does `meanwhile`."""
-        self.engine.scheduler.forget_cached()
+        self.engine.scheduler.reset_prefix_cache()
         order = {
             "port": self._port,
             "pid": self._pid,
@@ -288,7 +288,7 @@ def served(
 
 def alone(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
     """Return what an engine takes for requests without a server."""
-    engine.scheduler.forget_cached()
+    engine.scheduler.reset_prefix_cache()
     start = time.perf_counter()
     waiting = {engine.add(request) for request in requests}
     firsts, tokens = [], 0

@@ -19,7 +19,7 @@ from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.requests import RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.inference.scheduler import CacheStats
+from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine_control import EngineControl
 from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
@@ -330,7 +330,7 @@ class EngineLoop:
     def _stats(self) -> dict[str, float]:
         """Return the statistics of all replicas."""
         loads = self._replicas.loads()
-        stats = sum((load.stats for load in loads), CacheStats())
+        stats = sum((load.stats for load in loads), SchedulerStats())
         return {
             "running": sum(load.running for load in loads),
             "waiting": sum(load.waiting for load in loads),

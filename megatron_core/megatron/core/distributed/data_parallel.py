@@ -13,7 +13,7 @@ A rank with several model chunks, as in an interleaved pipeline, runs each chunk
 of microbatches. The caller then declares more:
 
     engine.begin_step(program=names of the segments in the order in which they run)
-    engine.segment(name)                     # before the forward or backward of a model chunk
+    engine.enter_segment(name)                     # before the forward or backward of a model chunk
     engine.begin_last_backward(model_chunk)  # before the last microbatch's gradients of the chunk
     engine.post_backward(model_chunk)        # after the last gradient of each microbatch
 
@@ -815,8 +815,8 @@ class DataParallel:
             microbatches: number of microbatches of this step. A wrong number costs time, because
                 the gather plan does not match, but not correctness.
             program: the segments of this step in the order in which they will run; None is forward
-                and backward of each microbatch. `segment` marks the begin of each. A wrong program
-                costs time, but not correctness.
+                and backward of each microbatch. `enter_segment` marks the begin of each. A wrong
+                program costs time, but not correctness.
 
         Raises:
             ValueError: a step or an evaluation is running, or updates have not been synchronised.
@@ -837,9 +837,9 @@ class DataParallel:
         for gatherer in self.gatherers:
             gatherer.begin((FORWARD, BACKWARD) * microbatches if program is None else program)
             if program is None:
-                gatherer.segment(FORWARD)
+                gatherer.enter_segment(FORWARD)
 
-    def segment(self, name: str) -> None:
+    def enter_segment(self, name: str) -> None:
         """Declare that a segment runs from now on: `segment_name(FORWARD or BACKWARD, chunk)`.
 
         Raises:
@@ -848,9 +848,9 @@ class DataParallel:
         if self._phase is _Phase.BETWEEN:
             raise ValueError(f"segment {name} outside a step: call begin_step() first")
         for gatherer in self.gatherers:
-            gatherer.segment(name)
+            gatherer.enter_segment(name)
 
-    def prefetch(self, name: str) -> None:
+    def prefetch_segment(self, name: str) -> None:
         """Start the first all-gathers of a segment, without waiting.
 
         Only with `overlap_param_gather`, and after a step has recorded the segment's weights.
@@ -861,7 +861,7 @@ class DataParallel:
         if self._phase is _Phase.BETWEEN:
             raise ValueError(f"prefetch of {name} outside a step: call begin_step() first")
         for gatherer in self.gatherers:
-            gatherer.start_segment(name)
+            gatherer.prefetch_segment(name)
 
     def begin_last_backward(self, model_chunk: int) -> None:
         """Declare that the step's last microbatch now accumulates gradients of a model chunk.
@@ -919,13 +919,13 @@ class DataParallel:
         if self._phase is not _Phase.STEP:
             raise ValueError("backward outside a step: call begin_step() first")
         self.set_is_last_backward(last)
-        self.segment(BACKWARD)
+        self.enter_segment(BACKWARD)
         loss.backward()
         # With a queue the weight gradients are not computed yet; the schedule calls this later.
         if self.store.queue is None:
             for model_chunk in self._model_chunks:
                 self.post_backward(model_chunk)
-        self.segment(FORWARD)
+        self.enter_segment(FORWARD)
 
     def set_is_last_backward(self, is_last: bool) -> None:
         """Declare whether the next backward is the step's last one, for all model chunks."""
@@ -1008,7 +1008,7 @@ class DataParallel:
             raise ValueError("complete_weights inside a step: finish() or abort() it first")
         self._check_synced("complete_weights")
         for gatherer in self.gatherers:
-            gatherer.complete_stored()
+            gatherer.sync_storage()
 
     @contextmanager
     def evaluation(self, program: Sequence[str] | None = None) -> Iterator[None]:
@@ -1029,7 +1029,7 @@ class DataParallel:
             for gatherer in self.gatherers:
                 gatherer.begin((EVALUATION,) if program is None else program)
                 if program is None:
-                    gatherer.segment(EVALUATION)
+                    gatherer.enter_segment(EVALUATION)
             yield
             for gatherer in self.gatherers:
                 gatherer.finish()

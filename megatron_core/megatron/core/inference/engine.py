@@ -62,10 +62,10 @@ from megatron.core.inference.sampling import (
     verified,
 )
 from megatron.core.inference.scheduler import (
-    CacheStats,
     DraftLength,
     Scheduler,
     SchedulerOutput,
+    SchedulerStats,
     SequenceState,
     SharedStep,
 )
@@ -309,7 +309,7 @@ class Engine:
         self._undelivered: list[
             Completion
         ] = []  # updated outside of `step`; the next `step` returns them
-        # Newest token of each sequence by slot, on the device. A step that was scheduled before its
+        # Newest token of each sequence by row, on the device. A step that was scheduled before its
         # predecessor was sampled reads its input tokens from here, so the host need not wait.
         self._newest = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
 
@@ -351,7 +351,7 @@ class Engine:
         return None if self._graphs is None else self._graphs.stats
 
     @property
-    def stats(self) -> CacheStats:
+    def stats(self) -> SchedulerStats:
         """Counters of the scheduler and the prefix cache."""
         return self.scheduler.stats
 
@@ -376,7 +376,7 @@ class Engine:
             seq = SequenceState(
                 tokens=list(request.prompt),
                 num_prompt_tokens=len(request.prompt),
-                max_tokens=len(request.prompt) + request.max_new_tokens,
+                max_length=len(request.prompt) + request.max_new_tokens,
                 priority=request.priority,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
                 needs_output_tokens=request.mask is not None or request.sampling.penalizes,
@@ -418,7 +418,7 @@ class Engine:
         self.drain()
         if not keep_cache:
             self.scheduler.preempt_all()
-            self.scheduler.forget_cached()
+            self.scheduler.reset_prefix_cache()
 
     def resume(self) -> None:
         """Continue after `pause`.
@@ -494,7 +494,7 @@ class Engine:
         self.model.weights_replaced()
         if self._graphs is not None:
             self._graphs.weights_replaced()
-        self.scheduler.forget_cached()
+        self.scheduler.reset_prefix_cache()
 
     def step(self) -> list[Completion]:
         """Compute one step; return the outputs that have new tokens or finished, in any order.
@@ -747,11 +747,11 @@ class Engine:
             if any(plan.draft_tokens):
                 counts = [1 + len(plan.draft_tokens[n]) for n in plan.sampled]
                 tokens = tokens[self._index_tensor(np.cumsum(counts) - 1)]
-            self._newest[self._index_tensor(np.array(plan.sampled_slots))] = tokens
+            self._newest[self._index_tensor(np.array(plan.sampled_rows))] = tokens
         return sampled.on_host()
 
     def _fill_pending(self, tokens: Tensor) -> Tensor:
-        """Replace pending tokens, encoded as -1 - slot in int64 [t], with the sampled tokens."""
+        """Replace pending tokens, encoded as -1 - row in int64 [t], with the sampled tokens."""
         # The steps run in order on one stream: the previous step has written `_newest`.
         return tokens.where(tokens >= 0, self._newest[(-1 - tokens).clamp_(min=0)])
 

@@ -79,7 +79,7 @@ class OutputState:
         position = self.position
         return SampledSequence(
             max_drafts=self.seq.draft_length.next_length,
-            num_remaining_tokens=self.seq.max_tokens - position,
+            num_remaining_tokens=self.seq.max_length - position,
             stop_tokens=self.request.stop_tokens,
             sample_row=lambda tokens: self.sample_row(tokens, position),
         )
@@ -122,7 +122,7 @@ class OutputState:
         if chosen.tokens[-1] in self.request.stop_tokens:
             return "stop"
         length = len(self.request.prompt) + len(self.completion.tokens) + len(chosen.tokens)
-        return "length" if length == self.seq.max_tokens else ""
+        return "length" if length == self.seq.max_length else ""
 
     def _mask(self, drafts: Sequence[int]) -> Tensor | None:
         """Return the mask after `drafts`; cached, as evaluating a grammar is expensive."""

@@ -31,7 +31,7 @@ from megatron.core.comm.collectives import all_gather
 from megatron.core.inference.blocks import hash_blocks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Completion, Request
-from megatron.core.inference.scheduler import CacheStats
+from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
 
 #: Bytes of the first collective of a message; a longer message takes a second collective.
@@ -166,7 +166,7 @@ class EngineLoad(NamedTuple):
     waiting: int
     used_blocks: int
     num_blocks: int
-    stats: CacheStats
+    stats: SchedulerStats
 
     @staticmethod
     def from_engine(engine: Engine) -> EngineLoad:
@@ -287,7 +287,7 @@ class Replicas:
                 f"the {self.group.size} data-parallel replicas have assigned requests differently: "
                 "give all of their ranks the same requests, in one order and between the same steps"
             )
-        self._loads = [EngineLoad(*load[:-1], CacheStats(*load[-1])) for *_, load in messages]
+        self._loads = [EngineLoad(*load[:-1], SchedulerStats(*load[-1])) for *_, load in messages]
         return [self._apply_delta(*delta) for _, deltas, *_ in messages for delta in deltas]
 
     def abort(self, request_id: int) -> list[Completion]:
@@ -315,9 +315,9 @@ class Replicas:
                 self.engine.finish(routed.local_id, index)
             self._end(routed.outputs[index], "stop")
 
-    def forget_cached(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix caches."""
-        self.engine.scheduler.forget_cached()
+        self.engine.scheduler.reset_prefix_cache()
         self._forget_prefixes()
 
     def pause(self, *, keep_cache: bool = True) -> None:
@@ -340,7 +340,7 @@ class Replicas:
         """Return the load of each replica; with several replicas as of the last step."""
         return [EngineLoad.from_engine(self.engine)] if self.router is None else list(self._loads)
 
-    def stats(self) -> list[CacheStats]:
+    def stats(self) -> list[SchedulerStats]:
         """Return the counters of each replica, as of the same time as `loads`."""
         return [load.stats for load in self.loads()]
 

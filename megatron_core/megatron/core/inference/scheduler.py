@@ -121,7 +121,7 @@ class DraftLength:
 
 #: Maps (sequence, largest number of drafts) pairs to the drafts of each sequence. Drafts follow the
 #: sequence's tokens and its pending token.
-Propose = Callable[[Sequence[tuple["SequenceState", int]]], Sequence[Sequence[int]]]
+ProposeDrafts = Callable[[Sequence[tuple["SequenceState", int]]], Sequence[Sequence[int]]]
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class SequenceState:
     Args:
         tokens: token ids of the prompt and of the output so far.
         num_prompt_tokens: length of the prompt.
-        max_tokens: largest length of prompt and output together.
+        max_length: largest length of prompt and output together.
         priority: sequences with a lower number are served first and preempted last.
         needs_prompt_logits: the request asks for prompt log-probabilities, so the prompt is
             computed completely and never read from the prefix cache.
@@ -146,7 +146,7 @@ class SequenceState:
             admission does not update the sequence.
         num_cached_tokens: prompt tokens that the first admission found in the prefix cache; None
             before it.
-        slot: row of the block table while the sequence runs, else -1.
+        row: row of the block table while the sequence runs, else -1.
         state_slot: slot of the recurrent states while the sequence runs; -1 without states.
         block_ids: cache blocks in order; -1 for a block behind the sliding window.
         block_hashes: hashes of the full blocks.
@@ -162,7 +162,7 @@ class SequenceState:
 
     tokens: list[int]
     num_prompt_tokens: int
-    max_tokens: int
+    max_length: int
     priority: int = 0
     needs_prompt_logits: bool = False
     needs_output_tokens: bool = False
@@ -171,7 +171,7 @@ class SequenceState:
     num_pending_tokens: int = 0
     num_admissions: int = 0
     num_cached_tokens: int | None = None
-    slot: int = -1
+    row: int = -1
     state_slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -198,7 +198,7 @@ class SequenceState:
     @property
     def is_blocked(self) -> bool:
         """Whether the next step must wait for the token that a step in flight samples."""
-        is_last = len(self.tokens) + self.num_pending_tokens >= self.max_tokens
+        is_last = len(self.tokens) + self.num_pending_tokens >= self.max_length
         return self.num_pending_tokens > 0 and (
             self.needs_output_tokens or is_last or bool(self.draft_tokens)
         )
@@ -225,7 +225,7 @@ class SchedulerOutput:
         decode_rows: number of sequences with one token.
         padding: number of padding rows.
         tokens, positions: int32 [t]. A token that a step in flight still samples is encoded as
-            -1 - `slot`; the device replaces it.
+            -1 - `row`; the device replaces it.
         query_bounds: int32 [b + 1], offset of each row's first token in `tokens`.
         context_lengths: int32 [b], tokens of each row in the cache after the step.
         block_table: int32 [b, w]. Kernels never read entries beyond a row's context.
@@ -236,7 +236,7 @@ class SchedulerOutput:
             writes zeros.
         sampled: indices of the sequences whose scheduled tokens reach their end; the step samples a
             token for each.
-        sampled_slots: `slot` of each sampled sequence, unique among running sequences.
+        sampled_rows: `row` of each sampled sequence, unique among running sequences.
     """
 
     sequences: tuple[SequenceState, ...]
@@ -255,7 +255,7 @@ class SchedulerOutput:
     state_slots: np.ndarray
     state_copies: tuple[tuple[int | None, int], ...]
     sampled: tuple[int, ...]
-    sampled_slots: tuple[int, ...]
+    sampled_rows: tuple[int, ...]
 
     def batch_row(self, index: int) -> int:
         """Return the batch row of `sequences[index]`; padding rows follow the decode rows."""
@@ -291,7 +291,7 @@ class SchedulerOutput:
 
     def digest(self) -> bytes:
         """Return a SHA-256 digest of the step's arrays, to compare the schedules of ranks."""
-        hasher = hashlib.sha256(repr((self.sampled_slots, self.state_copies)).encode())
+        hasher = hashlib.sha256(repr((self.sampled_rows, self.state_copies)).encode())
         for array in (
             self.tokens,
             self.positions,
@@ -318,7 +318,7 @@ class SharedStep(NamedTuple):
 
 
 @dataclass
-class CacheStats:
+class SchedulerStats:
     """Counters of the scheduler and the prefix cache since the start.
 
     Args:
@@ -359,9 +359,11 @@ class CacheStats:
         num_tokens = self.sampled + self.accepted + self.forced
         return num_tokens / self.sampled if self.sampled else 0.0
 
-    def __add__(self, other: CacheStats) -> CacheStats:
+    def __add__(self, other: SchedulerStats) -> SchedulerStats:
         """Return the sum of the counters of two engines."""
-        return CacheStats(**{name: count + vars(other)[name] for name, count in vars(self).items()})
+        return SchedulerStats(
+            **{name: count + vars(other)[name] for name, count in vars(self).items()}
+        )
 
 
 class Scheduler:
@@ -404,7 +406,7 @@ class Scheduler:
         self.prefix_caching, self.window = prefix_caching, window
         self.token_multiple = token_multiple
         self.pool = BlockPool(num_blocks)
-        self.stats = CacheStats()
+        self.stats = SchedulerStats()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # ordered by priority, then by age
         self._states = states
@@ -415,8 +417,8 @@ class Scheduler:
         self._state_copies: list[tuple[int | None, int]] = []
         # Block hash -> running sequence that will compute the block. Prompts only.
         self._block_owners: dict[bytes, SequenceState] = {}
-        self._slots = list(range(max_num_seqs - 1, -1, -1))
-        # Block table of all slots; it grows in width with the longest sequence. Rows keep stale
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        # Block table of all rows; it grows in width with the longest sequence. Rows keep stale
         # entries after a sequence has left, which `context_lengths` hides.
         self._block_table = np.zeros((max_num_seqs, 0), dtype=np.int32)
         # The previous step if it was pure decode over all running sequences, and no sequence has
@@ -427,13 +429,13 @@ class Scheduler:
         """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def check(self, max_tokens: int) -> None:
-        """Raise RequestError if a sequence of `max_tokens` tokens exceeds the empty cache."""
+    def check(self, length: int) -> None:
+        """Raise RequestError if a sequence of `length` tokens exceeds the empty cache."""
         # The last token is sampled but never computed, so it needs no cache slot.
-        num_blocks = self.blocks_for(max_tokens - 1)
+        num_blocks = self.blocks_for(length - 1)
         if num_blocks > self.pool.num_blocks:
             raise RequestError(
-                f"{max_tokens} tokens take {num_blocks} blocks of {self.block_size} tokens, the "
+                f"{length} tokens take {num_blocks} blocks of {self.block_size} tokens, the "
                 f"cache has {self.pool.num_blocks}: make it {num_blocks} or ask for fewer tokens",
                 field="max_new_tokens",
             )
@@ -444,7 +446,7 @@ class Scheduler:
 
     def remove(self, seq: SequenceState) -> None:
         """Remove a finished or aborted sequence and free its blocks and slots."""
-        if seq.slot >= 0:
+        if seq.row >= 0:
             self.running.remove(seq)
             self._free(seq)
         elif seq in self.waiting:
@@ -457,7 +459,7 @@ class Scheduler:
         for seq in reversed(self.running.copy()):
             self._preempt(seq)
 
-    def forget_cached(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache after the weights have changed.
 
         Blocks of running sequences are not cached any more, because they mix old and new weights. A
@@ -477,7 +479,7 @@ class Scheduler:
     # --- planning ---------------------------------------------------------------------------------
 
     def schedule(
-        self, propose: Propose | None = None, *, stages: int = 1
+        self, propose: ProposeDrafts | None = None, *, stages: int = 1
     ) -> SchedulerOutput | None:
         """Schedule a step; None if no sequence has a token to compute.
 
@@ -498,7 +500,7 @@ class Scheduler:
                 break
             # The loop runs over a copy: `_ensure_blocks` may have preempted this sequence for an
             # older one.
-            if seq.slot < 0 or seq.is_blocked:
+            if seq.row < 0 or seq.is_blocked:
                 continue
             if stages > 1 and seq.num_pending_tokens:
                 continue
@@ -558,7 +560,7 @@ class Scheduler:
         table = previous.block_table
         if new_block_rows:
             table = np.zeros((len(table), self.blocks_for(max(starts) + 1)), dtype=np.int32)
-            table[:count] = self._block_table[list(previous.sampled_slots), : table.shape[1]]
+            table[:count] = self._block_table[list(previous.sampled_rows), : table.shape[1]]
             slots[new_block_rows] = table[new_block_rows, positions[new_block_rows] // size] * size
         tokens = np.zeros_like(previous.tokens)
         tokens[:count] = [seq.tokens[-1] for seq in seqs]
@@ -611,7 +613,7 @@ class Scheduler:
             zip(plan.sequences, plan.num_scheduled_tokens, strict=True)
         ):
             # An admission after the step was scheduled starts from other blocks.
-            if seq.slot < 0 or seq.num_admissions != plan.admissions[n]:
+            if seq.row < 0 or seq.num_admissions != plan.admissions[n]:
                 continue
             num_before = seq.num_computed_tokens
             seq.num_computed_tokens += count
@@ -647,7 +649,7 @@ class Scheduler:
         starts[batch_rows] = num_computed
         contexts[batch_rows] = starts[batch_rows] + sizes[batch_rows]
         table = np.zeros((len(sizes), self.blocks_for(int(contexts.max()))), dtype=np.int32)
-        table[batch_rows] = self._block_table[[seq.slot for seq in seqs], : table.shape[1]]
+        table[batch_rows] = self._block_table[[seq.row for seq in seqs], : table.shape[1]]
         states = np.full(len(sizes), -1, dtype=np.int32)
         states[batch_rows] = [seq.state_slot for seq in seqs]
         row_of_token = np.repeat(np.arange(len(sizes)), sizes)
@@ -657,8 +659,8 @@ class Scheduler:
         slots[decode_rows : decode_rows + padding] = -1
         token_ids: list[int] = []
         for (seq, count), start in zip(scheduled, num_computed, strict=True):
-            # The host does not have a pending token yet: name the buffer slot that will hold it.
-            pending = [-1 - seq.slot] if seq.num_pending_tokens else None
+            # The host does not have a pending token yet: name the buffer row that will hold it.
+            pending = [-1 - seq.row] if seq.num_pending_tokens else None
             token_ids += pending or seq.tokens[start : start + count]
             token_ids += seq.draft_tokens
         tokens = np.zeros_like(positions)
@@ -683,7 +685,7 @@ class Scheduler:
             state_slots=states,
             state_copies=copies,
             sampled=sampled,
-            sampled_slots=tuple(seqs[n].slot for n in sampled),
+            sampled_rows=tuple(seqs[n].row for n in sampled),
         )
 
     def _ensure_blocks(self, seq: SequenceState, num_tokens: int) -> bool:
@@ -722,7 +724,7 @@ class Scheduler:
         return sampled
 
     def _add_drafts(
-        self, scheduled: list[tuple[SequenceState, int]], budget: int, propose: Propose | None
+        self, scheduled: list[tuple[SequenceState, int]], budget: int, propose: ProposeDrafts | None
     ) -> None:
         """Add drafts to sampled sequences within the remaining token budget and free blocks."""
         rooms: list[tuple[int, int]] = []  # (index into `scheduled`, largest number of drafts)
@@ -757,7 +759,7 @@ class Scheduler:
         num_tokens = len(seq.tokens) + seq.num_pending_tokens
         num_forced, length = len(seq.forced_tokens), seq.draft_length
         max_drafts = num_forced or length.max_drafts
-        room = min(num_forced or length.next_length, budget, seq.max_tokens - num_tokens - 1)
+        room = min(num_forced or length.next_length, budget, seq.max_length - num_tokens - 1)
         num_slots = (len(seq.block_ids) + self.pool.available) * self.block_size
         room = min(room, num_slots - num_planned)
         if self._states is not None:
@@ -813,7 +815,7 @@ class Scheduler:
             wider_table = np.zeros((self.max_num_seqs, width), dtype=np.int32)
             wider_table[:, : self._block_table.shape[1]] = self._block_table
             self._block_table = wider_table
-        self._block_table[seq.slot, start : len(seq.block_ids)] = block_ids
+        self._block_table[seq.row, start : len(seq.block_ids)] = block_ids
 
     def _preempt(self, seq: SequenceState) -> None:
         """Preempt a running sequence; it waits ahead of all other sequences of its priority."""
@@ -830,8 +832,8 @@ class Scheduler:
         self.pool.release([block for block in seq.block_ids if block >= 0])
         seq.block_ids = []
         seq.num_computed_tokens = seq.num_in_flight_tokens = 0
-        self._slots.append(seq.slot)
-        seq.slot = -1
+        self._free_rows.append(seq.row)
+        seq.row = -1
         if self._states is not None and seq.state_slot >= 0:
             saved_slots = [seq.saved_state_slot] * (seq.saved_state_slot >= 0)
             self._states.release([seq.state_slot, *saved_slots, *seq._reserved_snapshots.values()])
@@ -894,7 +896,7 @@ class Scheduler:
         insort_right(self.running, seq, key=lambda running_seq: running_seq.priority)
         seq.cacheable = self.prefix_caching
         seq.num_admissions += 1
-        seq.slot = self._slots.pop()
+        seq.row = self._free_rows.pop()
         seq.num_computed_tokens = len(cached_blocks) * size
         self._append_blocks(seq, cached_blocks)
         if self._states is not None:

@@ -46,10 +46,10 @@ from megatron.core.weight_gather import BACKWARD, FORWARD, WgradQueue, segment_n
 class StageEngine(Protocol):
     """The methods of the data-parallel engine that a stage calls."""
 
-    def segment(self, name: str) -> None:
+    def enter_segment(self, name: str) -> None:
         """Declare that a segment of the step's program runs from now on."""
 
-    def prefetch(self, name: str) -> None:
+    def prefetch_segment(self, name: str) -> None:
         """Start the first all-gathers of a segment."""
 
     def begin_last_backward(self, model_chunk: int) -> None:
@@ -92,7 +92,7 @@ class AutogradWorker:
 
     def forward(self, chunk: int, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return a chunk's output, detached; `Worker.forward`."""
-        self._engine.segment(segment_name(FORWARD, chunk))
+        self._engine.enter_segment(segment_name(FORWARD, chunk))
         if self._defer is None:
             return self._run(chunk, microbatch, hidden)
         if hidden is not None:
@@ -108,7 +108,7 @@ class AutogradWorker:
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, *, split: bool
     ) -> torch.Tensor | None:
         """Return the gradient of the received hidden states; `Worker.backward`."""
-        self._engine.segment(segment_name(BACKWARD, chunk))
+        self._engine.enter_segment(segment_name(BACKWARD, chunk))
         hidden, edge = self._saved.pop((chunk, microbatch))
         if split:
             assert self._defer is not None
@@ -137,7 +137,7 @@ class AutogradWorker:
         """Start the all-gathers of a chunk's next use: backward if its forward has run."""
         # A saved input means that forward has run and backward has not.
         use = BACKWARD if (chunk, microbatch) in self._saved else FORWARD
-        self._engine.prefetch(segment_name(use, chunk))
+        self._engine.prefetch_segment(segment_name(use, chunk))
 
     def reduce(self, chunk: int, microbatch: int) -> None:
         """Let the engine reduce the remaining gradients of a microbatch."""

@@ -379,7 +379,7 @@ class Bucket:
     ) -> None:
         self.index, self.unit, self.model_chunk = index, plan.unit, plan.model_chunk
         self.placement, self.groups = plan.placement, groups
-        self.group, self.outer = groups.shared, groups.outer
+        self.group, self.outer = groups.shard, groups.outer
         self.single_rank = self.group.size * self.outer.size == 1
         self.gtp = plan.placement.weight == GTP
         self.sharded = bool(plan.placement.weight)
@@ -642,9 +642,9 @@ def bucket_plans(
     for handle in sorted(reversed(list(handles)), key=lambda h: -model_chunks[h.name]):
         placement = handle.sharding.placement(grid, strategy)
         key = plans[handle.name].data_group, handle.dtype, placement
-        shared = len(set(handle.sharding.stages)) > 1
+        tied = len(set(handle.sharding.stages)) > 1
         # A tied weight is summed over its stages, which must agree on its owned ranges.
-        if shared or model_chunks[handle.name] != model_chunk:
+        if tied or model_chunks[handle.name] != model_chunk:
             for open_key in list(open_handles):
                 close(open_key)
             model_chunk = model_chunks[handle.name]
@@ -658,7 +658,7 @@ def bucket_plans(
             full = storage.granularity == "weight" and len(handle.shape) > 1
         else:
             full = open_bytes[key] >= storage.bucket_bytes
-        if full or shared:
+        if full or tied:
             close(key)
     for key in list(open_handles):
         close(key)
@@ -670,13 +670,13 @@ class BucketGroups:
     """The process groups of a bucket.
 
     Args:
-        shared: the shard group: each rank owns one shard of every block.
+        shard: the shard group: each rank owns one shard of every block.
         outer: the replicate group: ranks with the same shards.
-        gather: the communicator of the all-gathers over the ranks of `shared`.
+        gather: the communicator of the all-gathers over the ranks of `shard`.
         outer_axes: the data axes that `outer` spans, as a placement names them.
     """
 
-    shared: Group
+    shard: Group
     outer: Group
     gather: Group
     outer_axes: tuple[str, ...] = REPLICATE_AXES
@@ -693,17 +693,20 @@ class BucketGroups:
         expert = group_name == "expert_dp"
         prefix = "expert_" if expert else ""
         if placement.weight == GTP:
-            shared, replicas = ("egtp", "edp") if expert else ("gtp", "dp_cp")
+            shard_name, replicate_name = ("egtp", "edp") if expert else ("gtp", "dp_cp")
             return BucketGroups(
-                groups[shared], groups[replicas], groups[f"{shared}_gather"], ("cp", "dp_inner")
+                shard=groups[shard_name],
+                outer=groups[replicate_name],
+                gather=groups[f"{shard_name}_gather"],
+                outer_axes=("cp", "dp_inner"),
             )
         single_rank = Group.single("outer", groups.rank)
         hybrid = groups.grid.instances > 1 and bool(placement.optimizer)
-        shared = groups[f"{prefix}shard" if hybrid else group_name]
+        shard = groups[f"{prefix}shard" if hybrid else group_name]
         outer = groups[f"{prefix}replicate"] if hybrid else single_rank
         # A communicator runs its collectives in order. All-gathers have one of their own, so a
         # prefetch of weights never queues behind a reduce-scatter of gradients.
-        gather = shared
+        gather = shard
         if placement.weight:
             gather = groups[f"{prefix}shard_gather"]
-        return BucketGroups(shared, outer, gather)
+        return BucketGroups(shard, outer, gather)

@@ -258,7 +258,7 @@ class GatherCounts:
 
 
 @dataclass
-class _Program:
+class _RunningStep:
     """The running step: its segments, its plan if there is one, and the position in the plan."""
 
     segments: tuple[str, ...]
@@ -325,7 +325,7 @@ class Gatherer:
         self._current: BucketBlock | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[str, ...], GatherPlan] = {}
-        self._program = _Program((), None)
+        self._running_step = _RunningStep((), None)
         for index, block in enumerate(self.blocks):
             block.gatherer, block.index = self, index
 
@@ -338,7 +338,7 @@ class Gatherer:
     @property
     def current_plan(self) -> GatherPlan | None:
         """The plan of this step, or of the last step; None if it gathers on demand."""
-        return self._program.plan
+        return self._running_step.plan
 
     @property
     def in_flight(self) -> list[int]:
@@ -359,7 +359,7 @@ class Gatherer:
         # Shards are written on the current stream and read by all-gathers on the gather stream.
         self.stream.wait_stream(current_stream(self.pool.device))
         plan = self._plan(program)
-        self._program = _Program(program, plan)
+        self._running_step = _RunningStep(program, plan)
         # All-gathers that the end of the last step started stay; all other blocks make room.
         early = set(self.in_flight if plan is None else plan.prologue)
         for index in [i for i in self._gathered if i not in early] if self.reshards else ():
@@ -368,14 +368,14 @@ class Gatherer:
         if plan is not None:
             self._prefetch(plan.prologue)
 
-    def segment(self, name: str) -> None:
+    def enter_segment(self, name: str) -> None:
         """Declare that segment `name` runs from now on."""
         if self._current is not None and self.reshards:
             self._current.ready = False
         self._close_trace()
-        self._program.segment = name
+        self._running_step.segment = name
 
-    def start_segment(self, name: str) -> None:
+    def prefetch_segment(self, name: str) -> None:
         """Start the first all-gathers of a segment without waiting for them: of its first block, or
         of all its blocks if they are stored whole. A plan starts the all-gathers of sharded blocks
         by itself.
@@ -385,7 +385,7 @@ class Gatherer:
         trace = self._traces.get(name, ()) if self.prefetch else ()
         if not self.reshards:
             self._prefetch([index for index in trace if not self.blocks[index].ready])
-        elif self._program.plan is None:
+        elif self._running_step.plan is None:
             num_bytes = sum(self.sizes[i] for i in self._gathered)
             self._prefetch([i for i in trace[:1] if num_bytes + self.sizes[i] <= self.budget])
 
@@ -394,7 +394,7 @@ class Gatherer:
         the step for the next plan."""
         self._leave_segment()
         self._finish_all()
-        for name, trace in self._program.traces.items():
+        for name, trace in self._running_step.traces.items():
             # The trace of blocks stored whole is empty while all of them are still gathered. The
             # previous trace stays: the step after the next update gathers them again.
             previous = self._traces.get(name)
@@ -408,7 +408,7 @@ class Gatherer:
         Raises:
             ValueError: the orders differ, so all-gathers of different blocks were matched.
         """
-        order = repr(sorted(self._program.traces.items())).encode()
+        order = repr(sorted(self._running_step.traces.items())).encode()
         # Python's hash() differs between processes. Seven bytes fit into an int64.
         digest = int.from_bytes(hashlib.blake2b(order, digest_size=7).digest())
         local_digest = torch.tensor([digest], device=self.pool.device)
@@ -418,7 +418,7 @@ class Gatherer:
         if any((order != digest).any() for order in orders):
             raise ValueError(
                 "the ranks that share weights needed them in different orders in this step: "
-                f"here {self._program.traces}; every rank must run the same layers"
+                f"here {self._running_step.traces}; every rank must run the same layers"
             )
 
     def abort(self) -> None:
@@ -426,7 +426,7 @@ class Gatherer:
         traces are dropped."""
         self._leave_segment()
         self._finish_all()
-        self._program = _Program((), None)
+        self._running_step = _RunningStep((), None)
 
     def unshard(self, block: BucketBlock) -> None:
         """Gather a block if needed and make it readable: on a GPU the current stream waits for the
@@ -437,9 +437,9 @@ class Gatherer:
             self._current.ready = False
         again = self._current is block and block.index in self._gathered
         self._current = block
-        program = self._program
-        if not program.trace or program.trace[-1] != block.index:
-            program.trace.append(block.index)
+        running = self._running_step
+        if not running.trace or running.trace[-1] != block.index:
+            running.trace.append(block.index)
         if not again and not self._follow(block):
             self._all_gather_on_demand(block)
         self._finish_all_gather(block.index)
@@ -475,7 +475,7 @@ class Gatherer:
 
     def prefetch_next_step(self) -> None:
         """Start the all-gathers of the next step's first blocks without waiting for them."""
-        plan = self._plan(self._program.segments)
+        plan = self._plan(self._running_step.segments)
         if plan is not None:
             indices = plan.prologue
         else:  # no trace yet: the first declared block that is not gathered
@@ -513,7 +513,7 @@ class Gatherer:
         for index in list(self._outer):
             self._outer.pop(index).wait()
 
-    def complete_stored(self) -> None:
+    def sync_storage(self) -> None:
         """Wait until this rank stores the latest values, also of ranges that others update."""
         if not self.reshards:
             self.gather_all()
@@ -546,20 +546,20 @@ class Gatherer:
 
     def _follow(self, block: BucketBlock) -> bool:
         """Run the plan's entry for this use; False if the plan does not match it."""
-        program = self._program
-        if program.plan is None or program.segment is None:
+        running = self._running_step
+        if running.plan is None or running.segment is None:
             return False
-        planned = program.plan.uses
-        if program.cursor >= len(planned) or planned[program.cursor].block != block.index:
+        uses = running.plan.uses
+        if running.cursor >= len(uses) or uses[running.cursor].block != block.index:
             self.counts.mismatches += 1
-            program.plan = None
+            running.plan = None
             return False
-        step = planned[program.cursor]
-        program.cursor += 1
+        use = uses[running.cursor]
+        running.cursor += 1
         # Reshard first: the all-gathers reuse these buffers, and together they stay in the budget.
-        for index in step.reshard if self.reshards else ():
+        for index in use.reshard if self.reshards else ():
             self._reshard(index)
-        self._prefetch(step.all_gather)
+        self._prefetch(use.all_gather)
         return True
 
     def _all_gather_on_demand(self, block: BucketBlock) -> None:
@@ -696,10 +696,10 @@ class Gatherer:
             self._outer.pop(index).wait()
 
     def _close_trace(self) -> None:
-        program = self._program
-        if program.segment is not None and (program.trace or program.segment not in program.traces):
-            program.traces[program.segment] = tuple(program.trace)
-        program.segment, program.trace = None, []
+        running = self._running_step
+        if running.segment is not None and (running.trace or running.segment not in running.traces):
+            running.traces[running.segment] = tuple(running.trace)
+        running.segment, running.trace = None, []
 
     def _leave_segment(self) -> None:
         self._close_trace()

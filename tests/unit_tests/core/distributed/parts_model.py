@@ -141,17 +141,17 @@ def play(
         at = part, number
         ids, targets = tokens(lane, indices[number])
         if kind == "F":
-            engine.segment(segment_name(FORWARD, part))
+            engine.enter_segment(segment_name(FORWARD, part))
             x = ids if part == 0 else outputs[part - 1, number].detach().requires_grad_()
             inputs[at], outputs[at] = x, model.run(part, x, targets)
             if part == PARTS - 1:
                 losses.append(outputs[at].detach())
         elif kind == "G":
-            engine.prefetch(segment_name(FORWARD, part))
+            engine.prefetch_segment(segment_name(FORWARD, part))
         elif kind in "BI":
             if kind == "B" and number == final:
                 engine.begin_last_backward(part)
-            engine.segment(segment_name(BACKWARD, part))
+            engine.enter_segment(segment_name(BACKWARD, part))
             out = outputs.pop(at)
             total = out if part == PARTS - 1 else (out * inputs.pop((part + 1, number)).grad).sum()
             if kind == "I":

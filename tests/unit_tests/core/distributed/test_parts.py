@@ -162,9 +162,9 @@ def prefetches(rank: int, world: int) -> None:
             update(engine)
             engine.start_param_sync()
         engine.begin_step(program=[segment_name(FORWARD, 0), segment_name(FORWARD, 1)])
-        engine.segment(FORWARD)
+        engine.enter_segment(FORWARD)
         before, started = gatherer.counts.gathers, list(gatherer.in_flight)
-        engine.prefetch(segment_name(FORWARD, 1))
+        engine.prefetch_segment(segment_name(FORWARD, 1))
         new = [i for i in gatherer.in_flight if i not in started]
         of_part = [b.index for b in model.store.buckets if b.model_chunk == 1]
         if gatherer.reshards:
@@ -172,12 +172,12 @@ def prefetches(rank: int, world: int) -> None:
         else:
             assert sorted(new) == sorted(of_part)
         assert gatherer.counts.gathers == before + len(new)
-        engine.prefetch(segment_name(FORWARD, 2))
-        engine.prefetch("backward of nobody")
+        engine.prefetch_segment(segment_name(FORWARD, 2))
+        engine.prefetch_segment("backward of nobody")
         assert gatherer.counts.gathers == before + len(new)
         ids, targets = tokens(rank, 0)
         hidden = model.run(0, ids, targets)
-        engine.segment(segment_name(FORWARD, 1))
+        engine.enter_segment(segment_name(FORWARD, 1))
         model.run(1, hidden, targets)
         engine.finish()
         assert gatherer.counts.mismatches == 0
@@ -196,7 +196,7 @@ def unplanned_prefetch(rank: int, world: int) -> None:
         play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
         engine.begin_step(program=["a segment that never ran", segment_name(FORWARD, 1)])
         assert gatherer.current_plan is None
-        engine.prefetch(segment_name(FORWARD, 1))
+        engine.prefetch_segment(segment_name(FORWARD, 1))
         first = model.store.handles["scale"].block.bucket.index
         assert gatherer.in_flight == ([first] if ahead else [])
         engine.abort()
@@ -223,7 +223,7 @@ def evaluations(rank: int, world: int) -> None:
                     hidden: dict[int, torch.Tensor] = {}
                     for part, i in order:
                         ids, targets = tokens(rank, i)
-                        engine.segment(segment_name(kind, part))
+                        engine.enter_segment(segment_name(kind, part))
                         hidden[i] = model.run(part, hidden.get(i, ids), targets)
                 for i, loss in hidden.items():
                     wanted = reference.losses(rank, i)
@@ -231,7 +231,7 @@ def evaluations(rank: int, world: int) -> None:
         assert gatherer_of(engine).counts.mismatches == 0
         assert gatherer_of(engine).counts.prefetched > 0
         with pytest.raises(ValueError, match="segment forward outside a step"):
-            engine.segment(FORWARD)
+            engine.enter_segment(FORWARD)
 
 
 def test_an_evaluation_may_run_parts_too():
@@ -243,7 +243,7 @@ def test_calls_outside_a_step_are_refused():
     for call in (
         lambda: engine.begin_last_backward(0),
         lambda: engine.post_backward(1),
-        lambda: engine.prefetch("x"),
+        lambda: engine.prefetch_segment("x"),
     ):
         with pytest.raises(ValueError, match="outside a step: call begin_step"):
             call()
@@ -284,8 +284,8 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.weight_gather.bucket",
             "bucket_plans",
-            "if shared or model_chunks[handle.name] != model_chunk:",
-            "if shared:",
+            "if tied or model_chunks[handle.name] != model_chunk:",
+            "if tied:",
         ),
         {"strategy": "optim", "bucket_bytes": 10**9},
     ),
@@ -311,7 +311,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.weight_gather.gatherer",
             "Gatherer._close_trace",
-            "or program.segment not in program.traces",
+            "or running.segment not in running.traces",
             "or False",
         ),
         {"strategy": "optim_grads_params", "overlap_param_gather": True},
@@ -320,7 +320,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         (
             "megatron.core.weight_gather.gatherer",
             "Gatherer._close_trace",
-            "program.trace or program.segment not in program.traces",
+            "running.trace or running.segment not in running.traces",
             "True",
         ),
         {"strategy": "optim", "overlap_param_gather": True},

@@ -234,7 +234,7 @@ BUGS = {
         ZERO3,
     ),
     "what the plan releases is kept": bug(
-        GATHERER, "Gatherer._follow", "for index in step.reshard", "for index in ()", ZERO3
+        GATHERER, "Gatherer._follow", "for index in use.reshard", "for index in ()", ZERO3
     ),
     "gathers on demand never make room": bug(
         GATHERER,

@@ -192,8 +192,8 @@ TIED_BUGS = {
     "a shared weight lies among others": (
         "megatron.core.weight_gather.bucket",
         "bucket_plans",
-        "shared = len(set(handle.sharding.stages)) > 1",
-        "shared = False",
+        "tied = len(set(handle.sharding.stages)) > 1",
+        "tied = False",
     ),
     "shared weights are summed in the order of declaration": (
         "megatron.core.distributed.data_parallel",
@@ -266,8 +266,8 @@ def empty(
             results.append(one.step(drawn(step), fault=fault))
             one.engine.complete_weights()
         one.engine.begin_step(program=["forward"])
-        one.engine.segment("forward")
-        one.engine.prefetch("forward")
+        one.engine.enter_segment("forward")
+        one.engine.prefetch_segment("forward")
         one.engine.begin_last_backward(0)
         one.engine.post_backward(0)
         one.engine.abort()

@@ -307,7 +307,7 @@ def test_graphs_on_a_cpu_see_weights_that_were_replaced() -> None:
             for weight in model.model.parameters():
                 weight *= 1.3
         if copies is None:
-            engine.scheduler.forget_cached()
+            engine.scheduler.reset_prefix_cache()
         else:
             engine.weights_replaced()
         after = generated(engine)

@@ -26,7 +26,7 @@ from megatron.core.inference.engine import (
 )
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
-from megatron.core.inference.scheduler import CacheStats
+from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS, EngineConfig
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.inference.stages import PipelineGroups
@@ -358,7 +358,7 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
         assert (stats.accepted > 0) or row["speculation"] != "draft"
 
 
-def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[CacheStats]:
+def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
     size = {"pp": world} if ranks == "pp" else {"ep": world}
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
     found = []

@@ -276,9 +276,9 @@ def check_books(engine: Engine) -> None:
     assert scheduler.pool.references == len(held)
     unused = scheduler.pool.num_blocks - len(set(held))
     assert scheduler.pool.available == unused
-    slots = [row.slot for row in scheduler.running]
+    slots = [row.row for row in scheduler.running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
-    assert all(row.slot < 0 and not row.block_ids for row in scheduler.waiting)
+    assert all(row.row < 0 and not row.block_ids for row in scheduler.waiting)
 
 
 def test_several_outputs_share_a_prompt() -> None:

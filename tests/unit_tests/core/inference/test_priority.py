@@ -8,7 +8,7 @@ from megatron.core.inference.scheduler import Scheduler, SequenceState
 
 def row(name: int, priority: int, *, tokens: int = 4, most: int = 6) -> SequenceState:
     return SequenceState(
-        tokens=[name] * tokens, num_prompt_tokens=tokens, max_tokens=most, priority=priority
+        tokens=[name] * tokens, num_prompt_tokens=tokens, max_length=most, priority=priority
     )
 
 
@@ -20,7 +20,7 @@ def run(scheduler: Scheduler) -> list[int]:
         for n in plan.sampled:
             done = plan.sequences[n]
             done.append(99)
-            if len(done.tokens) == done.max_tokens:
+            if len(done.tokens) == done.max_length:
                 scheduler.remove(done)
                 ended.append(done.tokens[0])
     return ended

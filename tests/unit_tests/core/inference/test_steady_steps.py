@@ -53,14 +53,14 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
             begin = draw.choice(([1] * 8, [2] * 8, [])) + [draw.randrange(50) for _ in range(5)]
             length = len(begin) + draw.randrange(1, 36)
             rows.append(
-                SequenceState(tokens=begin, num_prompt_tokens=len(begin), max_tokens=length)
+                SequenceState(tokens=begin, num_prompt_tokens=len(begin), max_length=length)
             )
             rows[-1].priority = draw.randrange(2)
             scheduler.add(rows[-1])
         if step % 31 == 30 and scheduler.running:
             scheduler.remove(draw.choice(scheduler.running))
         if step % 47 == 46:
-            scheduler.forget_cached()
+            scheduler.reset_prefix_cache()
         plan = scheduler.schedule()
         if plan is None:
             continue
@@ -78,7 +78,7 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
         for n in plan.sampled:
             row = plan.sequences[n]
             row.append(draw.randrange(50))
-            if len(row.tokens) == row.max_tokens:
+            if len(row.tokens) == row.max_length:
                 scheduler.remove(row)
     return [*found, asdict(scheduler.stats), scheduler.pool.available], scheduler
 

@@ -216,11 +216,11 @@ def test_hybrid_sharding_shares_over_inner_ranks(strategy: str, expert: bool):
         placed = placement(strategy)
         lanes = "expert_dp" if expert else "dense_dp"
         groups = BucketGroups.of(pretended_groups(grid, rank), lanes, placed)
-        shared.append(groups.shared.ranks)
+        shared.append(groups.shard.ranks)
         outer.append(groups.outer.ranks)
-        assert groups.gather.ranks == groups.shared.ranks
-        assert (groups.gather.name != groups.shared.name) == (strategy == "optim_grads_params")
-        assert (groups.shared.name in ("expert_dp", "expert_shard")) == expert
+        assert groups.gather.ranks == groups.shard.ranks
+        assert (groups.gather.name != groups.shard.name) == (strategy == "optim_grads_params")
+        assert (groups.shard.name in ("expert_dp", "expert_shard")) == expert
     if strategy == "no_shard":
         assert shared == [(0, 1, 2, 3)] * 4
         assert outer == [(0,), (1,), (2,), (3,)]

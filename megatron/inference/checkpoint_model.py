@@ -153,10 +153,15 @@ class CheckpointModel:
                 file=sys.stderr,
             )
             if tiled:
-                reason = "sums rows by how many there are" if is_available() else "is not there"
+                reason = (
+                    "computes sums whose order depends on the number of rows"
+                    if is_available()
+                    else ("is not available")
+                )
                 shapes = ", ".join(str(list(s)) for s in sorted({h.shape for h in tiled}))
                 print(
-                    f"batch-invariant: tiles of {shapes}, as this torch's packed product {reason}",
+                    f"batch-invariant: tiles of {shapes}, because the packed product of this "
+                    f"torch {reason}",
                     file=sys.stderr,
                 )
 
@@ -178,8 +183,8 @@ class CheckpointModel:
             print(f"sequence parallel collectives: {comm.explain()}", file=sys.stderr)
             if self.nvls_tries is not None and comm.way == "torch.distributed":
                 print(
-                    "--nvls-tries bounds no wait of torch.distributed: "
-                    "--distributed-timeout-minutes does",
+                    "--nvls-tries has no effect on torch.distributed, whose waits "
+                    "--distributed-timeout-minutes bounds",
                     file=sys.stderr,
                 )
         return comm
@@ -265,19 +270,20 @@ def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> 
     draft model alone."""
     if draft.shares_experts:
         raise ValueError(
-            f"--speculative-draft-model {name} has experts over several data-parallel replicas, "
-            "which draft at different times: use a dense one, or ngram"
+            f"--speculative-draft-model {name} shards its experts over several data-parallel "
+            "replicas, which draft at different times: use a dense draft model, or "
+            "--speculative-method ngram"
         )
     if loaded.vocab_size != draft.vocab_size:
         raise ValueError(
-            f"--speculative-draft-model {name} has a vocabulary of {draft.vocab_size} tokens, "
-            f"--load one of {loaded.vocab_size}: use a draft model of the same tokenizer"
+            f"--speculative-draft-model {name} has a vocabulary of {draft.vocab_size} tokens "
+            f"and --load has {loaded.vocab_size}: use a draft model with the same tokenizer"
         )
     if loaded.tokenizer.fingerprint != draft.tokenizer.fingerprint:
         raise ValueError(
             f"--speculative-draft-model {name} has another tokenizer "
             f"({draft.tokenizer.fingerprint[:12]}) than --load "
-            f"({loaded.tokenizer.fingerprint[:12]}): use a draft model of the same tokenizer"
+            f"({loaded.tokenizer.fingerprint[:12]}): use a draft model with the same tokenizer"
         )
 
 
@@ -455,14 +461,14 @@ def stage_split(config: GPTConfig, source: ModelSource) -> StageSplit:
         return StageSplit.balanced(config.blocks, stages, blocks_of_layer=config.layer_blocks)
     if config.pattern:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {layout} is of a GPT, the model is a hybrid of the "
-            f"blocks {config.pattern}: drop it"
+            f"--pipeline-model-parallel-layout {layout} applies to GPT models, but the model "
+            f"is a hybrid with the layer pattern {config.pattern}: drop it"
         )
     split = StageSplit.from_layout(layout, stages, num_layers=config.num_layers)
     if split.chunks > 1:
         raise ValueError(
-            f"--pipeline-model-parallel-layout {layout} has {split.chunks} virtual stages a rank: "
-            f"write {stages} parts, as generation has one on each rank"
+            f"--pipeline-model-parallel-layout {layout} has {split.chunks} virtual stages per "
+            f"rank, but generation runs one stage per rank: write {stages} stages"
         )
     return split
 
@@ -477,8 +483,8 @@ def _backend(dtype: torch.dtype, context: _RankContext, source: ModelSource) -> 
     if source.batch_invariant:
         if context.device.type != "cpu":
             raise ValueError(
-                f"--batch-invariant is for a CPU, not {context.device}: give --device cpu, or "
-                "drop it"
+                f"--batch-invariant runs on CPUs only, not on {context.device}: give --device "
+                "cpu, or drop it"
             )
         return with_batch_invariance(LOCAL)
     matmul = CpuMatmul.choose(
@@ -492,7 +498,7 @@ def _from_folder(source: ModelSource, context: _RankContext) -> CheckpointModel:
     folder, hf_model = open_model(source.load, flag="--load")
     if source.tokenizer_model is None and folder.tokenizer is None:
         raise ValueError(
-            f"--load {source.load} holds no tokenizer: give --tokenizer-model PATH of one"
+            f"--load {source.load} contains no tokenizer: give its path with --tokenizer-model"
         )
     tokenizer_path = str(source.tokenizer_model or folder.tokenizer)
     tokenizer_choice = {
@@ -535,8 +541,8 @@ def _from_checkpoint(source: ModelSource, context: _RankContext) -> CheckpointMo
     )
     if newest is None:
         raise ValueError(
-            f"--load {source.load}: there is no checkpoint: name the folder that --save wrote "
-            "to, one iter_ folder in it, or a Hugging Face folder"
+            f"--load {source.load}: there is no checkpoint: name the folder that --save "
+            "wrote, one of its iter_ folders, or a Hugging Face folder"
         )
     return newest[1]
 
@@ -597,8 +603,8 @@ def inference_model_config(config: GPTConfig, *, keep_mtp: bool = False) -> GPTC
         config = config.without_further_prediction()
     elif not config.mtp_num_layers:
         raise ValueError(
-            "--speculative-method mtp: the model has no layers of multi-token prediction: train it "
-            "with --mtp-num-layers, or use ngram or draft"
+            "--speculative-method mtp: the model has no multi-token prediction layers: train "
+            "it with --mtp-num-layers, or use ngram or draft"
         )
     moe = config.moe and dataclasses.replace(config.moe, capacity_factor=None)
     return dataclasses.replace(config, moe=moe)
@@ -635,8 +641,9 @@ def _join_ranks(
         if not is_communication_error(error):
             raise
         raise PeerLost(
-            f"error: rank {launch.rank} lost another rank, which ended or was silent for "
-            f"{seconds:.0f} s: see what that one said, and start all again ({error})"
+            f"error: rank {launch.rank} lost contact with another rank, which ended or was "
+            f"silent for {seconds:.0f} s: see the log of the other ranks, and restart all of "
+            f"them ({error})"
         ) from error
     # Not in a `finally`: after an error on one rank the others may be gone, and the launcher ends
     # all of them.
@@ -667,8 +674,8 @@ def choose_tokenizer(
     """
     if model is None and recorded.get("type") is None:
         raise ValueError(
-            "the checkpoint does not say which tokenizer it was trained with: give "
-            "--tokenizer-model PATH of a tokenizer.json or a SentencePiece .model"
+            "the checkpoint does not record the tokenizer it was trained with: give the path "
+            "of a tokenizer.json or a SentencePiece .model with --tokenizer-model"
         )
 
     def build(*, add_special_tokens: bool) -> Tokenizer:
@@ -699,8 +706,8 @@ def choose_tokenizer(
         return tokenizer
     if model is None:
         raise ValueError(
-            f"the tokenizer {recorded.get('model')} has changed since the model was trained with "
-            "it: give the one of then with --tokenizer-model"
+            f"the tokenizer {recorded.get('model')} has changed since the model was trained: "
+            "give the original file with --tokenizer-model"
         )
     print(
         f"warning: --tokenizer-model {model} is not the file that the model was trained with",

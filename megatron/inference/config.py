@@ -25,9 +25,9 @@ MAX_PROMPT_BYTES = 64 << 20
 TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-_CONTENT = "files whose content is compared, which may have other names on other machines"
-_RANK_0_LISTENS = "rank 0 alone listens"
-_RANK_0_WRITES = "rank 0 alone writes"
+_CONTENT = "files that are compared by content, because their names may differ between machines"
+_RANK_0_LISTENS = "only rank 0 listens"
+_RANK_0_WRITES = "only rank 0 writes"
 
 #: Options that may differ between ranks, and why; all other options must be equal.
 MAY_DIFFER: Mapping[str, str] = {
@@ -230,15 +230,18 @@ def _check_batch_invariant(source: ModelSource) -> None:
     """Raise ValueError for options that --batch-invariant does not support."""
     if source.transformer_impl != "local":
         raise ValueError(
-            f"--batch-invariant needs --transformer-impl local, not {source.transformer_impl}, "
-            "whose sums follow the batch: drop one of the two"
+            "--batch-invariant needs --transformer-impl local: with "
+            f"{source.transformer_impl} the sums depend on the batch; drop one of the two "
+            "options"
         )
     if source.sequence_parallel or source.tensor_model_parallel_size > 2:
         raise ValueError(
-            f"--batch-invariant holds for a sum over two ranks at most, not "
-            f"--tensor-model-parallel-size {source.tensor_model_parallel_size}"
-            f"{' with --sequence-parallel' * source.sequence_parallel}: more ranks add in an order "
-            "that depends on the place in a buffer; use fewer, or drop it"
+            "--batch-invariant supports sums over at most two ranks, not "
+            "--tensor-model-parallel-size "
+            f"{source.tensor_model_parallel_size}"
+            f"{' with --sequence-parallel' * source.sequence_parallel}: "
+            "with more ranks the order of the sum depends on the position in a buffer; use "
+            "fewer ranks, or drop it"
         )
 
 
@@ -259,20 +262,21 @@ def _check_source(source: ModelSource) -> None:
         and source.pipeline_model_parallel_size == 1
     ):
         raise ValueError(
-            "--pipeline-model-parallel-layout has no effect without --pipeline-model-parallel-size "
-            "above 1: raise that"
+            "--pipeline-model-parallel-layout has no effect without "
+            "--pipeline-model-parallel-size above 1: raise that size"
         )
     if source.sequence_parallel and source.tensor_model_parallel_size < 2:
         raise ValueError(
-            "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it or raise that"
+            "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it, or "
+            "raise that size"
         )
     optimized = source.transformer_impl == "inference_optimized"
     if source.batch_invariant:
         _check_batch_invariant(source)
     if source.weights_dtype is not None and not optimized:
         raise ValueError(
-            f"--weights-dtype {source.weights_dtype} needs --transformer-impl inference_optimized: "
-            "give it as well, or drop both"
+            f"--weights-dtype {source.weights_dtype} needs --transformer-impl "
+            "inference_optimized: give both options, or neither"
         )
     tries = source.nvls_tries
     for option, is_set in (
@@ -281,13 +285,13 @@ def _check_source(source: ModelSource) -> None:
     ):
         if is_set and not (source.sequence_parallel and optimized):
             raise ValueError(
-                f"{option} is for the collectives of --sequence-parallel in "
-                "--transformer-impl inference_optimized: give both, or drop it"
+                f"{option} applies to the collectives of --sequence-parallel with "
+                "--transformer-impl inference_optimized: give both options, or drop it"
             )
     if tries is not None and (tries < 1 or source.nvls == "off"):
         raise ValueError(
-            f"--nvls-tries is {tries} with --nvls {source.nvls}: give a positive number, and no "
-            "--nvls off"
+            f"--nvls-tries is {tries} with --nvls {source.nvls}: give a positive number, and "
+            "an --nvls other than off"
         )
 
 
@@ -299,14 +303,14 @@ def _check_ranks(source: ModelSource, inference: Inference) -> None:
         )
     if inference.async_scheduling and source.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "--async-scheduling does nothing with --pipeline-model-parallel-size "
-            f"{source.pipeline_model_parallel_size}, whose stages have as many steps in flight: "
-            "drop one of both"
+            "--async-scheduling has no effect with --pipeline-model-parallel-size "
+            f"{source.pipeline_model_parallel_size}, because the stages keep that many steps "
+            "in flight: drop one of the two options"
         )
     if inference.inference_cuda_graphs and source.pipeline_model_parallel_size > 1:
         raise ValueError(
-            "--inference-cuda-graphs does not go with --pipeline-model-parallel-size "
-            f"{source.pipeline_model_parallel_size}: drop one of both"
+            "--inference-cuda-graphs cannot be combined with --pipeline-model-parallel-size "
+            f"{source.pipeline_model_parallel_size}: drop one of the two options"
         )
 
 
@@ -316,8 +320,8 @@ def _check_graphs(source: ModelSource, inference: Inference) -> None:
         return
     if inference.inference_cuda_graphs:
         raise ValueError(
-            "--enforce-eager does not go with --inference-cuda-graphs, which records steps: drop "
-            "one of both"
+            "--enforce-eager cannot be combined with --inference-cuda-graphs, which records "
+            "steps: drop one of the two options"
         )
     ranks = (
         "tensor_model_parallel_size",
@@ -327,12 +331,12 @@ def _check_graphs(source: ModelSource, inference: Inference) -> None:
     for name in ranks:
         if (getattr(source, name) or 1) > 1:
             raise ValueError(
-                f"--enforce-eager does nothing with --{name.replace('_', '-')} "
-                f"{getattr(source, name)}: steps of several ranks are eager; drop it"
+                f"--enforce-eager has no effect with --{name.replace('_', '-')} "
+                f"{getattr(source, name)}: steps of several ranks are always eager; drop it"
             )
     if source.transformer_impl != "inference_optimized":
         raise ValueError(
-            "--enforce-eager does nothing: steps are eager with --transformer-impl "
+            "--enforce-eager has no effect: steps are eager with --transformer-impl "
             f"{source.transformer_impl}; drop it"
         )
 
@@ -343,21 +347,22 @@ def _check_speculation(speculation: Speculation, source: ModelSource, inference:
     if method is None and (count is not None or speculation.speculative_draft_model is not None):
         name = "num-speculative-tokens" if count is not None else "speculative-draft-model"
         raise ValueError(
-            f"--{name} does nothing without --speculative-method: give ngram, draft or mtp"
+            f"--{name} has no effect without --speculative-method: give ngram, draft or mtp"
         )
     if (method == "draft") != (speculation.speculative_draft_model is not None):
         raise ValueError(
             f"--speculative-method {method} "
             + (
-                "needs --speculative-draft-model: name a smaller model of the same tokenizer"
+                "needs --speculative-draft-model: name a smaller model with the same tokenizer"
                 if method == "draft"
                 else "takes no --speculative-draft-model: drop it, or use draft"
             )
         )
     if method in ("draft", "mtp") and inference.async_scheduling:
         raise ValueError(
-            f"--speculative-method {method} does not go with --async-scheduling: drafts of a model "
-            "follow tokens that are known when a step ends; use ngram, or drop one of both"
+            f"--speculative-method {method} cannot be combined with --async-scheduling: the "
+            "draft model needs the tokens of the finished step; use ngram, or drop one of "
+            "the two options"
         )
     if count is not None and count < 1:
         raise ValueError(f"--num-speculative-tokens is {count}: it must be above 0")
@@ -374,7 +379,7 @@ def _check_inference(inference: Inference) -> None:
             raise ValueError(f"--{name} is {value}: it must be above 0")
     size = inference.inference_block_size
     if size < 16 or size & (size - 1):
-        raise ValueError(f"--inference-block-size is {size}: use a power of two from 16 on")
+        raise ValueError(f"--inference-block-size is {size}: use a power of two, at least 16")
 
 
 def _check(source: ModelSource, inference: Inference, speculation: Speculation) -> None:
@@ -407,11 +412,13 @@ class GenerateConfig:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
         chat, output = self.prompts.chat, self.output
         if chat and output.output_json is not None:
-            raise ValueError("--output-json cannot be written of a --chat: give --output-jsonl")
+            raise ValueError("--output-json cannot be combined with --chat: give --output-jsonl")
         if chat and self.prompts.num_outputs > 1:
-            raise ValueError("--num-outputs does not go with --chat: a turn has one answer")
+            raise ValueError(
+                "--num-outputs cannot be combined with --chat: a turn has one response"
+            )
         if self.prompts.chat_template is not None and not chat:
-            raise ValueError("--chat-template is for a conversation: give --chat as well")
+            raise ValueError("--chat-template applies to conversations: give --chat as well")
         if output.output_json is None and output.output_jsonl is None:
             for name, is_set in (
                 ("logprobs", output.logprobs),
@@ -419,7 +426,8 @@ class GenerateConfig:
             ):
                 if is_set:
                     raise ValueError(
-                        f"--{name} is written to files only: give --output-json or --output-jsonl"
+                        f"--{name} applies to output files only: give --output-json or "
+                        "--output-jsonl"
                     )
 
 
@@ -478,20 +486,22 @@ class BenchConfig:
             )
         if not 0 <= load.shared_prefix_tokens < load.input_tokens:
             raise ValueError(
-                f"--shared-prefix-tokens is {load.shared_prefix_tokens}: use 0 to less than "
-                f"--input-tokens {load.input_tokens}"
+                f"--shared-prefix-tokens is {load.shared_prefix_tokens}: it must be at least "
+                f"0 and below --input-tokens {load.input_tokens}"
             )
         tp = self.source.tensor_model_parallel_size
         stages = self.source.pipeline_model_parallel_size
         if load.request_rate is not None and stages > 1:
             raise ValueError(
-                f"--request-rate does not go with --pipeline-model-parallel-size {stages}, whose "
-                "stages are not at one step at a time: drop one of both"
+                "--request-rate cannot be combined with --pipeline-model-parallel-size "
+                f"{stages}, whose stages run different steps at the same time: drop one of "
+                "the two options"
             )
         if load.request_rate is not None and self.inference.async_scheduling and tp > 1:
             raise ValueError(
-                "--request-rate with several ranks has them agree on a time before each step, and "
-                "--async-scheduling has a step run then: drop one of them"
+                "--request-rate cannot be combined with --async-scheduling on several ranks: "
+                "the ranks must agree on the time before each step, while a step is still "
+                "running; drop one of the two options"
             )
         if load.warmup < 0:
             raise ValueError(f"--warmup is {load.warmup}: it must not be negative")
@@ -562,7 +572,7 @@ class ServeConfig:
         for variable in service.chat_template_kwargs or ():
             if not variable.isidentifier() or variable in TEMPLATE_ARGUMENTS:
                 raise ValueError(
-                    f"--chat-template-kwargs {variable}: it is no variable that a request may set"
+                    f"--chat-template-kwargs {variable}: requests may not set this variable"
                 )
         for name, value in (
             ("max-body-mb", service.max_body_mb),
@@ -579,7 +589,7 @@ class ServeConfig:
             if not 0 <= port < 1 << 16:
                 raise ValueError(f"--{name} is {port}: use 0 to 65535")
         if service.admin_port is None and service.admin_key_file is not None:
-            raise ValueError("--admin-key-file is for administration: give --admin-port as well")
+            raise ValueError("--admin-key-file needs --admin-port: give --admin-port as well")
 
 
 def split_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -602,7 +612,9 @@ def split_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
         else:
             text = next(remaining, None)
             if text is None:
-                raise ValueError("--prompt needs a text: --prompt 'Once upon a time'")
+                raise ValueError(
+                    "--prompt is empty: give a text, such as --prompt 'Once upon a time'"
+                )
             prompts.append(text)
     return tuple(prompts), arguments
 
@@ -619,7 +631,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
         GenerateConfig,
         arguments,
         prog=prog,
-        description="Continue prompts with a trained model.",
+        description="Generate continuations of prompts with a trained model.",
         print_now=False,
     )
     config = line.config
@@ -651,6 +663,6 @@ def read_prompts(prompts: Prompts) -> list[str]:
         texts += [line for line in lines if line.strip()]
     if not texts and not prompts.chat:
         raise ValueError(
-            "no prompt: give --prompt TEXT, a --prompt-file with a line of text, or --chat"
+            "no prompt: give --prompt TEXT, a --prompt-file that contains text, or --chat"
         )
     return texts

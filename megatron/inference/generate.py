@@ -207,8 +207,8 @@ def check_finite(output: TextOutput, prompt: int) -> None:
     if output.finish_reason == "error":
         raise ValueError(
             f"the model's logits are not finite at token {len(output.ids) + 1} of prompt "
-            f"{prompt + 1}: its weights are damaged or its training has diverged; take an earlier "
-            "checkpoint"
+            f"{prompt + 1}: its weights are damaged or its training has diverged; use an "
+            "earlier checkpoint"
         )
 
 
@@ -267,7 +267,7 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
             try:
                 text = template.render(messages, add_generation_prompt=True)
             except TemplateRefusal as error:
-                raise ValueError(f"the chat template refuses the conversation: {error}") from None
+                raise ValueError(f"the chat template rejects the conversation: {error}") from None
             answer = ""
             deltas = llm.stream([text], params, first_sequence=len(messages))
             for delta in deltas:
@@ -317,13 +317,13 @@ def describe(stats: SchedulerStats) -> str:
         figures.append(f"prefix cache {stats.hit:,} of {stats.queried:,} prompt tokens")
     if stats.drafted:
         figures.append(
-            f"accepted {stats.accepted:,} of {stats.drafted:,} drafts, "
-            f"{stats.tokens_per_forward:.2f} tokens a forward"
+            f"accepted {stats.accepted:,} of {stats.drafted:,} draft tokens, "
+            f"{stats.tokens_per_forward:.2f} tokens per forward pass"
         )
     if stats.preempted:
-        figures.append(f"{stats.preempted:,} preempted for want of memory")
+        figures.append(f"{stats.preempted:,} preempted because the cache was full")
     if stats.wasted:
-        figures.append(f"{stats.wasted:,} tokens wasted on ended texts")
+        figures.append(f"{stats.wasted:,} tokens computed after the end of their outputs")
     return ", ".join(figures)
 
 
@@ -351,7 +351,7 @@ def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
     texts = read_prompts(config.prompts)
     if config.prompts.chat and launch.world_size > 1:
         raise ValueError(
-            f"--chat reads the terminal of one process, and {launch.world_size} were started: "
+            f"--chat reads the terminal of one process, but {launch.world_size} were started: "
             "start it without torchrun"
         )
     is_rank_0 = launch.rank == 0

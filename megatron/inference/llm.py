@@ -344,7 +344,9 @@ def weights_of_level(loaded: CheckpointModel, level: int) -> list[torch.Tensor]:
     if level not in (1, 2):
         raise ValueError(f"sleep level {level}: use 1 (the cache) or 2 (weights too)")
     if level == 2 and torch.device(loaded.device).type == "cpu":
-        raise ValueError("sleep level 2 moves weights to the host, where they are: use level 1")
+        raise ValueError(
+            "sleep level 2 moves weights to the host, where they already are: use level 1"
+        )
     return loaded.model.store.tensors() if level == 2 else []
 
 
@@ -374,8 +376,9 @@ def speculating_engine(
         return _engine(loaded, generator, config, **options)
     if method != "ngram" and loaded.shares_experts:
         raise ValueError(
-            f"--speculative-method {method} does not go with experts over several data-parallel "
-            "replicas, which enter the experts of the model's steps alone together: use ngram"
+            f"--speculative-method {method} cannot be combined with experts over several "
+            "data-parallel replicas, because the draft model's steps do not run on all "
+            "replicas together: use ngram"
         )
     if method == "mtp":
         assert isinstance(generator, MultiTokenModel)
@@ -383,8 +386,9 @@ def speculating_engine(
         num_drafts = num_drafts or mtp_layers
         if num_drafts > mtp_layers:
             raise ValueError(
-                f"--num-speculative-tokens is {num_drafts}: the model predicts {mtp_layers} more "
-                f"tokens (--mtp-num-layers of training): use at most {mtp_layers}"
+                f"--num-speculative-tokens is {num_drafts}, but the model predicts "
+                f"{mtp_layers} more tokens (--mtp-num-layers in training): use at most "
+                f"{mtp_layers}"
             )
         proposer: Proposer = MultiTokenHeads(generator, num_layers=num_drafts)
     elif method == "ngram":
@@ -439,10 +443,9 @@ def split_cache_memory(
     free_bytes = memory_bytes - sum(state_bytes)
     if free_bytes < block_bytes:
         raise ValueError(
-            f"{memory_bytes:,} bytes of memory do not hold the states of "
-            f"{config.max_num_seqs} rows and {config.min_blocks_text} of the model and of its "
-            "draft model: give at least "
-            f"{sum(state_bytes) + block_bytes:,}"
+            f"{memory_bytes:,} bytes of memory do not fit the states of {config.max_num_seqs} "
+            f"sequences and {config.min_blocks_text} of the model and the draft model: give "
+            f"at least {sum(state_bytes) + block_bytes:,}"
         )
     snapshot_bytes = [0, 0]
     for index, (model_state_bytes, model_token_bytes) in enumerate(
@@ -500,8 +503,8 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
         on_cpu = torch.device(loaded.device).type == "cpu"
         if options.enforce_eager and not on_cpu:
             raise ValueError(
-                "--enforce-eager does nothing on a GPU, whose steps are eager without "
-                "--inference-cuda-graphs: drop it"
+                "--enforce-eager has no effect on a GPU without --inference-cuda-graphs, "
+                "because steps are eager anyway: drop it"
             )
         if options.enforce_eager or not (loaded.optimized and on_cpu):
             return None

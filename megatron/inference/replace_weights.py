@@ -136,4 +136,4 @@ def _check_model(loaded: CheckpointModel, config: GPTConfig, load: str) -> None:
         if not any(word in line.split(":")[0] for word in _TRAINING_ONLY)
     ]
     if differences:
-        raise ValueError(f"load {load} is of another model: {'; '.join(differences)}")
+        raise ValueError(f"load {load} is another model: {'; '.join(differences)}")

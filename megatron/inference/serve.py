@@ -70,7 +70,9 @@ def read_keys(service: Service) -> tuple[str | None, str | None]:
         raise ValueError(f"--admin-port {service.admin_port} needs an --admin-key-file")
     admin_key = _read_key_file("--admin-key-file", service.admin_key_file)
     if admin_key == key:
-        raise ValueError("--admin-key-file and --api-key-file hold the same key: use two")
+        raise ValueError(
+            "--admin-key-file and --api-key-file contain the same key: use different keys"
+        )
     return key, admin_key
 
 
@@ -98,7 +100,7 @@ def _read_key_file(flag: str, path: str) -> str:
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"{flag} {path}: write one key to it, printable ASCII, no blanks")
+        raise ValueError(f"{flag} {path}: write one key into it, in printable ASCII without blanks")
     return key
 
 
@@ -202,8 +204,8 @@ def check_template(service: Service, source: str, name: str) -> None:
         unread.append(f"--tool-call-parser {service.tool_call_parser}")
     if unread:
         raise ValueError(
-            f"{', '.join(unread)}: {name} has no such variable, and they would do nothing: give a "
-            "--chat-template that has, or leave the option out"
+            f"{', '.join(unread)}: {name} does not use these variables, so they would have no "
+            "effect: give a --chat-template that does, or leave the option out"
         )
 
 

@@ -201,7 +201,7 @@ def _progress(folder: Path, extra: Mapping[str, Any]) -> Progress:
     except (ValueError, TypeError) as error:
         raise _invalid_run_state(folder, error) from error
     if iteration_of(folder) not in (None, progress.iteration):
-        error = ValueError(f"its progress is at iteration {progress.iteration}")
+        error = ValueError(f"its progress contradicts iteration {progress.iteration}")
         raise _invalid_run_state(folder, error)
     if not progress.order_lengths:
         try:
@@ -332,9 +332,9 @@ def _check_batch(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None
     saved, now = (c.get("global-batch-size") for c in (extra["config"], metadata.config))
     if metadata.batch_follows_world and saved not in (None, now):
         raise ValueError(
-            f"the checkpoint's global batch is {saved}, and this run's would be {now}, as it "
-            f"follows the number of processes: give --global-batch-size {saved} to keep it, or "
-            f"{now} to change it"
+            f"the checkpoint's global batch is {saved}, but this run's would be {now}, "
+            f"because it follows the number of processes: give --global-batch-size {saved} to "
+            f"keep it, or {now} to change it"
         )
 
 

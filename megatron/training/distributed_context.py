@@ -116,10 +116,10 @@ class CollectiveCheck:
                     **{rank: text for rank, (text, _) in other_ranks.items()},
                 }
                 ranks_text = "; ".join(f"rank {rank}: {where[rank]}" for rank in sorted(where))
-                end = "these wait for each other" if stuck else "the time for it is over"
+                end = "they wait for each other" if stuck else "the timeout has expired"
                 raise RunStopped(
                     ExitCode.COLLECTIVES_DIFFER,
-                    f"ranks came to different collectives and {end}: {ranks_text}",
+                    f"ranks called different collectives and {end}: {ranks_text}",
                 ) from None
 
     def _late_ranks(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
@@ -329,7 +329,7 @@ def _check_alive(watch: PeerWatch, rank: int) -> None:
     if failure := watch.diagnose_rank(rank):
         text = f"{failure.text}; the others wait for it to agree on a save or a load"
         raise PeerLost(
-            f"{text}; this run cannot go on{watch.pointer}", is_reported=failure.is_reported
+            f"{text}; this run cannot continue{watch.pointer}", is_reported=failure.is_reported
         )
 
 
@@ -357,7 +357,7 @@ def blaming_peers(watch: PeerWatch | None) -> Iterator[None]:
             raise
         watch.write_diagnostics(failure.text, error, is_reported=failure.is_reported)
         where = f"the others wait in {watch.collectives.name} of iteration {watch.iteration}"
-        text = f"{failure.text}; {where}; this run cannot go on{watch.pointer}"
+        text = f"{failure.text}; {where}; this run cannot continue{watch.pointer}"
         raise PeerLost(text, is_reported=failure.is_reported) from error
     except BaseException as error:
         watch.report_failure(error)

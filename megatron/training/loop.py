@@ -135,7 +135,7 @@ class TrainingLoop:
                 saved = iteration
             if stopping and (early or iteration != self._run.train_iters):
                 reason = early or "--exit-interval asks"
-                self._display.log(f"stopped at iteration {iteration} as {reason}")
+                self._display.log(f"stopped at iteration {iteration} because {reason}")
                 self._stop.stopped(outcome.control_flags)
                 return
         if self._saves and saved != progress.iteration:

@@ -259,6 +259,6 @@ def _later_checkpoints_line(save: str, iteration: int, later: Sequence[Path]) ->
     oldest, newest = later[-1].name, later[0].name
     named = newest if len(later) == 1 else f"{len(later)} checkpoints from {oldest} to {newest}"
     return (
-        f"it contains {named}, later than iteration {iteration} that this run starts from: move "
-        f"them away, save elsewhere, or resume from the newest with --load {save}"
+        f"it contains {named}, later than iteration {iteration}, from which this run starts: "
+        f"move them away, save elsewhere, or resume from the newest with --load {save}"
     )

@@ -59,9 +59,8 @@ class Program:
 def _gpt_problems(config: Config) -> Iterator[str]:
     if is_hybrid(config):
         yield (
-            f"{FLAG} {config.hybrid.hybrid_layer_pattern} is not a GPT's, which has *- or *E (+- "
-            "or "
-            "+E) for each layer: start python -m megatron.training.pretrain_hybrid"
+            f"{FLAG} {config.hybrid.hybrid_layer_pattern} is not a GPT, which has *- or *E "
+            "(+- or +E) for each layer: start python -m megatron.training.pretrain_hybrid"
         )
 
 

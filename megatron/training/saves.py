@@ -85,8 +85,9 @@ class Saves(TrainingHooks):
             start = time.perf_counter()
             if not self._saver.wait(LONG_SECONDS):
                 self._say(
-                    f"iteration {progress.iteration} is to be saved, but the previous save is "
-                    "still in progress: waiting for it, as saves take longer than --save-interval"
+                    "the previous save is still in progress when iteration "
+                    f"{progress.iteration} is to be saved: waiting for it, because saves take "
+                    "longer than --save-interval"
                 )
                 self.wait()
             self.poll(progress)

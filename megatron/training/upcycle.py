@@ -61,8 +61,8 @@ class UpcycleConfig:
             lambda: not_negative(self, "seed"),
             lambda: require(
                 2 <= self.moe_router_topk <= max(2, self.num_experts),
-                f"--moe-router-topk {self.moe_router_topk}: use 2 … {self.num_experts}: a single "
-                "expert always has the weight 1, and the router gets no gradient",
+                f"--moe-router-topk {self.moe_router_topk}: use 2 … {self.num_experts}: a "
+                "single expert always has the weight 1, so the router gets no gradient",
             ),
         )
 

@@ -58,7 +58,7 @@ async def _order(server: Server, request: Request, action: str, body: type[Body]
     """Execute an administration command; answer with the new state of the engine."""
     options = await server.read(request, body) if await request.body() else body()
     if isinstance(options, WeightsBody) and (options.load is None) == (options.address is None):
-        raise ApiError(400, "give load or address, one of them", param="load")
+        raise ApiError(400, "give exactly one of load and address", param="load")
     try:
         return JSONResponse(await server.client.control(action, **vars(options)))
     except ControlError as error:

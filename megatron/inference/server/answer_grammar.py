@@ -153,7 +153,7 @@ class _Rules:
         )
         schema = {**tool.parameters, "type": "object"}
         if tool.parameters.get("type", "object") != "object":
-            raise BadGrammar(f"the parameters of {tool.name} are no object")
+            raise BadGrammar(f"the parameters of {tool.name} are not an object")
         if tool_format.layout != "xml":
             arguments = self._json(f"arguments{index}", schema)
         else:
@@ -192,7 +192,7 @@ class _Rules:
         values = shape.get("enum", [shape["const"]] if "const" in shape else None)
         if values is not None:
             if any(re.search(_XML_ENDS, value) for value in values):
-                raise BadGrammar(f"{subject}: a value holds a mark of this model's format")
+                raise BadGrammar(f"{subject}: a value contains a delimiter of this model's format")
             texts = " | ".join(_quoted(value + end) for value in values)
             return self._rule(name, texts)
         min_length, max_length = shape.get("minLength", 0), shape.get("maxLength", "")
@@ -204,7 +204,7 @@ class _Rules:
 
 def _as_object(schema: Any) -> Mapping[str, Any]:
     if schema is False:
-        raise BadGrammar("a parameter that may have no value")
+        raise BadGrammar("a parameter whose schema is false")
     return schema if isinstance(schema, Mapping) else {}
 
 

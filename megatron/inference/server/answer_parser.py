@@ -285,7 +285,7 @@ class AnswerParser:
             self._unread(self._consumed[:])  # from the separator on
         if dropped_call:
             request = REQUEST_ID.get()
-            LOG.warning("request %s: dropped a tool call that names none of its tools", request)
+            LOG.warning("request %s: dropped a tool call that names an unknown tool", request)
         self._consumed.clear()
         return True
 

@@ -80,13 +80,14 @@ async def begin_answer(
     if max_new_tokens is None and max_length is None:
         raise ApiError(
             400,
-            f"the model has no longest text: give {names['max_new_tokens']}",
+            f"the model has no maximum length: give {names['max_new_tokens']}",
             param=names["max_new_tokens"],
         )
     if max_new_tokens is None and len(prompt.tokens) >= (max_length or 0):
         raise ApiError(
             400,
-            f"the conversation has {len(prompt.tokens)} tokens, the model takes {max_length}",
+            f"the conversation has {len(prompt.tokens)} tokens, but the model takes at most "
+            f"{max_length}",
             param=names["prompt"],
             code="context_length_exceeded",
         )
@@ -116,14 +117,14 @@ def _check_budget(server: Server) -> None:
     if server.formats.reasoning is None:
         raise ApiError(
             400,
-            "thinking: this server reads no reasoning: start it with --reasoning-parser, or leave "
-            "the budget out",
+            "thinking: this server does not parse reasoning: start it with "
+            "--reasoning-parser, or leave the budget out",
             param="thinking",
         )
     if server.grammars is None:
         raise ApiError(
             400,
-            "thinking: a budget needs a model with a tokenizer of texts and a token that ends one",
+            "thinking: a budget needs a model with a text tokenizer and a stop token",
             param="thinking",
         )
 
@@ -141,7 +142,9 @@ def _makers(
     if body_makers and conversation.callable_tools:
         name = body_makers[0][0]
         raise ApiError(
-            400, f"{name} does not go with tools: drop one, or say tool_choice: none", param=name
+            400,
+            f"{name} cannot be combined with tools: drop one of them, or set tool_choice to none",
+            param=name,
         )
     if enforced(conversation):
         make = partial(tool_grammar, conversation, server.formats, in_reasoning=in_reasoning)
@@ -155,8 +158,9 @@ def _makers(
     if in_reasoning:
         raise ApiError(
             400,
-            "structured_outputs: only JSON can follow reasoning, which the chat template begins: "
-            "use json, or have the template begin none by chat_template_kwargs",
+            "structured_outputs: the chat template opens the reasoning, and only JSON can "
+            "follow it: use json, or set chat_template_kwargs so that the template does not "
+            "open it",
             param="structured_outputs",
         )
     return body_makers
@@ -201,11 +205,11 @@ async def _events(
     except TimeoutError:
         yield view.error(timeout_error(server.limits))
     except ReaderStalled:
-        LOG.warning("request %s: its reader stalled, and was dropped", request_id)
+        LOG.warning("request %s: the client stopped reading, so its stream was closed", request_id)
     except ApiError as error:
         yield view.error(error)
     except Exception:
-        LOG.exception("request %s failed in its stream", request_id)
+        LOG.exception("request %s failed while streaming", request_id)
         yield view.error(internal_error())
     finally:
         generation.close()

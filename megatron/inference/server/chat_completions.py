@@ -25,7 +25,9 @@ async def chat(server: Server, request: Request) -> Response:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise ApiError(
-            400, "max_tokens and max_completion_tokens are one: give one", param="max_tokens"
+            400,
+            "max_tokens and max_completion_tokens are the same limit: give one of them",
+            param="max_tokens",
         )
     generation = await begin_answer(
         server,
@@ -68,7 +70,7 @@ def check_tools(tools: Sequence[Tool], *, forced_tool: str | None, required: boo
     names = [tool.name for tool in tools]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise ApiError(400, f"tools: there are two of the name {duplicate}", param="tools")
+        raise ApiError(400, f"tools: two tools have the name {duplicate}", param="tools")
     if forced_tool is not None and forced_tool not in names:
         raise ApiError(400, f"tool_choice: there is no tool {forced_tool}", param="tool_choice")
     if required and not names:

@@ -161,11 +161,11 @@ class Conversations:
         except TemplateRefusal as error:
             # The message of the template's author, not the text of an internal exception.
             raise ApiError(
-                400, f"the chat template refuses the messages: {error}", param="messages"
+                400, f"the chat template rejects the messages: {error}", param="messages"
             ) from None
         except ValueError:
             raise ApiError(
-                400, "the chat template takes too long for these messages", param="messages"
+                400, "the chat template takes too long to render these messages", param="messages"
             ) from None
         tokens = await asyncio.to_thread(self._tokens, text)
         reasoning_format = self._formats.reasoning
@@ -180,26 +180,26 @@ class Conversations:
             if name not in self.variables:
                 raise ApiError(
                     400,
-                    f"chat_template_kwargs: {name!r:.100} may not be set here: the server's "
-                    "--chat-template-kwargs names those that may",
+                    f"chat_template_kwargs: {name!r:.100} is not allowed: the server allows "
+                    "the variables listed in --chat-template-kwargs",
                     param="chat_template_kwargs",
                 )
         if conversation.callable_tools and self._formats.tools is None:
             raise ApiError(
                 400,
-                "tools: this server reads no tool calls: start it with --tool-call-parser",
+                "tools: this server does not parse tool calls: start it with --tool-call-parser",
                 param="tools",
             )
         if conversation.callable_tools and "tools" not in source:
             raise ApiError(
                 400,
-                "tools: the chat template does not write them: start the server with a "
+                "tools: the chat template does not render them: start the server with a "
                 "--chat-template that does",
                 param="tools",
             )
         if any(turn.calls for turn in conversation.turns) and "tool_calls" not in source:
             raise ApiError(
-                400, "tool_calls: the chat template has no place for them", param="messages"
+                400, "tool_calls: the chat template does not render them", param="messages"
             )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
@@ -219,7 +219,9 @@ class Conversations:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise ApiError(400, "the arguments of a tool call are no JSON object", param="messages")
+            raise ApiError(
+                400, "the arguments of a tool call are not a JSON object", param="messages"
+            )
         as_text = self._formats.tools is not None and self._formats.tools.text_arguments
         function = {"name": call.name, "arguments": call.arguments if as_text else arguments}
         return {"id": call.id, "type": "function", "function": function}

@@ -43,16 +43,18 @@ def read_pooling(folder: Path) -> Pooling:
     """
     modules = _read(folder / "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise NoPooling("modules.json of the model's folder is no list of modules")
+        raise NoPooling("modules.json of the model's folder is not a list of modules")
     kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise NoPooling(f"modules.json of the model's folder has {', '.join(kinds)[:100]}")
+        raise NoPooling(
+            f"modules.json of the model's folder lists the modules {', '.join(kinds)[:100]}"
+        )
     path = modules[1].get("path")
     if not isinstance(path, str) or Path(path).name != path:
-        raise NoPooling("modules.json of the model's folder names no folder for its Pooling")
+        raise NoPooling("modules.json of the model's folder names no folder for its Pooling module")
     config = _read(folder / path / "config.json")
     if not isinstance(config, dict):
-        raise NoPooling("the configuration of Pooling is no object")
+        raise NoPooling("the configuration of the Pooling module is not an object")
     configured_modes = config.get("pooling_mode", [])
     modes = (
         {configured_modes} if isinstance(configured_modes, str) else set(map(str, configured_modes))
@@ -66,7 +68,7 @@ def read_pooling(folder: Path) -> Pooling:
     }
     if len(modes) != 1 or not modes <= pooling_of_mode.keys():
         raise NoPooling(
-            f"the model's folder pools by {', '.join(sorted(modes))[:100] or 'nothing'}"
+            f"the model's folder pools with {', '.join(sorted(modes))[:100] or 'no mode'}"
         )
     return Pooling(tokens=pooling_of_mode[modes.pop()], normalize=kinds[-1] == "Normalize")
 
@@ -75,7 +77,9 @@ def _read(path: Path) -> Any:
     try:
         return read_json(path)
     except OSError:
-        raise NoPooling(f"the model's folder has no {path.name} of sentence-transformers") from None
+        raise NoPooling(
+            f"the model's folder has no {path.name}, a file of sentence-transformers"
+        ) from None
 
 
 class Embedder:

@@ -31,7 +31,7 @@ async def embeddings(server: Server, request: Request) -> Response:
     body = await server.read(request, EmbeddingBody)
     server.check_model(body.model)
     if server.no_embeddings is not None:
-        raise ApiError(400, f"this model embeds no texts: {server.no_embeddings}")
+        raise ApiError(400, f"this model does not compute embeddings: {server.no_embeddings}")
     server.check_awake()
     texts = await text_tokens(server, body.input)
     for tokens in texts:
@@ -61,7 +61,7 @@ def _check(server: Server, tokens: Sequence[int]) -> None:
     max_length, size = server.card.max_length, server.card.vocab_size
     invalid = [token for token in tokens if token >= size]
     if not tokens:
-        raise ApiError(400, "input: a text without tokens", param="input")
+        raise ApiError(400, "input: a text has no tokens", param="input")
     if invalid:
         raise ApiError(
             400, f"token id {invalid[0]} is outside the vocabulary of {size}", param="input"
@@ -69,7 +69,7 @@ def _check(server: Server, tokens: Sequence[int]) -> None:
     if max_length is not None and len(tokens) > max_length:
         raise ApiError(
             400,
-            f"a text of {len(tokens)} tokens: the model takes {max_length}",
+            f"a text has {len(tokens)} tokens, but the model takes at most {max_length}",
             param="input",
             code="context_length_exceeded",
         )

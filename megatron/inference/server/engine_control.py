@@ -118,7 +118,7 @@ class EngineControl:
 
     def _model(self) -> CheckpointModel:
         if self._loaded is None:
-            raise ValueError("the weights of this engine are not its own")
+            raise ValueError("the engine does not own these weights")
         return self._loaded
 
     def _replace(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class EngineControl:
         if self._engine.asleep:
             raise ValueError("the engine is asleep: wake it before its weights are replaced")
         if self.receiving:
-            raise ValueError("weights are on their way already: wait for the answer to that order")
+            raise ValueError("a weight update is already in progress: wait for its response")
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -151,7 +151,9 @@ class EngineControl:
     def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
         """Run steps under torch's profiler. Raises ValueError if it would record nothing."""
         if not self._replicas.unfinished or self._engine.paused:
-            raise ValueError("no request runs: send some, and profile while they are answered")
+            raise ValueError(
+                "no request is running: send some requests, and profile while they run"
+            )
         if self._engine.config.asynchronous and self._engine.device.type == "cpu":
             raise ValueError(
                 "on a CPU, asynchronous steps run in a thread that the profiler does not see: "

@@ -181,8 +181,8 @@ class EngineLoop:
                 self._embedding_requests[request.id] = request
             else:
                 error = (
-                    f"a text of {len(request.prompt)} tokens: --inference-max-tokens {max_tokens} "
-                    "embeds no longer ones"
+                    f"a text has {len(request.prompt)} tokens, but embeddings take at most "
+                    f"{max_tokens} (--inference-max-tokens)"
                 )
                 self._extra_deltas.append(OutputDelta(id=request.id, refused=error))
             return

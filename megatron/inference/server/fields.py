@@ -264,11 +264,11 @@ class ChatMessage(Body):
         answers = self.tool_calls is not None or self.reasoning_content is not None
         problem = None
         if answers and self.role != "assistant":
-            problem = "tool_calls and reasoning_content are of the assistant"
+            problem = "tool_calls and reasoning_content are allowed in assistant messages only"
         elif self.content is None and not answers:
-            problem = "a message without content"
+            problem = "a message has no content"
         elif (self.role == "tool") != (self.tool_call_id is not None):
-            problem = "a message of role tool, and no other, has a tool_call_id"
+            problem = "tool_call_id is required in messages of role tool and not allowed in others"
         if problem is not None:
             raise ApiError(400, f"messages: {problem}", param="messages")
         calls = [

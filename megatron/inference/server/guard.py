@@ -102,7 +102,7 @@ class ApiError(Exception):
 
 def internal_error() -> ApiError:
     """Return the answer to a request that raised an exception; the log has its traceback."""
-    return ApiError(500, "internal error: the server's log says more, under this request id")
+    return ApiError(500, "internal error: see the server's log under this request id")
 
 
 class RequestGuard:
@@ -311,7 +311,7 @@ def check_keys(data: bytes) -> None:
                 if key in seen:
                     printable_key = key[:100].encode(errors="replace").decode()
                     raise ApiError(
-                        400, f"the key {printable_key!r} is there twice", param=printable_key
+                        400, f"the key {printable_key!r} is duplicated", param=printable_key
                     )
                 seen.add(key)
         return json_object
@@ -340,9 +340,9 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     dotted_path = ".".join(path)
     kind = deepest["type"]
     if kind == "extra_forbidden":
-        message = f"{dotted_path}: this server has no such field: leave it out"
+        message = f"{dotted_path}: this server does not support this field: leave it out"
     elif kind == "json_invalid":
-        message, name = "the body is no valid JSON", None
+        message, name = "the body is not valid JSON", None
     else:
         message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])
     return ApiError(400, message, param=name)

@@ -103,7 +103,11 @@ class AnthropicMessage(Body):
                 text = ("Error: " if block.is_error else "") + _joined_text(block.content)
                 turns.append(Turn(role="tool", text=text, call_id=block.tool_use_id))
             else:
-                raise ApiError(400, f"messages: {block.type} is of the assistant", param="messages")
+                raise ApiError(
+                    400,
+                    f"messages: {block.type} is allowed in assistant messages only",
+                    param="messages",
+                )
         return turns
 
     def _answer(self, blocks: Sequence[Any]) -> Turn:
@@ -117,7 +121,9 @@ class AnthropicMessage(Body):
             elif isinstance(block, TextPart):
                 texts.append(block.text)
             else:
-                raise ApiError(400, "messages: tool_result is of the user", param="messages")
+                raise ApiError(
+                    400, "messages: tool_result is allowed in user messages only", param="messages"
+                )
         reasoning = "".join(thoughts) if thoughts else None
         return Turn(role="assistant", text="".join(texts), calls=calls, reasoning=reasoning)
 
@@ -150,12 +156,12 @@ class Thinking(Body):
         """Raise ApiError for a budget without `enabled`, or one that leaves no tokens for the
         answer."""
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise ApiError(400, "thinking: budget_tokens goes with type enabled", param="thinking")
+            raise ApiError(400, "thinking: budget_tokens needs type enabled", param="thinking")
         if max_tokens is not None and (self.budget_tokens or 0) >= max_tokens:
             raise ApiError(
                 400,
-                f"thinking: budget_tokens is {self.budget_tokens} and max_tokens {max_tokens}: "
-                "leave some for the answer",
+                f"thinking: budget_tokens is {self.budget_tokens} and max_tokens "
+                f"{max_tokens}: leave some tokens for the response",
                 param="thinking",
             )
 
@@ -197,7 +203,9 @@ class CountBody(Body):
         turns += [turn for message in self.messages for turn in message.turns()]
         if turns[-1].role == "assistant":
             raise ApiError(
-                400, "messages: the last one is the assistant's: answers are not continued"
+                400,
+                "messages: the last message is the assistant's: this server does not "
+                "continue responses",
             )
         tools = [
             Tool(
@@ -210,7 +218,7 @@ class CountBody(Body):
         ]
         use = self.tool_choice or ToolUse(type="auto")
         if (use.type == "tool") != (use.name is not None):
-            raise ApiError(400, "tool_choice: name goes with type tool", param="tool_choice")
+            raise ApiError(400, "tool_choice: name needs type tool", param="tool_choice")
         choices: dict[str, Literal["auto", "none", "required"]]
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
         choice = choices[use.type]

@@ -11,22 +11,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 _GAUGES = {
-    "running": ("num_requests_running", "Outputs that the engine computes."),
-    "waiting": ("num_requests_waiting", "Outputs that wait for the engine."),
-    "cache_usage": ("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1."),
-    "epoch": ("weight_epoch", "How often the weights have been replaced."),
+    "running": ("num_requests_running", "Outputs that the engine is generating."),
+    "waiting": ("num_requests_waiting", "Outputs that wait for admission."),
+    "cache_usage": ("kv_cache_usage_perc", "Fraction of cache blocks in use, 0 to 1."),
+    "epoch": ("weight_epoch", "Number of weight updates so far."),
 }
 _COUNTERS = {
     "prefix_queried": (
         "prefix_cache_queries",
-        "Tokens of prompts that were looked up in the prefix cache.",
+        "Prompt tokens looked up in the prefix cache.",
     ),
-    "prefix_hit": ("prefix_cache_hits", "Of these tokens, found there."),
-    "preempted": ("num_preemptions", "Rows that gave up their blocks."),
-    "steps": ("engine_steps", "Steps of the engine."),
-    "drafted": ("spec_decode_num_draft_tokens", "Drafts that the engine verified."),
-    "accepted": ("spec_decode_num_accepted_tokens", "Drafts that were accepted."),
-    "forced": ("grammar_forced_tokens", "Tokens of grammars that took no step of their own."),
+    "prefix_hit": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "preempted": ("num_preemptions", "Preempted sequences."),
+    "steps": ("engine_steps", "Engine steps."),
+    "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified by the engine."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+    "forced": (
+        "grammar_forced_tokens",
+        "Tokens forced by a grammar, which took no step of their own.",
+    ),
 }
 
 
@@ -61,24 +64,28 @@ class ServerMetrics:
                 f"megatron:{name}_seconds", text, buckets=_SECONDS, registry=self._registry
             )
 
-        self.time_to_first_token = seconds("time_to_first_token", "To an output's first token.")
-        self.inter_token = seconds("inter_token_latency", "Between the tokens of an output.")
-        self._whole = seconds("e2e_request_latency", "To an output's end.")
+        self.time_to_first_token = seconds(
+            "time_to_first_token", "Time to the first token of an output, in seconds."
+        )
+        self.inter_token = seconds(
+            "inter_token_latency", "Time between the tokens of an output, in seconds."
+        )
+        self._whole = seconds("e2e_request_latency", "Time to the end of an output, in seconds.")
         self._tokens = Counter(
             "megatron:generation_tokens", "Tokens generated.", registry=self._registry
         )
         self._prompt_tokens = Counter(
-            "megatron:prompt_tokens", "Tokens of prompts.", registry=self._registry
+            "megatron:prompt_tokens", "Prompt tokens.", registry=self._registry
         )
         self._ends = Counter(
             "megatron:request_success",
-            "Outputs that have ended, by reason.",
+            "Finished outputs, by reason.",
             ["finished_reason"],
             registry=self._registry,
         )
         self._answers = Counter(
             "megatron:http_responses",
-            "HTTP answers, by status.",
+            "HTTP responses, by status.",
             ["status"],
             registry=self._registry,
         )

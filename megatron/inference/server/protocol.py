@@ -119,7 +119,7 @@ def frame(message: Mapping[str, Any]) -> bytes:
     """
     data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
     if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes: {MAX_FRAME_BYTES} are the most")
+        raise ValueError(f"a message of {len(data)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(data)) + data
 
 
@@ -140,7 +140,9 @@ class FrameReader:
         while len(self._data) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._data)
             if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes: {MAX_FRAME_BYTES} are the most")
+                raise ValueError(
+                    f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}"
+                )
             end = LENGTH.size + length
             if len(self._data) < end:
                 break

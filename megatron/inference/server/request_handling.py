@@ -132,15 +132,16 @@ class Server:
         if len(candidates) > 1:
             raise ApiError(
                 400,
-                "one of response_format and structured_outputs, and one of its kinds",
+                "give at most one of response_format and structured_outputs, and one kind of "
+                "constraint",
                 param=name,
             )
         if body.ignore_eos:
-            raise ApiError(400, f"ignore_eos does not go with {name}", param="ignore_eos")
+            raise ApiError(400, f"ignore_eos cannot be combined with {name}", param="ignore_eos")
         if self.grammars is None:
             raise ApiError(
                 400,
-                f"{name} needs a model with a tokenizer of texts and a token that ends one",
+                f"{name} needs a model with a text tokenizer and a stop token",
                 param=name,
             )
         grammars = self.grammars
@@ -175,7 +176,7 @@ class Server:
         max_outputs = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
         if num_outputs > max_outputs:
             raise ApiError(
-                400, f"{num_outputs} outputs of one request: {max_outputs} are the most", param="n"
+                400, f"{num_outputs} outputs in one request: the limit is {max_outputs}", param="n"
             )
         for prompt in request.prompts:
             self._check(prompt, request)
@@ -219,7 +220,7 @@ class Server:
         if name is not None and name != self.card.name:
             raise ApiError(
                 404,
-                f"there is no model {name[:100]!r}: this server has {self.card.name!r}",
+                f"there is no model {name[:100]!r}: this server serves {self.card.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -292,19 +293,19 @@ def admission() -> Iterator[None]:
             429, "the queue is full: try again later", code="queue_full", retry_seconds=1
         ) from None
     except Draining:
-        raise ApiError(503, "the server is ending", retry_seconds=10) from None
+        raise ApiError(503, "the server is shutting down", retry_seconds=10) from None
     except EngineLost:
         raise engine_lost() from None
 
 
 def timeout_error(limits: Limits) -> ApiError:
     """Return the answer to a request that exceeds the time limit."""
-    return ApiError(504, f"no answer within {limits.request_seconds:g} s: ask for fewer tokens")
+    return ApiError(504, f"no response within {limits.request_seconds:g} s: request fewer tokens")
 
 
 def engine_lost() -> ApiError:
     """Return the answer after the engine process has exited."""
-    return ApiError(503, "the engine has stopped: the server is ending", retry_seconds=10)
+    return ApiError(503, "the engine has stopped: the server is shutting down", retry_seconds=10)
 
 
 async def checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
@@ -316,7 +317,9 @@ async def checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
         raise ApiError(400, str(error), param=error.field) from None
     except NotFinite:
         raise ApiError(
-            500, "the model's logits are not finite, or nothing may follow", code="not_finite"
+            500,
+            "the model's logits are not finite, or the grammar allows no token",
+            code="not_finite",
         ) from None
     except Cancelled:
         raise ApiError(409, "the response was cancelled") from None
@@ -359,11 +362,11 @@ async def events(
     except TimeoutError:
         yield json.dumps(timeout_error(server.limits).to_json(request_id))
     except ReaderStalled:
-        LOG.warning("request %s: its reader stalled, and was dropped", request_id)
+        LOG.warning("request %s: the client stopped reading, so its stream was closed", request_id)
     except ApiError as error:
         yield json.dumps(error.to_json(request_id))
     except Exception:
-        LOG.exception("request %s failed in its stream", request_id)
+        LOG.exception("request %s failed while streaming", request_id)
         yield json.dumps(internal_error().to_json(request_id))
     finally:
         generation.close()

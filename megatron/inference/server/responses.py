@@ -439,11 +439,12 @@ async def create_response(server: Server, request: Request) -> Response:
     body = await server.read(request, ResponseBody)
     server.check_model(body.model)
     if body.store:
-        raise ApiError(400, "store: nothing is stored here: say false", param="store")
+        raise ApiError(400, "store: this server stores nothing: set it to false", param="store")
     if body.previous_response_id is not None:
         raise ApiError(
             400,
-            "previous_response_id: nothing is stored here: send the whole conversation as input",
+            "previous_response_id: this server stores nothing: send the whole conversation "
+            "as input",
             param="previous_response_id",
         )
     generation = await begin_answer(
@@ -480,5 +481,5 @@ async def cancel_response(server: Server, request: Request) -> Response:
     name = request.path_params["response_id"]
     cancel = server.running.get(name)
     if cancel is None:
-        raise ApiError(404, "there is no such response that still runs")
+        raise ApiError(404, "there is no running response with this id")
     return JSONResponse(cancel())

@@ -90,7 +90,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     body = await server.read(request, TokenizeBody)
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
     if body.messages is not None:
         turns = [message.turn() for message in body.messages]
         tokens = (await server.conversations.prompt(Conversation(turns=turns))).tokens
@@ -231,7 +231,7 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        messages = {404: "there is no such route", 405: "this route takes another method"}
+        messages = {404: "there is no such route", 405: ("this route does not support the method")}
         api_error = ApiError(
             error.status_code, messages.get(error.status_code, "the request is not valid")
         )

@@ -120,14 +120,14 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int], vocab_size: int) -> None:
         if not stop_tokens:
-            raise BadGrammar("structured output needs a token that ends a text: the model has none")
+            raise BadGrammar("structured output needs a stop token, which the model does not have")
         tokenizer_source: Any
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokenizer_source = tokenizer.to_json()
         elif isinstance(tokenizer, ByteTable):
             tokenizer_source = llguidance.TokenizerWrapper(_Table(tokenizer, stop_tokens[0]))
         else:
-            raise BadGrammar("structured output needs a tokenizer of texts")
+            raise BadGrammar("structured output needs a text tokenizer")
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer_source, n_vocab=vocab_size, eos_token=list(stop_tokens)
         )

@@ -311,8 +311,8 @@ def described_model(chosen: ConvertToNativeConfig) -> DescribedModel:
     learned = chosen.position.position_embedding_type == "learned_absolute"
     if learned and chosen.model.max_position_embeddings is None:
         raise ValueError(
-            "missing --max-position-embeddings: --position-embedding-type learned_absolute has a "
-            "vector for each position; give it, or another type, such as rope"
+            "missing --max-position-embeddings: --position-embedding-type learned_absolute "
+            "has one vector per position; give it, or another type, such as rope"
         )
     described = {option.name: values[option.name] for option in model_options}
     config = build(Config, {**described, **_ANY_RUN, "seq-length": length})

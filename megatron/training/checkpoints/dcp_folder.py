@@ -734,9 +734,9 @@ class DcpFolder:
         self._reads += number
         if self._reads > MAX_READS + sum(self._sizes.values()) // BYTES_PER_READ:
             raise ValueError(
-                f"{self.path} is refused: its tensors are stored in so many or so scattered pieces "
-                "that reading them would take much longer than their bytes account for; save "
-                "contiguous tensors in fewer pieces"
+                f"{self.path} is refused: its tensors are stored in so many or such scattered "
+                "pieces that reading them would take far longer than their size justifies; "
+                "save contiguous tensors in fewer pieces"
             )
 
     def _read_bytes(self, file: str, offset: int, count: int, *, name: str) -> bytes:

@@ -462,7 +462,10 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
         ("--straggler-factor", failures.straggler_factor),
     ):
         if factor is not None and factor <= 1.0:
-            yield f"{flag} is {factor}: it must be above 1, as half of the values exceed the median"
+            yield (
+                f"{flag} is {factor}: it must be above 1, because half of the values exceed "
+                "the median"
+            )
     rollback, limit = failures.rollback_after_bad_steps, config.training.max_consecutive_bad_steps
     if rollback is not None and save is None:
         yield "--rollback-after-bad-steps needs --save: name a folder to load from"
@@ -473,8 +476,8 @@ def _failures(config: Config, world_size: int) -> Iterator[str]:
         )
     if rollback is not None and not config.checkpoint.save_optim:
         yield (
-            "--rollback-after-bad-steps restores a checkpoint with its optimizer state, and "
-            "--no-save-optim saves none: drop one"
+            "--rollback-after-bad-steps restores a checkpoint with its optimizer state, but "
+            "--no-save-optim saves none: drop one of the two options"
         )
     if failures.on_reproduced_fault == "restart" and save is None:
         yield "--on-reproduced-fault restart needs --save: it records the step there"

@@ -381,8 +381,9 @@ def expert_problems(config: Config, world_size: int) -> Iterator[str]:
     )
     if moe.router.topk == 1 and moe.router.normalize and not has_trained_router:
         yield (
-            "--moe-router-topk 1 with normalised scores gives the weight 1 whatever the router's "
-            "logits, so that the router gets no gradient: give --moe-router-pre-softmax"
+            "--moe-router-topk 1 with normalized scores gives every token the weight 1 "
+            "whatever the router's logits, so the router gets no gradient: give "
+            "--moe-router-pre-softmax"
         )
     for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
         yield f"mixture of experts: {problem}"

@@ -295,10 +295,10 @@ def _chat_notes(datasets: Mapping[str, TokenSource]) -> list[str]:
         if isinstance(dataset, ChatDataset):
             statistics = dataset.statistics
             notes.append(
-                f"{dataset.source.prefix}: {statistics.conversations:,} conversations packed into "
-                f"{statistics.rows:,} samples, {statistics.filled:.1%} of them filled; one pass "
-                f"truncates {statistics.truncated:,} to --seq-length + 1 tokens and leaves out "
-                f"{statistics.left_out:,} without a token in the loss"
+                f"{dataset.source.prefix}: {statistics.conversations:,} conversations packed "
+                f"into {statistics.rows:,} samples, {statistics.filled:.1%} full; one pass "
+                f"truncates {statistics.truncated:,} to --seq-length + 1 tokens and leaves "
+                f"out {statistics.left_out:,} without a token in the loss"
             )
     return notes
 

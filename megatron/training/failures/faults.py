@@ -82,22 +82,28 @@ def anomaly_text(
     description = {
         "nan": "NaN or Inf loss",
         "inf_norm": "NaN or Inf gradient norm",
-        "spike": f"loss {anomaly.values[0]:.4g} is above {limit:.4g}, the limit of "
-        "--loss-spike-factor, with a part",
+        "spike": (
+            f"loss {anomaly.values[0]:.4g} is above {limit:.4g}, the limit of "
+            "--loss-spike-factor, with a part"
+        ),
         "determinism": "one of three computations of the step has other bits: that",
     }[anomaly.kind]
-    outcome_text = "gives it again" + ("" if anomaly.same else ", with other bits")
+    outcome_text = "yields it again" + ("" if anomaly.same else ", with other bits")
     ending = {
-        "transient": "the step computed once more is sound and was used: transient, watch that "
-        "machine",
+        "transient": (
+            "the step computed once more is sound and was used: a transient fault; "
+            "watch that machine"
+        ),
         "reproduced": f"the step computed once more {outcome_text}: reproduced"
         + ("" if stops else ", the step was skipped"),
         "unchecked": "the step was skipped",
-        "undecided": "no two of three computations are equal, the last one was used: undecided; "
-        "--deterministic-mode leaves out kernels that add in a changing order",
+        "undecided": (
+            "all three computations differ, and the last one was used: undecided; "
+            "--deterministic-mode avoids kernels that add in a varying order"
+        ),
     }[anomaly.verdict]
     if anomaly.kind == "determinism" and anomaly.verdict == "transient":
-        ending = "the two others are equal and were used: transient, watch that machine"
+        ending = "the two others are equal and were used: a transient fault; watch that machine"
     elif anomaly.verdict == "undecided":
         description = "the result of the step changes with every computation, that"
     return f"iteration {iteration}: {description} {ranks}; {ending}"
@@ -170,7 +176,7 @@ class FaultLog:
             with write_to(self._path, "a") as file:
                 print(_line(fault), file=file)
         except OSError as error:
-            self._warn(f"a fault cannot be noted in {self._path}: {error}")
+            self._warn(f"a fault cannot be recorded in {self._path}: {error}")
 
 
 def _line(fault: FaultRecord) -> str:
@@ -331,8 +337,9 @@ def judge(recorded: SuspectStep | None, current: SuspectStep) -> RunStopped:
     same = [v.hex() for v in recorded.values[-1:]] == [v.hex() for v in current.values[-1:]]
     return RunStopped(
         ExitCode.FAILED_VALIDATION,
-        f"{step} on {hosts} and before that on {before}, {'with' if same else 'not with'} the same "
-        "bits: the data or the settings are to blame; --on-reproduced-fault skip passes over it",
+        f"{step} on {hosts} and before that on {before}, {'with' if same else 'without'} the "
+        "same bits: the data or the settings cause it; --on-reproduced-fault skip skips the "
+        "step",
     )
 
 
@@ -361,7 +368,7 @@ class SuspectStepFile:
             recorded = read_suspect_step(save)
             return [hosts, None if recorded is None else recorded.to_json()]
 
-        coordinator.begin("reading what is noted of a suspect step")
+        coordinator.begin("reading the record of a suspect step")
         self._hosts, recorded = coordinator.agree("note", socket.gethostname, decide)
         self._noted = None if recorded is None else SuspectStep.from_json(recorded)
 
@@ -521,16 +528,16 @@ class Faults(TrainingHooks):
         if loaded is None:
             raise RunStopped(
                 ExitCode.BAD_STEPS,
-                f"stopped at iteration {progress.iteration}: {progress.consecutive_bad_steps} bad "
-                f"steps in a row {last_values}, and there is no checkpoint to roll back to yet: "
-                "lower --save-interval",
+                f"stopped at iteration {progress.iteration}: {progress.consecutive_bad_steps} "
+                f"bad steps in a row {last_values}, and there is no checkpoint yet to roll "
+                "back to: lower --save-interval",
             )
         progress.update_samples = loaded.update_samples
         progress.recent_losses = list(loaded.recent_losses)
         progress.rollbacks += 1
         self.say(
-            f"iteration {progress.iteration}: {progress.consecutive_bad_steps} bad steps in a row "
-            f"{last_values}: rolled back to the weights of iteration {loaded.iteration}, going on "
-            f"with the data behind sample {progress.consumed_samples:,}"
+            f"iteration {progress.iteration}: {progress.consecutive_bad_steps} bad steps in a "
+            f"row {last_values}: rolled back to the weights of iteration {loaded.iteration}, "
+            f"continuing with the data after sample {progress.consumed_samples:,}"
         )
         self.log.event(progress.iteration, {"rolled_back_to": float(loaded.iteration)})

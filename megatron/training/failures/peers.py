@@ -303,7 +303,7 @@ def _row(state: RankState) -> tuple[str, ...]:
 
 def _where(wait: Wait | None, last_collective: str, count: int) -> str:
     if wait is None:
-        return f"behind its collective {count}: {last_collective}" if count else last_collective
+        return f"after its collective {count}: {last_collective}" if count else last_collective
     return f"{wait.seconds:.1f} s in {wait.text}"
 
 
@@ -611,7 +611,7 @@ class PeerWatch:
         except Exception as error:
             if self._stop.is_set():  # after `close` other ranks, and the store, may end
                 return None
-            text = f"the store that all ranks share is gone ({one_line(error)[:120]})"
+            text = f"the store that all ranks share is unreachable ({one_line(error)[:120]})"
             return Diagnosis(text)
 
     def diagnose_rank(self, rank: int) -> Diagnosis | None:
@@ -640,8 +640,10 @@ class PeerWatch:
         except Exception:  # the store is gone
             return None
         lagging = [
-            f"rank {rank} is still in iteration {heartbeat.iteration} behind its collective "
-            f"{heartbeat.collectives} ({heartbeat.last_collective})"
+            (
+                f"rank {rank} is still in iteration {heartbeat.iteration} after its collective "
+                f"{heartbeat.collectives} ({heartbeat.last_collective})"
+            )
             for rank, heartbeat in states.items()
             if (
                 (heartbeat.iteration, heartbeat.collectives) < position
@@ -652,7 +654,7 @@ class PeerWatch:
         if lagging:
             return Diagnosis("; ".join(lagging))
         stages = [
-            f"rank {rank} has come to {states[rank].last_collective}"
+            f"rank {rank} has reached {states[rank].last_collective}"
             for rank in self._pipeline
             if rank in states
         ]

@@ -126,7 +126,10 @@ def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -
     try:
         keys.wait([f"number/{name}"], timedelta(seconds=timeout_seconds + ANSWER_SECONDS))
     except dist.DistStoreError:
-        text = f"rank 0 has not started within {timeout_seconds:g} seconds, or knows no rank"
+        text = (
+            f"rank 0 has not started within {timeout_seconds:g} seconds, or has not heard "
+            "from any rank"
+        )
         raise PeerLost(
             f"{text} {launch.rank}: see its log, and its WORLD_SIZE ({launch.world_size} here)"
         ) from None

@@ -301,10 +301,13 @@ class ReplicaCheck:
         """Return a log line about the compared tensors."""
         interval_text = "every step" if interval == 1 else f"every {interval} steps"
         if not self._max_sets:
-            return "replica check: no rank holds what another one holds, so nothing is compared"
+            return (
+                "replica check: no rank stores a replica of another rank's data, so "
+                "nothing is compared"
+            )
         sizes = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
         return (
-            f"replica check: {interval_text}; up to {self._max_chunks:,} tensors of a rank, "
+            f"replica check: {interval_text}; up to {self._max_chunks:,} tensors per rank, "
             f"{sizes}, have replicas and are compared"
         )
 
@@ -370,7 +373,7 @@ class ReplicaCheck:
                     local += differences([replicas], rows, starts)
             return [[difference.parties, difference.tensors] for difference in local]
 
-        self._coordinator.begin(f"comparing replicas behind iteration {iteration}")
+        self._coordinator.begin(f"comparing replicas after iteration {iteration}")
         reported = self._coordinator.agree(
             "name", local_differences, lambda by_rank: [x for local in by_rank for x in local]
         )
@@ -384,8 +387,8 @@ class ReplicaCheck:
         num_unlisted = len(all_differences) - MAX_NAMED
         suffix = f"; and {num_unlisted} more differences" if num_unlisted > 0 else ""
         text = (
-            f"replicas differ behind iteration {iteration}: {listed}{suffix}; nothing was saved: "
-            "start again from the last checkpoint, without the machine to blame"
+            f"replicas differ after iteration {iteration}: {listed}{suffix}; nothing was "
+            "saved: restart from the last checkpoint, without the faulty machine"
         )
         self._record(iteration, all_differences)
         return RunStopped(ExitCode.REPLICAS_DIFFER, text)
@@ -421,7 +424,7 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
     """
     if len({rank["kind"] for rank in ranks}) > 1:
         raise ValueError(
-            "some machines have the package xxhash and some lack it, so that digests of replicas "
+            "some machines have the package xxhash and some lack it, so digests of replicas "
             "cannot be compared: install it on all of them"
         )
     layouts: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -433,7 +436,7 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
             set(layout_by_rank.values())
         ) > 1:
             raise RuntimeError(
-                f"ranks {sorted(layout_by_rank)} should hold the same tensors and do not"
+                f"ranks {sorted(layout_by_rank)} should store the same tensors, but do not"
             )
     return {
         "sets": max(len(report["sets"]) for report in ranks),

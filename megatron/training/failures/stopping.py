@@ -275,7 +275,10 @@ class StopRequests:
             return self._stop_without_launcher()
         name = signal.Signals(number).name
         if self._grace_seconds is not None:
-            self._say(f"{name}: stopping after this step with a save; a second one ends at once")
+            self._say(
+                f"{name}: stopping after this step with a save; a second signal ends "
+                "the run at once"
+            )
             return POLL_SECONDS
         if number == signal.SIGINT:
             # The main thread restores the terminal while it unwinds.
@@ -298,7 +301,7 @@ class StopRequests:
     def _stop_without_launcher(self) -> float | None:
         """Stop because no launcher could restart this process."""
         if self._grace_seconds is None:
-            self._say(f"{self._launcher}: ended at once, with nothing to save")
+            self._say(f"{self._launcher}: exiting at once, with nothing to save")
             return self._exit_now()
         self._say(f"{self._launcher}: stopping after this step with a save")
         return POLL_SECONDS
@@ -318,8 +321,8 @@ class StopRequests:
         if self._now() < self._deadline:
             return POLL_SECONDS
         self._say(
-            f"no end within --exit-grace-seconds {self._grace_seconds:g}: ended at once; "
-            "earlier checkpoints are whole"
+            f"the run did not end within --exit-grace-seconds {self._grace_seconds:g}: "
+            "exiting at once; earlier checkpoints are complete"
         )
         return self._exit_now()
 
@@ -342,7 +345,7 @@ class StopRequests:
         """Report which rank is gone, unless that rank has reported it."""
         if not diagnosis.is_reported:
             pointer = "" if self.watch is None else self.watch.pointer
-            self._say(f"{diagnosis.text}; this run cannot go on{pointer}")
+            self._say(f"{diagnosis.text}; this run cannot continue{pointer}")
 
     def _exit_now(self) -> None:
         assert self._signal is not None

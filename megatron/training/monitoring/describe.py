@@ -202,8 +202,9 @@ def weight_shards_line(engine: DataParallel) -> str | None:
         return None
     if engine.placement.weight:
         return (
-            f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} are among the data parallel ranks "
-            f"over which {engine.config.strategy} shards all weights: they have no effect"
+            f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} have no effect: "
+            f"{engine.config.strategy} already shards all weights over the data parallel "
+            "ranks that include them"
         )
     descriptions = []
     for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
@@ -308,9 +309,9 @@ def loss_weight_line(run: ResolvedRun) -> str | None:
     if not run.config.data.sft or training.calculate_per_token_loss or blocks == 1:
         return None
     return (
-        f"--sft without --calculate-per-token-loss: each of the {blocks} microbatches of a step "
-        "has the same weight, however few of its tokens have a loss, so that a token of a short "
-        "answer counts more; with the flag all tokens with a loss have the same weight"
+        f"--sft without --calculate-per-token-loss: each of the {blocks} microbatches of a "
+        "step has the same weight, however few of its tokens have a loss, so tokens of short "
+        "responses count more; with the flag all tokens with a loss have the same weight"
     )
 
 

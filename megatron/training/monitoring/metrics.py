@@ -114,7 +114,7 @@ class Background:
         if self._thread.is_alive():
             self._warn(
                 f"metrics: {self._name} has not written everything within "
-                f"{self._close_seconds:g} s; the run ends without it"
+                f"{self._close_seconds:g} s; the run ends without the rest"
             )
 
     def _drop_one(self) -> None:

@@ -142,7 +142,7 @@ class CpuGraph(TorchDispatchMode):
                 or something was recorded before.
         """
         if self._calls:
-            raise CaptureError("a CpuGraph records once: make another one")
+            raise CaptureError("a CpuGraph records once: create another one")
         with _NoHostReads(self), self:
             run()
         self._captured = True
@@ -186,7 +186,7 @@ class CpuGraph(TorchDispatchMode):
             CaptureError: nothing was recorded, or not to its end.
         """
         if not self._captured:
-            raise CaptureError("replay of a CpuGraph before capture has ended")
+            raise CaptureError("replay of a CpuGraph before its capture has ended")
         for function, args, named in self._calls:
             function(*args, **named)
 
@@ -201,7 +201,7 @@ class CpuGraph(TorchDispatchMode):
         if self._paused:
             return function(*args, **(kwargs or {}))
         if reads_on_host(function, args):
-            raise CaptureError(f"{function} gives the host a value")
+            raise CaptureError(f"{function} returns a value to the host")
         if function.namespace == "c10d":
             raise CaptureError(f"{function} is a collective")
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -282,5 +282,5 @@ class _NoHostReads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in self._READS and not self._graph._paused:
-            raise CaptureError(f"{function.__name__} gives the host a value")
+            raise CaptureError(f"{function.__name__} returns a value to the host")
         return function(*args, **(kwargs or {}))

@@ -177,9 +177,7 @@ class CudaRecorder:
         self, device: torch.device, option: str, *, memory: GraphMemory | None = None
     ) -> None:
         if device.type != "cuda":
-            raise ValueError(
-                f"{option} needs a GPU, and this run computes on the {device.type}: leave it out"
-            )
+            raise ValueError(f"{option} needs a GPU, but this run uses {device.type}: leave it out")
         self._graph = torch.cuda.CUDAGraph()
         self._memory = memory or GraphMemory()
         self._stream = self._memory.stream_on(device)
@@ -226,12 +224,12 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU: use cpu or auto")
+        raise ValueError("device cuda was requested, but torch sees no GPU: use cpu or auto")
     count = torch.cuda.device_count()
     if not 0 <= local_rank < count:
         raise ValueError(
-            f"local rank {local_rank} needs GPU {local_rank}, but this machine shows {count}: "
-            f"start at most {count} processes a machine"
+            f"local rank {local_rank} needs GPU {local_rank}, but this machine has {count}: "
+            f"start at most {count} processes per machine"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -204,7 +204,7 @@ class RankGrid:
                 return order
         for axis in axes:
             self.size(axis)
-        raise ValueError(f"axes {axes} mix the dense and the expert grid: name axes of one of them")
+        raise ValueError(f"axes {axes} mix the dense and the expert grid: use axes of one of them")
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of global `rank` on every axis, dense and expert.

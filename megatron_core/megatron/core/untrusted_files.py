@@ -118,7 +118,7 @@ def read_regular(path: Path | str, limit: int, *, follow_links: bool = False) ->
     with open_regular(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise UnsafeFileError(path, f"it has {size} bytes, more than the {limit} that are read")
+            raise UnsafeFileError(path, f"it has {size} bytes, more than the limit of {limit}")
         return file.read(size)
 
 
@@ -147,7 +147,7 @@ def read_named(path: Path | str, limit: int) -> str:
         os.set_blocking(fd, True)
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise UnsafeFileError(path, f"it has more than the {limit} bytes that are read")
+        raise UnsafeFileError(path, f"it exceeds the read limit of {limit} bytes")
     return _decoded(content, path)
 
 
@@ -166,7 +166,7 @@ def read_json(
         content = read_regular(path, limit, follow_links=follow_links)
         return parse_json(content, max_depth=max_depth)
     except ValueError as error:
-        raise UnsafeFileError(path, f"it is no JSON that is read: {error}") from None
+        raise UnsafeFileError(path, f"it is not valid JSON: {error}") from None
 
 
 def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
@@ -198,7 +198,7 @@ def _check_values(text: bytes | str) -> None:
         for c, value_bytes in _BYTES_OF
     )
     if memory_bytes > _BASE_JSON_BYTES + _JSON_BYTES_PER_BYTE * len(text):
-        raise ValueError(f"its {len(text)} characters hold more values than are read")
+        raise ValueError(f"its {len(text)} characters contain more values than the limit")
 
 
 def check_depth(value: Any, *, max_depth: int) -> None:
@@ -221,12 +221,12 @@ def _decoded(content: bytes, path: Path | str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnsafeFileError(path, f"it is no UTF-8 text: {error}") from None
+        raise UnsafeFileError(path, f"it is not UTF-8 text: {error}") from None
 
 
 def _checked_name(path: Path | str) -> Path:
     if "\0" in os.fspath(path):
-        raise UnsafeFileError(repr(os.fspath(path)), "no file has such a name")
+        raise UnsafeFileError(repr(os.fspath(path)), "there is no file with such a name")
     return Path(path)
 
 
@@ -242,7 +242,7 @@ def link_target(link: Path) -> tuple[Path, bool]:
         target = Path(os.path.realpath(link, strict=True))
         home = Path(os.path.realpath(link.parent, strict=True))
     except OSError:
-        raise UnsafeFileError(link, "it is a link to nothing") from None
+        raise UnsafeFileError(link, "it is a broken link") from None
     snapshots = next((p for p in home.parents if p.name == "snapshots"), None)
     cached = snapshots is not None and target.parent == snapshots.parent / "blobs"
     return target, cached or target.is_relative_to(home)
@@ -400,10 +400,10 @@ def _open_unlinked(path: Path, flags: int, folder: int, *, several_names: bool =
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):
             raise UnsafeFileError(
-                path, f"{path.name} is a link, which is not written through: remove it"
+                path, f"{path.name} is a link, and links are not written through: remove it"
             ) from None
         if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
-            raise UnsafeFileError(path, f"{path.name} is no regular file: remove it") from None
+            raise UnsafeFileError(path, f"{path.name} is not a regular file: remove it") from None
         error.filename = os.fspath(path)
         raise
     try:

@@ -559,8 +559,8 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
                 steps.append(GradientStep(f"{axis}/{size // num_shards}", (sub_weight.name,)))
         if whole and axis not in sharding.gradient:
             raise ValueError(
-                f"{sharding.name}: nothing cuts it over {axis}={size} and its gradient there "
-                'is not declared "identical" or "partial"'
+                f"{sharding.name}: it is not sharded over {axis}={size}, and its gradient "
+                'there is declared neither "identical" nor "partial"'
             )
         if whole and sharding.gradient[axis] == "partial":
             steps.append(GradientStep(axis, tuple(whole)))

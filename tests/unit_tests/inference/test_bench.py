@@ -182,7 +182,7 @@ def test_static_batches_compute_rows_to_the_longest_end() -> None:
         (["--enforce-eager"], "steps are eager with --transformer-impl local"),
         (
             ["--enforce-eager", "--inference-cuda-graphs", *OPTIMIZED],
-            "--enforce-eager does not go with --inference-cuda-graphs",
+            "--enforce-eager cannot be combined with --inference-cuda-graphs",
         ),
         (["--check-plans"], "--check-plans compares ranks"),
         (

@@ -511,8 +511,8 @@ def _splits(
     if not len(send) == len(receive) == group.size or sum(send) != rows:
         raise ValueError(
             f"all_to_all over {group.name} of {group.size} ranks: {rows} rows, but counts "
-            f"{list(send)} to send and {list(receive)} to receive: give one for each rank, those "
-            "to send adding up to the rows"
+            f"{list(send)} to send and {list(receive)} to receive: give one count per rank; "
+            "the send counts must sum to the number of rows"
         )
     return list(send), list(receive)
 

@@ -79,7 +79,10 @@ class SplitCollective:
             ValueError: the collective was not started.
         """
         if self._pending is None:
-            raise ValueError("a collective is finished without a start: start it once per finish")
+            raise ValueError(
+                "a collective was finished without being started: start it "
+                "exactly once before each finish"
+            )
         # Cleared first: forward and backward share this field, and a second wait is an error.
         pending, self._pending = self._pending, None
         return pending.wait()

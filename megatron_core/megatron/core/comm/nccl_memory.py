@@ -59,8 +59,7 @@ class RegisteredMemory:
         handles = {id(g.handle): g for g in groups if g.handle is not None}
         if device.type != "cuda":
             raise ValueError(
-                f"--use-nccl-ub needs NCCL, and this run computes on the {device.type}: leave it "
-                "out"
+                f"--use-nccl-ub needs NCCL, but this run uses {device.type}: leave it out"
             )
         backends = []
         for group in handles.values():
@@ -68,7 +67,7 @@ class RegisteredMemory:
             backend = group.handle._get_backend(device)
             if "nccl" not in backend.name().lower():
                 raise ValueError(
-                    f"--use-nccl-ub needs NCCL, and group {group.name} talks by {backend.name()}: "
+                    f"--use-nccl-ub needs NCCL, but group {group.name} uses {backend.name()}: "
                     "leave it out"
                 )
             backends.append(backend)

@@ -46,7 +46,7 @@ def exchange_async(messages: Sequence[P2PMessage], group: Group) -> list[Pending
     """
     for message in messages:
         if message.rank == group.rank:
-            raise ValueError(f"a message over {group.name} to its own rank {group.rank}")
+            raise ValueError(f"a message over {group.name} from rank {group.rank} to itself")
     device = messages[0].tensor.device if messages else torch.device("cpu")
     if device.type == "cuda" and not group.links:
         return _start_batched(messages, group)

@@ -232,8 +232,8 @@ class Arena:
         missing = int(self.status)
         if missing:
             raise RuntimeError(
-                f"timeout: rank {self.group.ranks[missing - 1]} did not come to a collective of "
-                f"{self.way} within {self.tries} tries of its slot: see what that one does"
+                f"timeout: rank {self.group.ranks[missing - 1]} did not reach a collective of "
+                f"{self.way} within {self.tries} polls of its slot: see that rank's log"
             ) from stopped
         if stopped is not None:
             raise stopped
@@ -512,8 +512,8 @@ class SequenceParallelComm:
             self._logged_overflow = True
             if self.group.rank == 0:
                 logger.warning(
-                    "sequence parallel collectives: a transfer of %d bytes is over the %d of the "
-                    "symmetric memory: such ones go through torch.distributed",
+                    "sequence parallel collectives: a transfer of %d bytes exceeds the %d "
+                    "bytes of symmetric memory: such transfers use torch.distributed",
                     full_bytes,
                     arena_bytes,
                 )
@@ -607,9 +607,9 @@ def _probe(arena: Arena) -> str:
         # Waits for the device, so the probe has ended or timed out.
         missing = int(arena.status)
         if missing:
-            return f"{arena.way}: rank {group.ranks[missing - 1]} did not come to the probe"
+            return f"{arena.way}: rank {group.ranks[missing - 1]} did not take part in the probe"
         if not torch.allclose(gathered.float(), expected.float(), rtol=2**-6, atol=0.0):
-            return f"{arena.way}: the probe's sum is not that of torch.distributed"
+            return f"{arena.way}: the probe's sum differs from torch.distributed's"
     return ""
 
 

@@ -158,7 +158,7 @@ def _batch(y: torch.Tensor, layout: SequenceLayout) -> int:
         return layout.rows
     length = layout.positions.shape[0] if layout.sharding is None else layout.sharding.length
     if y.shape[0] % length:
-        raise ValueError(f"{y.shape[0]} tokens are no rows of {length}")
+        raise ValueError(f"{y.shape[0]} tokens are not a multiple of the row length {length}")
     return y.shape[0] // length
 
 
@@ -167,8 +167,8 @@ def _rows(length: int, batch: int, layout: SequenceLayout, group: Group) -> Pack
     rows = layout.whole_rows(batch)
     if rows.length != length * group.size:
         raise ValueError(
-            f"{length} tokens a row on each of {group.size} context parallel ranks, the layout has "
-            f"{rows.length}: give this rank's, layout.local(tokens)"
+            f"{length} tokens per row on each of {group.size} context parallel ranks, but the "
+            f"layout has {rows.length}: pass this rank's tokens, layout.local(tokens)"
         )
     return rows
 

@@ -378,16 +378,18 @@ def context_attention(
     sharding = layout.sharding
     if sharding is None or sharding.size != group.size or layout.rank != group.rank:
         layout_text = (
-            "is not cut"
+            "is not sharded"
             if sharding is None
-            else f"is cut for rank {layout.rank} of {sharding.size}"
+            else f"is for rank {layout.rank} of {sharding.size}"
         )
         raise ValueError(
-            f"the layout {layout_text}, group {group.name} is rank {group.rank} of {group.size}: "
-            "make it for this group"
+            f"the layout {layout_text}, but group {group.name} is rank {group.rank} of "
+            f"{group.size}: make the layout for this group"
         )
     if query.shape[0] != sharding.local_length:
-        raise ValueError(f"{query.shape[0]} queries, the layout has {sharding.local_length} here")
+        raise ValueError(
+            f"{query.shape[0]} queries, but the layout has {sharding.local_length} on this rank"
+        )
     name = ALL_GATHER  # a single rank needs no collective
     if group.size > 1:
         shape = attention_shape(query, key)

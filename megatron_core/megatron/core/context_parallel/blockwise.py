@@ -283,8 +283,8 @@ def _document_bounds(
         decreases = any(b < a for a, b in pairwise(document_bounds))
         if not document_bounds or document_bounds[0] != 0 or decreases or document_bounds[-1] < end:
             raise ValueError(
-                f"documents of row {row} are {list(document_bounds)}: they must rise from 0 to the "
-                f"row's end, at least {end}"
+                f"documents of row {row} are {list(document_bounds)}: they must ascend from 0 "
+                f"to the end of the row, at least {end}"
             )
         row_bounds.append(tuple(dict.fromkeys(document_bounds)))
     return row_bounds
@@ -312,11 +312,15 @@ def _check(
     if rows < 1:
         raise ValueError(f"attention of {rows} rows: use at least 1")
     if documents is not None and len(documents) != rows:
-        raise ValueError(f"documents of {len(documents)} rows for {rows} rows: give one of each")
+        raise ValueError(
+            f"documents of {len(documents)} rows for {rows} rows: give one entry per row"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window {window}: use at least 1, or None for no window")
     if window is not None and joined:
-        raise ValueError(f"joined blocks have no places for a window of {window}: leave one out")
+        raise ValueError(
+            f"joined blocks do not support a window of {window}: leave one of them out"
+        )
 
 
 #: On a CPU one more block costs what a mask by document ids costs for this many (query, key, head)

@@ -104,17 +104,17 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
         moved_bytes(engine, shape, cp)
         if engine == ALL_TO_ALL and reason is not None:
             raise ValueError(f"context-parallel engine a2a: {reason}")
-        return CommTypeChoice(engine, f"{engine} was asked for")
+        return CommTypeChoice(engine, f"{engine} was requested")
     fitting = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
     moved = {e: moved_bytes(e, shape, cp) for e in fitting}
     best = min(fitting, key=lambda e: moved[e])
     volumes = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
-    why = f"least of what leaves a rank per layer: {volumes}"
+    why = f"fewest bytes sent per rank and layer: {volumes}"
     if best == ALL_GATHER:
         pair = 2 * shape.groups * shape.head_bytes / 1e6
         why += (
-            f"; it holds {cp * pair:,.2f} MB of keys and values at a time, p2p {2 * pair:,.2f} MB: "
-            "take that where rows are long"
+            f"; it stores {cp * pair:,.2f} MB of keys and values at a time, p2p "
+            f"{2 * pair:,.2f} MB: use p2p where rows are long"
         )
     return CommTypeChoice(best, why if reason is None else f"{why}; not a2a: {reason}")
 

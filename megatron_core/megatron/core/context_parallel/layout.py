@@ -106,8 +106,8 @@ def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
         for column, (before, after) in zip(starts.tolist(), pairwise(document_ids), strict=True):
             if after < before:
                 raise ValueError(
-                    f"document_ids of row {row} fall from {before} to {after} at column {column}: "
-                    "number documents along the row"
+                    f"document_ids of row {row} decrease from {before} to {after} at column "
+                    f"{column}: number documents in ascending order along the row"
                 )
         documents.append((0, *starts.tolist(), len(numbers)))
     return tuple(documents)
@@ -361,8 +361,8 @@ class SequenceLayout:
         sharding = self._require_sharding()
         if self.rows != 1 or length < 1 or sharding.length % length:
             raise ValueError(
-                f"{self.rows} rows of {sharding.length} tokens hold no samples of {length}: give "
-                "one row of whole samples"
+                f"{self.rows} rows of {sharding.length} tokens do not split into samples of "
+                f"{length}: give one row of whole samples"
             )
         return self._with(sample_length=length)
 
@@ -402,7 +402,7 @@ class SequenceLayout:
         """Return `paged`. Raises ValueError if it is None."""
         if self.paged is None:
             raise ValueError(
-                "a cache needs a layout that says where it keeps each row: give `paged`, see "
+                "a cache needs a layout with the cache slot of each row: pass `paged`, see "
                 "`inference.engine`"
             )
         return self.paged
@@ -576,10 +576,13 @@ class SequenceLayout:
     def _require_sharding(self) -> SequenceSharding:
         if self.sharding is not None:
             return self.sharding
-        problem = "this layout has no cut"
+        problem = "this layout is not sharded"
         if self.document_ids is not None:
-            problem += ", and of its documents only ids: blocks need where they begin (cu_seqlens)"
-        raise ValueError(f"{problem}; make it by SequenceLayout.make, on the host")
+            problem += (
+                ", and it knows documents only by their ids: blocks need their "
+                "boundaries (cu_seqlens)"
+            )
+        raise ValueError(f"{problem}; make it with SequenceLayout.make, on the host")
 
     def _plan(
         self,
@@ -604,7 +607,9 @@ class SequenceLayout:
     @staticmethod
     def _check_length(x: torch.Tensor, length: int) -> None:
         if x.shape[0] != length:
-            raise ValueError(f"{x.shape[0]} tokens in {tuple(x.shape)}, the layout has {length}")
+            raise ValueError(
+                f"{x.shape[0]} tokens in {tuple(x.shape)}, but the layout has {length}"
+            )
 
 
 def _whole(sharding: SequenceSharding) -> tuple[TokenRange, ...]:
@@ -620,7 +625,8 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name} {tuple(tensor.shape)} must be {shape}: all columns of each row")
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} are on {tensor.device}: give the host's, reading them back would hold it up"
+            f"{name} are on {tensor.device}: pass them on the host, because reading them back "
+            "would block"
         )
 
 
@@ -635,8 +641,9 @@ def _check_sequences(documents: Sequence[Sequence[int]], sharding: SequenceShard
         crossed = sorted(set(sharding.bounds) - set(bounds))
         if crossed:
             raise ValueError(
-                f"a document of row {row} goes on over place {crossed[0]}, where cu_seqlens cuts "
-                "sequences apart: cut the row as one, or let the document end there"
+                f"a document of row {row} continues across position {crossed[0]}, where "
+                "cu_seqlens separates sequences: pass the row as one sequence, or end the "
+                "document there"
             )
 
 
@@ -674,8 +681,8 @@ class PackedTokens:
         self.sequences = Sequences(bounds, device=device)
         if self.sequences.tokens != len(indices):
             raise ValueError(
-                f"bounds end at {self.sequences.tokens}, there are {len(indices)} tokens: the last "
-                "is their number"
+                f"bounds end at {self.sequences.tokens}, but there are {len(indices)} tokens: "
+                "the last bound is the number of tokens"
             )
         self.length, self.batch = length, batch
         self.indices = PackingIndices.of(indices, length * batch, self.sequences.to_device)
@@ -755,12 +762,15 @@ def require_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[i
         ValueError: a layout of another number of rows, or with documents known only by ids.
     """
     if layout.rows not in (None, batch):
-        raise ValueError(f"{batch} rows of tokens, the layout is of {layout.rows}: make it for all")
+        raise ValueError(
+            f"{batch} rows of tokens, but the layout has {layout.rows}: make the "
+            "layout for all rows"
+        )
     if layout.documents is None and layout.document_ids is not None:
         raise ValueError(
-            "this layout knows documents only by their ids: a recurrence needs where they begin "
-            "(cu_seqlens), or its state goes on into the next; make it by SequenceLayout.make, on "
-            "the host"
+            "this layout knows documents only by their ids: a recurrence needs their "
+            "boundaries (cu_seqlens), or its state would carry over into the next document; "
+            "make it with SequenceLayout.make, on the host"
         )
     if layout.documents is not None:
         return layout.documents

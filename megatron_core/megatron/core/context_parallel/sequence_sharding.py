@@ -158,7 +158,7 @@ class SequenceSharding:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"a row of {self.length} tokens cannot be cut: use at least 1")
+            raise ValueError(f"a row of {self.length} tokens cannot be sharded: use at least 1")
         if self.size < 1:
             raise ValueError(f"context-parallel-size {self.size}: use at least 1")
         if self.order not in (ZIGZAG, CONTIGUOUS):
@@ -166,8 +166,8 @@ class SequenceSharding:
         _check_cumulative("cu_seqlens", self.bounds)
         if self.bounds[-1] != self.length:
             raise ValueError(
-                f"cu_seqlens ends at {self.bounds[-1]}, the row has {self.length} tokens: its last "
-                "entry is the row's length"
+                f"cu_seqlens ends at {self.bounds[-1]}, but the row has {self.length} tokens: "
+                "the last entry is the row's length"
             )
         if self.padded != self.bounds:
             _check_cumulative("padded_cu_seqlens", self.padded)
@@ -178,14 +178,14 @@ class SequenceSharding:
         """Raise ValueError if a sequence is longer than its padded length."""
         if len(self.padded) != len(self.bounds):
             raise ValueError(
-                f"padded_cu_seqlens has {len(self.padded)} entries, cu_seqlens {len(self.bounds)}: "
-                "give one for each"
+                f"padded_cu_seqlens has {len(self.padded)} entries, cu_seqlens "
+                f"{len(self.bounds)}: both need one entry per sequence"
             )
         for number, (real, padded) in enumerate(_pairs(self.bounds, self.padded)):
             if padded[1] - padded[0] < real[1] - real[0]:
                 raise ValueError(
-                    f"padded_cu_seqlens gives sequence {number} {padded[1] - padded[0]} places, it "
-                    f"has {real[1] - real[0]} tokens: padding only adds"
+                    f"padded_cu_seqlens gives sequence {number} {padded[1] - padded[0]} "
+                    f"positions, but it has {real[1] - real[0]} tokens: padding can only add"
                 )
 
     def _check_division(self) -> None:
@@ -329,7 +329,8 @@ def _check_cumulative(name: str, values: Sequence[int]) -> None:
     for number, (start, end) in enumerate(pairwise(values)):
         if end < start:
             raise ValueError(
-                f"{name} falls from {start} to {end} at sequence {number}: lengths are not negative"
+                f"{name} decreases from {start} to {end} at sequence {number}: lengths must "
+                "not be negative"
             )
 
 

@@ -145,8 +145,8 @@ class BlendedDataset:
         for dataset, count in zip(self.datasets, drawn, strict=True):
             if count > len(dataset):
                 raise ValueError(
-                    f"the {name} blend draws {count} samples of {dataset.source.prefix}, which "
-                    f"gives {len(dataset)}; build it with more samples"
+                    f"the {name} blend draws {count} samples of {dataset.source.prefix}, "
+                    f"which has {len(dataset)}; build it with more samples"
                 )
 
     @property
@@ -186,8 +186,8 @@ class BlendedDataset:
             return self
         if self._weights is None:
             raise ValueError(
-                f"the {self.name} blend draws each of its {len(self)} samples once: build it with "
-                "weights to have more"
+                f"the {self.name} blend draws each of its {len(self)} samples once: build it "
+                "with weights for more samples"
             )
         # No dataset exceeds its share by a whole sample, see `blend_by_weight`.
         datasets = [

@@ -179,8 +179,8 @@ class ChatDataset:
         usable = np.flatnonzero(learnt)
         if not len(usable):
             raise ValueError(
-                f"{self.source.prefix}, {self.name} split: nothing is to be learnt from its "
-                f"{len(lengths)} conversations: no assistant token among the first {capacity}; "
+                f"{self.source.prefix}, {self.name} split: its {len(lengths)} conversations "
+                f"have no assistant token among the first {capacity}, so no token has a loss; "
                 "raise --seq-length or give other data"
             )
         shortened = np.minimum(lengths[usable], capacity)
@@ -295,12 +295,12 @@ def _mask_of(source: IndexedDataset) -> IndexedDataset:
         mask = IndexedDataset(mask_prefix(source.prefix))
     except ValueError as error:
         raise ValueError(
-            f"{source.prefix} is no chat data set, {error} Write it with "
-            "python -m megatron.training.preprocess_data --chat"
+            f"{source.prefix} is not a chat data set: {error} Write it with python -m "
+            "megatron.training.preprocess_data --chat"
         ) from None
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, source.lengths):
         raise ValueError(
-            f"{mask.prefix} holds {len(mask)} sequences of {mask.dtype}, {source.prefix} "
-            f"{len(source)}: the mask is of other tokens; write both again"
+            f"{mask.prefix} has {len(mask)} sequences of {mask.dtype}, {source.prefix} "
+            f"{len(source)}: the mask belongs to other tokens; write both again"
         )
     return mask

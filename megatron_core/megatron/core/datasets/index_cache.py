@@ -112,7 +112,7 @@ class IndexCache:
                 return self._load(stem, text, names) or arrays
             except _DAMAGED as error:
                 logger.warning(
-                    "index cache %s cannot be written (%s): in memory", self.folder, error
+                    "index cache %s cannot be written (%s): kept in memory", self.folder, error
                 )
                 return arrays
 
@@ -179,7 +179,7 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
         ValueError: an array of objects.
     """
     if dtype.hasobject:
-        raise ValueError(f"arrays of {dtype} are not kept")
+        raise ValueError(f"arrays of {dtype} are not cached")
     stream = io.BytesIO()
     header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)

@@ -179,7 +179,9 @@ class IndexedDataset:
                 )  # fmt: skip
             previous_end = int(ends[-1])
         if described != self._bin_bytes:
-            relation = "truncated" if self._bin_bytes < described else "of another index"
+            relation = (
+                "truncated" if self._bin_bytes < described else ("that belongs to another index")
+            )
             raise _bad(
                 self._bin, min(self._bin_bytes, described),
                 f"the file has {self._bin_bytes} bytes and is {relation}",
@@ -215,8 +217,8 @@ class IndexedDataset:
                 row = start + int(np.argmax(decreases)) + 1
                 raise _bad(
                     self._idx, documents_at + 8 * row,
-                    f"document {row} starts at sequence {documents[row]}, before the one ahead "
-                    "of it", "a rising list", _REWRITE,
+                    f"document {row} starts at sequence {documents[row]}, before the "
+                    "preceding document", "an ascending list", _REWRITE,
                 )  # fmt: skip
 
     def __len__(self) -> int:
@@ -265,7 +267,7 @@ class IndexedDataset:
             IndexError: there is no such sequence, or it has no such tokens.
         """
         if not 0 <= index < len(self.lengths):
-            raise IndexError(f"sequence {index} of {self.prefix}: it holds {len(self.lengths)}")
+            raise IndexError(f"sequence {index} of {self.prefix}: it has {len(self.lengths)}")
         available = int(self.lengths[index])
         count = available - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > available:
@@ -549,7 +551,7 @@ def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
         return open_to_write(path, "w")
     file_bytes = path.stat().st_size if path.exists() else -1
     if file_bytes < size:
-        raise ValueError(f"{path} is gone or shorter than the {size} bytes that were written")
+        raise ValueError(f"{path} is missing or shorter than the {size} bytes that were written")
     stream = open_to_write(path, "r+")
     stream.truncate(size)
     stream.seek(size)

@@ -358,7 +358,7 @@ def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
                 "documents of a row in their order"
             )
     if rows.padding is not None and rows.loss_mask[rows.padding].any():
-        raise ValueError(f"{name} returned padding that is in the loss: its loss_mask must be 0")
+        raise ValueError(f"{name} returned padding with a loss: loss_mask must be 0 there")
 
 
 # Per thread: one that is being read, and one that waits to be taken.
@@ -378,7 +378,7 @@ class PrefetchedBatches(Iterator[GPTBatch]):
 
     def __init__(self, batches: GPTBatches, *, workers: int) -> None:
         if workers < 1:
-            raise ValueError(f"{workers} workers read nothing; must be 1 or more")
+            raise ValueError(f"{workers} workers: must be 1 or more")
         self._batches, self._ahead = batches, _AHEAD * workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
         self._reading: deque[Future[GPTBatch]] = deque()

@@ -93,8 +93,9 @@ class StagingBuffer:
             self._map = mmap.mmap(self.fd, self.bytes)
         except OSError as error:
             raise ValueError(
-                f"saving in the background needs {self.bytes} bytes of shared memory, which the "
-                f"machine refuses ({error.strerror}): raise its limits, or save at once"
+                f"saving in the background needs {self.bytes} bytes of shared memory, which "
+                f"the machine refuses ({error.strerror}): raise its limits, or save "
+                "synchronously"
             ) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         os.pwrite(self.fd, plan.header, 0)
@@ -244,7 +245,7 @@ class WriterProcess:
             CheckpointError: the writer cannot be started, or `kill` has been called.
         """
         if self._killed:
-            raise CheckpointError("the run is ending: nothing is saved any more")
+            raise CheckpointError("the run is ending: no further save starts")
         if self._process is not None and self._process.poll() is None:
             return False
         self.close()
@@ -277,7 +278,7 @@ class WriterProcess:
         Raises:
             CheckpointError: the command failed, or the writer died or did not answer.
         """
-        assert self._socket is not None, "ensure_running() comes first"
+        assert self._socket is not None, "call ensure_running() first"
         try:
             send(self._socket, {"do": command, "with": arguments})
         except OSError:
@@ -294,8 +295,8 @@ class WriterProcess:
             pid = self.pid
             self.close()
             raise CheckpointError(
-                f"the writer process {pid} gave no sign of life for {seconds:g} s in {command!r} "
-                "and was ended"
+                f"the writer process {pid} did not respond for {seconds:g} s in {command!r} "
+                "and was killed"
             ) from None
         except (OSError, EOFError):
             raise CheckpointError(self._wait_for_exit(command)) from None
@@ -408,7 +409,7 @@ class AsyncSaver:
         timeout_seconds: float = 120.0,
     ) -> None:
         if streamed_name := next((c.name for c in chunks if c.byte_stream is not None), None):
-            raise ValueError(f"{streamed_name} comes in pieces: save it with save_checkpoint")
+            raise ValueError(f"{streamed_name} is streamed in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
         self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
         self._folder_locked = folder_locked
@@ -571,7 +572,9 @@ class AsyncSaver:
         ending = self.writer.exit_reason()
         self._ensure_writer()
         note = (
-            "" if ending is None else f"rank {self._coordinator.rank}: {ending}; there is a new one"
+            ""
+            if ending is None
+            else (f"rank {self._coordinator.rank}: {ending}; a new one was started")
         )
         return ["" if self._plan_sent else self._plan, note]
 

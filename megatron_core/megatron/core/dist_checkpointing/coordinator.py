@@ -209,8 +209,9 @@ class StoreCoordinator(Coordinator):
             return self._collect_and_decide(stage, prefix, message, decide)
         except RuntimeError as error:  # the store's server is gone
             raise CheckpointError(
-                f"{self._label}: rank {self.rank} lost the store while it agreed on {stage!r} "
-                f"({str(error).splitlines()[0]}); the rank or launcher that serves it has ended"
+                f"{self._label}: rank {self.rank} lost the store during {stage!r} "
+                f"({str(error).splitlines()[0]}); the rank or launcher that serves it has "
+                "ended"
             ) from error
 
     def _collect_and_decide(self, stage: str, prefix: str, message: Any, decide: Decide) -> Any:
@@ -228,7 +229,8 @@ class StoreCoordinator(Coordinator):
         if missing:
             limit = f"{self._timeout_seconds:g} s"
             text = (
-                f"{self._label}: no word from {_ranks_text(missing)} about {stage!r} within {limit}"
+                f"{self._label}: no message from {_ranks_text(missing)} about {stage!r} "
+                f"within {limit}"
             )
             answer: Any = _failure(text)
         else:
@@ -244,7 +246,7 @@ class StoreCoordinator(Coordinator):
         limit = 1.5 * self._timeout_seconds
         if not self._wait(key, limit, rank=0):
             return _failure(
-                f"{self._label}: rank {self.rank} had no answer from rank 0 about {stage!r} "
+                f"{self._label}: rank {self.rank} had no reply from rank 0 about {stage!r} "
                 f"within {limit:g} s"
             )
         return self._read(key)[0]

@@ -124,8 +124,8 @@ def load_checkpoint(
         different = [r for r, identity in enumerate(identities) if identity != identities[0]]
         if different:
             raise CheckpointError(
-                f"ranks {different} see another {folder} than rank 0: all ranks must see the same "
-                "file system"
+                f"ranks {different} see a different {folder} than rank 0: all ranks must see "
+                "the same file system"
             )
 
     coordinator.begin(f"loading {folder.name}")
@@ -151,15 +151,16 @@ def match_stored_tensors(
             missing_names.add(chunk.name)
             if missing == "error":
                 fix = f": {chunk.if_missing}" if chunk.if_missing else ""
-                problems[chunk.name] = f"{chunk.name} is not in it{fix}"
+                problems[chunk.name] = f"{chunk.name} is missing from the checkpoint{fix}"
         elif stored.shape != tuple(chunk.shape):
             problems[chunk.name] = (
-                f"{chunk.name} is {list(stored.shape)} in it but {list(chunk.shape)} in the model"
+                f"{chunk.name} is {list(stored.shape)} in the checkpoint but "
+                f"{list(chunk.shape)} in the model"
             )
         elif DTYPES[stored.dtype] != chunk.tensor.dtype and not convert_dtype:
             problems[chunk.name] = (
-                f"{chunk.name} is {DTYPES[stored.dtype]} in it but {chunk.tensor.dtype} in the "
-                "model (allow it with convert_dtype=True)"
+                f"{chunk.name} is {DTYPES[stored.dtype]} in the checkpoint but "
+                f"{chunk.tensor.dtype} in the model (allow it with convert_dtype=True)"
             )
         else:
             tensors[chunk.name] = stored
@@ -226,8 +227,8 @@ def plan_reads(
 def too_many_read_items(name: str) -> str:
     """Return the error text for a tensor that is stored in too many small chunks."""
     return (
-        f"{name} and other tensors are stored in too many small parts to be read in rows: load the "
-        "checkpoint in a run, and save it again"
+        f"{name} and other tensors are stored in too many small pieces to be read by rows: "
+        "load the checkpoint in a run, and save it again"
     )
 
 

@@ -152,7 +152,9 @@ def check_json(value: Any, where: str) -> None:
             check_json(inner, f"{where}[{i}]")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}, which JSON cannot hold; store None or a string")
+            raise ValueError(
+                f"{where} is {value}, which JSON cannot represent; store None or a string"
+            )
     elif value is not None and type(value) not in (str, int, bool):
         raise ValueError(
             f"{where} is a {type(value).__name__}; only dict, list, str, int, float, bool and None "
@@ -211,7 +213,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     except OSError as error:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     except MemoryError:
-        raise DamagedCheckpointError(f"cannot read {path}: there is not enough memory") from None
+        raise DamagedCheckpointError(f"cannot read {path}: not enough memory") from None
     kind, recorded_digest, body = _split_head(raw, path)
     body_digest = digest(body, kind)[-_HEX_DIGITS:]
     if recorded_digest != body_digest:
@@ -225,12 +227,12 @@ def read_manifest(folder: Path | str) -> Manifest:
         manifest = _ManifestDecoder(path, text).manifest(body_digest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise DamagedCheckpointError(f"{path} cannot be understood ({reason})") from error
+        raise DamagedCheckpointError(f"{path} cannot be parsed ({reason})") from error
     folder_step = iteration_of(path.parent)
     if folder_step not in (None, manifest.iteration):
         raise DamagedCheckpointError(
-            f"{path} is of iteration {manifest.iteration}, its folder's name is of {folder_step}: "
-            "give the folder its name again, or use another checkpoint"
+            f"{path} is of iteration {manifest.iteration}, but its folder is named for "
+            f"{folder_step}: rename the folder, or use another checkpoint"
         )
     return manifest
 
@@ -251,7 +253,7 @@ def _read_bounded(path: Path) -> bytes:
                 files = [e for e in entries if e.is_file(follow_symlinks=False)]
                 shards = sum(e.stat().st_size for e in files if e.name != path.name)
         if size > max_manifest_bytes(shards):
-            raise UnsafeFileError(path, f"it has {size} bytes, too many for what it describes")
+            raise UnsafeFileError(path, f"it has {size} bytes, more than its content can need")
         file.seek(0)
         return file.read(size)
 
@@ -312,7 +314,7 @@ class _JsonCursor:
                 raise ValueError(f"no key before character {self._position}")
             key, self._position = scanstring(self._text, self._position)
             if key in seen:
-                raise ValueError(f"{key[:80]!r} is there twice")
+                raise ValueError(f"{key[:80]!r} is duplicated")
             seen.add(key)
             if self._next() != ":":
                 raise ValueError(f"':' is missing before character {self._position}")
@@ -325,7 +327,7 @@ class _JsonCursor:
     def scalar(self) -> Any:
         """Return a value that is neither an object nor a list."""
         if self._peek() in ("", "{", "["):
-            raise ValueError(f"no plain value at character {self._position}")
+            raise ValueError(f"no JSON value at character {self._position}")
         return self.tree()
 
     def span(self, closing: str) -> str:
@@ -434,9 +436,10 @@ class _ManifestDecoder:
     def _check_version(self, fields: Mapping[str, Any]) -> None:
         if fields["format"] != FORMAT or fields["version"] != VERSION:
             raise CheckpointError(
-                f"{self._path} cannot be used: it is of format {fields['format']!r:.80} version "
-                f"{fields['version']!r:.80}, this library reads {FORMAT!r} version {VERSION}: use "
-                f"the megatron-core that wrote it or a later one, this is {__version__}"
+                f"{self._path} cannot be used: its format is {fields['format']!r:.80} version "
+                f"{fields['version']!r:.80}, but this library reads {FORMAT!r} version "
+                f"{VERSION}: use the megatron-core that wrote it or a later one, this is "
+                f"{__version__}"
             )
 
     def _block_bytes(self, fields: Mapping[str, Any]) -> int:
@@ -488,7 +491,7 @@ class _ManifestDecoder:
             else:
                 self._reject(f"{name} has the unknown field {field!r}")
         if not fields["chunks"]:
-            self._reject(f"{name} lies in no file")
+            self._reject(f"{name} is not stored in any file")
         return StoredTensor(**fields)
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -497,7 +500,7 @@ class _ManifestDecoder:
             return self._shapes[text]
         if text.count(",") >= MAX_DIMENSIONS or len(text) > MAX_REASON_CHARS:  # limits parsing
             count = text.count(",") + 1
-            self._reject(f"{name} has a shape of {count} dimensions: {MAX_DIMENSIONS} at most")
+            self._reject(f"{name} has a shape of {count} dimensions: the limit is {MAX_DIMENSIONS}")
         shape = self._counts(json.loads(text), name)
         if problem := problem_of_shape(shape):
             self._reject(f"{name} {problem}")
@@ -521,7 +524,9 @@ class _ManifestDecoder:
         box = self._box(numbers[:dims], numbers[dims : 2 * dims], shape)
         file = self._file_names.get(fields["file"])
         if file is None:
-            self._reject(f"{name} lies in {fields['file']!r}, which is not in the list of files")
+            self._reject(
+                f"{name} is stored in {fields['file']!r}, which is not in the list of files"
+            )
         if any(map(gt, map(add, *box), shape)):
             self._reject(f"{name} has a box {box} outside its shape {list(shape)}")
         stored = self._files[file]
@@ -530,7 +535,7 @@ class _ManifestDecoder:
             self._reject(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
         xxh3, block_bytes = fields["xxh3"], self._digested_block_bytes
         if type(xxh3) is not list or not {*map(type, xxh3)} <= {str}:
-            self._reject(f"{name} has {xxh3!r} in place of digests")
+            self._reject(f"{name} has {xxh3!r} instead of digests")
         if len(xxh3) != (-(-(end - begin) // block_bytes) if block_bytes else 0):
             self._reject(f"{name} has {len(xxh3)} digests for {end - begin} bytes")
         return StoredChunk(file=file, box=box, begin=begin, end=end, xxh3=tuple(xxh3))
@@ -563,12 +568,12 @@ class _ManifestDecoder:
         # Called for every chunk of a checkpoint, so set, min and max loop in C.
         numbers = type(values) is list and {*map(type, values)} <= {int}
         if not numbers or min(values, default=0) < 0 or max(values, default=0) >= _COUNT_LIMIT:
-            self._reject(f"{where}: {values!r} is not a list of numbers of things")
+            self._reject(f"{where}: {values!r} is not a list of counts")
         return tuple(values)
 
     def _count(self, value: Any, where: str) -> int:
         if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
-            self._reject(f"{where}: {value!r} is not a number of things")
+            self._reject(f"{where}: {value!r} is not a count")
         return value
 
     def _reject(self, reason: str) -> NoReturn:
@@ -586,7 +591,7 @@ def problem_of_name(name: str) -> str:
 def problem_of_shape(shape: Sequence[int]) -> str:
     """Return the problem with a tensor's shape; "" if it is valid."""
     if len(shape) > MAX_DIMENSIONS:
-        return f"has {len(shape)} dimensions, more than the {MAX_DIMENSIONS} of a checkpoint"
+        return f"has {len(shape)} dimensions, more than the limit of {MAX_DIMENSIONS}"
     # Also for a tensor without elements, because libraries multiply its non-zero sizes.
     if math.prod(size or 1 for size in shape) * MAX_ITEM_BYTES >= _COUNT_LIMIT:
         return f"has the shape {list(shape)}, whose product is 2^60 or more"
@@ -599,7 +604,7 @@ def problem_of_count(num_described: int, shard_bytes: int) -> str:
     if num_described <= limit:
         return ""
     return (
-        f"it has more than {limit} files and chunks of tensors, the most in shards of "
+        f"it has more than {limit} files and chunks of tensors, the limit for shards of "
         f"{shard_bytes} bytes"
     )
 

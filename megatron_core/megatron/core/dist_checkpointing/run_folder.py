@@ -145,14 +145,14 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
         limit = max_manifest_bytes(sum(file.bytes for file in manifest.files.values()))
         if len(content) > limit:
             raise CheckpointError(
-                f"cannot complete {folder}: its manifest has {len(content)} bytes, more than the "
-                f"{limit} that are read for such shards; shorten names or join small tensors"
+                f"cannot complete {folder}: its manifest has {len(content)} bytes, more than "
+                f"the limit of {limit} for such shards; shorten names or join small tensors"
             )
         write_synced(temporary / MANIFEST_NAME, content)
         sync_folder(temporary)
         # rename would silently replace an empty folder of that name
         if os.path.lexists(folder):
-            raise CheckpointError(f"{folder} has appeared during the save and is left as it is")
+            raise CheckpointError(f"{folder} has appeared during the save and was not changed")
         os.rename(temporary, folder)
         sync_folder(root)
     except OSError as error:
@@ -203,7 +203,7 @@ def reading(folder: Path | str) -> Iterator[None]:
             except BlockingIOError:
                 raise RemovedCheckpointError(f"{folder} is being removed by retention") from None
         if not _is_at(fd, path):  # removed between open and flock
-            raise RemovedCheckpointError(f"{folder} was removed by retention at this moment")
+            raise RemovedCheckpointError(f"{folder} was just removed by retention")
         yield
     finally:
         os.close(fd)
@@ -225,14 +225,14 @@ def remove_checkpoint(folder: Path) -> None:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CheckpointError(f"{folder} is being read and stays for now") from None
+                raise CheckpointError(f"{folder} is being read and is kept for now") from None
             os.rename(folder, renamed)
             sync_folder(folder.parent)
             _discard(renamed)
         finally:
             os.close(fd)
     except OSError as error:
-        leftover = f"; {renamed.name} is what is left of it" if renamed.is_dir() else ""
+        leftover = f"; {renamed.name} remains of it" if renamed.is_dir() else ""
         raise CheckpointError(f"cannot remove {folder}: {error.strerror}{leftover}") from error
 
 
@@ -247,7 +247,7 @@ def _discard(path: Path) -> None:
 def _check_not_removed(folder: Path) -> None:
     """Raise RemovedCheckpointError if a checkpoint's folder no longer exists."""
     if not os.path.lexists(folder):
-        raise RemovedCheckpointError(f"{folder} is not there any more: it was removed or renamed")
+        raise RemovedCheckpointError(f"{folder} no longer exists: it was removed or renamed")
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -357,8 +357,8 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
             position = end
         if position != manifest.files[file].bytes:
             raise DamagedCheckpointError(
-                f"{folder / file} holds bytes from {position} on that are of no tensor in "
-                f"{MANIFEST_NAME}, or of two"
+                f"{folder / file} has bytes from {position} on that belong to no tensor in "
+                f"{MANIFEST_NAME}, or to two"
             )
 
 
@@ -486,7 +486,8 @@ def unexpected_files_warning(folder: Path, files: Sequence[str]) -> str:
     listed = ", ".join(files[:MAX_FILES])
     suffix = f" and {len(files) - MAX_FILES} more" if len(files) > MAX_FILES else ""
     return (
-        f"WARNING: {folder} holds files that do not belong to it and are ignored: {listed}{suffix}"
+        f"WARNING: {folder} contains files that do not belong to it and are ignored: "
+        f"{listed}{suffix}"
     )
 
 
@@ -531,7 +532,7 @@ def _read_tracker(root: Path) -> tuple[Path | None, str]:
     except OSError as error:
         return None, f"cannot read {path}: {error.strerror}"
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        return None, f"{path} holds {text[:40]!r}, not an iteration"
+        return None, f"{path} contains {text[:40]!r}, not an iteration"
     return checkpoint_folder(root, int(text)), ""
 
 
@@ -539,7 +540,7 @@ def _tracker_target(folder: Path | None) -> str:
     """Describe the folder that a tracker names."""
     if folder is None:
         return "none"
-    return folder.name + ("" if folder.is_dir() else ", which is not there")
+    return folder.name + ("" if folder.is_dir() else ", which does not exist")
 
 
 LOCK_NAME = ".writer.lock"
@@ -619,9 +620,7 @@ class SaveFolderLock:
                 "elsewhere"
             ) from error
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._fd)):
-            raise CheckpointError(
-                f"{self._root} was abandoned by another run at this moment: start again"
-            )
+            raise CheckpointError(f"{self._root} was just released by another run: start again")
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -652,8 +651,8 @@ def check_save_folder_lock(root: Path | str) -> None:
     """
     if not Path(root, LOCK_NAME).exists():
         raise CheckpointError(
-            f"{root} is no longer the folder that this run claimed, as {LOCK_NAME} is not in it: "
-            "bring it back, what was saved is where it went"
+            f"{root} is no longer the folder that this run locked, because {LOCK_NAME} is "
+            "missing: restore the folder; what was saved is where it was moved"
         )
 
 

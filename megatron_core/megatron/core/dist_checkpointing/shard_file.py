@@ -166,8 +166,8 @@ class ShardFile:
         announced, size = decode_length(bytes(length_field)), self._file.header_bytes
         if announced != size:
             raise DamagedCheckpointError(
-                f"{self._path} is damaged: it announces a header of {announced} bytes, the "
-                f"manifest says {size}"
+                f"{self._path} is damaged: it announces a header of {announced} bytes, but "
+                f"the manifest says {size}"
             )
         if not verify:
             return
@@ -192,6 +192,6 @@ def check_size(path: Path, file: StoredFile) -> None:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     if size != file.bytes:
         raise DamagedCheckpointError(
-            f"{path} has {size} bytes, the manifest says {file.bytes}: it was cut short "
+            f"{path} has {size} bytes, but the manifest says {file.bytes}: it was truncated "
             "or replaced; use another checkpoint"
         )

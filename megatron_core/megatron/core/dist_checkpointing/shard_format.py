@@ -57,7 +57,7 @@ def new_hasher(algorithm: str) -> Hasher:
         import xxhash
     except ImportError:
         raise CheckpointError(
-            "the checkpoint's digests are xxh3, which needs the package xxhash: pip install xxhash"
+            "the checkpoint's digests are xxh3, which need the package xxhash: pip install xxhash"
         ) from None
     return xxhash.xxh3_64()
 

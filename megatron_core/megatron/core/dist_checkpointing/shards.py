@@ -86,8 +86,8 @@ def dtype_name(dtype: torch.dtype, tensor_name: str) -> str:
     """Return the format's name of `dtype`. Raises ValueError if it has none."""
     if dtype not in DTYPE_NAMES:
         raise ValueError(
-            f"{tensor_name} has dtype {dtype}, which a checkpoint cannot hold; "
-            f"convert it to one of {', '.join(DTYPES)}"
+            f"{tensor_name} has dtype {dtype}, which a checkpoint cannot store; convert it to "
+            f"one of {', '.join(DTYPES)}"
         )
     return DTYPE_NAMES[dtype]
 
@@ -175,7 +175,7 @@ def optimizer_chunks(optimizer: RangedOptimizer, *, scalars: bool = True) -> lis
 
 #: Advice for a checkpoint without the optimizer state that belongs to no weight.
 _NO_SCALARS = (
-    "load optimizer_chunks(optimizer, scalars=False) in its place, and give the number of updates "
+    "load optimizer_chunks(optimizer, scalars=False) instead, and give the number of updates "
     "that had been applied: optimizer.after_load(with_state=True, steps=...)"
 )
 
@@ -214,7 +214,7 @@ def replica_sets(
         if rank not in chunk.replica_ranks:
             raise ValueError(
                 f"chunk of {chunk.name}: replica_ranks {list(chunk.replica_ranks)} does not "
-                f"contain rank {rank}, which holds it"
+                f"contain rank {rank}, which declares it"
             )
         sets.setdefault(tuple(chunk.replica_ranks), []).append(chunk)
     for members in sets.values():
@@ -311,7 +311,7 @@ def check_updates_complete(plan: ShardPlan) -> None:
     pending = [c.name for c in plan.source_chunks if c.is_late is not None and c.is_late()]
     if pending:
         raise ValueError(
-            f"updates that other ranks made have not arrived in {pending[0]}"
+            f"updates from other ranks have not arrived in {pending[0]}"
             + (f" and {len(pending) - 1} more" if len(pending) > 1 else "")
             + ": call complete_weights() of the DataParallel engine on every rank before a save"
         )
@@ -369,8 +369,8 @@ def write_shard(path: Path, plan: ShardPlan, *, block_bytes: int, digests: bool)
             os.fsync(file.fileno())
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"cannot create {path}: its folder is gone, or is not on a file system that all ranks "
-            "share"
+            f"cannot create {path}: its folder is missing, or is not on a file system that "
+            "all ranks share"
         ) from error
     except OSError as error:
         raise CheckpointError(

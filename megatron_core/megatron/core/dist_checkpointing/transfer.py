@@ -119,8 +119,8 @@ class TransferGroup:
         except RuntimeError as error:
             line = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"address {self.address}: a rank of the {size} was lost, or did not come within "
-                f"{self.timeout_seconds:g} s ({line[:200]})"
+                f"address {self.address}: one of the {size} ranks was lost, or did not "
+                f"connect within {self.timeout_seconds:g} s ({line[:200]})"
             ) from None
         return num_bytes
 
@@ -171,12 +171,16 @@ def plan_transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> 
         for number, (name, shape, box, _) in enumerate(headers):
             if shapes.get(name) != shape:
                 sent = f"shape {list(shapes[name])}" if name in shapes else "no such tensor"
-                problems.append(f"{name}: shape {list(shape)} is wanted, the senders have {sent}")
+                problems.append(
+                    f"{name}: shape {list(shape)} is requested, but the senders have {sent}"
+                )
                 continue
             boxes, index = indices[name]
             overlaps = index.overlaps(box)
             if sum(common.numel for _, common in overlaps) != box.numel:
-                problems.append(f"{name}: the senders do not hold each element of {box} once")
+                problems.append(
+                    f"{name}: the senders do not provide each element of {box} exactly once"
+                )
             for box_index, common in overlaps:
                 holders = holders_by_box[name][boxes[box_index]]
                 source, source_chunk = holders[target % len(holders)]

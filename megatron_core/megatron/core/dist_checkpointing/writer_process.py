@@ -85,7 +85,7 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytearray:
     while view:
         num_received = connection.recv_into(view)
         if not num_received:
-            raise EOFError("the other side is gone")
+            raise EOFError("the peer is gone")
         view = view[num_received:]
     return buffer
 

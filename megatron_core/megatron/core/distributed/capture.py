@@ -39,11 +39,11 @@ def unrecordable(engine: DataParallel) -> str | None:
     prefetch = any(gatherer.prefetch for gatherer in engine.gatherers)
     if (config.overlap_param_gather or prefetch) and config.fsdp_all_gather_in_start_param_sync:
         return (
-            "a recorded step cannot wait for a gather that was started before it: set "
+            "a recorded step cannot wait for an all-gather that was started before it: set "
             "fsdp_all_gather_in_start_param_sync to False"
         )
     if config.debug:
-        return "debug compares orders on the host, which a recorded step cannot: set it to False"
+        return "debug compares orders on the host, which a recorded step cannot do: set it to False"
     return None
 
 
@@ -111,8 +111,8 @@ class StepRecording:
         # An unplanned use would have waited for an event that is not part of the graph.
         if num_unplanned_uses(engine) != self._num_unplanned:
             raise ValueError(
-                "the step that was recorded needed weights in another order than the one before "
-                "it: a recorded step must run the same layers every time"
+                "the recorded step needed weights in another order than the step before: a "
+                "recorded step must run the same layers every time"
             )
         for i, (gatherer, before) in enumerate(zip(engine.gatherers, self._counts, strict=True)):
             counts = gatherer.counts

@@ -158,8 +158,8 @@ class DataParallelConfig:
             problems.append(f"gtp_reduce_scatter_per {self.gtp_reduce_scatter_per!r}: use {names}")
         if self.gtp_reduce_scatter_per == "step" and strategy_placement.gradient:
             problems.append(
-                f"gtp_reduce_scatter_per step keeps whole gradients, which {self.strategy} shards: "
-                "use no_shard or optim, or drop it"
+                "gtp_reduce_scatter_per step needs unsharded gradients, which "
+                f"{self.strategy} shards: use no_shard or optim, or drop it"
             )
         try:
             gather_formats(self.gather_format, scale_blocks=self.gather_scale_blocks)
@@ -744,7 +744,7 @@ class DataParallel:
         if (self.placement.weight, self.placement.optimizer) != (stored.weight, stored.optimizer):
             raise ValueError(
                 f"the weights are stored for strategy {store.storage.strategy} (outer "
-                f"{store.storage.outer}), the engine is to carry out {config.strategy} (outer "
+                f"{store.storage.outer}), but the engine uses {config.strategy} (outer "
                 f"{config.outer}): materialize the store with the engine's config.storage()"
             )
         self.launched_in_backward = self.outer_in_backward = 0
@@ -823,8 +823,8 @@ class DataParallel:
         """
         if self._phase is not _Phase.BETWEEN:
             raise ValueError(
-                f"begin_step inside {self._phase.value}: finish() or abort() it first; every "
-                "microbatch of a step follows one begin_step()"
+                f"begin_step inside {self._phase.value}: call finish() or abort() first; "
+                "every microbatch of a step follows one begin_step()"
             )
         self._check_synced("begin_step")
         self._phase, self._complete = _Phase.STEP, False
@@ -1005,7 +1005,7 @@ class DataParallel:
             ValueError: a step is running, or updates have not been synchronised.
         """
         if self._phase is _Phase.STEP:
-            raise ValueError("complete_weights inside a step: finish() or abort() it first")
+            raise ValueError("complete_weights inside a step: call finish() or abort() first")
         self._check_synced("complete_weights")
         for gatherer in self.gatherers:
             gatherer.sync_storage()
@@ -1022,7 +1022,9 @@ class DataParallel:
             ValueError: a step or an evaluation is running, or updates have not been synchronised.
         """
         if self._phase is not _Phase.BETWEEN:
-            raise ValueError(f"evaluation inside {self._phase.value}: finish() or leave that first")
+            raise ValueError(
+                f"evaluation inside {self._phase.value}: call finish() or leave it first"
+            )
         self._check_synced("evaluation")
         self._phase = _Phase.EVALUATION
         try:
@@ -1056,8 +1058,8 @@ class DataParallel:
             )
         if not self._complete:
             raise ValueError(
-                "the last step was left by abort(), so its gradients are not complete: compute a "
-                "step from begin_step() to finish() before the optimizer's step"
+                "the last step was aborted, so its gradients are incomplete: compute a step "
+                "from begin_step() to finish() before the optimizer's step"
             )
 
     def weights_updated(self) -> None:

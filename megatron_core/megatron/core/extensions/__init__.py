@@ -77,7 +77,7 @@ class QuantizationConfig:
         multiple = self.weight_multiple
         if any(size % multiple for size in shape[-2:]):
             raise ValueError(
-                f"{name} is {list(shape)} on a rank, and {self.recipe} needs multiples of "
+                f"{name} is {list(shape)} on a rank, but {self.recipe} needs multiples of "
                 f"{multiple}: change the size, or lower the tensor parallel size"
             )
 

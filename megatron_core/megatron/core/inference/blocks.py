@@ -105,7 +105,9 @@ class BlockPool:
         # Reversed: the last block becomes the least recently used and is evicted first.
         for block in reversed(blocks):
             if self._references[block] < 1:
-                raise ValueError(f"block {block} of {self.num_blocks} is not in use: release once")
+                raise ValueError(
+                    f"block {block} of {self.num_blocks} is not in use: release it once"
+                )
             self._references[block] -= 1
             # A block without a hash cannot be found any more, so it is free at once.
             if self._references[block] == 0:

@@ -138,8 +138,8 @@ class StateCache:
         """
         if count > len(self._free):
             raise ValueError(
-                f"{count} sequences, but {len(self._free)} of {self.num_slots} slots are free: "
-                "give fewer at a time, or make the state cache larger"
+                f"{count} sequences, but {len(self._free)} of {self.num_slots} slots are "
+                "free: pass fewer sequences, or enlarge the state cache"
             )
         return [self._free.pop() for _ in range(count)]
 
@@ -151,7 +151,9 @@ class StateCache:
         """
         for slot in slots:
             if slot in self._free or not 0 <= slot < self.num_slots:
-                raise ValueError(f"slot {slot} of {self.num_slots} is not taken: release it once")
+                raise ValueError(
+                    f"slot {slot} of {self.num_slots} is not allocated: release it once"
+                )
             self._free.append(slot)
 
     def give_back(self) -> None:
@@ -191,9 +193,9 @@ class StateCache:
             torch.device(device),
         ):
             raise ValueError(
-                f"state {name}: {list(shape)} {dtype} on {device} does not continue "
-                f"{list(buffer.shape[1:])} {buffer.dtype} on {buffer.device}: use one cache per "
-                "model"
+                f"state {name}: {list(shape)} {dtype} on {device} does not match "
+                f"{list(buffer.shape[1:])} {buffer.dtype} on {buffer.device}: use one cache "
+                "per model"
             )
         return buffer
 

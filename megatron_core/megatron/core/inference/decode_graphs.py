@@ -75,8 +75,8 @@ class GraphStats:
         refused = f"; steps run eagerly since {self.refused}" if self.refused else ""
         return (
             f"{self.kind} graphs: {self.captured} captured in {self.seconds:.2f} s, "
-            f"{self.replayed:,} steps replayed with {self.buffers:,} buffers at the addresses of "
-            f"the recording, {self.eager:,} eager{refused}"
+            f"{self.replayed:,} steps replayed with {self.buffers:,} buffers at the recorded "
+            f"addresses, {self.eager:,} eager{refused}"
         )
 
 
@@ -238,8 +238,8 @@ class DecodeGraphs:
             pairs = zip(addresses, graph.captured_addresses, strict=True)
             moved = sum(a != b for a, b in pairs)
             raise RuntimeError(
-                f"{moved} of {len(addresses)} buffers of a graph of decode steps are at another "
-                "address than when it was recorded: `forget` before the cache is allocated anew"
+                f"{moved} of {len(addresses)} buffers of a decode graph have moved since it "
+                "was recorded: call `forget` before the cache is reallocated"
             )
         self.stats.buffers = len(addresses)
         self.stats.compared += len(addresses)

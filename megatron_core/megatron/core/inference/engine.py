@@ -186,18 +186,18 @@ class EngineFeatures:
         count = config.num_speculative_tokens
         if config.asynchronous and stages > 1:
             raise ValueError(
-                f"a pipeline of {stages} stages has as many steps in flight: leave asynchronous "
-                "scheduling out"
+                f"a pipeline of {stages} stages already keeps that many steps in flight: "
+                "leave asynchronous scheduling out"
             )
         if self.proposer is not None and self.proposer.stage != "every" and config.asynchronous:
             raise ValueError(
-                f"num-speculative-tokens is {count} with asynchronous steps: drafts of a model "
-                "follow tokens that are known when a step ends: use n-grams, or drop one"
+                f"num-speculative-tokens is {count} with asynchronous steps: a draft model "
+                "needs the tokens of the finished step: use n-grams, or drop one of the two"
             )
         if self.make_recorder is not None and stages > 1:
             raise ValueError(
-                f"a recorded step exchanges nothing with the {stages} stages of a pipeline: drop "
-                "make_recorder or the stages"
+                f"a recorded step cannot communicate with the {stages} stages of a pipeline: "
+                "drop make_recorder or the stages"
             )
         if count < 0 or (count > 0) != (self.proposer is not None):
             preposition = "without" if self.proposer is None else "with"
@@ -359,7 +359,7 @@ class Engine:
         """Raise ValueError for a request that `add` rejects: the request is invalid, the cache is
         too small, or the engine is asleep."""
         if self._asleep is not None:
-            raise ValueError("the engine is asleep and takes no requests: wake it first")
+            raise ValueError("the engine is asleep and accepts no requests: wake it first")
         check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
         self.scheduler.check(len(request.prompt) + request.max_new_tokens)
 
@@ -464,7 +464,7 @@ class Engine:
             ValueError: the engine is awake.
         """
         if self._asleep is None:
-            raise ValueError("the engine is awake: only one that sleeps can be woken")
+            raise ValueError("the engine is awake: only a sleeping engine can be woken")
         self._asleep.restore()
         self._asleep = None
         self.cache.allocate()
@@ -486,8 +486,8 @@ class Engine:
         # come from the old weights, but would be committed under the new epoch.
         if self._in_flight or (self.config.asynchronous and self._join_work):
             raise ValueError(
-                "weights were replaced while a step was in flight: pause the engine before they "
-                "are written"
+                "weights were replaced while a step was in flight: pause the engine before "
+                "writing them"
             )
         # Copies of weights and captured graphs must follow before the next step reads them.
         self.epoch += 1

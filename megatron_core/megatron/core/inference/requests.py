@@ -120,13 +120,14 @@ def check_request(request: Request, *, max_length: int | None, vocab_size: int) 
             field="max_new_tokens",
         )
     if request.n < 1:
-        raise RequestError(f"n is {request.n}: ask for at least one output", field="n")
+        raise RequestError(f"n is {request.n}: request at least one output", field="n")
     if length == 0:
         raise RequestError("the prompt has no tokens: give at least one", field="prompt")
     if max_length is not None and length + request.max_new_tokens > max_length:
         raise RequestError(
-            f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones exceed "
-            f"the model's limit of {max_length}: shorten the prompt or ask for fewer new tokens",
+            f"the prompt is too long: {length} tokens + {request.max_new_tokens} new ones "
+            f"exceed the model's limit of {max_length}: shorten the prompt or request fewer "
+            "new tokens",
             field="prompt",
         )
     invalid = [t for t in request.prompt if not 0 <= t < vocab_size]

@@ -284,8 +284,9 @@ class Replicas:
         messages = all_gather_json(message, self.group)
         if any(router_load != messages[0][0] for router_load, *_ in messages):
             raise ValueError(
-                f"the {self.group.size} data-parallel replicas have assigned requests differently: "
-                "give all of their ranks the same requests, in one order and between the same steps"
+                f"the {self.group.size} data-parallel replicas have assigned requests "
+                "differently: give all of their ranks the same requests, in the same order "
+                "and between the same steps"
             )
         self._loads = [EngineLoad(*load[:-1], SchedulerStats(*load[-1])) for *_, load in messages]
         return [self._apply_delta(*delta) for _, deltas, *_ in messages for delta in deltas]

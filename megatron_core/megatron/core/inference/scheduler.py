@@ -395,8 +395,8 @@ class Scheduler:
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
-                f"{max_num_seqs} rows and {max_num_batched_tokens} tokens a step: use at least one "
-                "of each"
+                f"{max_num_seqs} sequences and {max_num_batched_tokens} tokens per step: use "
+                "at least one of each"
             )
         self.block_size, self.max_num_seqs, self.max_num_batched_tokens = (
             block_size,
@@ -435,8 +435,9 @@ class Scheduler:
         num_blocks = self.blocks_for(length - 1)
         if num_blocks > self.pool.num_blocks:
             raise RequestError(
-                f"{length} tokens take {num_blocks} blocks of {self.block_size} tokens, the "
-                f"cache has {self.pool.num_blocks}: make it {num_blocks} or ask for fewer tokens",
+                f"{length} tokens take {num_blocks} blocks of {self.block_size} tokens, but "
+                f"the cache has {self.pool.num_blocks}: enlarge it to {num_blocks} or request "
+                "fewer tokens",
                 field="max_new_tokens",
             )
 

@@ -93,9 +93,9 @@ class EngineConfig:
         remaining_bytes = self.memory_bytes - (slots + 1) * shapes.state_bytes
         if remaining_bytes < min_page_bytes:
             required_bytes = (slots + 1) * shapes.state_bytes + min_page_bytes
-            states = f"the states of {self.max_num_seqs} rows and " if shapes.states else ""
+            states = f"the states of {self.max_num_seqs} sequences and " if shapes.states else ""
             raise ValueError(
-                f"{self.memory_bytes:,} bytes of memory do not hold "
+                f"{self.memory_bytes:,} bytes of memory do not fit "
                 f"{states}{self.min_blocks_text}: give at least {required_bytes:,}"
             )
         if shapes.states and self.prefix_caching:
@@ -157,8 +157,9 @@ class CacheSizes:
         )
         if not blocks:
             raise problem or ValueError(
-                "the memory of another pipeline stage does not hold the states of "
-                f"{config.max_num_seqs} rows and {config.min_blocks_text}: give it more"
+                "the memory of another pipeline stage does not fit the states of "
+                f"{config.max_num_seqs} sequences and {config.min_blocks_text}: give it more "
+                "memory"
             )
         return CacheSizes(
             num_blocks=-blocks,
@@ -173,8 +174,8 @@ class CacheSizes:
         max_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
         if count and count + 1 > max_tokens:
             raise ValueError(
-                f"num-speculative-tokens is {count}: a step verifies them with the token before, "
-                f"and {count + 1} tokens do not fit a step of "
-                f"{config.max_num_batched_tokens} tokens and a cache of "
-                f"{blocks} blocks of {config.block_size}: use at most {max_tokens - 1}"
+                f"num-speculative-tokens is {count}: a step verifies them together with the "
+                f"token before, but {count + 1} tokens do not fit a step of "
+                f"{config.max_num_batched_tokens} tokens and a cache of {blocks} blocks of "
+                f"{config.block_size}: use at most {max_tokens - 1}"
             )

@@ -179,7 +179,8 @@ class NGramLookup:
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(
-                f"n-grams of {shortest} to {longest} tokens: use at least 1, and no less at most"
+                f"n-grams of {shortest} to {longest} tokens: the shortest must be at least 1 "
+                "and at most the longest"
             )
         self.lengths = range(longest, shortest - 1, -1)
         self.stage: DraftStage = "every"

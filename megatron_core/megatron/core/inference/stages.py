@@ -236,8 +236,8 @@ class StageLink:
         max_digest, max_negative = all_reduce(bounds, group, op="max")
         if max_digest != -max_negative:
             raise ValueError(
-                f"the {group.size} ranks of {group.name} have planned different steps: give all of "
-                "them the same requests, in one order and before the same step"
+                f"the {group.size} ranks of {group.name} have scheduled different steps: give "
+                "all of them the same requests, in the same order and before the same step"
             )
 
     def wait(self, pending: Pending) -> Tensor:

@@ -151,7 +151,7 @@ class TextStream:
         stop: Sequence[str] = (),
     ) -> None:
         if isinstance(stop, str) or not all(stop):
-            raise ValueError(f"stop is {stop!r}: use a list of strings that are not empty")
+            raise ValueError(f"stop is {stop!r}: use a list of non-empty strings")
         self._decoder = _Decoder(decode, context)
         self._stop = tuple(stop)
         self._withheld = ""

@@ -105,11 +105,13 @@ def missing_shapes(
         MAMBA: mamba,
     }
     fixes = {
-        ATTENTION: "attention is latent, write '+'" if latent else "give the shape of attention",
-        LATENT: "give the shape of latent attention, or write '*' for attention of heads",
-        DENSE: "give the shape of MLPs",
-        DELTA_NET: "give the shape of gated delta nets",
-        MAMBA: "give the shape of Mamba-2",
+        ATTENTION: "attention is latent: write '+'"
+        if latent
+        else ("give the attention configuration"),
+        LATENT: ("give the latent attention configuration, or write '*' for multi-head attention"),
+        DENSE: "give the MLP configuration",
+        DELTA_NET: "give the gated delta net configuration",
+        MAMBA: "give the Mamba-2 configuration",
     }
     problems = [
         f"layer pattern {symbols!r} has {symbol!r}: {fixes[symbol]}"
@@ -117,7 +119,7 @@ def missing_shapes(
         if symbol in symbols and shape is None
     ]
     if EXPERTS in symbols and moe is None:
-        problems.append("layers with experts need num-experts, and num-experts such layers")
+        problems.append("layers with experts need num-experts, and num-experts needs such layers")
     return problems
 
 

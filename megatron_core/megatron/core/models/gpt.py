@@ -74,28 +74,29 @@ def check_layout(layout: SequenceLayout, tokens: torch.Tensor, context: Group) -
     cut, length = layout.sharding, layout.positions.shape[0]
     if context.size > 1 and cut is None:
         raise ValueError(
-            f"{context.size} context parallel ranks need a layout with a cut: give "
+            f"{context.size} context parallel ranks need a sharded layout: pass "
             "SequenceLayout.make(cut, rank, ...) and this rank's tokens"
         )
     if cut is not None and (layout.rank, cut.size) != (context.rank, context.size):
         raise ValueError(
-            f"the layout is cut for rank {layout.rank} of {cut.size}, this is rank "
+            f"the layout is for rank {layout.rank} of {cut.size}, but this is rank "
             f"{context.rank} of {context.size}: make it for this rank"
         )
     if layout.rows not in (None, tokens.shape[0]):
         raise ValueError(
-            f"{tokens.shape[0]} rows of tokens, the layout is of {layout.rows}: make it for as many"
+            f"{tokens.shape[0]} rows of tokens, but the layout has {layout.rows}: make it for "
+            "as many rows"
         )
     if length != tokens.shape[1]:
         raise ValueError(
-            f"{tokens.shape[1]} tokens a row, the layout is of {length}: give those of this rank, "
-            "layout.local(tokens)"
+            f"{tokens.shape[1]} tokens per row, but the layout has {length}: pass this rank's "
+            "tokens, layout.local(tokens)"
         )
     padding = layout.padding
     if padding is not None and padding.shape[1] != tokens.shape[0]:
         raise ValueError(
-            f"{tokens.shape[0]} rows of tokens, the layout's padding is of {padding.shape[1]}: "
-            "mark as many rows, SequenceLayout.with_padding [s, b]"
+            f"{tokens.shape[0]} rows of tokens, but the layout's padding has "
+            f"{padding.shape[1]}: mark as many rows, SequenceLayout.with_padding [s, b]"
         )
 
 
@@ -158,8 +159,8 @@ class GPTModel(StoreModule):
         blocks = len(config.blocks)
         if (split.stages, split.num_blocks) != (stages, blocks):
             raise ValueError(
-                f"the split cuts {split.num_blocks} blocks for {split.stages} pipeline stages; the "
-                f"model has {blocks} blocks, its groups {stages} stages"
+                f"the split assigns {split.num_blocks} blocks to {split.stages} pipeline "
+                f"stages, but the model has {blocks} blocks and its groups {stages} stages"
             )
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
         self._context, self.step_state = context.group, backend.step_state
@@ -371,7 +372,7 @@ class GPTModel(StoreModule):
         """
         if tokens.ndim != 2:
             raise ValueError(
-                f"tokens {list(tokens.shape)} are no rows [b, s]: give one row as "
+                f"tokens {list(tokens.shape)} are not rows [b, s]: pass one row as "
                 "tokens.unsqueeze(0)"
             )
         if layout is not None:
@@ -519,8 +520,8 @@ class PositionEmbedding(nn.Module):
         at = layout.positions  # [s] or [s, b]
         if at.device.type == "cpu" and at.numel() and int(at.max()) >= self.positions:
             raise ValueError(
-                f"position {int(at.max())} of a model that has learned {self.positions} positions, "
-                f"0 to {self.positions - 1}: use shorter sequences"
+                f"position {int(at.max())} exceeds the {self.positions} learned positions, 0 "
+                f"to {self.positions - 1}: use shorter sequences"
             )
         return self.look_up(layout)
 

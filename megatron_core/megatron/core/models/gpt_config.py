@@ -129,12 +129,15 @@ class GPTConfig:
         if positions < 1:
             problems.append(f"max_position_embeddings is {positions}: use a positive integer")
         if self.rope is not None:
-            problems.append("learned positions and rotary ones exclude each other: leave one out")
+            problems.append(
+                "learned positions and rotary positions are mutually exclusive: "
+                "leave one of them out"
+            )
         if isinstance(self.attention, LatentAttentionConfig):
-            problems.append("latent attention has rotary positions: leave learned ones out")
+            problems.append("latent attention uses rotary positions: leave learned positions out")
         if self.mtp_num_layers > 0:
             problems.append(
-                "multi-token prediction reads tokens by their embedding alone: use rotary "
+                "multi-token prediction embeds tokens without positions: use rotary "
                 "positions or none"
             )
         return problems
@@ -157,8 +160,8 @@ class GPTConfig:
             problems += symbol_problems(self.pattern)
             if self.num_layers != len(self.pattern) or self.ffn_pattern:
                 problems.append(
-                    f"pattern {self.pattern!r} has {len(self.pattern)} blocks: num_layers is so "
-                    f"many, not {self.num_layers}, and ffn_pattern empty"
+                    f"pattern {self.pattern!r} has {len(self.pattern)} blocks: num_layers "
+                    f"must be that number, not {self.num_layers}, and ffn_pattern empty"
                 )
         elif len(self.ffn_pattern) != max(0, self.num_layers) or set(self.ffn_pattern) - {
             DENSE,
@@ -177,8 +180,9 @@ class GPTConfig:
             problems += symbol_problems(self.mtp_pattern)
         if self.pattern and bool(self.mtp_pattern) != (self.mtp_num_layers > 0):
             problems.append(
-                f"{self.mtp_num_layers} depths of multi-token prediction of the blocks "
-                f"{self.mtp_pattern!r}: write the blocks of each depth behind a '/' of the pattern"
+                f"{self.mtp_num_layers} multi-token prediction layers with the blocks "
+                f"{self.mtp_pattern!r}: write the blocks of each layer after a '/' of the "
+                "pattern"
             )
         return problems + self._missing_shapes()
 
@@ -196,7 +200,9 @@ class GPTConfig:
                 )
             return problems
         if EXPERTS not in self.blocks + self.mtp_blocks:
-            problems.append("layers with experts need num-experts, and num-experts such layers")
+            problems.append(
+                "layers with experts need num-experts, and num-experts needs such layers"
+            )
         return problems + self.moe.problems(tp=tp, etp=etp, ep=ep)
 
     @property

@@ -241,8 +241,9 @@ class InferenceOptimizedModel:
     ) -> None:
         if model.store.row_tiles:
             raise ValueError(
-                "InferenceOptimizedModel sums in an order that follows the batch: give it a model "
-                "of a backend without batch invariance, or generate by the model itself"
+                "InferenceOptimizedModel computes sums whose order depends on the batch: "
+                "give it a model of a backend without batch invariance, or generate with the "
+                "model itself"
             )
         self.model, self.region, self._scatters = model, model.region, model.region.scatters
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
@@ -370,8 +371,8 @@ class InferenceOptimizedModel:
             max_context = layout.rows_with_past.batch.max_context
             if max_context > learned.positions:
                 raise ValueError(
-                    f"a text of {max_context} tokens for a model that has learned "
-                    f"{learned.positions} positions: use shorter ones"
+                    f"a sequence of {max_context} tokens exceeds the {learned.positions} "
+                    "learned positions: use shorter sequences"
                 )
             hidden = hidden + learned.look_up(layout)
         return hidden

@@ -105,11 +105,11 @@ def symbol_problems(pattern: str) -> list[str]:
         if symbol not in allowed:
             reason = "is unknown"
             if symbol == "D":
-                reason = "would be sparse attention, which is not built here"
+                reason = "would be sparse attention, which is not supported"
             problems.append(f"{subject}: {symbol!r} at {position} {reason}: use {_SYMBOL_HELP}")
     if ATTENTION in symbols and LATENT in symbols:
         problems.append(
-            f"{subject} has both '*' and '+': all attention is latent or none: keep one"
+            f"{subject} has both '*' and '+': either all attention is latent or none: keep one"
         )
     return problems
 
@@ -176,9 +176,11 @@ class StageSplit:
         ends = [0, *(end for _, end in self.ranges)]
         starts = [start for start, _ in self.ranges]
         if starts != ends[:-1] or ends != sorted(ends):
-            raise ValueError(f"the blocks {self.ranges} of the stages do not follow one another")
+            raise ValueError(f"the blocks {self.ranges} of the stages are not contiguous")
         if self.stages < 1 or not self.ranges or len(self.ranges) % self.stages:
-            raise ValueError(f"{len(self.ranges)} parts do not divide over {self.stages} stages")
+            raise ValueError(
+                f"{len(self.ranges)} virtual stages do not divide over {self.stages} stages"
+            )
 
     @property
     def chunks(self) -> int:
@@ -431,8 +433,10 @@ def virtual_stage_problems(subject: str, text: str, stages: int) -> list[str]:
     if virtual_stages % stages == 0:
         return []
     return [
-        f"{subject} has {virtual_stages} parts for {stages} pipeline stages: write a multiple of "
-        f"{stages} with '|' between them (a part may be empty)"
+        (
+            f"{subject} has {virtual_stages} stages for {stages} pipeline ranks: write a multiple "
+            f"of {stages}, separated by '|' (a stage may be empty)"
+        )
     ]
 
 
@@ -489,7 +493,7 @@ def _expand_layout(layout: str) -> tuple[str, list[str]]:
             levels[-1].append(group)
         elif token == ")":
             problems.append(
-                f"')' at {position} closes nothing: write a '(' before it or leave it out"
+                f"')' at {position} closes nothing: write a '(' before it, or leave it out"
             )
         elif token[0] == "*" and len(token) > 1 and levels[-1]:
             times = int(token[1:]) if len(token) < 10 else _MAX_LAYOUT_SYMBOLS

@@ -145,8 +145,9 @@ class CapacityCheck:
         needed, excess, worst = max(full)
         others_text = f" (and {len(full) - 1} more layers)" if len(full) > 1 else ""
         raise ValueError(
-            f"{self.names[worst]}{others_text}: {excess:,.0f} tokens of a microbatch had no room "
-            "on a rank of experts, which takes --moe-expert-rank-capacity-factor "
-            f"{rows[worst][2]:g} x its even share, and {needed:.2f} x were routed to it; no weight "
-            f"has changed: resume with {math.ceil(needed * 10 + 1) / 10:g} or more, or without it"
+            f"{self.names[worst]}{others_text}: {excess:,.0f} tokens of a microbatch exceeded "
+            "the capacity of an expert rank, which is --moe-expert-rank-capacity-factor "
+            f"{rows[worst][2]:g} x its even share, but {needed:.2f} x were routed to it; no "
+            f"weight has changed: resume with {math.ceil(needed * 10 + 1) / 10:g} or more, or "
+            "without the option"
         )

@@ -64,7 +64,7 @@ class RouterConfig:
         problems = []
         if not 1 <= self.topk <= num_experts:
             problems.append(
-                f"moe-router-topk {self.topk} must be in 1 … {num_experts}, the experts"
+                f"moe-router-topk {self.topk} must be in 1 … {num_experts}, the number of experts"
             )
         for name, value, choices in (
             ("moe-router-score-function", self.score_function, SCORES),
@@ -81,7 +81,9 @@ class RouterConfig:
     def _group_problems(self, num_experts: int) -> list[str]:
         groups, group_topk = self.num_groups, self.group_topk
         if (groups is None) != (group_topk is None):
-            return ["moe-router-num-groups and moe-router-group-topk go together: give both"]
+            return [
+                ("moe-router-num-groups and moe-router-group-topk require each other: give both")
+            ]
         if groups is None or group_topk is None:
             return []
         if groups < 1 or num_experts % groups:
@@ -156,7 +158,7 @@ class MoEConfig:
         if self.shared is not None:
             problems += [f"shared expert: {problem}" for problem in self.shared.problems(tp)]
         elif self.shared_gate:
-            problems.append("a gate of the shared expert without one: give its size")
+            problems.append("a shared expert gate needs a shared expert: give its size")
         return problems + self.router.problems(self.num_experts)
 
     @property

@@ -303,7 +303,7 @@ class Share:
     def positions(self) -> torch.Tensor:
         """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
         positions = self._layout.sample_positions  # [s]
-        assert positions.ndim == 1, "layouts with sample ids have one place per column"
+        assert positions.ndim == 1, "layouts with sample ids have one position per column"
         return positions[(self._numbers // self.batch).clamp(max=len(positions) - 1)]
 
     @property

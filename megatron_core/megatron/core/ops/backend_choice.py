@@ -52,7 +52,7 @@ def ptxas_version(major: int) -> str | None:
         return None
     except OSError as error:  # not executable: Triton itself and every launch would fail on it
         name = "TRITON_PTXAS_BLACKWELL_PATH" if major > 9 else "TRITON_PTXAS_PATH"
-        raise ValueError(f"{name} is no program that runs here: {error}: unset it") from error
+        raise ValueError(f"{name} is not a program that runs here: {error}: unset it") from error
     text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     return re.search(r"V(\d[\d.]*)", text)[1]
 

@@ -96,7 +96,8 @@ def check_tile_invariance(matrices: Iterable[torch.Tensor], dtype: torch.dtype) 
             if any(not torch.equal(y, expected.expand_as(y)) for y in products):
                 raise ValueError(
                     f"batch-invariant: this CPU multiplies {TILE_ROWS} equal rows by a matrix "
-                    f"[{outputs}, {features}] to different results: run on one thread, or drop it"
+                    f"[{outputs}, {features}] with different results: run on one thread, or "
+                    "drop it"
                 )
     finally:
         torch.set_num_threads(threads)

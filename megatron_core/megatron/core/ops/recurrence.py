@@ -245,8 +245,8 @@ def check_inputs(op: str, inputs: RecurrenceInputs, *, beta_name: str) -> None:
     for name, gate in (("decay", inputs.decay), (beta_name, inputs.beta)):
         if gate.shape != value.shape[:2]:
             raise ValueError(
-                f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, a number for "
-                "each head of value"
+                f"{op}: {name} {tuple(gate.shape)} must be {tuple(value.shape[:2])}, one "
+                "number per head of value"
             )
     _check_dtypes(op, inputs, beta_name)
 
@@ -262,7 +262,8 @@ def _check_dtypes(op: str, inputs: RecurrenceInputs, beta_name: str) -> None:
     dtype = accumulation_dtype(value.dtype)
     if not decay.is_floating_point() or decay.dtype != torch.promote_types(decay.dtype, dtype):
         raise ValueError(
-            f"{op}: decay is {decay.dtype}; make it {dtype}, its sums over many tokens are powers"
+            f"{op}: decay is {decay.dtype}; make it {dtype}, because its sums over many "
+            "tokens are exponents"
         )
     if not inputs.beta.is_floating_point():
         raise ValueError(f"{op}: {beta_name} is {inputs.beta.dtype}; give a floating-point dtype")

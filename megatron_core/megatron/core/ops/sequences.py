@@ -48,8 +48,8 @@ class Sequences:
         for number, (start, end) in enumerate(pairwise(self.bounds)):
             if end < start:
                 raise ValueError(
-                    f"cu_seqlens falls from {start} to {end} at sequence {number}: lengths are "
-                    "not negative"
+                    f"cu_seqlens decreases from {start} to {end} at sequence {number}: "
+                    "lengths must not be negative"
                 )
         self._cache: dict[object, object] = {}
 
@@ -97,8 +97,8 @@ class Sequences:
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "tables of sequences would be copied to the GPU in the capture of a CUDA graph: "
-                "run the step once before, with the same sequences"
+                "tables of sequences would be copied to the GPU while a CUDA graph is "
+                "captured: run the step once before, with the same sequences"
             )
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         return pin(tensor, self.device).to(self.device, non_blocking=True)

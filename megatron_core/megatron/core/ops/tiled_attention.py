@@ -62,8 +62,8 @@ def tiled_attention(
     """
     if not causal or any(option is not None for option in unsupported.values()):
         raise ValueError(
-            "batch-invariant attention takes causal rows of one document, without dropout: give "
-            "each document a row of its own, and set attention-dropout 0"
+            "batch-invariant attention supports causal rows of one document, without "
+            "dropout: give each document a separate row, and set attention-dropout 0"
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     ends = torch.arange(1, len(query) + 1, device=query.device)

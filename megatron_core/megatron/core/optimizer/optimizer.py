@@ -301,8 +301,8 @@ class Optimizer:
             self.steps = steps
         elif self.steps < 0 or (self.steps == 0 and any(s.has_moments() for s in self.ranges)):
             raise ValueError(
-                f"the loaded optimizer state is of {self.steps} updates, but its moments are not "
-                "zero: the checkpoint does not contain the number of updates; pass it: "
+                f"the loaded optimizer state has {self.steps} updates, but its moments are "
+                "not zero: the checkpoint does not contain the number of updates; pass it: "
                 "after_load(with_state=True, steps=...)"
             )
         elif self.steps == 0 and not all(s.master_is_weights() for s in self.ranges):

@@ -232,7 +232,7 @@ class Executor:
         if backward_group.ranks != group.ranks:
             raise ValueError(
                 f"{group.name} has the ranks {group.ranks}, {backward_group.name} has "
-                f"{backward_group.ranks}: both directions go over the same ranks"
+                f"{backward_group.ranks}: both directions need the same ranks"
             )
         self.schedule, self.worker, self.group = schedule, worker, group
         self.backward_group = backward_group

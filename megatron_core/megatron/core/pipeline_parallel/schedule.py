@@ -168,9 +168,9 @@ def make_schedule(
         name, stages=stages, microbatches=microbatches, chunks=chunks, group_size=group_size
     )
     if weight_delay is not None and name != "zb-h1":
-        errors.append(f"{name} puts no weight gradients off: leave out weight delay {weight_delay}")
+        errors.append(f"{name} defers no weight gradients: leave out weight delay {weight_delay}")
     if weight_delay is not None and weight_delay < 0:
-        errors.append(f"weight delay {weight_delay}: take 0 or more")
+        errors.append(f"weight delay {weight_delay}: use 0 or more")
     if errors:
         raise ValueError("; ".join(errors))
     size = group_size or min(stages, microbatches)
@@ -206,25 +206,25 @@ def problems(
     last rank has computed it.
     """
     if name not in ("1f1b", "interleaved", "zb-h1", "forward"):
-        return [f"no schedule {name!r}: take 1f1b, interleaved, zb-h1 or forward"]
+        return [f"no schedule {name!r}: use 1f1b, interleaved, zb-h1 or forward"]
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    errors = [f"{what} {size}: take 1 or more" for what, size in sizes.items() if size < 1]
+    errors = [f"{what} {size}: use 1 or more" for what, size in sizes.items() if size < 1]
     if group_size is not None and group_size < 1:
-        errors.append(f"group size {group_size}: take 1 or more")
+        errors.append(f"group size {group_size}: use 1 or more")
     if errors:
         return errors
     if name in ("1f1b", "zb-h1"):
         if chunks > 1:
-            errors.append(f"{name} has one chunk per stage, not {chunks}: take interleaved")
+            errors.append(f"{name} has one chunk per stage, not {chunks}: use interleaved")
         if group_size is not None:
             errors.append(
                 f"{name} has no groups of microbatches: leave out group size {group_size}"
             )
     if chunks > 1 and stages == 1:
-        errors.append(f"{chunks} chunks on one stage overlap nothing: take 1 chunk")
+        errors.append(f"{chunks} chunks on one stage overlap nothing: use 1 chunk")
     if name == "interleaved":
         if chunks == 1:
-            errors.append("interleaved with one chunk per stage is 1f1b: take that or more chunks")
+            errors.append("interleaved with one chunk per stage is 1f1b: use that or more chunks")
         elif stages > 1:
             errors += _group_problems(stages, microbatches, group_size)
     return errors
@@ -244,7 +244,7 @@ def _group_problems(stages: int, microbatches: int, group_size: int | None) -> l
     else:
         text += f" leave {microbatches % size}, fewer than the stages, for the last group"
     nearest = min(legal, key=lambda n: (abs(n - size), n))
-    return [f"{text}: take groups of {nearest}, or other numbers of microbatches"]
+    return [f"{text}: use groups of {nearest}, or other numbers of microbatches"]
 
 
 def _group_sizes(stages: int, microbatches: int) -> list[int]:

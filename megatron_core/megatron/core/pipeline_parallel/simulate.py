@@ -241,7 +241,7 @@ class DependencyGraph:
     def _transfer(self, node: Node, action: Action, compute: list[Node | str]) -> list[Node | str]:
         """Return the dependencies of a send or receive; the send has the duration of both."""
         peer = self._schedule.matching_transfer(node.rank, action)
-        match = f"{action} has no other end" if peer is None else self._find(*peer)
+        match = f"{action} has no counterpart" if peer is None else self._find(*peer)
         reached = compute
         if node in self._batches:
             reached = [Node("batch", node.rank, self._batches[node])]
@@ -494,13 +494,13 @@ class _RankList:
         for action in self.counts:
             if not (0 <= action.chunk < chunks and 0 <= action.microbatch < microbatches):
                 yield (
-                    f"rank {self.rank}: {action} is not of its {chunks} chunks and "
+                    f"rank {self.rank}: {action} is outside its {chunks} chunks and "
                     f"{microbatches} microbatches"
                 )
             elif action.kind in TRANSFERS:
                 peer = self.schedule.matching_transfer(self.rank, action)
                 if peer is None or peer[0] == self.rank:
-                    yield f"rank {self.rank}: {action} has no other rank"
+                    yield f"rank {self.rank}: {action} has no peer rank"
 
     def computes(self, backward: bool) -> Iterator[str]:
         """Yield the errors in F, B, I and W."""
@@ -545,9 +545,9 @@ class _RankList:
                     yield from self._ordered(transfer, action)
         for action in self.index_of:
             if action.kind in SENDS and action not in expected:
-                yield f"rank {self.rank}: {action} sends what is not computed"
+                yield f"rank {self.rank}: {action} sends a tensor that is not computed"
             if action.kind in RECEIVES and action not in expected:
-                yield f"rank {self.rank}: {action} receives what nothing needs"
+                yield f"rank {self.rank}: {action} receives a tensor that nothing uses"
 
     def _transfers_of(self, action: Action) -> Iterator[Action]:
         """Yield the receive before a compute and the send after it."""
@@ -565,7 +565,9 @@ class _RankList:
     def _once(self, action: Action) -> Iterator[str]:
         count = self.counts[action]
         if count != 1:
-            yield f"rank {self.rank}: {action} is {f'there {count} times' if count else 'missing'}"
+            yield (
+                f"rank {self.rank}: {action} is {f'listed {count} times' if count else 'missing'}"
+            )
 
     def _ordered(self, earlier: Action, later: Action) -> Iterator[str]:
         if self.index_of.get(earlier, -1) > self.index_of.get(later, len(self.actions)):
@@ -586,7 +588,10 @@ def _order_errors(schedule: Schedule) -> Iterator[str]:
         matches = [schedule.matching_transfer(*x) for x in between[high, low, is_forward]]
         for (_, action), match in zip(between[low, high, is_forward], matches, strict=False):
             if match is not None and action != match[1]:
-                yield f"ranks {low} and {high}: {action} on rank {low} meets {match[1]}'s other end"
+                yield (
+                    f"ranks {low} and {high}: {action} on rank {low} meets the counterpart "
+                    f"of {match[1]}"
+                )
                 break
 
 
@@ -637,7 +642,7 @@ def _once_per_chunk(
             yield f"{expected} is not {_SIDES[kind]} {walk[index]}"
     for action in dict.fromkeys(walk):
         if action.kind is kind and action.chunk not in first_compute:
-            yield f"{action} belongs to no compute"
+            yield f"{action} belongs to no compute action"
 
 
 def _once_per_compute(

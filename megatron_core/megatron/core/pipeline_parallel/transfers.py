@@ -41,7 +41,9 @@ def with_transfers(schedule: Schedule) -> Schedule:
     Raises:
         ValueError: the lists have other actions than computes, or computes wait for each other.
     """
-    _reject(schedule, [kind for kind in ActionKind if kind not in COMPUTES], "add transfers first")
+    _reject(
+        schedule, [kind for kind in ActionKind if kind not in COMPUTES], "call add_transfers first"
+    )
     if schedule.stages == 1:
         return schedule
     timed: list[list[_TimedAction]] = [[] for _ in schedule.ranks]
@@ -144,8 +146,10 @@ def with_weight_traffic(schedule: Schedule, *, gathers: str, reduces: str) -> Sc
     """
     for what, word in (("gathers", gathers), ("reduces", reduces)):
         if word not in ("none", "once", "each"):
-            raise ValueError(f"{what} {word!r}: take none, once or each")
-    _reject(schedule, [ActionKind.GATHER, ActionKind.REDUCE], "add the traffic of weights once")
+            raise ValueError(f"{what} {word!r}: use none, once or each")
+    _reject(
+        schedule, [ActionKind.GATHER, ActionKind.REDUCE], "weight traffic can be added only once"
+    )
     lists = (tuple(_with_traffic(actions, gathers, reduces)) for actions in schedule.ranks)
     return replace(schedule, ranks=tuple(lists))
 

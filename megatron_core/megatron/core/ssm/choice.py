@@ -83,7 +83,9 @@ class LinearShape:
         """
         cut = layout.sharding
         if cut is None:
-            raise ValueError("this layout is not cut over ranks: make it by SequenceLayout.make")
+            raise ValueError(
+                "this layout is not sharded over ranks: make it with SequenceLayout.make"
+            )
         return replace(
             self,
             tokens=cut.local_length,
@@ -204,12 +206,12 @@ def choose_mode(mode: str, shape: LinearShape, cp: int) -> LinearModeChoice:
         sent_bytes(mode, shape, cp)
         if mode == HEADWISE and reason is not None:
             raise ValueError(f"linear-cp-mode headwise: {reason}")
-        return LinearModeChoice(mode, f"{mode} was asked for")
+        return LinearModeChoice(mode, f"{mode} was requested")
     modes = [name for name in (HEADWISE, SEGMENTS) if name != HEADWISE or reason is None]
     volumes = {name: sent_bytes(name, shape, cp) for name in modes}
     best = min(modes, key=lambda name: volumes[name])  # headwise if both send as much
     listing = ", ".join(f"{m} {volumes[m] / 1e6:,.2f} MB" for m in sorted(modes, key=volumes.get))
-    why = f"least of what leaves a rank per layer: {listing}"
+    why = f"fewest bytes sent per rank and layer: {listing}"
     return LinearModeChoice(best, why if reason is None else f"{why}; not headwise: {reason}")
 
 

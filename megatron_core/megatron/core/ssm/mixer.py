@@ -492,8 +492,8 @@ class RecurrentMixer(nn.Module, ABC):
         documents = layout.documents is not None or layout.document_ids is not None
         if torch.is_grad_enabled() or self.context.group.size > 1 or documents:
             raise ValueError(
-                f"{self.name}: a batch-invariant recurrence is forward only, over rows of one "
-                "document on one context parallel rank: call it under torch.no_grad()"
+                f"{self.name}: a batch-invariant recurrence supports forward only, over rows "
+                "of one document on one context parallel rank: call it under torch.no_grad()"
             )
         length, batch = units.shape[:2]
         packed = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))  # [b s, ...]

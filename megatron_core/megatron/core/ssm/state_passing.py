@@ -413,8 +413,9 @@ def _check(local: LocalSequences, group: Group) -> None:
     """Raise ValueError unless the segments belong to this rank of the group."""
     if local.sharding.size != group.size or local.rank != group.rank:
         raise ValueError(
-            f"the pieces are those of rank {local.rank} of {local.sharding.size}, group "
-            f"{group.name} is rank {group.rank} of {group.size}: make the layout for this group"
+            f"the local sequences are for rank {local.rank} of {local.sharding.size}, but "
+            f"group {group.name} is rank {group.rank} of {group.size}: make the layout for "
+            "this group"
         )
 
 

@@ -278,7 +278,7 @@ def vocabulary_sharding(
 #: Fixes for an invalid id.
 _FIX = MappingProxyType(
     {
-        "token": "use the tokenizer of this model, or a model with a larger vocabulary",
+        "token": "use this model's tokenizer, or a model with a larger vocabulary",
         "label": "to exclude a token, set its weight to 0 and its label to any valid id",
     }
 )

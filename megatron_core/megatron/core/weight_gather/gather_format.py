@@ -315,7 +315,8 @@ class GatherFormat(ABC):
         shape, dtype = tuple(encoded.shape), encoded.dtype
         if (shape, dtype) != ((size,), torch.uint8) or not encoded.is_contiguous():
             raise ValueError(
-                f"{type(self).__name__}: {shape} {dtype} on the wire: ({size},) of uint8 is needed"
+                f"{type(self).__name__}: {shape} {dtype} for communication: ({size},) of "
+                "uint8 is needed"
             )
 
 

@@ -141,8 +141,8 @@ class BufferPool:
         entry = self._in_use.pop(id(tensor), None)
         if entry is None:
             raise ValueError(
-                f"this tensor of {tensor.numel()} elements is not a buffer in use of this pool: "
-                "release each buffer once, by the tensor that acquire() returned"
+                f"this tensor of {tensor.numel()} elements is not a buffer in use of this "
+                "pool: release each buffer once, by the tensor that acquire() returned"
             )
         buffer = entry[1]
         if self.poison:

@@ -34,13 +34,13 @@ def grouped_linear(handle: WeightHandle, x: torch.Tensor, runs: RowRuns) -> torc
     count, shape = len(runs.ends), handle.shape
     if x.ndim != 2 or (reads_counts(x) and not runs.fit(len(x))):
         raise ValueError(
-            f"{handle.name}: runs of {sum(runs.counts)} rows of x {tuple(x.shape)}: it must be "
-            "[r, h] with as many"
+            f"{handle.name}: runs of {sum(runs.counts)} rows for x {tuple(x.shape)}: x must "
+            "be [r, h] with as many rows"
         )
     if len(shape) != 3 or not count or shape[0] % count or shape[2] != x.shape[1]:
         raise ValueError(
-            f"{handle.name} {list(shape)} must be [{count} · c, o/c, {x.shape[1]}], a matrix for "
-            f"each of {count} runs"
+            f"{handle.name} {list(shape)} must be [{count} · c, o/c, {x.shape[1]}], one "
+            f"matrix for each of {count} runs"
         )
     return apply_function(_GroupedLinear, x, handle.anchor, handle, runs)
 

@@ -105,7 +105,7 @@ class StoreModule(nn.Module):
         stale = [b.name for b in blocks if b.gatherer is not None and b.gatherer.is_stale(b)]
         if stale:
             raise ValueError(
-                f"state_dict: updates that other ranks made have not arrived in {stale[0]}"
+                f"state_dict: updates from other ranks have not arrived in {stale[0]}"
                 + (f" and {len(stale) - 1} more" if len(stale) > 1 else "")
                 + ": call complete_weights() of the DataParallel engine on every rank before it"
             )

@@ -136,15 +136,15 @@ def check_plan(plan: GatherPlan, *, sizes: Sequence[int], budget: int) -> list[s
     for where, block, reshards, all_gathers in steps:
         for freed in reshards:
             if freed not in resident:
-                problems.append(f"{where}: releases block {freed}, which is not gathered")
+                problems.append(f"{where}: reshards block {freed}, which is not gathered")
             elif freed == block or freed in unused:
-                problems.append(f"{where}: releases block {freed} before it is used")
+                problems.append(f"{where}: reshards block {freed} before it is used")
             if sizes[freed] == 0:
-                problems.append(f"{where}: releases block {freed}, whose storage is permanent")
+                problems.append(f"{where}: reshards block {freed}, whose storage is permanent")
             resident.discard(freed)
         for started in all_gathers:
             if started in resident:
-                problems.append(f"{where}: gathers block {started} again while it is there")
+                problems.append(f"{where}: gathers block {started} again while it is gathered")
             resident.add(started)
             unused.add(started)
             gathers += 1
@@ -158,8 +158,8 @@ def check_plan(plan: GatherPlan, *, sizes: Sequence[int], budget: int) -> list[s
             problems.append(f"{where}: {total} bytes are gathered, the budget is {budget}")
     if (peak, gathers) != (plan.peak_bytes, plan.gathers):
         problems.append(
-            f"the plan states {plan.peak_bytes} bytes and {plan.gathers} gathers; it has {peak} "
-            f"and {gathers}"
+            f"the plan states {plan.peak_bytes} bytes and {plan.gathers} gathers, but needs "
+            f"{peak} and {gathers}"
         )
     return problems
 

@@ -114,7 +114,7 @@ class WeightStore:
         """
         if self.materialized:
             raise ValueError(
-                f"{sharding.name}: the store is materialised; declare weights before that"
+                f"{sharding.name}: the store is materialized; declare weights before that"
             )
         handle = self.handles.get(sharding.name)
         if handle is not None:
@@ -214,7 +214,7 @@ class WeightStore:
             ValueError: the store is already materialised.
         """
         if self.materialized:
-            raise ValueError("the store is already materialised")
+            raise ValueError("the store is already materialized")
         self.materialized = True
         self.storage = storage = storage or Storage()
         strategy, grid = storage.effective(self.groups), self.groups.grid
@@ -264,7 +264,7 @@ class WeightStore:
 
     def chunks(self, handle: WeightHandle) -> list[TensorChunk]:
         """List the boxes of logical tensors that this rank stores, as views of its memory."""
-        assert handle.param is not None, "the store must be materialised"
+        assert handle.param is not None, "the store must be materialized"
         bucket, stored_range = self._stored[handle.name]
         if stored_range.start == stored_range.stop:
             return []
@@ -305,7 +305,7 @@ class WeightStore:
             ValueError: `defer` is already active.
         """
         if self._deferral.queue is not None:
-            raise ValueError("defer inside defer: let one backward end before the next begins")
+            raise ValueError("nested defer: end one backward before the next begins")
         self._deferral.queue = queue = WgradQueue()
         try:
             yield queue
@@ -499,9 +499,9 @@ class CopyReport:
     def __str__(self) -> str:
         packed = f"{self.packed} packed by oneDNN, " if self.packed else ""
         return (
-            f"{self.dtype} weights: copies of {self.matrices} matrices, {packed}"
-            f"{self.nbytes / 1e6:,.1f} MB "
-            f"next to the stored {self.stored_bytes / 1e6:,.1f} MB; relative error of a matrix "
+            f"{self.dtype} weights: copies of {self.matrices} matrices, "
+            f"{packed}{self.nbytes / 1000000.0:,.1f} MB in addition to the stored "
+            f"{self.stored_bytes / 1000000.0:,.1f} MB; relative error of a matrix "
             f"{self.mean_error:.2%}, at most {self.worst_error:.2%}"
         )
 

@@ -240,8 +240,9 @@ def _check_documents(query: torch.Tensor, key: torch.Tensor, mask: Mask) -> None
     shift = mask.shift(queries, keys)
     if mask.query_document_ids is None and not 0 <= shift <= keys - queries:
         raise ValueError(
-            f"attention: the {queries} queries from position {mask.key_start + shift} on are not"
-            f" all among the {keys} keys from position {mask.key_start} on: give query_document_ids"
+            f"attention: the {queries} queries from position {mask.key_start + shift} on are "
+            f"not all among the {keys} keys from position {mask.key_start} on: give "
+            "query_document_ids"
         )
 
 

@@ -489,6 +489,6 @@ def _check_lengths(bounds: list[int], contexts: list[int], batch: PagedBatch, to
             )
         if 0 < context < new:
             raise ValueError(
-                f"paged_attention: row {row} has {new} new tokens but a context of only {context}:"
-                " context_lengths count the new tokens in"
+                f"paged_attention: row {row} has {new} new tokens but a context of only "
+                f"{context}: context_lengths include the new tokens"
             )

@@ -93,7 +93,7 @@ def take_rows(
     sources, slots = permutation.sources, permutation.slots
     if x.ndim != 2 or len(x) != len(slots):
         raise ValueError(
-            f"take_rows: x {tuple(x.shape)} must be [{len(slots)}, h], one row a token"
+            f"take_rows: x {tuple(x.shape)} must be [{len(slots)}, h], one row per token"
         )
     if choose(implementation, x, "take_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels
@@ -125,14 +125,14 @@ def sum_rows(
     sources, slots = permutation.sources, permutation.slots
     if y.ndim != 2 or len(y) != len(sources):
         raise ValueError(
-            f"sum_rows: y {tuple(y.shape)} must be [{len(sources)}, h], one row a place"
+            f"sum_rows: y {tuple(y.shape)} must be [{len(sources)}, h], one row per copy"
         )
     if weights is not None:
         dtype = accumulation_dtype(y.dtype)
         if weights.shape != slots.shape or weights.dtype != dtype:
             raise ValueError(
-                f"sum_rows: weights {tuple(weights.shape)} {weights.dtype} must be"
-                f" {tuple(slots.shape)} {dtype}, one for each place"
+                f"sum_rows: weights {tuple(weights.shape)} {weights.dtype} must be "
+                f"{tuple(slots.shape)} {dtype}, one per copy"
             )
     if choose(implementation, y, "sum_rows") == "triton":
         from megatron.core.ops.permutation import triton as kernels

@@ -81,8 +81,9 @@ def recurrence_prologue(
         sequences.check(op, source=source)
     elif (len(packing.rows), len(packing.tokens)) != (sequences.tokens, source.shape[0]):
         raise ValueError(
-            f"{op}: packing is of {len(packing.rows)} tokens in {len(packing.tokens)} rows, there "
-            f"are {sequences.tokens} tokens and {source.shape[0]} rows: use one layout for all"
+            f"{op}: packing has {len(packing.rows)} tokens in {len(packing.tokens)} rows, but "
+            f"there are {sequences.tokens} tokens and {source.shape[0]} rows: use one layout "
+            "for all"
         )
     conv_width = weights.weight.shape[-1]
     expected = (sequences.count, conv_width - 1, source.shape[1], unit.conv_channels)

@@ -108,8 +108,8 @@ def split_heads(
     fits = projection.ndim == 4 and len(sizes) in (3, 4) and sum(sizes) == projection.shape[2]
     if not fits or min(sizes) < 1:
         raise ValueError(
-            f"split_heads: {list(sizes)} heads of a projection {tuple(projection.shape)}: give "
-            "those of query, key, value and gate of [s, b, m, d]"
+            f"split_heads: {list(sizes)} heads of a projection {tuple(projection.shape)}: "
+            "give the number of query, key, value and gate heads of [s, b, m, d]"
         )
     if rotation is not None:
         _check(projection, rotation.cos, rotation.sin)

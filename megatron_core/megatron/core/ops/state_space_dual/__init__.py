@@ -705,7 +705,7 @@ class StateSpaceDual:
         prepared.d_out = prepared.d_states_local = None
         d_states = SweepBack(chunks, prepared.states_or_zeros(d_final))
         block_inputs, states = prepared.chunk_inputs(), prepared.states
-        assert states is not None, "a sweep comes before gradients"
+        assert states is not None, "the forward sweep must run before gradients"
         grads = _empty_gradients(*block_inputs[:3], prepared.cumsum, prepared.dt)
         decay_from_start, d_out_grid = block_inputs[4], prepared.by_token(d_out)
         slices = blocks(5, decay_from_start.dtype, *block_inputs, states, d_out_grid, *grads)

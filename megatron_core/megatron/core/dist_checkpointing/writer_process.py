@@ -170,16 +170,16 @@ class CommandExecutor:
     def _stream(self, fd: int, shard: memoryview, block_bytes: int) -> list[list[str]]:
         """Write all bytes, each buffer right after its digest; return the digests by chunk."""
         writer, begin, digests = ShardWriter(fd), self._begin, []
-        for connection in self._chunk_ends:
+        for chunk_end in self._chunk_ends:
             digester = BlockDigester(block_bytes)
-            for position in range(begin, connection, WRITE_BUFFER_BYTES):
-                stop = min(position + WRITE_BUFFER_BYTES, connection)
+            for position in range(begin, chunk_end, WRITE_BUFFER_BYTES):
+                stop = min(position + WRITE_BUFFER_BYTES, chunk_end)
                 digester.update(shard[position:stop])
                 if stop - writer.position >= WRITE_BUFFER_BYTES:
                     writer.write(shard[writer.position : stop])
                     self._heartbeat()
             digests.append(digester.finish())
-            begin = connection
+            begin = chunk_end
         writer.write(shard[writer.position :])
         return digests
 

@@ -43,48 +43,50 @@ _INTRODUCTION = """\
 <!-- Written by tools/write_flag_docs.py from the schema in megatron/training/config. -->
 # Flags
 
-Names are Megatron's where Megatron has one. `--name VALUE`, `--name=VALUE` and, for a switch,
-`--name` or `--no-name`; `_` and `-` are alike. The same names are the keys of a YAML file.
+Flags have Megatron's names where Megatron has the same option. Write `--name VALUE` or
+`--name=VALUE`, and `--name` or `--no-name` for a switch; `_` and `-` are equivalent. YAML files use
+the same names as keys.
 
-- `--config run.yaml` sets defaults and flags win over it. A value may hold `${NAME}`, which is
-  replaced by that environment variable; `$${` is a plain `${`. Unknown and repeated keys are errors
+- `--config run.yaml` sets defaults, which flags override. `${NAME}` in a value is replaced by the
+  environment variable `NAME`; write `$${` for a literal `${`. Unknown and repeated keys are errors
   with file and line.
-- `--print-config` prints the run with every derived option, as YAML that `--config` reads back, and
-  stops. The same options are in every checkpoint: `--use-checkpoint-args` takes the model's from
+- `--print-config` prints the resolved configuration as YAML that `--config` can read, and exits.
+  Every checkpoint stores the same options; `--use-checkpoint-args` loads the model's options from
   there.
-- Of a flag given twice the last wins, and a note on stderr says so, as it does where a flag wins
-  over `--config`; `--strict-flags` refuses the former. A flag or value that does not exist is an
-  error. Errors exit with code 2, in one line for all that can be found together: first what is
-  spelled wrong or missing, then values out of range, then options that do not go together.
-- `eval "$(python -m megatron.training.pretrain_gpt --print-completion bash)"` completes flags in
-  bash, and the same with `zsh` in zsh.
-- Options are shown in logs and saved in checkpoints, so passwords are refused: services read theirs
+- If a flag is given twice, the last value applies. A note on stderr reports this, and also reports
+  each flag that overrides `--config`. `--strict-flags` rejects repeated flags.
+- An unknown flag or value is an error. Errors exit with code 2. One line reports all problems of
+  the same kind: misspelled or missing options first, then values out of range, then options that
+  cannot be combined.
+- `eval "$(python -m megatron.training.pretrain_gpt --print-completion bash)"` enables completion of
+  flags in bash. Replace `bash` by `zsh` for zsh.
+- Options appear in logs and checkpoints, so passwords are rejected. Services read their passwords
   from the environment.
 
 """
 
 _ANSWERS = """\
-## Flags of Megatron that are not here
+## Unsupported flags of Megatron and other programs
 
-A script written for Megatron, or somebody who knows another program, may give these. Each is
-answered with one line, and the run does not start.
+Each of these flags is an error of one line that names the alternative, and the run does not start.
 
 """
 
 _TRANSLATED = """\
 ## Flags of Megatron that are translated
 
-The entry scripts that train read these as options, and say so at the start of a run.
+The training scripts translate these flags into options, and report the translation at the start of
+a run.
 
 """
 
 _NO_EFFECT = """\
 ## Flags of Megatron that have no effect here
 
-The entry scripts that train accept these, on the command line and in `--config`, and list those
-that are given once at the start of a run; `--strict-flags` refuses them. They are *already so*
-(what they ask for happens in every run), *reporting only* or *speed only*. A value other than those
-below is refused. Other programs do not have them.
+The training scripts accept these flags, on the command line and in `--config`, and list the given
+ones at the start of a run. `--strict-flags` rejects them. There are three kinds: *already so* (every
+run behaves as the flag requests), *reporting only* and *speed only*. Values other than those below
+are rejected. Other programs do not accept these flags.
 
 """
 
@@ -96,7 +98,8 @@ _ALIASES = """\
 _NAMES = """\
 ## Values by Megatron's names
 
-These are read as ours, which is what `--print-config` and checkpoints show.
+Megatron's values on the left are read as the values on the right, which `--print-config` and
+checkpoints show.
 
 """
 
@@ -189,7 +192,7 @@ def _instead(answer: Answer) -> tuple[str, str]:
 def _paragraphs() -> Iterator[str]:
     """Yield the parts of the page."""
     yield _INTRODUCTION
-    yield "## Options about options\n\nEvery program has these.\n\n"
+    yield "## Options of every program\n\n"
     yield table(_HEADER, _rows(options(Invocation), option_docs(Invocation)))
     for name, schema in PROGRAMS.items():
         yield from _program(name, schema)
@@ -199,7 +202,7 @@ def _paragraphs() -> Iterator[str]:
         for flag, pairs in VALUE_NAMES.items()
         for foreign_name, local_name in pairs.items()
     ]
-    yield table(["flag", "Megatron's value", "ours"], values)
+    yield table(["flag", "Megatron's value", "value here"], values)
     yield _ALIASES
     aliases = [
         [f"`--{name}`", f"`--{option} {value}`" if value else f"`--{option}`"]

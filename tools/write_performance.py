@@ -24,61 +24,71 @@ HEADER = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Written by tools/write_performance.py: python -m tools.write_performance -->
 # Performance on GPUs
 
-`make gpu` measures it, in nine minutes on a machine with one GPU, and writes
-[bench_results](../bench_results/README.md), from which this page is made. No number here was typed
-in.
+`make gpu` takes nine minutes on a machine with one GPU and writes
+[bench_results](../bench_results/README.md). A tool writes this page from these files; no number is
+typed by hand.
 
-Only ratios of one run count: ours and a peer take turns in one process on one device, and a ratio
-is the median over rounds of that turn's two figures. Before each call a buffer larger than the
-caches is written. A **roofline** is the time that the operations of the formula take at the rate at
-which this device multiplied bf16 matrices in the same run, or that its bytes take at the rate at
-which it copied memory, whichever is longer; every tensor is read or written once in it, so what a
-kernel computes twice or keeps for itself counts against it. The **share** is how near we are.
+All results are ratios within one run. Our implementation and a peer alternate in one process on one
+device, and a ratio is the median over rounds. Before each call the benchmark overwrites a buffer
+larger than the caches.
+
+- The **roofline** is a lower bound of the run time. It is the longer of two times: the FLOPs of the
+  formula at the bf16 matrix rate measured in the same run, and the bytes at the measured copy
+  bandwidth. It counts one read or write per tensor, so recomputation and temporary buffers count
+  against a kernel.
+- The **share** is the roofline divided by the measured time.
 
 """
 NOTHING = f"""## Not measured yet
 
-No GPU has run this: there are no numbers. What remains to be run, on a machine with an NVIDIA GPU
-(targets were set for one H200), as [below](#first-hour-on-a-gpu):
+No GPU has run this suite yet, so there are no numbers. Run it on a machine with an NVIDIA GPU
+(targets are set for one H200), as described [below](#first-hour-on-a-gpu):
 
 ```
 {COMMAND}
 python -m tools.write_performance
 ```
 
-What is known without a GPU: kernels agree with their references in Triton's interpreter, forward
-and all gradients, in fp32 and, with bf16 and TF32 rounded as tensor cores do, within the bounds of
-the GPU tests; they compile ahead of time for sm_90 and sm_100, with registers, stack and shared
-memory on record, and `make gpu-compile` looks at their code ([kernels.md](kernels.md));
-`python -m tools.gpu --rehearse` runs the suite, tiny, on a CPU, all but the tests of the device
-itself; and `make gpu-null` runs it on torch's CUDA build over a device that computes nothing, with
-launches, host waits and peaks of memory on record
-([observability.md](observability.md#without-a-gpu)).
+These checks run without a GPU:
+
+- In Triton's interpreter, kernels agree with their references, forward and all gradients: in fp32,
+  and in bf16 and TF32 with the rounding of tensor cores, within the bounds of the GPU tests.
+- Kernels compile ahead of time for sm_90 and sm_100. Records hold their registers, stack and shared
+  memory, and `make gpu-compile` inspects the machine code ([kernels.md](kernels.md)).
+- `python -m tools.gpu --rehearse` runs the suite in small sizes on a CPU, except for the device
+  tests.
+- `make gpu-null` runs the suite on torch's CUDA build with a driver that computes nothing. Records
+  hold its launches, host waits and peak memory
+  ([observability.md](observability.md#without-a-gpu)).
 """
 GPU_COMMANDS = """
 ## First hour on a GPU
 
-What tells most comes first. `make gpu` runs the machine's own `python3` (another one:
-`PYTHON=python3.12`), 3.11 or 3.12, and installs nothing. That Python needs
+The most informative stages run first. `make gpu` uses the machine's own `python3` (or, for
+instance, `PYTHON=python3.12`), version 3.11 or 3.12, and installs nothing. It needs these packages:
 
 - for `make gpu`: torch, triton, numpy, safetensors, pytest and transformers. With pytest-xdist the
-  tests share ten processes, without it each file has one; pytest-timeout limits each test;
-- for training: torch, triton, numpy and safetensors, and what a run uses, such as a tokenizer;
+  tests share ten processes; without it each file has its own process. pytest-timeout limits the
+  time of each test.
+- for training: torch, triton, numpy, safetensors, and the packages of the chosen options, such as a
+  tokenizer.
 - for `make functional-gpu`: the packages of `make venv` (`PYTHON=.venv/bin/python`). With
-  pytest-timeout alone `PYTEST_FLAGS="-q --continue-on-collection-errors"` leaves out the files that
-  need others.
+  pytest-timeout alone, `PYTEST_FLAGS="-q --continue-on-collection-errors"` skips the files that
+  need other packages.
 
-1. Beforehand, on Linux without a GPU and with 9 GB of disk: compile the kernels, and carry the
-   checkout and the archive to the machine. `build` is ignored by git, so a clone has no archive.
+1. Beforehand, on a Linux machine without a GPU and with 9 GB of disk space: compile the kernels.
+   Copy the checkout and the archive to the GPU machine. Git ignores `build`, so a clone does not
+   contain the archive.
 
    ```
    make gpu-cache                # build/nullcuda/triton-cache.tar.xz, 10 MB; minutes
    ```
 
-   It serves on Hopper (sm_90) with the Triton of `tools/nullcuda/requirements.txt`, this checkout
-   and the ptxas that it was made with; otherwise kernels are compiled again, which costs time only.
+   The cache is valid on Hopper (sm_90) for this checkout, the Triton of
+   `tools/nullcuda/requirements.txt` and the same ptxas. Otherwise kernels are compiled again, which
+   only costs time.
 
-2. On the machine, at once: everything, in 9 minutes. Without a GPU the command fails.
+2. On the GPU machine: run all stages, in 9 minutes. Without a GPU the command fails.
 
    ```
    python3 -m tools.nullcuda.triton_cache unpack triton-cache.tar.xz /tmp/triton
@@ -86,8 +96,9 @@ What tells most comes first. `make gpu` runs the machine's own `python3` (anothe
    make gpu GPU_FLAGS="--require-gpu --output results"
    ```
 
-   Where a command has a shorter limit, stages run apart, in this order; their results join one file
-   a day. The second line runs the GPU tests alone, and so do the next two, with options of pytest.
+   If commands have a shorter time limit, run the stages separately, in this order. Results of one
+   day are merged into one file. The second line runs only the GPU tests. The next two lines do the
+   same with pytest options.
 
    ```
    make gpu GPU_FLAGS="--require-gpu --output results --stages training --seconds 200"
@@ -97,7 +108,7 @@ What tells most comes first. `make gpu` runs the machine's own `python3` (anothe
    make gpu GPU_FLAGS="--require-gpu --output results --stages kernels engine decode hybrid"
    ```
 
-3. Whatever they say, commit them, failures included:
+3. Commit the results, including failures:
 
    ```
    cp results/*.json bench_results/
@@ -105,39 +116,40 @@ What tells most comes first. `make gpu` runs the machine's own `python3` (anothe
    git add bench_results docs/performance.md && git commit
    ```
 
-Which compilers are known to be wrong on Hopper is in [kernels.md](kernels.md). Where nothing can be
-installed, carry another ptxas (140 MB), another Triton (0.7 GB) or both as folders, filled on a
-machine with the same Python and a network:
+[kernels.md](kernels.md) lists the compilers that produce wrong code on Hopper. If nothing can be
+installed, copy another ptxas (140 MB), another Triton (0.7 GB) or both as folders. Download them on
+a machine with the same Python version and network access:
 
 ```
 python3 -m pip install --no-deps --target ptxas nvidia-cuda-nvcc==13.3.73
 python3 -m pip install --no-deps --target triton-3.7.1 triton==3.7.1
 ```
 
-and name them on the GPU's machine. ptxas must be set for `make gpu-cache` as well, or the cache is
-not used. Under another Triton than torch's own, peers by torch.compile may fail.
+Then set their paths on the GPU machine. Set the same ptxas for `make gpu-cache`, or the cache is
+not used. With a Triton version other than torch's, torch.compile peers may fail.
 
 ```
 export TRITON_PTXAS_PATH=$PWD/ptxas/nvidia/cu13/bin/ptxas
 PYTHONPATH=$PWD/triton-3.7.1 make gpu GPU_FLAGS="--require-gpu --output results-3.7.1"
 ```
 
-After an error of CUDA nothing later in that process counts: run that test file alone, with
-`CUDA_LAUNCH_BLOCKING=1` and, where it is installed, under `compute-sanitizer`.
+After a CUDA error, later results of the same process are invalid. Run that test file alone, with
+`CUDA_LAUNCH_BLOCKING=1` and, if installed, under `compute-sanitizer`.
 """
 CPU = """
 ## Decoding on a CPU
 
-A greedy request, or 16, by `--transformer-impl inference_optimized`, against transformers'
-`generate`, the model's own forward and the products of a step alone. Sides take turns in one
-process; a ratio is the median over rounds. The 33.6 M Llama shape has 8 layers of 512.
+The benchmark decodes 1 or 16 greedy requests with `--transformer-impl inference_optimized`. It
+compares them with transformers' `generate`, the model's own forward, and the matrix products of a
+step alone. The implementations alternate in one process, and a ratio is the median over rounds. The
+33.6 M Llama shape has 8 layers of hidden size 512.
 
 ```
 python -m tools.bench.inference --only forward --clock cpu --threads 1 > bench_results/cpu-decode.md
 ```
 
 """
-#: What was promised of one H200, in bf16; open until a result file has a row for it.
+#: Targets on one H200, in bf16; open until a result file has a row for it.
 PROMISES: tuple[tuple[str, str], ...] = (
     (
         "gated delta rule, 16/32 heads of 128, 32,768 tokens, forward",
@@ -170,7 +182,7 @@ PROMISES: tuple[tuple[str, str], ...] = (
     ),
     (
         "linear cross entropy, 8,192 x 2,048 x 131,072, forward + backward",
-        "0.9 of 691 TFLOP/s, as published of backward",
+        "0.9 of 691 TFLOP/s, the published rate of backward",
     ),
     ("top-p sampling, 64 rows of 131,072 logits", "0.3 ms"),
     ("RMSNorm, SwiGLU, rope, forward and backward", "85 % of the bandwidth of copies"),
@@ -193,7 +205,7 @@ def read(folder: Path) -> list[dict]:
 
 
 def read_cpu(folder: Path) -> str:
-    """Return what benches have printed on CPUs."""
+    """Return the tables of benchmarks on CPUs."""
     return "\n".join(path.read_text("utf-8") for path in sorted(folder.glob("cpu-*.md")))
 
 
@@ -203,7 +215,7 @@ def page(results: Sequence[Mapping], on_cpus: str = "") -> str:
 
 
 def _gpu_page(results: Sequence[Mapping]) -> str:
-    lines = [HEADER, "## What was promised\n", "| what | target |\n|---|---|\n"]
+    lines = [HEADER, "## Targets\n", "| what | target |\n|---|---|\n"]
     lines[1] += "\n"
     lines += [f"| {what} | {target} |\n" for what, target in PROMISES]
     lines.append("\n")
@@ -214,7 +226,7 @@ def _gpu_page(results: Sequence[Mapping]) -> str:
 
 
 def _counted(result: Mapping) -> str:
-    """Say how many targets the newest result meets."""
+    """Return a sentence with the number of targets that the newest result meets."""
     verdicts = [verdict(row, target) for row in rows_of(result) for target in row["targets"]]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("met", "missed", "open"))
     device, day = result["machine"]["device"], result["when"][:10]

@@ -39,31 +39,35 @@ Covered = Mapping[str, tuple[bool, Mapping[str, Sequence[Ran]]]]
 Cell = tuple[str, str, str]
 
 CHANGES, NIGHTS, NEVER, EMPTY = "✓", "n", "–", ""
-MISSING, IDLE = "not run or not passed", "passed, with no step of its own that fits"
+MISSING, IDLE = "not run or not passed", "passed, but none of its steps fits"
 
 _INTRODUCTION = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Written by tools/write_status.py from the tests that passed: make status. -->
-# What is proved, and where
+# Test coverage of features and layouts
 
-One table for each strategy of data parallelism. A row is a feature, a column a grid. Nobody fills
-in the cells: while tests run, every training step that was applied is seen with its grid, its
-strategy and what it was made of, and it counts if the test passes that says what it proves.
+There is one table per data-parallel strategy. A row is a feature and a column is a rank grid. The
+cells are recorded, not typed: while a test runs, a recorder observes every training step with its
+grid, strategy and options. The step counts if the test passes and is marked with the feature that
+it covers.
 
 | | |
 |---|---|
-| ✓ | a test of every change (`make test`) |
-| n | only a test of every night (`make test-all`) |
-| | no test, or none that has run and passed: listed below each table |
-| – | cannot be: the reasons are [below](#what-cannot-be) |
+| ✓ | covered by a test of every change (`make test`) |
+| n | covered by a nightly test only (`make test-all`) |
+| | not covered by a passed test: listed below each table |
+| – | impossible: the reasons are [below](#impossible-combinations) |
 
-A step counts in every column that holds of its grid: one on tp 2 x cp 2 in `tp`, `cp` and `tp cp`.
-`1` is a single process; `1f1b`, `interl.` and `zb-h1` are pipelines; `ep` and `etp` cut experts;
-`3 axes` is three or more of tp, cp, pp and dp. A strategy counts where it had something to cut.
-Rows above the first gap are what tests claim ([with the tests](#the-tests)); those below are what
-steps were made of in tests that compare the numbers of training. A cell says that feature and grid
-met in a test, not that every two features of a column did. Layers, kernels, files and failures that
-need no training have tests of their own, which are not here.
+A step counts in every column that matches its grid: a step on tp 2 x cp 2 counts in `tp`, `cp` and
+`tp cp`. `1` is a single process. `1f1b`, `interl.` and `zb-h1` are pipeline schedules. `ep` and
+`etp` shard experts. `3 axes` combines three or more of tp, cp, pp and dp. A strategy counts only if
+it sharded something.
+
+The rows above the first gap are features that tests are [marked with](#tests-by-feature). The rows
+below it are options of the steps in tests that compare training results. A cell shows that a test
+combined this feature with this grid. It does not show that two features of a column were combined.
+Layers, kernels, files and failures that need no training have separate tests, which are not listed
+here.
 """
 
 
@@ -103,7 +107,7 @@ class Results:
         claiming_tests = {test for test, c in self.claimed if c == claim}
         if not (missing := len(self.missing(claim))):
             return ""
-        return f" ({missing} of its {len(claiming_tests)} tests {MISSING})"
+        return f" ({missing} of {len(claiming_tests)} tests {MISSING})"
 
 
 def of_the_tree(tests: Covered, failed: Iterable[str], claimed: Claimed) -> tuple[Results, list]:
@@ -123,10 +127,10 @@ def of_the_tree(tests: Covered, failed: Iterable[str], claimed: Claimed) -> tupl
 def _head(results: Results) -> Iterator[str]:
     passed, missing = results.passed(), len(_not_run(results))
     marked = {test for test, _ in results.claimed}
-    yield f"Written from {len(passed)} tests, {sum(passed.values())} of them slow. The tree has"
-    yield f"{len(marked)} that are marked with a claim; {missing} did not run or did not pass"
-    yield "([which](#not-run)): cells that only they fill are empty. A test with parameters is one,"
-    yield "and has run if one of its cases has passed."
+    yield f"This page was written from {len(passed)} tests, of which {sum(passed.values())} are slow."
+    yield f"The repository has {len(marked)} marked tests; {missing} of them did not run or did not"
+    yield "pass ([list](#not-run)). A parametrized test counts once, and counts as passed if one of"
+    yield "its cases has passed."
 
 
 def _not_run(results: Results) -> list[str]:
@@ -244,15 +248,23 @@ def page(results: Results) -> str:
     for strategy, says in STRATEGIES.items():
         lines += [f"## {strategy}", "", f"{says[0].upper()}{says[1:]}.", ""]
         lines += [*_table(strategy, cells), "", *_empty(strategy, cells, results), ""]
-    lines += ["## What cannot be", "", *_impossible(), "", "## The tests", "", *_tests(results)]
+    lines += [
+        "## Impossible combinations",
+        "",
+        *_impossible(),
+        "",
+        "## Tests by feature",
+        "",
+        *_tests(results),
+    ]
     missing = [f"- `{name}`" for name in _not_run(results)] or ["None."]
-    lines += ["## Not run", "", f"Marked and {MISSING}:", "", *missing]
+    lines += ["## Not run", "", f"Marked tests that were {MISSING}:", "", *missing]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def tests_of(text: str) -> set[str]:
     """Return the tests that passed according to a page."""
-    lists = text.partition("\n## The tests\n")[2].partition("\n## ")[0]
+    lists = text.partition("\n## Tests by feature\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^- `([^`]+)`(.*)$", lists, re.MULTILINE)
     return {name for name, remark in lines if MISSING not in remark}
 

@@ -138,24 +138,24 @@ class Inference:
     """Sizes and options of the inference engine. They change outputs only by rounding."""
 
     inference_max_requests: int = 16
-    """Most texts in a batch; when one ends, the next waiting text starts."""
+    """Maximum number of sequences in a batch; when one ends, the next waiting one starts."""
     inference_max_tokens: int = 2048
-    """Most tokens of a step. Longer prompts are prefilled in chunks, which bounds the memory of
-    activations."""
+    """Maximum number of tokens per step. Longer prompts are prefilled in chunks, which bounds
+    activation memory."""
     inference_block_size: int = 16
     """Tokens per block of the cache, a power of two of at least 16."""
     inference_memory_gb: float | None = None
     """Memory of the cache on each rank, for keys, values and states; if it is full, the newest
-    texts wait; derived: the need of --inference-max-requests texts."""
+    sequences wait; derived: enough for --inference-max-requests sequences."""
     no_prefix_caching: bool = False
     """Do not reuse the cache of a prompt for other prompts with the same prefix."""
     async_scheduling: bool = False
     """Schedule a step while the previous step runs. A stop token or stop string is detected one
-    step late; the extra token is dropped and counted as wasted. Texts with penalties wait for each
-    of their tokens, and texts with drafts for the step that verifies the drafts."""
+    step late; the extra token is dropped and counted as wasted. Sequences with penalties wait for
+    each of their tokens, and sequences with drafts for the step that verifies the drafts."""
     inference_cuda_graphs: bool = False
     """Run decode steps, with or without drafts, as CUDA graphs: one graph per power of two of
-    tokens, up to the tokens of --inference-max-requests texts; needs a GPU."""
+    tokens, up to the tokens of --inference-max-requests sequences; needs a GPU."""
     enforce_eager: bool = False
     """Run every step eagerly. By default a CPU records and replays the operations of decode steps
     of up to 16 tokens, with or without drafts, for a model on one rank under --transformer-impl
@@ -167,16 +167,18 @@ class Inference:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: propose draft tokens and verify several in one step of the model. It
-    changes outputs only by rounding."""
+    """Speculative decoding: propose draft tokens and verify several of them in one model step.
+
+    It changes outputs only by rounding.
+    """
 
     speculative_method: Literal["ngram", "draft", "mtp"] | None = None
     """Source of draft tokens: ngram matches the newest tokens earlier in the text and proposes
     their continuation; draft generates with a smaller model; mtp uses the model's layers of
     multi-token prediction, --mtp-num-layers of training; derived: no drafts."""
     num_speculative_tokens: int | None = None
-    """Most draft tokens per text and step; fewer while few are accepted; derived: 4, with mtp the
-    number of MTP layers."""
+    """Maximum number of draft tokens per sequence and step; fewer while few are accepted; derived:
+    4, with mtp the number of MTP layers."""
     speculative_draft_model: str | None = None
     """The smaller model of --speculative-method draft, as for --load, with the same tokenizer. It
     has its own cache with the same number of blocks. It is sharded over the same tensor-parallel
@@ -188,7 +190,7 @@ class Sampling:
     """Sampling: penalties, then temperature, then top-k, top-p and min-p together."""
 
     max_new_tokens: int = 64
-    """Most tokens to generate per output; the end of the document ends it earlier."""
+    """Maximum number of new tokens per output; an end-of-document token ends it earlier."""
     stop: tuple[str, ...] | None = None
     """Strings that end an output and are not part of it; they need not align with tokens."""
     temperature: float = 1.0
@@ -442,9 +444,9 @@ class Load:
     shared_prefix_tokens: int = 0
     """Tokens of a prefix that all prompts share; with the prefix cache it is computed once."""
     min_output_tokens: int = 8
-    """Fewest tokens that a request generates; lengths are log-uniform."""
+    """Minimum number of tokens that a request generates; lengths are log-uniform."""
     max_output_tokens: int = 128
-    """Most tokens that a request generates."""
+    """Maximum number of tokens that a request generates."""
     request_rate: float | None = None
     """Mean arrivals per second of a Poisson process (open loop); derived: all requests arrive at
     the start, and --inference-max-requests of them run at a time (closed loop)."""
@@ -528,23 +530,23 @@ class Service:
     """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
     is XML, also for Nemotron 3; derived: requests with tools are refused."""
     reasoning_parser: Literal["qwen3", "deepseek_r1", "nemotron", "mistral"] | None = None
-    """Marks around reasoning: [THINK] for mistral, <think> for the other values; derived: reasoning
+    """Tags around reasoning: [THINK] for mistral, <think> for the other values; derived: reasoning
     is part of the text."""
     chat_template_kwargs: tuple[str, ...] | None = None
     """Variables of the chat template that requests may set, such as enable_thinking."""
     max_queue: int = 64
-    """Most outputs in the queue, in addition to --inference-max-requests running outputs; requests
-    beyond are refused with 429."""
+    """Maximum number of outputs in the queue, in addition to --inference-max-requests running
+    outputs; requests beyond are refused with 429."""
     max_body_mb: float = 8.0
     """Largest request body, in units of 1e6 bytes."""
     max_unsent_tokens: int = 4096
-    """Most unread tokens of a slow client; beyond, its stream is dropped."""
+    """Maximum number of unread tokens of a slow client; beyond it, its stream is dropped."""
     body_timeout_seconds: float = 30.0
     """Time for a request's header, and then for its body, to arrive."""
     request_timeout_seconds: float = 600.0
-    """Time for an answer, including its time in the queue."""
+    """Time for a response, including its time in the queue."""
     drain_timeout_seconds: float = 30.0
-    """Time for running answers to finish after SIGTERM before they are aborted."""
+    """Time for running requests to finish after SIGTERM before they are aborted."""
     admin_port: int | None = None
     """Port for administration: pause, sleep, replace weights, profile; 0 selects a free port;
     derived: no administration."""
@@ -553,8 +555,8 @@ class Service:
     admin_key_file: str | None = None
     """File with the admin key, which --admin-port requires."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the HTTP process's log on stderr, one line per answer: text, or a JSON object with
-    the request id."""
+    """Format of the HTTP process's log on stderr, one line per response: text, or a JSON object
+    with the request id."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block's experts with their engine, and whole logical weights and gradients out of its parts.
+"""One MoE layer with its data-parallel engine; logical weights and gradients merged from shards.
 
 Weights are functions of the seed and their names, so layers on any grid start alike.
 """
@@ -23,11 +23,11 @@ from megatron.core.transformer import LayerBuild
 from megatron.core.weight_gather import WeightHandle, WeightStore
 from tests.support.inputs import generator
 
-#: A logical tensor's name, its shape, and where this rank's part of it begins.
-Piece = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
+#: A logical tensor's name and shape, the offsets of this rank's shard, and the shard.
+Shard = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
-def surroundings(
+def make_layer_build(
     groups: ProcessGroupCollection,
     *,
     hidden_size: int,
@@ -35,7 +35,7 @@ def surroundings(
     dtype: torch.dtype = torch.float32,
     **backend: object,
 ) -> LayerBuild:
-    """Return what a layer is built in, with a fresh store."""
+    """Return the build context of a layer, with a new weight store."""
     return LayerBuild(
         store=WeightStore(groups, seed=2, dtype=dtype),
         region=TensorParallelRegion(groups["tp"], sequence_parallel),
@@ -48,7 +48,7 @@ def surroundings(
 
 
 class Layer:
-    """A mixture of experts named `m` on some ranks, and what trains it."""
+    """A mixture of experts named `m` on a grid, with its store and data-parallel engine."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Layer:
         **build: object,
     ) -> None:
         self.groups = groups = groups or ProcessGroupCollection.single()
-        made = surroundings(groups, hidden_size=hidden_size, **build)
-        self.store = made.store
-        self.moe = MoE("m", config=config, build=made)
+        build_context = make_layer_build(groups, hidden_size=hidden_size, **build)
+        self.store = build_context.store
+        self.moe = MoE("m", config=config, build=build_context)
         self.store.materialize()
         self.engine = DataParallel(self.store, groups)
         if bias is not None:
@@ -70,10 +70,10 @@ class Layer:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrite all weights with whole logical tensors."""
-        whole = merged(self.pieces(lambda handle: handle.get()))
+        whole = merged(self.shards(lambda handle: handle.get()))
         assert {n: w.shape for n, w in whole.items()} == {n: w.shape for n, w in weights.items()}
-        for name, _, offsets, part in self.pieces(lambda handle: handle.get()):
-            part.copy_(_box(weights[name].detach(), offsets, part.shape))
+        for name, _, offsets, shard in self.shards(lambda handle: handle.get()):
+            shard.copy_(box_view(weights[name].detach(), offsets, shard.shape))
 
     def step(
         self,
@@ -93,46 +93,48 @@ class Layer:
         return out.detach(), x.grad
 
     @torch.no_grad()
-    def assert_sure(self, hidden: torch.Tensor, layout: SequenceLayout | None = None) -> None:
-        """Fail if rounding could turn a route: noise a hundred times as large must not."""
+    def assert_stable_routes(
+        self, hidden: torch.Tensor, layout: SequenceLayout | None = None
+    ) -> None:
+        """Fail if noise a hundred times as large as rounding errors changes any route."""
         layout = layout or SequenceLayout.of_rows(len(hidden))
         share = Share(hidden, layout, region=self.moe.region)
         noise = torch.randn(hidden.shape, generator=generator(len(hidden)))
         routes = [
             self.moe.router(share.rows(x), share) for x in (hidden, hidden * (1 + 3e-5 * noise))
         ]
-        assert torch.equal(*(route.experts for route in routes)), "take other inputs"
+        assert torch.equal(*(route.experts for route in routes)), "choose other inputs"
         if routes[0].keep_mask is not None:
-            assert torch.equal(*(route.keep_mask for route in routes)), "take other inputs"
+            assert torch.equal(*(route.keep_mask for route in routes)), "choose other inputs"
 
-    def pieces(self, flat_of: Callable[[WeightHandle], torch.Tensor]) -> list[Piece]:
-        """List this rank's parts of logical tensors, views of what `flat_of` gives."""
-        found = []
+    def shards(self, flat_of: Callable[[WeightHandle], torch.Tensor]) -> list[Shard]:
+        """List this rank's shards of logical tensors, as views of `flat_of(handle)`."""
+        shards = []
         for handle in self.store.handles.values():
             flat = flat_of(handle).view(-1)
             for box in self.store.boxes(handle):
-                part = flat[box.start : box.start + box.numel].view(box.sizes)
-                found.append((box.name, box.shape, box.offsets, part))
-        return found
+                shard = flat[box.start : box.start + box.numel].view(box.sizes)
+                shards.append((box.name, box.shape, box.offsets, shard))
+        return shards
 
-    def gradients(self) -> list[Piece]:
-        """List this rank's parts of the gradients of the step."""
-        return self.pieces(lambda handle: handle.main_grad)
-
-
-def merged(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
-    """Return whole logical tensors from the pieces of all ranks, which agree where they overlap."""
-    found: dict[str, torch.Tensor] = {}
-    for name, shape, offsets, part in pieces:
-        whole = found.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
-        there = _box(whole, offsets, part.shape)
-        known = ~there.isnan()
-        assert (there - part)[known].abs().amax() <= 1e-5 if known.any() else True, name
-        there.copy_(part.detach())
-    assert not any(bool(whole.isnan().any()) for whole in found.values()), "parts are missing"
-    return found
+    def gradients(self) -> list[Shard]:
+        """List this rank's shards of the step's gradients."""
+        return self.shards(lambda handle: handle.main_grad)
 
 
-def _box(whole: torch.Tensor, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
-    """Return a view of a part."""
+def merged(shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
+    """Return the logical tensors merged from all ranks' shards, which must agree on overlaps."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape, offsets, shard in shards:
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=shard.dtype))
+        view = box_view(whole, offsets, shard.shape)
+        assigned = ~view.isnan()
+        assert (view - shard)[assigned].abs().amax() <= 1e-5 if assigned.any() else True, name
+        view.copy_(shard.detach())
+    assert not any(bool(whole.isnan().any()) for whole in tensors.values()), "shards are missing"
+    return tensors
+
+
+def box_view(whole: torch.Tensor, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
+    """Return a view of the box at `offsets`."""
     return whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

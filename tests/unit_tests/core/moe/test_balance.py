@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biases that follow loads, and reports of them, on one rank and on stages of several."""
+"""Biases that follow expert loads, and load reports, on one rank and across pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.moe.router import MEASURES, Router
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.moe.single_layer import Layer, surroundings
+from tests.unit_tests.core.moe.single_layer import Layer, make_layer_build
 
 EXPERTS, RATE, H = 7, 0.03, 6
 CONFIG = MoEConfig(
@@ -25,31 +25,31 @@ CONFIG = MoEConfig(
 )
 UNBIASED = MoEConfig(num_experts=EXPERTS, ffn_hidden_size=4, router=RouterConfig(topk=2))
 NAMES = ("a.router", "b.router", "c.router")
-#: Steps, and whether each changed weights.
+#: For each step, whether it updated the weights.
 STEPS = (True, False, True, True)
 
 
-def built(groups: ProcessGroupCollection, names: tuple[str, ...], config: MoEConfig):
-    """Return routers of these names, and what balances them among all."""
-    build = surroundings(groups, hidden_size=H)
+def build_routers(groups: ProcessGroupCollection, names: tuple[str, ...], config: MoEConfig):
+    """Return routers with the given names, and a `Balance` for them."""
+    build = make_layer_build(groups, hidden_size=H)
     routers = [Router(name, config=config, build=build) for name in names]
     build.store.materialize()
     return routers, Balance(routers, NAMES, config=config, world=groups["world"])
 
 
 def loads(name: str, rank: int, step: int) -> torch.Tensor:
-    """Return what a router counts on a rank in a step, [E + measures]."""
+    """Return the counters of a router on one rank in one step, [E + measures]."""
     source = generator(step, rank, *name.encode())
-    wanted = torch.randint(0, 9, (EXPERTS,), generator=source).double()
+    tokens = torch.randint(0, 9, (EXPERTS,), generator=source).double()
     if step == 0:  # an even load
-        wanted = torch.full_like(wanted, 4.0)
-    rest = torch.rand(len(MEASURES), generator=source).double() + 0.5
-    rest[MEASURES.index("places")] = wanted.sum()
-    return torch.cat([wanted, rest])
+        tokens = torch.full_like(tokens, 4.0)
+    measures = torch.rand(len(MEASURES), generator=source).double() + 0.5
+    measures[MEASURES.index("places")] = tokens.sum()
+    return torch.cat([tokens, measures])
 
 
-def by_formula(sums: dict[int, torch.Tensor]) -> list[float]:
-    """Return a router's biases after the steps whose loads are given."""
+def expected_biases(sums: dict[int, torch.Tensor]) -> list[float]:
+    """Return a router's biases after all steps, from the loads summed over ranks."""
     bias = torch.zeros(EXPERTS)
     for applied, step in zip(STEPS, sums, strict=True):
         tokens = sums[step][:EXPERTS].tolist()
@@ -60,10 +60,10 @@ def by_formula(sums: dict[int, torch.Tensor]) -> list[float]:
     return bias.tolist()
 
 
-def balanced(
-    rank: int, world: int, degrees: dict[str, int], where: dict[int, tuple[str, ...]]
+def run_balance(
+    rank: int, world: int, degrees: dict[str, int], stage_names: dict[int, tuple[str, ...]]
 ) -> tuple[dict[str, list[float]], list[RouterLoad], list[RouterLoad]]:
-    """Finish steps with loads that are made up; return biases and two reports."""
+    """Run all steps with synthetic loads; return the biases and two reports."""
     single = world == 1
     grid = RankGrid(world_size=world, **degrees)
     groups = (
@@ -71,7 +71,7 @@ def balanced(
         if single
         else ProcessGroupCollection.create(grid, rank=rank)
     )
-    routers, balance = built(groups, where[groups["pp"].rank], CONFIG)
+    routers, balance = build_routers(groups, stage_names[groups["pp"].rank], CONFIG)
     for step, applied in enumerate(STEPS):
         for router in routers:
             assert not router.counted.any()
@@ -91,7 +91,7 @@ def balanced(
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees", "where"),
+    ("world", "degrees", "stage_names"),
     [
         (1, {}, {0: NAMES}),
         (4, {"ep": 2, "pp": 2}, {0: NAMES, 1: ()}),
@@ -100,25 +100,25 @@ def balanced(
     ],
 )
 def test_biases_follow_the_formula_on_all_ranks(
-    world: int, degrees: dict[str, Any], where: dict[int, tuple[str, ...]]
+    world: int, degrees: dict[str, Any], stage_names: dict[int, tuple[str, ...]]
 ):
     if world == 1:
-        found = [balanced(0, 1, degrees, where)]
+        outputs = [run_balance(0, 1, degrees, stage_names)]
     else:
-        found = run_ranks(balanced, world, degrees, where)
-    each = world // len(where)  # ranks of a stage
+        outputs = run_ranks(run_balance, world, degrees, stage_names)
+    ranks_per_stage = world // len(stage_names)  # ranks of a stage
     sums: dict[str, dict[int, torch.Tensor]] = {}
-    for stage, names in where.items():
-        ranks = range(stage * each, (stage + 1) * each)
+    for stage, names in stage_names.items():
+        ranks = range(stage * ranks_per_stage, (stage + 1) * ranks_per_stage)
         for name in names:
             sums[name] = {
                 step: sum(loads(name, rank, step) for rank in ranks) for step in range(len(STEPS))
             }
-    for rank, (biases, report, again) in enumerate(found):
-        names = where[rank // each]
+    for rank, (biases, report, next_report) in enumerate(outputs):
+        names = stage_names[rank // ranks_per_stage]
         assert tuple(biases) == names
         for name in names:
-            assert biases[name] == by_formula(sums[name]), name
+            assert biases[name] == expected_biases(sums[name]), name
             assert len(set(biases[name])) > 1
         assert tuple(load.name for load in report) == NAMES
         for load in report:
@@ -132,15 +132,15 @@ def test_biases_follow_the_formula_on_all_ranks(
                 assert getattr(load, loss) == pytest.approx(mean)
             mean = sum(load.tokens) / EXPERTS
             assert load.imbalance == pytest.approx(max(load.tokens) / mean)
-        for load in again:
+        for load in next_report:
             assert load == RouterLoad(load.name, (0,) * EXPERTS, 0.0, 0.0, 0.0, 0.0)
             assert load.imbalance == 0.0
 
 
-def unbiased(rank: int, world: int) -> None:
-    """Without biases a step sends nothing."""
+def run_without_biases(rank: int, world: int) -> None:
+    """Check that a step without biases communicates nothing."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    (router,), balance = built(groups, NAMES[1:2], UNBIASED)
+    (router,), balance = build_routers(groups, NAMES[1:2], UNBIASED)
     router.counted.fill_(3.0)
     with trace(groups) as records:
         balance.finish(applied=True)
@@ -149,11 +149,11 @@ def unbiased(rank: int, world: int) -> None:
     assert [load.tokens[0] for load in balance.report()] == [0, 3 * world, 0]
 
 
-def test_without_biases_nothing_is_sent_but_reports():
-    run_ranks(unbiased, 2)
+def test_without_biases_only_reports_communicate():
+    run_ranks(run_without_biases, 2)
 
 
-def test_biases_even_out_what_a_router_prefers():
+def test_biases_even_out_expert_loads():
     layer = Layer(CONFIG, hidden_size=H)
     (router,) = routers_of(layer.moe)
     hidden = torch.randn(29, 2, H, generator=generator(1)) + 1.0
@@ -169,8 +169,8 @@ def test_biases_even_out_what_a_router_prefers():
     assert max(imbalance[-5:]) < 1.5, "a step of the rate turns a few tokens"
 
 
-def test_routers_that_the_model_does_not_know():
-    build = surroundings(ProcessGroupCollection.single(), hidden_size=H)
+def test_unknown_routers_are_refused():
+    build = make_layer_build(ProcessGroupCollection.single(), hidden_size=H)
     router = Router("d.router", config=CONFIG, build=build)
     with pytest.raises(ValueError, match=r"routers d\.router are not among the model's"):
         Balance([router], NAMES, config=CONFIG, world=build.store.groups["world"])

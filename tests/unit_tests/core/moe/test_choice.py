@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts are chosen and which places they take, against loops over tokens."""
+"""Choice of experts and the capacity mask, against loops over tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.support.inputs import generator
 TOKENS, EXPERTS = 23, 12
 
 
-def by_hand(scores: list[float], config: RouterConfig, bias: list[float]) -> set[int]:
-    """Choose for one token."""
+def choose_for_token(scores: list[float], config: RouterConfig, bias: list[float]) -> set[int]:
+    """Return the experts of one token."""
     biased = [s + b for s, b in zip(scores, bias, strict=True)]
-    numbers = range(len(biased))
+    candidates = range(len(biased))
     if config.num_groups is not None:
-        each = len(biased) // config.num_groups
-        groups = [range(g * each, (g + 1) * each) for g in range(config.num_groups)]
+        group_size = len(biased) // config.num_groups
+        groups = [range(g * group_size, (g + 1) * group_size) for g in range(config.num_groups)]
         worth = [
             sum(sorted((biased[e] for e in group), reverse=True)[: config.group_candidates])
             for group in groups
         ]
         best = sorted(range(len(groups)), key=lambda g: -worth[g])[: config.group_topk]
-        numbers = [e for g in best for e in groups[g]]
-    return set(sorted(numbers, key=lambda e: -biased[e])[: config.topk])
+        candidates = [e for g in best for e in groups[g]]
+    return set(sorted(candidates, key=lambda e: -biased[e])[: config.topk])
 
 
 @pytest.mark.parametrize(
@@ -41,49 +41,49 @@ def by_hand(scores: list[float], config: RouterConfig, bias: list[float]) -> set
     ],
 )
 @pytest.mark.parametrize("offset", [None, 0.0, -2.0])
-def test_the_best_within_the_best_groups(config: RouterConfig, offset: float | None):
+def test_topk_is_limited_to_best_groups(config: RouterConfig, offset: float | None):
     assert config.problems(EXPERTS) == []
     scores = torch.rand(TOKENS, EXPERTS, generator=generator(1))
     bias = None
     if offset is not None:  # at -2 every biased score is negative, and below those left out at 0
         bias = 0.4 * torch.rand(EXPERTS, generator=generator(2)) + offset
     before = scores.clone()
-    found = choose_experts(scores, config, bias=bias)
-    assert found.shape == (TOKENS, config.topk)
+    experts = choose_experts(scores, config, bias=bias)
+    assert experts.shape == (TOKENS, config.topk)
     assert torch.equal(scores, before)
-    added = [0.0] * EXPERTS if bias is None else bias.tolist()
-    wanted = [by_hand(token, config, added) for token in scores.tolist()]
-    assert [set(token) for token in found.tolist()] == wanted
+    biases = [0.0] * EXPERTS if bias is None else bias.tolist()
+    expected = [choose_for_token(token, config, biases) for token in scores.tolist()]
+    assert [set(token) for token in experts.tolist()] == expected
     plain = choose_experts(scores, RouterConfig(topk=config.topk))
     if config.topk < EXPERTS and (bias is not None or (config.group_topk or 6) < 6):
-        assert not torch.equal(found.sort().values, plain.sort().values), "nothing was limited"
+        assert not torch.equal(experts.sort().values, plain.sort().values), "nothing was limited"
 
 
 def greedy_capacity_mask(
     experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor, capacity: int, policy: str
 ) -> torch.Tensor:
-    """Let experts take places one after the other."""
+    """Assign slots of experts one after the other."""
     tokens, topk = experts.shape
-    places = [(t, j) for t in range(tokens) for j in range(topk) if real[t]]
+    assignments = [(t, j) for t in range(tokens) for j in range(topk) if real[t]]
     if policy == "probs":
-        places.sort(key=lambda place: -weights[place].item())  # stable
-    kept, room = torch.zeros(tokens, topk, dtype=torch.bool), [capacity] * EXPERTS
-    for place in places:
-        expert = int(experts[place])
+        assignments.sort(key=lambda assignment: -weights[assignment].item())  # stable
+    mask, room = torch.zeros(tokens, topk, dtype=torch.bool), [capacity] * EXPERTS
+    for assignment in assignments:
+        expert = int(experts[assignment])
         if room[expert]:
             room[expert] -= 1
-            kept[place] = True
-    return kept
+            mask[assignment] = True
+    return mask
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("ties", [False, True])
-def test_experts_take_so_many(policy: str, padded: bool, ties: bool):
+def test_capacity_mask_matches_greedy_loop(policy: str, padded: bool, ties: bool):
     topk = 3
     scores = torch.rand(TOKENS, EXPERTS, generator=generator(3))
-    scores[:, 5] += 0.7  # one that nearly all want
-    scores[:, 2] -= 2.0  # one that nobody wants
+    scores[:, 5] += 0.7  # nearly all tokens choose it
+    scores[:, 2] -= 2.0  # no token chooses it
     experts = scores.topk(topk).indices
     weights = torch.rand(TOKENS, topk, generator=generator(4))
     if ties:
@@ -95,20 +95,20 @@ def test_experts_take_so_many(policy: str, padded: bool, ties: bool):
     assert full[2] == 0
     assert full[5] > TOKENS // 2
     for capacity in (1, 2, 5, int(full.max()), 10 * TOKENS):
-        kept = within_capacity(
+        mask = within_capacity(
             experts, weights, capacity=capacity, policy=policy, real=real if padded else None
         )
-        assert torch.equal(kept, greedy_capacity_mask(experts, weights, real, capacity, policy)), (
+        assert torch.equal(mask, greedy_capacity_mask(experts, weights, real, capacity, policy)), (
             capacity
         )
-        keeps_all = bool((kept == real[:, None]).all())
-        assert keeps_all == (capacity >= full.max())
+        drops_none = bool((mask == real[:, None]).all())
+        assert drops_none == (capacity >= full.max())
 
 
-def test_padding_alone_takes_no_room():
+def test_padding_takes_no_capacity():
     experts, weights = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-    nobody = torch.zeros(4, dtype=torch.bool)
-    kept = within_capacity(experts, weights, capacity=2, policy="probs", real=nobody)
-    assert not kept.any()
-    nothing = within_capacity(experts[:0], weights[:0], capacity=2, policy="probs")
-    assert nothing.shape == (0, 1)
+    no_tokens = torch.zeros(4, dtype=torch.bool)
+    mask = within_capacity(experts, weights, capacity=2, policy="probs", real=no_tokens)
+    assert not mask.any()
+    empty = within_capacity(experts[:0], weights[:0], capacity=2, policy="probs")
+    assert empty.shape == (0, 1)

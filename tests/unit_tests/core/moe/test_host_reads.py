@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host reads of experts on several ranks: one a layer without a capacity, none with one."""
+"""Host reads of MoE layers on several ranks: one per layer without a capacity, none with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit_tests.core.moe.single_layer import Layer
 
 S, B, H = 6, 2, 16
 CONFIG = MoEConfig(num_experts=8, ffn_hidden_size=8, router=RouterConfig(topk=2))
-#: What else a layer may have.
+#: All optional features of a layer.
 FEATURES = MoEConfig(
     num_experts=8,
     ffn_hidden_size=8,
@@ -36,19 +36,18 @@ FEATURES = MoEConfig(
     shared_ffn_hidden_size=8,
     shared_gate=True,
 )
-#: What a layer reads: the sizes of its all-to-all, or how many rows its experts have.
+#: Host reads of a layer: the sizes of its all-to-all, or the number of rows of its experts.
 READ = {"alltoall": ["tolist"], "allgather": ["aten._local_scalar_dense"]}
 
 
-def reads_of(
+def layer_host_reads(
     rank: int, world: int, degrees: dict[str, int], config: MoEConfig
 ) -> dict[tuple[str, bool], tuple[list[str], list[str]]]:
-    """Return what forward and backward of a layer read, by dispatcher and whether it has a capacity
-    in training."""
+    """Return the host reads of forward and backward by (dispatcher, has a training capacity)."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
     hidden = torch.randn(S, B, H, generator=generator(rank))
     plain = SequenceLayout.of_rows(S)
-    found = {}
+    reads = {}
     for dispatcher in READ:
         for factor in (None, 2.0):
             layer = Layer(
@@ -68,8 +67,8 @@ def reads_of(
                     out.square().sum().backward()
             assert x.grad is not None
             assert x.grad.abs().sum() > 0.0
-            found[dispatcher, factor is not None] = forward.names, backward.names
-    return found
+            reads[dispatcher, factor is not None] = forward.names, backward.names
+    return reads
 
 
 @pytest.mark.parametrize(
@@ -77,14 +76,14 @@ def reads_of(
     [({"ep": 2}, CONFIG), ({"ep": 2}, FEATURES), ({"ep": 2, "etp": 2, "tp": 2}, CONFIG)],
     ids=["ep", "ep, features", "etp"],
 )
-def test_a_layer_reads_sizes_once_and_with_a_capacity_never(degrees, config):
+def test_layer_reads_sizes_once_or_never_with_capacity(degrees, config):
     world = 4 if "etp" in degrees else 2
-    for found in run_ranks(reads_of, world, degrees, config):
-        for (dispatcher, has_capacity), (forward, backward) in found.items():
+    for reads in run_ranks(layer_host_reads, world, degrees, config):
+        for (dispatcher, has_capacity), (forward, backward) in reads.items():
             assert forward == ([] if has_capacity else READ[dispatcher])
             assert backward == []
 
 
-def test_a_single_rank_reads_nothing():
-    for found in run_ranks(reads_of, 1, {}, FEATURES):
-        assert set(map(str, found.values())) == {"([], [])"}
+def test_single_rank_makes_no_host_reads():
+    for reads in run_ranks(layer_host_reads, 1, {}, FEATURES):
+        assert set(map(str, reads.values())) == {"([], [])"}

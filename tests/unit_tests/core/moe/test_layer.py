@@ -14,7 +14,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread, perturbed
 from tests.support.nan_memory import nan_memory
-from tests.unit_tests.core.moe.single_layer import Layer, merged, surroundings
+from tests.unit_tests.core.moe.single_layer import Layer, make_layer_build, merged
 
 S, B, H, FFN, SHARED = 13, 3, 18, 11, 7
 SIGMOID = RouterConfig(
@@ -25,7 +25,7 @@ SIGMOID = RouterConfig(
     group_topk=2,
     expert_bias=True,
 )
-#: name: their family, our configuration.
+#: Model family of transformers -> configuration of the same block.
 CASES = {
     "mixtral": MoEConfig(num_experts=5, ffn_hidden_size=FFN, router=RouterConfig(topk=2)),
     "deepseek": MoEConfig(
@@ -41,8 +41,8 @@ CASES = {
 }
 
 
-def their_layer(name: str, config: MoEConfig) -> torch.nn.Module:
-    """Return the block of transformers in fp64, all of its weights moved."""
+def hf_layer(name: str, config: MoEConfig) -> torch.nn.Module:
+    """Return the block of transformers in fp64, with all weights perturbed."""
     sizes = {"hidden_size": H, "num_experts_per_tok": config.router.topk}
     if name == "mixtral":
         from transformers import MixtralConfig as Config
@@ -72,97 +72,99 @@ def their_layer(name: str, config: MoEConfig) -> torch.nn.Module:
             "norm_topk_prob": True,
             "routed_scaling_factor": config.router.scaling_factor,
         }
-    made = Config(**sizes)
-    made._experts_implementation = "eager"
-    layer = Block(made).double()
+    hf_config = Config(**sizes)
+    hf_config._experts_implementation = "eager"
+    layer = Block(hf_config).double()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.zero_()
-        for key, moved in perturbed(dict(layer.named_parameters()), seed=1, scale=0.4).items():
-            layer.get_parameter(key).copy_(moved.float())
+        for key, value in perturbed(dict(layer.named_parameters()), seed=1, scale=0.4).items():
+            layer.get_parameter(key).copy_(value.float())
     if name == "deepseek":
         bias = 0.3 * torch.rand(config.num_experts, generator=generator(1))
         layer.gate.e_score_correction_bias.copy_(bias)
     return layer
 
 
-def by_our_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return their tensors, weights or gradients, by our names."""
+def to_mcore_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return transformers' weights or gradients under this project's names."""
     fused = tensors["experts.gate_up_proj"]
     gate, up = fused.chunk(2, dim=1)  # [E, f, h]
-    found = {
+    renamed = {
         "m.router.weight": tensors["gate.weight"],
         "m.experts.gate.weight": gate,
         "m.experts.up.weight": up,
         "m.experts.down.weight": tensors["experts.down_proj"],
     }
-    for part in ("gate", "up", "down"):
+    for projection in ("gate", "up", "down"):
         for shared in ("shared_expert", "shared_experts"):
-            if f"{shared}.{part}_proj.weight" in tensors:
-                found[f"m.shared.{part}.weight"] = tensors[f"{shared}.{part}_proj.weight"]
+            if f"{shared}.{projection}_proj.weight" in tensors:
+                renamed[f"m.shared.{projection}.weight"] = tensors[
+                    f"{shared}.{projection}_proj.weight"
+                ]
     if "shared_expert_gate.weight" in tensors:
-        found["m.shared_gate.weight"] = tensors["shared_expert_gate.weight"]
-    return found
+        renamed["m.shared_gate.weight"] = tensors["shared_expert_gate.weight"]
+    return renamed
 
 
 @pytest.mark.parametrize("size", [(S, B), (1, 1)], ids=["many tokens", "one token"])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_every_gradient(name: str, size: tuple[int, int]):
+def test_output_and_gradients_match_transformers(name: str, size: tuple[int, int]):
     pytest.importorskip("transformers")
     config = CASES[name]
     hidden = torch.randn(*size, H, generator=generator(2))
     factors = torch.randn(*size, H, generator=generator(3))
     with one_thread():
-        theirs = their_layer(name, config)
+        hf = hf_layer(name, config)
         x = hidden.double().transpose(0, 1).contiguous().requires_grad_(True)  # [b, s, h]
-        wanted = theirs(x).transpose(0, 1)
-        (wanted * factors).sum().backward()
-        bias = theirs.gate.e_score_correction_bias.float() if config.router.expert_bias else None
-        ours = Layer(config, hidden_size=H, bias=bias)
-        weights = dict(theirs.named_parameters())
-        ours.load(by_our_names(weights))
-        ours.assert_sure(hidden)
+        expected = hf(x).transpose(0, 1)
+        (expected * factors).sum().backward()
+        bias = hf.gate.e_score_correction_bias.float() if config.router.expert_bias else None
+        layer = Layer(config, hidden_size=H, bias=bias)
+        weights = dict(hf.named_parameters())
+        layer.load(to_mcore_names(weights))
+        layer.assert_stable_routes(hidden)
         with nan_memory():
-            got, dx = ours.step(hidden, factors)
-    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
-    grads = by_our_names({name: weight.grad for name, weight in weights.items()})
-    reference = {"output": wanted, "input gradient": x.grad.transpose(0, 1), **grads}
+            output, dx = layer.step(hidden, factors)
+    actual = {"output": output, "input gradient": dx, **merged(layer.gradients())}
+    grads = to_mcore_names({name: weight.grad for name, weight in weights.items()})
+    reference = {"output": expected, "input gradient": x.grad.transpose(0, 1), **grads}
     zeros = {name for name, grad in grads.items() if not grad.any()}
     assert not zeros
-    assert_all_close(found, reference, bound=5e-6)
+    assert_all_close(actual, reference, bound=5e-6)
     unused = grads["m.experts.up.weight"].flatten(1).abs().amax(1) == 0
     assert int(unused.sum()) == (config.num_experts - config.router.topk if size == (1, 1) else 0)
 
 
-def by_token(
+def token_loop(
     weights: Mapping[str, torch.Tensor], rows: torch.Tensor, config: MoEConfig
 ) -> tuple[torch.Tensor, int]:
-    """Return the rows' sums of experts in fp64, one place after the other, and places dropped."""
+    """Return each row's weighted sum of experts in fp64, and the number of dropped assignments."""
     router, activation = config.router, getattr(F, config.activation)
     scores = (rows @ weights["m.router.weight"].t()).softmax(-1)
     chosen = scores.topk(router.topk).indices
-    picked = scores.gather(1, chosen)
-    picked = picked / picked.sum(-1, keepdim=True)
-    places = [(t, j) for t in range(len(rows)) for j in range(router.topk)]
+    probs = scores.gather(1, chosen)
+    probs = probs / probs.sum(-1, keepdim=True)
+    assignments = [(t, j) for t in range(len(rows)) for j in range(router.topk)]
     if config.drop_policy == "probs":
-        places.sort(key=lambda place: -picked[place].item())
-    room = [len(rows) * router.topk] * config.num_experts
+        assignments.sort(key=lambda assignment: -probs[assignment].item())
+    remaining = [len(rows) * router.topk] * config.num_experts
     if config.capacity_factor is not None:
         share = config.capacity_factor * len(rows) * router.topk / config.num_experts
-        room = [int(-(-share // 1))] * config.num_experts
+        remaining = [int(-(-share // 1))] * config.num_experts
     out, dropped = [torch.zeros_like(row) for row in rows], 0
-    for t, j in places:
+    for t, j in assignments:
         e = int(chosen[t, j])
-        if not room[e]:
+        if not remaining[e]:
             dropped += 1
             continue
-        room[e] -= 1
+        remaining[e] -= 1
         inner = weights["m.experts.up.weight"][e] @ rows[t]
         if config.gated:
             inner = activation(weights["m.experts.gate.weight"][e] @ rows[t]) * inner
         else:
             inner = activation(inner)
-        out[t] = out[t] + picked[t, j] * (weights["m.experts.down.weight"][e] @ inner)
+        out[t] = out[t] + probs[t, j] * (weights["m.experts.down.weight"][e] @ inner)
     return torch.stack(out), dropped
 
 
@@ -174,12 +176,12 @@ def by_token(
         (0.7, "probs", True, "silu"),
         (0.7, "position", True, "silu"),
         (1.0, "probs", False, "gelu"),
-        (0.1, "position", False, "gelu"),  # one place an expert
-        (9.0, "probs", True, "silu"),  # room for all
+        (0.1, "position", False, "gelu"),  # one slot per expert
+        (9.0, "probs", True, "silu"),  # capacity for all tokens
     ],
 )
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_limited_experts(
+def test_experts_match_token_loop(
     factor: float | None, policy: str, gated: bool, activation: str, recomputes: bool
 ):
     config = MoEConfig(
@@ -194,59 +196,59 @@ def test_limited_experts(
     hidden = torch.randn(S, B, H, generator=generator(4))
     factors = torch.randn(S, B, H, generator=generator(5))
     with one_thread():
-        ours = Layer(config, hidden_size=H)
-        ours.moe.recomputes = recomputes
-        ours.assert_sure(hidden)
-        whole = merged(ours.pieces(lambda handle: handle.get()))
+        layer = Layer(config, hidden_size=H)
+        layer.moe.recomputes = recomputes
+        layer.assert_stable_routes(hidden)
+        whole = merged(layer.shards(lambda handle: handle.get()))
         weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}
         x = hidden.double().requires_grad_(True)
-        wanted, dropped = by_token(weights, x.flatten(0, 1), config)
-        (wanted.view(S, B, H) * factors).sum().backward()
+        expected, dropped = token_loop(weights, x.flatten(0, 1), config)
+        (expected.view(S, B, H) * factors).sum().backward()
         with nan_memory():
-            got, dx = ours.step(hidden, factors)
-    assert ours.moe.router.counted[19 + 1] == dropped
+            output, dx = layer.step(hidden, factors)
+    assert layer.moe.router.counted[19 + 1] == dropped
     assert (dropped > 0) == (factor is not None and factor <= 1.0)
-    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
-    reference = {"output": wanted.view(S, B, H), "input gradient": x.grad}
+    actual = {"output": output, "input gradient": dx, **merged(layer.gradients())}
+    reference = {"output": expected.view(S, B, H), "input gradient": x.grad}
     reference |= {name: weight.grad for name, weight in weights.items()}
-    assert_all_close(found, reference, bound=5e-6)
+    assert_all_close(actual, reference, bound=5e-6)
 
 
-def test_bf16_is_rounded_where_products_are():
+def test_bf16_error_is_bounded_by_product_rounding():
     config = CASES["mixtral"]
     hidden, factors = (torch.randn(S, B, H, generator=generator(i)).bfloat16() for i in (6, 7))
     with one_thread():
-        ours = Layer(config, hidden_size=H, dtype=torch.bfloat16)
-        ours.assert_sure(hidden.float())
-        whole = merged(ours.pieces(lambda handle: handle.get()))
+        layer = Layer(config, hidden_size=H, dtype=torch.bfloat16)
+        layer.assert_stable_routes(hidden.float())
+        whole = merged(layer.shards(lambda handle: handle.get()))
         assert {w.dtype for w in whole.values()} == {torch.bfloat16}
         weights = {n: w.detach().double().requires_grad_(True) for n, w in whole.items()}
         x = hidden.double().requires_grad_(True)
-        wanted, _ = by_token(weights, x.flatten(0, 1), config)
-        (wanted.view(S, B, H) * factors).sum().backward()
-        got, dx = ours.step(hidden, factors)
-    assert got.dtype == dx.dtype == torch.bfloat16
-    found = {"output": got, "input gradient": dx, **merged(ours.gradients())}
-    reference = {"output": wanted.view(S, B, H), "input gradient": x.grad}
+        expected, _ = token_loop(weights, x.flatten(0, 1), config)
+        (expected.view(S, B, H) * factors).sum().backward()
+        output, dx = layer.step(hidden, factors)
+    assert output.dtype == dx.dtype == torch.bfloat16
+    actual = {"output": output, "input gradient": dx, **merged(layer.gradients())}
+    reference = {"output": expected.view(S, B, H), "input gradient": x.grad}
     reference |= {name: weight.grad for name, weight in weights.items()}
-    assert_all_close(found, reference, bound=2.0**-6)  # three products, each rounds its operands
+    assert_all_close(actual, reference, bound=2.0**-6)  # each of three products rounds its operands
 
 
-def test_what_cannot_be_says_why():
+def test_invalid_moe_config_is_refused():
     single = ProcessGroupCollection.single()
 
-    def built(dispatcher: str = "auto", **changes: object) -> MoE:
+    def build_moe(dispatcher: str = "auto", **changes: object) -> MoE:
         config = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": FFN, **changes})
-        build = surroundings(single, hidden_size=H, dispatcher=dispatcher)
-        return MoE("m", config=config, build=build)
+        context = make_layer_build(single, hidden_size=H, dispatcher=dispatcher)
+        return MoE("m", config=config, build=context)
 
-    for dispatcher, changes, said in (
+    for dispatcher, changes, message in (
         ("auto", {"capacity_factor": 0.0}, "moe-expert-capacity-factor 0.0 must be positive"),
         ("auto", {"drop_policy": "random"}, "moe-token-drop-policy 'random': use probs or"),
         ("auto", {"shared_gate": True}, "a gate of the shared expert without one"),
         ("auto", {"router": RouterConfig(topk=5)}, "moe-router-topk 5 must be in 1 … 4"),
         ("flex", {}, "moe-token-dispatcher-type 'flex': use auto, allgather, alltoall"),
     ):
-        with pytest.raises(ValueError, match=said):
-            built(dispatcher, **changes)
-    assert built().dispatcher == "allgather", "one rank, two experts a token"
+        with pytest.raises(ValueError, match=message):
+            build_moe(dispatcher, **changes)
+    assert build_moe().dispatcher == "allgather", "one rank, two experts per token"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on ranks that take a fixed number of rows: results of a single process, and what has no
-room."""
+"""MoE layers with a fixed number of rows per rank, against a single process; overflow counts."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.moe.single_layer import Layer, Piece, merged
+from tests.unit_tests.core.moe.single_layer import Layer, Shard, merged
 from tests.unit_tests.core.moe.test_dispatch import (
     CONFIGS,
     DISPATCHERS,
@@ -25,26 +24,26 @@ from tests.unit_tests.core.moe.test_dispatch import (
     Reference,
     S,
     bias_of,
-    data_of_rank,
+    inputs_of_rank,
 )
 
 FACTOR = 1.9
 SAMPLES = torch.arange(B)
-Ran = tuple[int, slice, dict[str, torch.Tensor], list[Piece], float]
+RankRun = tuple[int, slice, dict[str, torch.Tensor], list[Shard], float]
 
 
-def on_grid(
+def run_layers(
     rank: int, world: int, degrees: dict[str, Any], scattered: bool, names: list[str]
-) -> list[Ran]:
-    """Run layers with every dispatcher."""
+) -> list[RankRun]:
+    """Run the layers with every dispatcher."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-    lane, tp = groups["dense_dp"].rank, groups["tp"]
-    part = slice(0, S)
+    dp_rank, tp = groups["dense_dp"].rank, groups["tp"]
+    seq_slice = slice(0, S)
     if scattered:
-        part = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)
-    hidden, factors = (x[part] for x in data_of_rank(lane))
+        seq_slice = slice(tp.rank * S // tp.size, (tp.rank + 1) * S // tp.size)
+    hidden, factors = (x[seq_slice] for x in inputs_of_rank(dp_rank))
     layout = SequenceLayout.of_rows(S).with_samples(SAMPLES)
-    found = []
+    runs = []
     for name in names:
         for dispatcher in DISPATCHERS:
             layer = Layer(
@@ -64,8 +63,8 @@ def on_grid(
             tensors = {"out": out, "dx": dx}
             assert layer.moe.capacity.excess <= 0
             needed = layer.moe.capacity.needed()
-            found.append((lane, part, tensors, layer.gradients(), needed))
-    return found
+            runs.append((dp_rank, seq_slice, tensors, layer.gradients(), needed))
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -76,23 +75,25 @@ def on_grid(
         pytest.param({"tp": 2, "etp": 2, "ep": 2}, 4, True, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_with_room_equal_one_process(degrees: dict, world: int, scattered: bool):
+def test_ranks_with_capacity_match_one_process(degrees: dict, world: int, scattered: bool):
     tp = degrees.get("tp", 1)
     names = list(CONFIGS) if tp == 1 else list(CONFIGS)[:2]
-    runs = run_ranks(on_grid, world, degrees, scattered, names)
-    for index, name in enumerate(names):
-        wanted = Reference(name, world // tp)
-        for number in range(2 * index, 2 * index + 2):
-            for lane, part, tensors, *_ in (run[number] for run in runs):
-                reference = {k: v[part] for k, v in wanted.lanes[lane].items()}
-                assert_all_close(tensors, reference, bound=5e-6)
-            pieces = [piece for run in runs for piece in run[number][3]]
-            assert_all_close(merged(pieces), wanted.gradients, bound=5e-6)
-            most = max(run[number][4] for run in runs)
-            assert (most > 1.0) == (name != "some dropped"), "an even load tests no padding"
+    runs = run_ranks(run_layers, world, degrees, scattered, names)
+    for config_index, name in enumerate(names):
+        expected_run = Reference(name, world // tp)
+        for run_index in range(2 * config_index, 2 * config_index + 2):
+            for dp_rank, seq_slice, tensors, *_ in (run[run_index] for run in runs):
+                expected = {k: v[seq_slice] for k, v in expected_run.per_rank[dp_rank].items()}
+                assert_all_close(tensors, expected, bound=5e-6)
+            shards = [shard for run in runs for shard in run[run_index][3]]
+            assert_all_close(merged(shards), expected_run.gradients, bound=5e-6)
+            max_needed = max(run[run_index][4] for run in runs)
+            assert (max_needed > 1.0) == (name != "some dropped"), (
+                "an even load does not test padding"
+            )
 
 
-def test_what_has_no_room_is_counted_and_the_worst_layer_named():
+def test_overflow_is_counted_and_worst_layer_named():
     capacities = [RankCapacity(1.25) for _ in range(3)]
     assert capacities[0].rows(16.0, 100) == 20
     assert capacities[0].rows(16.0, 17) == 17
@@ -103,8 +104,8 @@ def test_what_has_no_room_is_counted_and_the_worst_layer_named():
     )
     assert check.count().tolist() == [0.0]
     for capacity, rows in zip(capacities, ([20, 3], [26, 21], [22, 30]), strict=True):
-        for given in (rows, [1, 0]):  # a microbatch that fits comes after
-            capacity.record(torch.tensor(given), 20, 16.0)
+        for num_rows in (rows, [1, 0]):  # a microbatch that fits comes after
+            capacity.record(torch.tensor(num_rows), 20, 16.0)
     assert check.count().tolist() == [0 + 6 + 10]
     with pytest.raises(
         ValueError, match=r"layer 5 \(and 1 more layers\): 10 tokens .* 1.88 x .* 2 "

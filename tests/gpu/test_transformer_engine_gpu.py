@@ -12,7 +12,11 @@ import pytest
 
 from megatron.core.extensions import QuantizationConfig, transformer_engine_problem
 from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
-from tests.unit_tests.core.extensions.test_gathered_tensors import CASES, differing, most
+from tests.unit_tests.core.extensions.test_gathered_tensors import (
+    CASES,
+    max_data_mismatch,
+    mismatch_fractions,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
@@ -88,6 +92,6 @@ def test_losses_of_a_recipe_are_those_in_bf16(te, prefix, folder, device, local,
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_over_gathered_bytes_are_transformer_engines(te, device, case, backward):
     need(te, CASES[case][0])
-    data, *scales = differing(case, backward=backward, device=device)
-    assert data <= most(case)
+    data, *scales = mismatch_fractions(case, backward=backward, device=device)
+    assert data <= max_data_mismatch(case)
     assert not any(scales)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of rows that TransformerEngine's grouped product takes from the host, once a layer."""
+"""Host reads of row counts by TransformerEngine's grouped product: one per layer."""
 
 import importlib
 from types import SimpleNamespace
@@ -24,18 +24,18 @@ DROPS = MoEConfig(
 )
 
 
-def _padded_by_hand(rows, counts):
-    """Return what `padded` does, run after run."""
-    parts, places, start = [], [], 0
-    for part in rows.split(counts):
-        places += range(start, start + len(part))
-        parts.append(torch.nn.functional.pad(part, (0, 0, 0, -len(part) % MULTIPLE)))
-        start += len(parts[-1])
-    return torch.cat(parts), [len(part) for part in parts], places
+def _pad_runs_by_loop(rows, counts):
+    """Return what `WeightQuantization.padded` computes, one run after the other."""
+    padded_runs, indices, start = [], [], 0
+    for run in rows.split(counts):
+        indices += range(start, start + len(run))
+        padded_runs.append(torch.nn.functional.pad(run, (0, 0, 0, -len(run) % MULTIPLE)))
+        start += len(padded_runs[-1])
+    return torch.cat(padded_runs), [len(run) for run in padded_runs], indices
 
 
-def _by_te(rank, world):
-    """Return how often counts are read by a layer, and check how runs are padded."""
+def _layer_reads(rank, world):
+    """Return the host reads of row counts by a layer, and check the padding of runs."""
     te_extension.install(te_wheel.tree())
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     reads = []
@@ -56,15 +56,15 @@ def _by_te(rank, world):
     for lengths in ([3, 0, 8, 0, 13], [0, 0, 1], [8, 16], [0]):
         rows = torch.randn(sum(lengths), H, generator=generator(len(lengths)))
         runs = RowRuns.of(torch.tensor(lengths))
-        found, longer, index = module.WeightQuantization.padded(quantization, rows, runs)
-        expected, expected_lengths, places = _padded_by_hand(rows, lengths)
-        assert longer == expected_lengths
-        assert torch.equal(found, expected)
+        padded, padded_lengths, index = module.WeightQuantization.padded(quantization, rows, runs)
+        expected, expected_lengths, indices = _pad_runs_by_loop(rows, lengths)
+        assert padded_lengths == expected_lengths
+        assert torch.equal(padded, expected)
         assert (index is None) == all(length % MULTIPLE == 0 for length in lengths)
-        assert index is None or index.tolist() == places
+        assert index is None or index.tolist() == indices
     return reads
 
 
-def test_counts_are_read_once_for_all_products_of_a_layer():
-    (reads,) = run_ranks(_by_te, 1)
+def test_counts_are_read_once_per_layer():
+    (reads,) = run_ranks(_layer_reads, 1)
     assert reads == [EXPERTS]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift between this package and a release of TransformerEngine is found in its source."""
+"""The contract check detects drift between this package and a release of TransformerEngine."""
 
 import shutil
 import sys
@@ -14,12 +14,12 @@ CHANGES = {
     "renamed method": (
         "distributed_weight.py", "def finalize_group_grads", "def finalize_gradients",
     ),
-    "another argument": (
+    "added argument": (
         "distributed_weight.py",
         "def materialize_group_for_forward(self)",
         "def materialize_group_for_forward(self, stream)",
     ),
-    "store of another shape": (
+    "changed put signature": (
         "module/_common.py", "def put(self, tensor_list, func)", "def put(self, func)",
     ),
     "renamed format": (
@@ -32,7 +32,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("release", te_wheel.releases())
-def test_a_release_that_tests_run_has_no_drift(release, monkeypatch, capsys):
+def test_tested_release_has_no_drift(release, monkeypatch, capsys):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
     monkeypatch.setattr(sys, "argv", ["te_contract", str(te_wheel.tree(release))])
@@ -44,7 +44,7 @@ def test_a_release_that_tests_run_has_no_drift(release, monkeypatch, capsys):
 
 @pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_planted_drift_is_one_line(name, tmp_path):
+def test_planted_drift_is_reported_in_one_line(name, tmp_path):
     path, old, new = CHANGES[name]
     uses = tuple(use for use in te_contract.CONTRACT if use.path == path)
     target = tmp_path / "transformer_engine" / "pytorch" / path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why TransformerEngine cannot be used is said in one line, with the fix."""
+"""Problems that prevent the use of TransformerEngine are reported in one line with the fix."""
 
 import importlib.metadata
 from unittest import mock
@@ -15,7 +15,7 @@ from tests.unit_tests.training.small_config import small_config
 
 
 @pytest.mark.parametrize(
-    ("release", "said"),
+    ("release", "message"),
     [
         (None, "TransformerEngine is not installed"),
         ("2.18.0", "TransformerEngine 2.18.0 has no distributed weights"),
@@ -23,7 +23,7 @@ from tests.unit_tests.training.small_config import small_config
         ("3.0.1+cu13", "TransformerEngine 3.0.1+cu13 cannot be used (No module named"),
     ],
 )
-def test_each_problem_is_a_line_with_the_fix(release, said, monkeypatch):
+def test_problem_is_one_line_with_the_fix(release, message, monkeypatch):
     def version(name):
         if release is None:
             raise importlib.metadata.PackageNotFoundError(name)
@@ -32,7 +32,7 @@ def test_each_problem_is_a_line_with_the_fix(release, said, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     problem = transformer_engine_problem()
     assert problem is not None
-    assert problem.startswith(said)
+    assert problem.startswith(message)
     assert "pip install 'megatron-lm[te]'" in problem
     assert "\n" not in problem
 
@@ -46,36 +46,36 @@ RECIPES = {
 }
 
 
-def _refused(rank, world, capability):
-    """Return what is said of each recipe on a GPU with CUDA 12.8, by TE's Python."""
+def _refusals(rank, world, capability):
+    """Return the problems of each recipe on a GPU with CUDA 12.8, reported by TE's Python code."""
     te_extension.install(te_wheel.tree(), capability)
     sizes = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2"
     impl = "--transformer-impl transformer_engine"
-    found = {}
+    refusals = {}
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.version, "cuda", "12.8"),
     ):
-        for recipe, words in RECIPES.items():
-            problems = check(small_config(f"{sizes} {impl} {words}"), 1)
-            found[recipe] = [line for line in problems if "this GPU does not support" in line]
-    return found
+        for recipe, flags in RECIPES.items():
+            problems = check(small_config(f"{sizes} {impl} {flags}"), 1)
+            refusals[recipe] = [line for line in problems if "this GPU does not support" in line]
+    return refusals
 
 
 @pytest.mark.skipif(not te_wheel.is_there(), reason="run make te-wheels")
 @pytest.mark.parametrize(
-    ("capability", "lacks"),
+    ("capability", "unsupported"),
     [
         ((9, 0), ["blockwise", "mxfp8", "nvfp4"]),
         pytest.param((10, 0), ["blockwise"], marks=pytest.mark.slow),
         pytest.param((8, 0), list(RECIPES), marks=pytest.mark.slow),
     ],
 )
-def test_a_recipe_that_the_chip_lacks_is_refused(capability, lacks):
-    (found,) = run_ranks(_refused, 1, capability)
-    assert [recipe for recipe, lines in found.items() if lines] == lacks
-    for recipe in lacks:
-        (line,) = found[recipe]
+def test_unsupported_recipe_is_refused(capability, unsupported):
+    (refusals,) = run_ranks(_refusals, 1, capability)
+    assert [recipe for recipe, lines in refusals.items() if lines] == unsupported
+    for recipe in unsupported:
+        (line,) = refusals[recipe]
         assert recipe in line
         assert "apability" in line  # TE's reason
         assert "\n" not in line

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mode auto picks, against bytes counted by hand."""
+"""The context-parallel mode that auto picks for a recurrence, against bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEMOTRON = LinearShape(
     conv_width=4,
     shared_features=2_048,
 )
-# One group of it, as tensor parallelism over 8 ranks leaves it.
+# One of its groups, as with tensor parallelism over 8 ranks.
 GROUP = replace(NEMOTRON, units=1, features_in=1_296, features_out=1_024, heads=16)
 GROUP = replace(GROUP, conv_channels=1_280, shared_features=256)
 
@@ -54,7 +54,7 @@ def shape_of(shape: LinearShape, tokens: int, cp: int, sequences: int = 1, rows:
 
 
 CASES = {
-    # (shape, T, N, rows, cp): what headwise sends, what segments send.
+    # (shape, T, N, rows, cp), bytes that headwise sends, bytes that segments send.
     #
     # headwise: 2 (and gradients) · 4,096 tokens · (8,256 + 4,096) · 2 bytes · 3/4 = 151,781,376.
     # A state is 32 · 128 · 128 · 4 = 2,097,152 bytes, and so is what multiplies it. Forward both,
@@ -70,22 +70,22 @@ CASES = {
     "heads that do not divide": ((TWELVE, 512, 1, 2, 8), None, 2 * 2 * 33_103_872),
     # 2 · 4,096 · (10,368 + 8,192) · 2 / 2 = 152,043,520. A state: 128 · 128 · 64 · 4 = 4,194,304;
     # two of it and 128 · 4 = 512 bytes to one rank: 8,389,120; halo 2 · 3 · 10,240 · 2 = 122,880.
-    # Of two ranks, one has the outer runs and one a joined inner one: a summary each.
+    # Of two ranks, one has the outer token ranges and one the joined inner range: one summary each.
     "Mamba-2": ((NEMOTRON, 8_192, 1, 1, 2), 152_043_520, 8_512_000),
     "Mamba-2, many sequences": ((NEMOTRON, 8_192, 64, 1, 2), 152_043_520, 64 * 8_512_000),
     # Four ranks share a group: 1,296 + 3 further copies of 256 + 1,024 = 3,088 features;
     # 2 · 1,024 · 3,088 · 2 · 3/4 = 9,486,336. A state: 16 · 128 · 64 · 4 = 524,288; to 3 ranks
     # 3 · (2 · 524,288 + 64) = 3,145,920; halo 2 · 3 · 1,280 · 2 = 15,360; twice.
     "a group for four ranks": ((GROUP, 4_096, 1, 1, 4), 9_486_336, 6_322_560),
-    "half the tokens of it": ((GROUP, 2_048, 1, 1, 4), 4_743_168, 6_322_560),
-    # Nothing to choose: 4 sequences send as much as their tokens. Headwise needs no summaries.
-    "as much": ((QWEN, 16_384, 4, 1, 4), 151_781_376, 151_781_376),
+    "that group, half the tokens": ((GROUP, 2_048, 1, 1, 4), 4_743_168, 6_322_560),
+    # A tie: the summaries of 4 sequences are as large as their tokens. Headwise needs no summaries.
+    "equal bytes": ((QWEN, 16_384, 4, 1, 4), 151_781_376, 151_781_376),
 }
 SEGMENTS = {"one long sequence", "heads that do not divide", "Mamba-2", "a group for four ranks"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_auto_takes_what_sends_least(name):
+def test_auto_picks_mode_with_fewest_bytes(name):
     (shape, tokens, sequences, rows, cp), headwise, segments = CASES[name]
     shape = shape_of(shape, tokens, cp, sequences, rows)
     assert sent_bytes("segments", shape, cp) == segments
@@ -93,8 +93,8 @@ def test_auto_takes_what_sends_least(name):
         assert sent_bytes("headwise", shape, cp) == headwise
     choice = choose_mode("auto", shape, cp)
     assert choice.mode == ("segments" if name in SEGMENTS else "headwise")
-    for sent in (headwise, segments):
-        assert sent is None or f"{sent / 1e6:,.2f} MB" in choice.why
+    for num_bytes in (headwise, segments):
+        assert num_bytes is None or f"{num_bytes / 1e6:,.2f} MB" in choice.why
     assert ("not headwise: 12 units" in choice.why) == (headwise is None)
 
 
@@ -108,7 +108,7 @@ def test_requested_mode_is_used_or_refused():
         choose_mode("ring", shape, 4)
 
 
-def test_explain_says_both_numbers():
+def test_explain_reports_bytes_of_both_modes():
     text = explain("auto", shape_of(QWEN, 16_384, 4), 4)
     assert text == (
         "recurrences over context parallel 4 by segments: least of what leaves a rank per layer: "
@@ -119,18 +119,20 @@ def test_explain_says_both_numbers():
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_summaries_are_those_that_pieces_send(cp, order):
+def test_summaries_match_local_sequences(cp, order):
     for bounds in (None, (0, 16, 16, 48)):
-        cut = SequenceSharding.of(48, cp, order=order, cu_seqlens=bounds)
-        layout = SequenceLayout.make(cut, 0, rows=3, device=torch.device("meta"))
+        sharding = SequenceSharding.of(48, cp, order=order, cu_seqlens=bounds)
+        layout = SequenceLayout.make(sharding, 0, rows=3, device=torch.device("meta"))
         shape = QWEN.with_tokens(layout, 3, element_bytes=4)
-        pieces = layout.local_sequences(3)
+        local_sequences = layout.local_sequences(3)
         assert (shape.tokens, shape.rows, shape.element_bytes) == (48 // cp, 3, 4)
-        assert shape.summaries(cp) == pieces.export_slots
-        bare = replace(shape, conv_width=1)
+        assert shape.summaries(cp) == local_sequences.export_slots
+        without_conv = replace(shape, conv_width=1)
         state = 32 * 128 * 128 * 4
-        sent = (cp - 1) * pieces.export_slots * (3 if pieces.chained else 2) * state
-        assert sent_bytes("segments", bare, cp) == sent
+        expected = (
+            (cp - 1) * local_sequences.export_slots * (3 if local_sequences.chained else 2) * state
+        )
+        assert sent_bytes("segments", without_conv, cp) == expected
 
 
 def test_one_rank_sends_nothing():

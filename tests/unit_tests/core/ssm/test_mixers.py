@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers on one rank and on several: what they send, what they keep in fp32, what they
-refuse. Their values are held to plain fp64 models in tests/parity and to transformers in hf."""
+"""Recurrent mixers on one rank and on several: collectives, fp32 weights, refused layouts.
+
+Their values are compared with fp64 models in tests/parity and with transformers in hf.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def make_mixer(
     return layer, store
 
 
-def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Counter:
+def _collectives(rank: int, world: int, kind: str, sequences: int, has_bounds: bool) -> Counter:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     layer, store = make_mixer(kind, groups, linear_mode="headwise")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
@@ -76,9 +78,9 @@ def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Coun
     length = 64 * 2 * world
     bounds = [length * i // sequences for i in range(sequences + 1)]
     ids = torch.bucketize(torch.arange(length), torch.tensor(bounds[1:-1]), right=True)
-    cut = SequenceSharding.of(length, world, cu_seqlens=bounds if apart else None)
-    layout = SequenceLayout.make(cut, rank, rows=1, document_ids=ids[None])
-    hidden = torch.randn(cut.local_length, 1, HIDDEN, generator=generator(rank))
+    sharding = SequenceSharding.of(length, world, cu_seqlens=bounds if has_bounds else None)
+    layout = SequenceLayout.make(sharding, rank, rows=1, document_ids=ids[None])
+    hidden = torch.randn(sharding.local_length, 1, HIDDEN, generator=generator(rank))
     hidden.requires_grad_()
     with trace(groups) as records:
         out = layer(hidden, layout)
@@ -89,34 +91,36 @@ def _sent(rank: int, world: int, kind: str, sequences: int, apart: bool) -> Coun
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-@pytest.mark.parametrize(("sequences", "apart"), [(1, False), (4, True), (64, True), (64, False)])
-def test_a_layer_sends_four_times_whatever_the_sequences(
-    kind: str, sequences: int, apart: bool
-) -> None:
-    for sent in run_ranks(_sent, 2, kind, sequences, apart):
-        assert sent == {"all_to_all": 4}
+@pytest.mark.parametrize(
+    ("sequences", "has_bounds"), [(1, False), (4, True), (64, True), (64, False)]
+)
+def test_headwise_layer_sends_four_all_to_alls(kind: str, sequences: int, has_bounds: bool) -> None:
+    for counts in run_ranks(_collectives, 2, kind, sequences, has_bounds):
+        assert counts == {"all_to_all": 4}
 
 
-def _choices(rank: int, world: int) -> list[int]:
-    """Return how often a mode was chosen after each forward pass: two layers of a kind and one of
-    the other on one layout, again on the same, on the next."""
+def _count_mode_choices(rank: int, world: int) -> list[int]:
+    """Return the number of mode choices after each forward pass.
+
+    Two layers of one kind and one of another run on a layout, on an equal one, and on a second.
+    """
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     layers = [
         make_mixer(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")
     ]
     layouts = [SequenceLayout.make(SequenceSharding.of(16, world), rank, rows=2) for _ in range(2)]
-    found = []
-    with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as chosen:
+    counts = []
+    with mock.patch.object(mixer, "choose_mode", wraps=choose_mode) as choose:
         for layout in (layouts[0], layouts[0].with_samples(torch.arange(2)), layouts[1]):
             hidden = torch.randn(16 // world, 2, HIDDEN)
             for layer in layers:
                 hidden = layer(hidden, layout)
-            found.append(chosen.call_count)
-    return found
+            counts.append(choose.call_count)
+    return counts
 
 
-def test_a_mode_is_chosen_once_for_each_layout_and_shape():
-    assert run_ranks(_choices, 2) == [[2, 2, 4]] * 2
+def test_mode_is_chosen_once_per_layout_and_shape():
+    assert run_ranks(_count_mode_choices, 2) == [[2, 2, 4]] * 2
 
 
 @pytest.mark.parametrize("kind", MIXERS)
@@ -127,8 +131,8 @@ def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
         layer(torch.zeros(8, 1, HIDDEN), layout)
 
 
-def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch.Tensor]:
-    """Train one step of tiny size in bf16; return the fp32 weights before and after."""
+def _train_a_step(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch.Tensor]:
+    """Train a bf16 layer for one tiny step; return its fp32 weights before and after."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     layer, store = make_mixer(kind, groups, dtype=torch.bfloat16, strategy=strategy)
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy=strategy))
@@ -140,47 +144,49 @@ def _trained(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch
     )
     hidden = torch.randn(24, 1, HIDDEN, generator=generator(rank)).bfloat16()
     engine.begin_step()
-    before = _wide(store)
+    before = _fp32_weights(store)
     out = layer(hidden, SequenceLayout.of_rows(24))
     engine.backward(out.float().square().sum() / 100, last=True)
     engine.finish()
     optimizer.step(1e-5, 0.0)
     engine.start_param_sync(force_sync=True)
-    return {**before, **{f"{name} after": value for name, value in _wide(store).items()}}
+    return {**before, **{f"{name} after": value for name, value in _fp32_weights(store).items()}}
 
 
-def _wide(store: WeightStore) -> dict[str, torch.Tensor]:
+def _fp32_weights(store: WeightStore) -> dict[str, torch.Tensor]:
     return {
-        held.name: held.tensor.clone()
+        chunk.name: chunk.tensor.clone()
         for handle in store.handles.values()
-        for held in store.chunks(handle)
-        if held.tensor.dtype == torch.float32
+        for chunk in store.chunks(handle)
+        if chunk.tensor.dtype == torch.float32
     }
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize("kind", MIXERS)
-def test_rates_stay_fp32_in_a_bf16_model(kind: str, strategy: str) -> None:
+def test_decay_rates_stay_fp32_in_bf16_model(kind: str, strategy: str) -> None:
     names = {"m.A_log", "m.dt_bias"} | ({"m.D"} if kind == "mamba" else set())
-    moved: Counter = Counter()
-    for found in run_ranks(_trained, 2, kind, strategy):
-        for name in names & found.keys():
-            before, after = found[name], found[f"{name} after"]
+    changes: Counter = Counter()
+    for weights in run_ranks(_train_a_step, 2, kind, strategy):
+        for name in names & weights.keys():
+            before, after = weights[name], weights[f"{name} after"]
             assert before.dtype == after.dtype == torch.float32
-            # Steps that bf16 weights would not see.
-            moved[name] += int(((before != after) & (before.bfloat16() == after.bfloat16())).sum())
-    assert set(moved) == names
-    assert all(count > 0 for count in moved.values()), moved
+            # Updates that bf16 weights would round away.
+            changes[name] += int(
+                ((before != after) & (before.bfloat16() == after.bfloat16())).sum()
+            )
+    assert set(changes) == names
+    assert all(count > 0 for count in changes.values()), changes
 
 
-def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
-    """Return what comes out of two tokens that both lie on rank 0, and padding."""
+def _run_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
+    """Return the output for two tokens that both lie on rank 0, and padding."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     layer, store = make_mixer(kind, groups, linear_mode="segments")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
-    cut = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
-    layout = SequenceLayout.make(cut, rank, rows=1)
+    sharding = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
+    layout = SequenceLayout.make(sharding, rank, rows=1)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3)).requires_grad_()
     out = layer(hidden, layout)
     out.sum().backward()
@@ -189,23 +195,23 @@ def _of_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_a_rank_without_tokens_takes_part(kind: str) -> None:
+def test_rank_without_tokens_joins_collectives(kind: str) -> None:
     layer, _ = make_mixer(kind)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
-    wanted = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
-    with_tokens, without = run_ranks(_of_two_tokens, 2, kind)
-    assert_close_by_metric("with tokens", with_tokens[:2], wanted)
+    expected = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
+    with_tokens, without = run_ranks(_run_two_tokens, 2, kind)
+    assert_close_by_metric("with tokens", with_tokens[:2], expected)
     assert not without.any()
 
 
-class _OneToken:
-    """A cache of one token a row for two rows, of which the second has none."""
+class _SingleTokenCache:
+    """A state cache for two rows: the first has one token, the second is padding."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
-        return self._kept.setdefault(name, torch.zeros(2, *shape, **kind))
+        return self._buffers.setdefault(name, torch.zeros(2, *shape, **kind))
 
     @staticmethod
     def layout() -> SequenceLayout:
@@ -226,12 +232,12 @@ class _OneToken:
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_a_row_without_a_token_puts_out_zeros_whatever_it_holds(kind: str) -> None:
+def test_padding_row_outputs_zeros(kind: str) -> None:
     layer, _ = make_mixer(kind)
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
-    wanted = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
+    expected = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
     hidden[1] = torch.nan
     with torch.no_grad():
-        out = layer(hidden, _OneToken.layout(), cache=_OneToken())
-    assert_close_by_metric("the row with a token", out[:1], wanted)
+        out = layer(hidden, _SingleTokenCache.layout(), cache=_SingleTokenCache())
+    assert_close_by_metric("the row with a token", out[:1], expected)
     assert not out[1].any()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT whose attention has output gates over tp, sequence and context parallel ranks against one
-process, with more, as many and fewer kv heads than ranks."""
+"""GPT with attention output gates over tp, sp and cp ranks against one process.
+
+The cases have more, as many and fewer kv heads than ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.unit_tests.core.models.test_latent_parallel import CONFIG, Case, on_r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gated(Case):
-    """A model with gates and so many kv heads."""
+    """A model with output gates and `groups` kv heads."""
 
     groups: int = 2
 
@@ -46,23 +48,25 @@ FOUR = (Gated(tp=4, groups=2, sequence_parallel=True), Gated(tp=4, groups=1))
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
-def test_every_gradient_is_that_of_one_process(world: int, cases: tuple[Gated, ...]) -> None:
-    results = run_ranks(on_rank, world, list(cases))
-    for number, case in enumerate(cases):
+def test_gradients_match_one_process(world: int, cases: tuple[Gated, ...]) -> None:
+    rank_results = run_ranks(on_rank, world, list(cases))
+    for index, case in enumerate(cases):
         with one_thread():
             plain = dataclasses.replace(case, split=False)
             _, gradients, _, _ = trained(plain, ProcessGroupCollection.single())
         names = {name for name, _ in gradients}
-        seen = set()
-        for result in results:
-            _, (_, pieces, _, _) = result[number]
-            for (name, offsets), values in pieces.items():
-                whole = gradients[name, (0,) * len(offsets)]
-                assert_piece_close(f"{case}: {name}", values, whole, offsets)
+        compared = set()
+        for rank_result in rank_results:
+            _, (_, shards, _, _) = rank_result[index]
+            for (name, offsets), shard in shards.items():
+                expected = gradients[name, (0,) * len(offsets)]
+                assert_piece_close(f"{case}: {name}", shard, expected, offsets)
                 if "attention.gate" in name and case.tp > 1:
-                    assert values.shape[0] * case.tp == whole.shape[0], "gates are cut over tp"
-                seen.add(name)
-        assert seen == names
+                    assert shard.shape[0] * case.tp == expected.shape[0], (
+                        "gates are sharded over tp"
+                    )
+                compared.add(name)
+        assert compared == names
         assert {n for n in names if "attention.gate" in n} == {
             f"decoder.blocks.{block}.attention.gate.{kind}"
             for block in (0, 2)

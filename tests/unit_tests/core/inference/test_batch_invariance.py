@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch invariance: a request's bits alone, in a crowd, in chunks, after a hit, of the trainer."""
+"""Batch invariance: equal bits alone, in a batch, in chunks, after a prefix hit, in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEW = 5
 SAMPLING = SamplingParams(temperature=1.1, seed=5)
 
 
-#: Whether this machine multiplies 16 features by packed matrices; if not, all is of tiles.
+#: Whether this machine multiplies 16 features by packed matrices; otherwise it uses tiles.
 PACKS = packed_matmul.min_invariant_rows((16, 16)) is not None
 
 
@@ -42,10 +42,10 @@ def model_of(family: str, dtype: torch.dtype) -> GPTModel:
     )
 
 
-def request(number: int, length: int, *, begins: tuple[int, ...] = ()) -> Request:
+def request(number: int, length: int, *, prefix: tuple[int, ...] = ()) -> Request:
     ids = torch.randint(0, VOCABULARY, (length,), generator=generator(7, number)).tolist()
     return Request(
-        prompt=(*begins, *ids[len(begins) :]),
+        prompt=(*prefix, *ids[len(prefix) :]),
         max_new_tokens=NEW,
         sampling=SAMPLING,
         sequence=number,
@@ -53,11 +53,11 @@ def request(number: int, length: int, *, begins: tuple[int, ...] = ()) -> Reques
     )
 
 
-#: The one that is watched: two tiles of keys, the last of them partly filled.
-WATCHED = request(0, 75)
+#: The request under test: two tiles of keys, the last one partly filled.
+TARGET = request(0, 75)
 
 
-def crowd() -> list[Request]:
+def neighbour_requests() -> list[Request]:
     return [request(n, 3 + 5 * (n % 5)) for n in range(1, 16)]
 
 
@@ -71,16 +71,16 @@ def engine_of(model: GPTModel, **config) -> Engine:
 
 
 def bits(completion: Completion) -> tuple:
-    """Return all that must be equal."""
+    """Return all values that must be equal."""
     return completion.tokens, completion.logprobs, completion.prompt_logprobs
 
 
-def alone(model: GPTModel, asked: Request = WATCHED, **config) -> Completion:
-    return generate(engine_of(model, **config), [asked])[0][0]
+def generate_alone(model: GPTModel, target: Request = TARGET, **config) -> Completion:
+    return generate(engine_of(model, **config), [target])[0][0]
 
 
 @pytest.fixture(autouse=True)
-def on_one_thread():
+def single_thread():
     with one_thread():
         yield
 
@@ -91,41 +91,41 @@ CASES += [pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in ("lat
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
-def test_a_request_has_the_same_bits_in_any_company(family: str, dtype: torch.dtype) -> None:
+def test_request_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
-    wanted = alone(model)
-    assert bits(alone(model, max_num_batched_tokens=7)) == bits(wanted)
-    # A prompt that is computed for its log-probabilities takes nothing from the prefix cache.
-    watched = replace(WATCHED, prompt_logprobs=False)
+    expected = generate_alone(model)
+    assert bits(generate_alone(model, max_num_batched_tokens=7)) == bits(expected)
+    # A request with prompt log-probabilities does not use the prefix cache.
+    target = replace(TARGET, prompt_logprobs=False)
     engine = engine_of(model, max_num_batched_tokens=100)
-    for asked in (watched, *crowd()):
-        engine.add(asked)
-    done: dict[int, Completion] = {}
-    most = 0
+    for queued in (target, *neighbour_requests()):
+        engine.add(queued)
+    completions: dict[int, Completion] = {}
+    max_running = 0
     while engine.unfinished:
-        done |= {found.request_id: found for found in engine.step()}
-        most = max(most, len(engine.scheduler.running))
-        if 0 in done and len(done[0].tokens) == 2 and not engine.stats.preempted:
+        completions |= {completion.request_id: completion for completion in engine.step()}
+        max_running = max(max_running, len(engine.scheduler.running))
+        if 0 in completions and len(completions[0].tokens) == 2 and not engine.stats.preempted:
             engine.pause(keep_cache=False)
             engine.resume()
     assert engine.stats.preempted > 0
-    assert most > 8
-    again = generate(engine, [watched])[0][0]
+    assert max_running > 8
+    from_cache = generate(engine, [target])[0][0]
     assert engine.stats.hit > 0
-    for got in (done[0], again):
-        assert (got.tokens, got.logprobs) == (wanted.tokens, wanted.logprobs)
+    for got in (completions[0], from_cache):
+        assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
-def test_the_trainer_computes_the_same_bits(family: str, dtype: torch.dtype) -> None:
+def test_training_forward_computes_the_same_bits(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
-    found = alone(model)
-    ids = torch.tensor([*WATCHED.prompt, *found.tokens])
-    other = torch.randint(0, VOCABULARY, ids.shape, generator=generator(8))
+    completion = generate_alone(model)
+    ids = torch.tensor([*TARGET.prompt, *completion.tokens])
+    neighbour = torch.randint(0, VOCABULARY, ids.shape, generator=generator(8))
     with torch.set_grad_enabled(family != "hybrid"):
-        logits = model.full_logits(torch.stack([other, ids]))[:, 1]
+        logits = model.full_logits(torch.stack([neighbour, ids]))[:, 1]
     trained = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-    assert trained == [*found.prompt_logprobs, *found.logprobs]
+    assert trained == [*completion.prompt_logprobs, *completion.logprobs]
 
 
 @pytest.mark.parametrize(
@@ -133,25 +133,25 @@ def test_the_trainer_computes_the_same_bits(family: str, dtype: torch.dtype) -> 
 )
 def test_two_threads_compute_the_same_bits(family: str) -> None:
     model = model_of(family, torch.float32)
-    wanted = bits(alone(model))
+    expected = bits(generate_alone(model))
     torch.set_num_threads(2)
-    assert bits(alone(model)) == wanted
+    assert bits(generate_alone(model)) == expected
 
 
-def test_gradients_are_those_of_the_plain_backend() -> None:
-    tokens = torch.tensor([WATCHED.prompt[:70]])
-    found = []
+def test_gradients_match_the_default_backend() -> None:
+    tokens = torch.tensor([TARGET.prompt[:70]])
+    gradients = []
     for backend in (LOCAL, with_batch_invariance(LOCAL)):
         model = GPTModel(
             FAMILIES["latent"], ProcessGroupCollection.single(), seed=3, backend=backend
         )
         model.logits(tokens).square().mean().backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    assert_all_close(found[1], found[0])
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_all_close(gradients[1], gradients[0])
 
 
 def test_rows_of_several_documents_are_refused() -> None:
-    tokens = torch.tensor([WATCHED.prompt[:8]])
+    tokens = torch.tensor([TARGET.prompt[:8]])
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     layout = SequenceLayout.of_rows(8, document_ids=ids)
     for family in ("gqa", "hybrid"):
@@ -159,31 +159,31 @@ def test_rows_of_several_documents_are_refused() -> None:
             model_of(family, torch.float32)(tokens, layout=layout)
 
 
-def test_a_processor_that_tells_equal_rows_apart_is_refused(monkeypatch) -> None:
+def test_position_dependent_matmul_is_refused(monkeypatch) -> None:
     matrix, mm = torch.randn(5, 8, generator=generator(9)), torch.Tensor.mm
     check_tile_invariance([matrix], torch.float32)
     noise = torch.arange(TILE_ROWS)[:, None] / 7
-    monkeypatch.setattr(torch.Tensor, "mm", lambda x, other: mm(x, other) + noise)
+    monkeypatch.setattr(torch.Tensor, "mm", lambda x, weight: mm(x, weight) + noise)
     with pytest.raises(ValueError, match=r"matrix \[5, 8\]"):
         check_tile_invariance([matrix], torch.float32)
 
 
 @pytest.mark.skipif(not PACKS, reason="this machine has no packed product of equal bits")
 @pytest.mark.parametrize("features", [40, 1500])
-def test_packed_products_have_a_rows_bits_in_any_number(features: int) -> None:
+def test_packed_product_bits_do_not_depend_on_row_count(features: int) -> None:
     weight = torch.randn(48, features, generator=generator(10))
     x = torch.randn(MAX_ROWS + 1, features, generator=generator(11))
-    least, matrix = packed_matmul.min_invariant_rows((48, features)), PackedMatrix(weight)
-    if least is None:
+    min_rows, matrix = packed_matmul.min_invariant_rows((48, features)), PackedMatrix(weight)
+    if min_rows is None:
         pytest.skip("this machine multiplies so many features in tiles")
-    wanted = matrix.linear(x, least)
-    assert_all_close({"y": wanted}, {"y": x @ weight.t()})
+    expected = matrix.linear(x, min_rows)
+    assert_all_close({"y": expected}, {"y": x @ weight.t()})
     for rows in range(1, MAX_ROWS + 2):
-        assert torch.equal(matrix.linear(x[-rows:], least), wanted[-rows:])
+        assert torch.equal(matrix.linear(x[-rows:], min_rows), expected[-rows:])
 
 
 @pytest.mark.skipif(not PACKS, reason="this machine has no packed product of equal bits")
-def test_packed_matrices_follow_the_weights() -> None:
+def test_packed_matrices_are_rebuilt_after_weight_changes() -> None:
     model = GPTModel(
         FAMILIES["gqa"],
         ProcessGroupCollection.single(),
@@ -194,16 +194,16 @@ def test_packed_matrices_follow_the_weights() -> None:
     x = torch.randn(3, handle.shape[1], generator=generator(12))
     with torch.no_grad():
         before, packed = handle.linear(x), handle.packed()
-        assert handle.packed() is packed  # made once
+        assert handle.packed() is packed  # cached
         handle.param.mul_(2)
         assert torch.equal(handle.linear(x), 2 * before)
-        handle.param.data.mul_(2)  # which torch does not count
+        handle.param.data.mul_(2)  # does not change the tensor's version
         model.weights_replaced()
         assert torch.equal(handle.linear(x), 4 * before)
 
 
-@pytest.mark.parametrize("cause", ["no operator", "sums by the number of rows"])
-def test_tiles_replace_packed_products_that_do_not_hold(cause: str, monkeypatch) -> None:
+@pytest.mark.parametrize("cause", ["no operator", "depends on the row count"])
+def test_tiles_replace_variant_packed_products(cause: str, monkeypatch) -> None:
     packed_matmul._min_invariant_rows.cache_clear()
     if cause == "no operator":
         monkeypatch.setattr(packed_matmul, "is_available", lambda: False)
@@ -216,6 +216,6 @@ def test_tiles_replace_packed_products_that_do_not_hold(cause: str, monkeypatch)
     try:
         model = model_of("gqa", torch.float32)
         assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows is None
-        assert bits(alone(model, max_num_batched_tokens=7)) == bits(alone(model))
+        assert bits(generate_alone(model, max_num_batched_tokens=7)) == bits(generate_alone(model))
     finally:
         packed_matmul._min_invariant_rows.cache_clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of blocks by random events, against a model of it that keeps all in plain sets."""
+"""The block pool under random events, against a model with plain sets."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ import pytest
 from megatron.core.inference.blocks import BlockPool, hash_blocks
 
 
-def check(pool: BlockPool, rows: list[list[int]], known: dict[bytes, int]) -> None:
-    """References are those of the rows, and what nobody refers to can be allocated."""
-    held = Counter(block for row in rows for block in row)
-    assert pool.references == held.total()
-    assert pool.available == pool.num_blocks - len(held)
-    for digest, block in known.items():
+def check_pool(pool: BlockPool, rows: list[list[int]], published: dict[bytes, int]) -> None:
+    """Check that the rows' references are counted and unreferenced blocks are available."""
+    references = Counter(block for row in rows for block in row)
+    assert pool.references == references.total()
+    assert pool.available == pool.num_blocks - len(references)
+    for digest, block in published.items():
         assert pool.find(digest) in (block, None)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_thousand_random_events_leak_nothing(seed: int) -> None:
+def test_random_events_leak_no_blocks(seed: int) -> None:
     source = random.Random(seed)
     pool = BlockPool(source.choice((1, 7, 40)))
     rows: list[list[int]] = []
-    known: dict[bytes, int] = {}  # what was published; the block that a digest may be found in
-    evicted = found_again = refused = 0
+    published: dict[bytes, int] = {}  # digest -> the block that it was published for
+    evicted = num_hits = refused = 0
     for number in range(25_000):
         event = source.random()
         if event < 0.35:
             count = source.randint(1, 4)
-            before, room = pool.evicted, pool.available
-            got = pool.allocate(count)
-            if got is None:
-                assert count > room
+            before, available = pool.evicted, pool.available
+            blocks = pool.allocate(count)
+            if blocks is None:
+                assert count > available
                 refused += 1
                 continue
-            assert len(set(got)) == count <= room
-            assert not set(got) & {block for row in rows for block in row}
+            assert len(set(blocks)) == count <= available
+            assert not set(blocks) & {block for row in rows for block in row}
             evicted += pool.evicted - before
-            known = {d: b for d, b in known.items() if b not in got}
-            rows.append(got)
+            published = {d: b for d, b in published.items() if b not in blocks}
+            rows.append(blocks)
         elif event < 0.55 and rows:
             row = source.choice(rows)
             block = source.choice(row)
             digest = number.to_bytes(4, "big")
             pool.publish(block, digest)
             if pool.find(digest) == block:
-                known[digest] = block
-            else:  # it has one already
-                assert block in known.values()
-        elif event < 0.7 and known:
-            digest = source.choice(list(known))
+                published[digest] = block
+            else:  # the block already has a digest
+                assert block in published.values()
+        elif event < 0.7 and published:
+            digest = source.choice(list(published))
             block = pool.find(digest)
-            assert block == known[digest]
+            assert block == published[digest]
             pool.share([block])
             rows.append([block])
-            found_again += 1
+            num_hits += 1
         elif event < 0.705:
             pool.forget_all()
-            known.clear()
+            published.clear()
         elif rows:
             pool.release(rows.pop(source.randrange(len(rows))))
         if number % 50 == 0:
-            check(pool, rows, known)
+            check_pool(pool, rows, published)
     for row in rows:
         pool.release(row)
-    check(pool, [], known)
-    assert min(evicted, found_again, refused) > 0
+    check_pool(pool, [], published)
+    assert min(evicted, num_hits, refused) > 0
     with pytest.raises(ValueError, match="is not in use"):
         pool.release([0])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine against running every sequence anew: families, layouts of memory, what is reported."""
+"""The engine against full forwards of each sequence: families, cache layouts, reported values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEADS = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=1
 
 
 def gpt(layers: int = 2, **fields) -> GPTConfig:
-    """Return a small model."""
+    """Return a small model configuration."""
     return GPTConfig(
         **{
             "num_layers": layers,
@@ -98,7 +98,7 @@ FAMILIES = {
 
 
 @pytest.fixture(autouse=True)
-def on_one_thread():
+def single_thread():
     with one_thread():
         yield
 
@@ -107,10 +107,10 @@ def model_of(
     family: str, groups: ProcessGroupCollection | None = None, depths: int = 0, **layout
 ) -> GPTModel:
     groups, config = groups or ProcessGroupCollection.single(), FAMILIES[family]
-    if depths:  # which change no weight of the model itself
+    if depths:  # MTP layers change no weight of the main model
         blocks = {"hybrid": "G*-", "experts": "*-"}.get(family, "")
         config = replace(config, mtp_num_layers=depths, mtp_pattern=blocks)
-    dtype = torch.float32 if family == "experts" else torch.float64  # routers weigh in fp32
+    dtype = torch.float32 if family == "experts" else torch.float64  # routers compute in fp32
     split = None
     if groups["pp"].size > 1:
         shape = {"blocks_of_layer": config.layer_blocks}
@@ -119,7 +119,7 @@ def model_of(
 
 
 def draft_model_of(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
-    """Return a model that often says what `model_of` does, and not always."""
+    """Return a model that often, but not always, predicts the tokens of `model_of`."""
     model = model_of(family, groups)
     with torch.no_grad():
         for n, weight in enumerate(model.parameters()):
@@ -127,7 +127,7 @@ def draft_model_of(family: str, groups: ProcessGroupCollection | None = None) ->
     return model
 
 
-def speculating(
+def speculative_engine(
     kind: str,
     family: str,
     groups: ProcessGroupCollection | None = None,
@@ -135,65 +135,69 @@ def speculating(
     backend: Backend = LOCAL,
     **options,
 ) -> Engine:
-    """Return an engine of a family with a proposer of drafts; `options` as of `engine_of`."""
+    """Return a family's engine with a draft proposer, built by `engine_of` with `options`."""
     if kind == "heads":
         model = model_of(family, groups, depths=2, backend=backend)
         return engine_of(model, MultiTokenHeads(model, num_layers=2), **options)
     proposer = NGramLookup(longest=3, shortest=1)
     if kind == "draft":
         if groups is not None and groups["pp"].size > 1:  # whole on the first stage
-            first = groups["pp"].rank == 0
-            proposer = DraftModel(engine_of(draft_model_of(family)) if first else None, list)
+            is_first_stage = groups["pp"].rank == 0
+            proposer = DraftModel(
+                engine_of(draft_model_of(family)) if is_first_stage else None, list
+            )
         else:
-            smaller = draft_model_of(family, groups)
-            proposer = DraftModel(engine_of(smaller), smaller.store.tensors)
+            draft_model = draft_model_of(family, groups)
+            proposer = DraftModel(engine_of(draft_model), draft_model.store.tensors)
     return engine_of(model_of(family, groups, backend=backend), proposer, **options)
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """Return prompts of many lengths, three of which begin with the same 35 tokens."""
-    made = [
+    """Return prompts of many lengths, three with the same first 35 tokens."""
+    tokens = [
         tuple(torch.randint(0, VOCABULARY, (n,), generator=generator(1, n)).tolist())
         for n in (1, 7, 40, 33)
     ]
-    shared = made[2][:35]
-    return [*made, (*shared, 1, 2, 3), (*shared, 4)]
+    shared = tokens[2][:35]
+    return [*tokens, (*shared, 1, 2, 3), (*shared, 4)]
 
 
-def requests(params: SamplingParams = GREEDY, **more) -> list[Request]:
+def requests(params: SamplingParams = GREEDY, **fields) -> list[Request]:
     return [
-        Request(prompt=p, max_new_tokens=NEW, sampling=params, sequence=100 + i, **more)
+        Request(prompt=p, max_new_tokens=NEW, sampling=params, sequence=100 + i, **fields)
         for i, p in enumerate(prompts())
     ]
 
 
 @functools.cache
 def whole_model(family: str) -> GPTModel:
-    """Return the model of one process, which no test changes; made once."""
+    """Return the cached single-process model; tests must not change it."""
     return model_of(family)
 
 
 @functools.cache
-def by_whole_sequence(
+def full_forward_outputs(
     family: str, sampling: str, prompt: tuple[int, ...], sequence: int, output: tuple[int, ...]
 ) -> tuple[list, list]:
-    """Return the token, and its log-probability, that is drawn after the prompt and each beginning
-    of the output: by one run of the model over the whole sequence, without a cache."""
+    """Return the tokens and log-probabilities sampled after the prompt and each output prefix.
+
+    They come from one forward pass over the full sequence, without a cache.
+    """
     with torch.no_grad():
         logits = whole_model(family).full_logits(torch.tensor([[*prompt, *output]]))[:, 0]
     rows = [
         SampleRow(
             params=SAMPLING[sampling],
             sequence=sequence,
-            position=len(prompt) + place,
+            position=len(prompt) + index,
             prompt=prompt,
-            output=output[:place],
-            mask=allowed(output[:place]) if sampling == "grammar" else None,
+            output=output[:index],
+            mask=allowed(output[:index]) if sampling == "grammar" else None,
         )
-        for place in range(len(output))
+        for index in range(len(output))
     ]
-    found = sample(logits[len(prompt) - 1 : -1], rows)
-    return found.tokens.tolist(), found.logprobs.tolist()
+    sampled = sample(logits[len(prompt) - 1 : -1], rows)
+    return sampled.tokens.tolist(), sampled.logprobs.tolist()
 
 
 def engine_of(
@@ -220,7 +224,7 @@ def engine_of(
     )
 
 
-#: What can go together: each pair of values is in some row.
+#: Feature values; a row of the covering array has each allowed pair of values.
 FACTORS = {
     "family": tuple(FAMILIES),
     "block_size": (16, 64),
@@ -246,45 +250,48 @@ SAMPLING = {
     ),
     "grammar": GREEDY,
 }
-ODD = torch.arange(VOCABULARY) % 2 == 1
+ODD_TOKENS = torch.arange(VOCABULARY) % 2 == 1
 
 
 def allowed(tokens: Sequence[int]) -> torch.Tensor:
-    """Allow odd tokens; of four places one token at the second and third."""
-    only = torch.arange(VOCABULARY) == 2 * len(tokens) + 1
-    return only if len(tokens) % 4 in (1, 2) else ODD
+    """Allow odd tokens; at the second and third of four positions allow a single token."""
+    single = torch.arange(VOCABULARY) == 2 * len(tokens) + 1
+    return single if len(tokens) % 4 in (1, 2) else ODD_TOKENS
 
 
 def forced(tokens: Sequence[int]) -> list[int]:
-    """Return what has to follow, and one more token, as one that is allowed may be wrong."""
-    ahead = {1: 2, 2: 1}.get(len(tokens) % 4, 0)
-    return [*(2 * n + 1 for n in range(len(tokens), len(tokens) + ahead)), 7]
+    """Return the tokens that have to follow, and one more, which may be wrong although allowed."""
+    num_forced = {1: 2, 2: 1}.get(len(tokens) % 4, 0)
+    return [*(2 * n + 1 for n in range(len(tokens), len(tokens) + num_forced)), 7]
 
 
-#: Drafts of a model follow tokens that are known when a step ends.
-TOGETHER = [
+#: Allowed combinations. Drafts of a model need the tokens of the finished step.
+CONSTRAINTS = [
     Constraint(
-        ("asynchronous", "speculation"), lambda ahead, kind: not ahead or kind in ("off", "ngram")
+        ("asynchronous", "speculation"),
+        lambda asynchronous, kind: not asynchronous or kind in ("off", "ngram"),
     ),
     Constraint(("graphs", "batch_invariant"), lambda graphs, tiles: not graphs or not tiles),
     Constraint(("ranks", "graphs"), lambda ranks, graphs: ranks == "one" or not graphs),
-    Constraint(("ranks", "asynchronous"), lambda ranks, ahead: ranks != "pp" or not ahead),
+    Constraint(
+        ("ranks", "asynchronous"), lambda ranks, asynchronous: ranks != "pp" or not asynchronous
+    ),
     Constraint(("ranks", "family"), lambda ranks, family: ranks != "ep" or family == "experts"),
     Constraint(
         ("ranks", "speculation"), lambda ranks, kind: ranks != "ep" or kind in ("off", "ngram")
     ),
 ]
 ROWS = covering_array(
-    FACTORS, TOGETHER, seed=4, cost=lambda row: 1.0 if row["ranks"] == "one" else 2.0
+    FACTORS, CONSTRAINTS, seed=4, cost=lambda row: 1.0 if row["ranks"] == "one" else 2.0
 )
-ON_ONE = [row for row in ROWS if row["ranks"] == "one"]
+SINGLE_RANK_ROWS = [row for row in ROWS if row["ranks"] == "one"]
 
 
 def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> Engine:
-    """Return the engine of a row of the array, or a rank's part of it."""
+    """Return the engine of a row of the covering array, on one rank of `groups`."""
     backend = with_batch_invariance(LOCAL) if row["batch_invariant"] else LOCAL
-    longest = 40 + NEW
-    blocks = -(-longest // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
+    max_length = 40 + NEW
+    blocks = -(-max_length // row["block_size"]) + 1 if row["memory"] == "scarce" else 64
     sizes = {
         "num_blocks": blocks,
         "block_size": row["block_size"],
@@ -298,40 +305,44 @@ def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> En
     if row["speculation"] == "off":
         engine = engine_of(model_of(row["family"], groups, backend=backend), **sizes)
     else:
-        engine = speculating(row["speculation"], row["family"], groups, backend=backend, **sizes)
+        engine = speculative_engine(
+            row["speculation"], row["family"], groups, backend=backend, **sizes
+        )
     if row["graphs"] == "CPU":
         engine.model = InferenceOptimizedModel(engine.model)
     return engine
 
 
 def has_graphs(row: dict) -> bool:
-    """Whether there is something to record. A CUDA graph calls nothing, and without a GPU the host
-    reads how many tokens each expert has."""
+    """Return whether an engine of this row records graphs.
+
+    A CUDA graph cannot call the host, and without a GPU the host reads the tokens per expert.
+    """
     return row["graphs"] is not None and (row["graphs"], row["family"]) != ("CUDA", "experts")
 
 
-def hold_to_whole_sequences(row: dict, replicas: Replicas) -> None:
-    """Generate for the requests of a row; compare each output with its sequence alone."""
+def check_against_full_forward(row: dict, replicas: Replicas) -> None:
+    """Generate for the requests of a row; compare each output with a full forward."""
     params, grammar = SAMPLING[row["sampling"]], row["sampling"] == "grammar"
-    asked = requests(params, n=row["n"], **({"mask": allowed, "forced": forced} if grammar else {}))
+    batch = requests(params, n=row["n"], **({"mask": allowed, "forced": forced} if grammar else {}))
     with nan_memory():
         if row["abort"]:
-            gone = replicas.add(asked[2])
+            aborted_id = replicas.add(batch[2])
             for _ in range(3):
                 replicas.step()
-            assert {c.finish_reason for c in replicas.abort(gone)} == {"abort"}
-        ids = [replicas.add(request) for request in asked]
-        ended: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+            assert {c.finish_reason for c in replicas.abort(aborted_id)} == {"abort"}
+        ids = [replicas.add(request) for request in batch]
+        completions: dict[int, dict[int, Completion]] = {n: {} for n in ids}
         while replicas.unfinished:
             for completion in replicas.step():
-                if completion.request_id in ended:
-                    ended[completion.request_id][completion.index] = completion
-    for request, number in zip(asked, ids, strict=True):
-        outputs = [ended[number][index] for index in range(request.n)]
+                if completion.request_id in completions:
+                    completions[completion.request_id][completion.index] = completion
+    for request, number in zip(batch, ids, strict=True):
+        outputs = [completions[number][index] for index in range(request.n)]
         for index, got in enumerate(outputs):
             sequence = 0 if params.greedy else request.sequence + index
             assert len(got.tokens) == NEW
-            tokens, logprobs = by_whole_sequence(
+            tokens, logprobs = full_forward_outputs(
                 row["family"], row["sampling"], request.prompt, sequence, tuple(got.tokens)
             )
             assert got.tokens == tokens
@@ -340,20 +351,20 @@ def hold_to_whole_sequences(row: dict, replicas: Replicas) -> None:
     assert replicas.engine.scheduler.pool.references == replicas.engine.unfinished == 0
 
 
-@pytest.mark.parametrize("row", ON_ONE, ids=lambda row: row["family"])
-def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
+@pytest.mark.parametrize("row", SINGLE_RANK_ROWS, ids=lambda row: row["family"])
+def test_combined_features_match_full_forward(row: dict) -> None:
     engine, grammar = engine_of_row(row), row["sampling"] == "grammar"
-    hold_to_whole_sequences(row, Replicas(engine, Group.single()))
+    check_against_full_forward(row, Replicas(engine, Group.single()))
     stats = engine.stats
     assert (engine.graphs is not None) == has_graphs(row)
-    # A recurrent mixer's step with drafts is none for a graph, and here some row always has one.
+    # A recurrent mixer's step with drafts cannot use a graph, and here some row always has a draft.
     eager = grammar and bool(engine.cache.shapes.states)
     assert engine.graphs is None or (engine.graphs.replayed > 0) != eager
     assert (stats.hit > 0) == (row["prefix_caching"] and row["block_size"] == 16)
     scarce = row["memory"] == "scarce" and row["block_size"] == 16
     assert stats.preempted > 0 if scarce else stats.preempted == 0
     assert (stats.forced > 0) == grammar
-    if not grammar:  # here it always foresees something
+    if not grammar:  # with a grammar, forced tokens replace drafts
         assert (stats.drafted > 0) == (row["speculation"] != "off")
         assert (stats.accepted > 0) or row["speculation"] != "draft"
 
@@ -361,83 +372,83 @@ def test_features_together_say_what_a_sequence_alone_does(row: dict) -> None:
 def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
     size = {"pp": world} if ranks == "pp" else {"ep": world}
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
-    found = []
+    all_stats = []
     for row in (row for row in ROWS if row["ranks"] == ranks):
         with one_thread():
             replicas = Replicas(engine_of_row(row, groups), groups.host_group("dp"))
-            hold_to_whole_sequences(row, replicas)
-        found.append(replicas.engine.stats)
-    return found
+            check_against_full_forward(row, replicas)
+        all_stats.append(replicas.engine.stats)
+    return all_stats
 
 
 @pytest.mark.parametrize("ranks", ["pp", "ep"])
 def test_combined_features_on_two_ranks_match_single_sequence(ranks: str) -> None:
     rows = [row for row in ROWS if row["ranks"] == ranks]
-    for found in run_ranks(stats_on_a_rank, 2, ranks):
-        for row, stats in zip(rows, found, strict=True):
+    for all_stats in run_ranks(stats_on_a_rank, 2, ranks):
+        for row, stats in zip(rows, all_stats, strict=True):
             assert (stats.forced > 0) == (row["sampling"] == "grammar")
-            if row["sampling"] != "grammar":  # here it always foresees something
+            if row["sampling"] != "grammar":  # with a grammar, forced tokens replace drafts
                 assert (stats.drafted > 0) == (row["speculation"] != "off"), row
             assert stats.overlapped > 0 or not row["asynchronous"]
 
 
-def test_more_forced_tokens_than_a_graph_has_rows() -> None:
-    asked = [replace(one, mask=allowed, forced=forced) for one in requests()[:2]]
-    said = []
+def test_forced_tokens_beyond_graph_rows_run_eagerly() -> None:
+    batch = [replace(request, mask=allowed, forced=forced) for request in requests()[:2]]
+    outputs = []
     for make_recorder in (None, lambda: TapeRecorder(OpTape())):
         engine = engine_of(model_of("gqa"), make_recorder=make_recorder, max_num_seqs=1)
-        said.append([one.tokens for (one,) in generate(engine, asked)])
+        outputs.append([request.tokens for (request,) in generate(engine, batch)])
         assert engine.stats.forced > 0
     assert engine.graphs is not None
-    assert engine.graphs.eager > len(asked)  # not only prompts
-    assert said[0] == said[1]
+    assert engine.graphs.eager > len(batch)  # not only prefill
+    assert outputs[0] == outputs[1]
 
 
 def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], int]]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    found = {}
+    outputs = {}
     for family in FAMILIES:
         with one_thread():
             engine = engine_of(model_of(family, groups), max_num_batched_tokens=30, num_blocks=9)
-            said = generate(engine, requests(DRAWN))
-        found[family] = [c.tokens for (c,) in said], engine.stats.computed
+            completions = generate(engine, requests(DRAWN))
+        outputs[family] = [c.tokens for (c,) in completions], engine.stats.computed
     with one_thread():
-        engine = speculating("draft", "hybrid", groups, max_num_batched_tokens=30)
-        said = generate(engine, requests(DRAWN))
-    found["drafts"] = [c.tokens for (c,) in said], engine.stats.accepted
-    return found
+        engine = speculative_engine("draft", "hybrid", groups, max_num_batched_tokens=30)
+        completions = generate(engine, requests(DRAWN))
+    outputs["drafts"] = [c.tokens for (c,) in completions], engine.stats.accepted
+    return outputs
 
 
-def test_tensor_parallel_ranks_say_what_one_process_does() -> None:
+def test_tensor_parallel_tokens_match_one_process() -> None:
     ranks = run_ranks(tokens_on_a_rank, 2)
     for family in FAMILIES:
         engine = engine_of(model_of(family), max_num_batched_tokens=30, num_blocks=9)
-        wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
-        for found in ranks:
-            assert found[family] == (wanted, engine.stats.computed)
-    engine = speculating("draft", "hybrid", max_num_batched_tokens=30)
-    wanted = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+        expected = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
+        for outputs in ranks:
+            assert outputs[family] == (expected, engine.stats.computed)
+    engine = speculative_engine("draft", "hybrid", max_num_batched_tokens=30)
+    expected = [c.tokens for (c,) in generate(engine, requests(DRAWN))]
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert [found["drafts"] for found in ranks] == 2 * [(wanted, engine.stats.accepted)]
+    assert [outputs["drafts"] for outputs in ranks] == 2 * [(expected, engine.stats.accepted)]
 
 
 @pytest.mark.parametrize("budget", [5, 500])
-def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int) -> None:
+def test_prompt_logprobs_match_full_forward(budget: int) -> None:
     model = model_of("gqa")
     engine = engine_of(model, max_num_batched_tokens=budget)
-    for _ in range(2):  # the second time the prefix cache knows the prompts
-        found = generate(engine, requests(prompt_logprobs=True, n=2))
-        for outputs, prompt in zip(found, prompts(), strict=True):
+    for _ in range(2):  # the second pass finds the prompts in the prefix cache
+        batch = generate(engine, requests(prompt_logprobs=True, n=2))
+        for outputs, prompt in zip(batch, prompts(), strict=True):
             ids = torch.tensor(prompt)
             with torch.no_grad():
-                wide = model.full_logits(ids[None])[:, 0].log_softmax(-1)
-            wanted = wide[:-1].gather(1, ids[1:, None])[:, 0].tolist()
-            for got in outputs:
-                assert got.prompt_logprobs == pytest.approx(wanted, rel=1e-6)
+                all_logprobs = model.full_logits(ids[None])[:, 0].log_softmax(-1)
+            expected = all_logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+            for completion in outputs:
+                assert completion.prompt_logprobs == pytest.approx(expected, rel=1e-6)
 
 
 class Diverging(torch.nn.Module):
-    """A model whose logits are NaN for the row that holds token 60."""
+    """A model whose logits are NaN in rows that hold token 60."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -458,26 +469,26 @@ class Diverging(torch.nn.Module):
         return logits
 
 
-def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+def test_nan_logits_end_only_their_request() -> None:
     engine = Engine(
         Diverging(), EngineConfig(num_blocks=9), shapes=CacheShapes(), vocab_size=VOCABULARY
     )
-    asked = [Request(prompt=(first,), max_new_tokens=6, sampling=GREEDY) for first in (58, 3)]
-    (bad,), (good,) = generate(engine, asked)
-    assert (bad.tokens, bad.finish_reason) == ([59, 60], "error")
-    assert (good.tokens, good.finish_reason) == ([4, 5, 6, 7, 8, 9], "length")
+    batch = [Request(prompt=(token,), max_new_tokens=6, sampling=GREEDY) for token in (58, 3)]
+    (failed,), (finished,) = generate(engine, batch)
+    assert (failed.tokens, failed.finish_reason) == ([59, 60], "error")
+    assert (finished.tokens, finished.finish_reason) == ([4, 5, 6, 7, 8, 9], "length")
 
 
-def test_a_mask_that_allows_nothing_ends_its_request_alone() -> None:
+def test_empty_mask_ends_only_its_request() -> None:
     engine = engine_of(model_of("gqa"))
-    nothing = torch.zeros(VOCABULARY, dtype=torch.bool)
-    first, second = requests()[:2]
-    found = generate(engine, [replace(first, mask=lambda _: nothing), second])
-    assert [c.finish_reason for (c,) in found] == ["error", "length"]
+    no_tokens = torch.zeros(VOCABULARY, dtype=torch.bool)
+    masked, unmasked = requests()[:2]
+    outputs = generate(engine, [replace(masked, mask=lambda _: no_tokens), unmasked])
+    assert [c.finish_reason for (c,) in outputs] == ["error", "length"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "pattern"),
     [
         ({"max_new_tokens": 0}, "max-new-tokens is 0"),
         ({"prompt": ()}, "the prompt has no tokens"),
@@ -489,40 +500,38 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone() -> None:
         ({"sampling": SamplingParams(logit_bias={61: 1.0})}, "logit-bias names token 61"),
     ],
 )
-def test_impossible_requests_are_named(changes: dict, words: str) -> None:
+def test_invalid_requests_are_refused(changes: dict, pattern: str) -> None:
     request = Request(**{"prompt": (1, 2, 3), "max_new_tokens": 2} | changes)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=pattern):
         check_request(request, max_length=8, vocab_size=VOCABULARY)
 
 
-def test_a_request_that_cannot_be_served_leaves_the_others() -> None:
+def test_oversized_request_does_not_affect_others() -> None:
     engine = engine_of(model_of("gqa"), num_blocks=3)
-    good, *_ = requests()
-    engine.add(good)
+    request, *_ = requests()
+    engine.add(request)
     with pytest.raises(ValueError, match="60 tokens take 4 blocks of 16"):
         engine.add(replace(requests()[2], max_new_tokens=20))
-    found = []
+    completions = []
     while engine.unfinished:
-        found = engine.step()
-    assert found[0].finish_reason == "length"
+        completions = engine.step()
+    assert completions[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("family", ["window and sinks", "hybrid"])
-def test_a_window_gives_back_the_blocks_that_it_no_longer_sees(
-    family: str, prefix_caching: bool
-) -> None:
+def test_window_frees_the_blocks_outside_it(family: str, prefix_caching: bool) -> None:
     config = FAMILIES[family]
     config = replace(config, attention=replace(config.attention, window=20))
     model = GPTModel(config, ProcessGroupCollection.single(), seed=3)
     engine = engine_of(model, num_blocks=8, max_num_seqs=1, prefix_caching=prefix_caching)
     engine.add(Request(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
-    held = []
+    blocks_in_use = []
     while engine.unfinished:
         engine.step()
-        held.append(engine.scheduler.pool.references)
-    assert max(held) <= 3  # 20 tokens are seen, in two or three blocks of 16
-    assert len(held) == 100
+        blocks_in_use.append(engine.scheduler.pool.references)
+    assert max(blocks_in_use) <= 3  # the window of 20 tokens spans two or three blocks of 16
+    assert len(blocks_in_use) == 100
 
 
 def test_attention_free_model_has_blocks_for_longest_rows() -> None:
@@ -532,7 +541,7 @@ def test_attention_free_model_has_blocks_for_longest_rows() -> None:
     assert config.sizes(shapes)[0] == 3 * MAX_SEQUENCE_TOKENS // 16
 
 
-def test_memory_holds_what_it_says() -> None:
+def test_memory_bytes_bound_the_cache() -> None:
     model = model_of("hybrid")
     shapes = CacheShapes.from_modules(model.modules(), torch.float64)
     for size in (300_000, 2_000_000):

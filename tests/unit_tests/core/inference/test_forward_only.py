@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation runs the forward of ops alone: no autograd Function, the logits of training."""
+"""Generation runs only forward operations: no autograd Function, and the logits of training."""
 
 from __future__ import annotations
 
@@ -49,39 +49,38 @@ PROMPTS = [
 ]
 
 
-def contexts(run: Callable[[], object]) -> list[type]:
-    """Return the types of the contexts that forwards of autograd Functions get while `run` runs."""
-    found: list[type] = []
+def autograd_contexts(run: Callable[[], object]) -> list[type]:
+    """Return the types of the autograd contexts that forwards receive while `run` runs."""
+    types: list[type] = []
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == "forward" and "ctx" in frame.f_locals:
-            found.append(type(frame.f_locals["ctx"]))
+            types.append(type(frame.f_locals["ctx"]))
 
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return found
+    return types
 
 
 def communication_calls(run: Callable[[], object]) -> set[tuple[str, str]]:
-    """Return the functions of `megatron.core.comm` that are called while `run` runs, each with the
-    file of its caller."""
-    found: set[tuple[str, str]] = set()
+    """Return the `megatron.core.comm` functions that `run` calls, with their callers' files."""
+    calls: set[tuple[str, str]] = set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         folder, _, name = frame.f_code.co_filename.rpartition("/")
         if event == "call" and folder.endswith("megatron/core/comm"):
             assert frame.f_back is not None
-            found.add((f"{name}: {frame.f_code.co_name}", frame.f_back.f_code.co_filename))
+            calls.add((f"{name}: {frame.f_code.co_name}", frame.f_back.f_code.co_filename))
 
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return found
+    return calls
 
 
 @pytest.fixture(scope="module")
@@ -91,22 +90,22 @@ def model() -> GPTModel:
 
 def test_training_enters_autograd_functions(model: GPTModel):
     tokens = torch.arange(8).view(1, 8)
-    found = contexts(lambda: model.loss(tokens, tokens, torch.full(tokens.shape, 0.125)))
-    assert len(found) > 20
-    assert ForwardOnly not in found
+    types = autograd_contexts(lambda: model.loss(tokens, tokens, torch.full(tokens.shape, 0.125)))
+    assert len(types) > 20
+    assert ForwardOnly not in types
 
 
-def test_prefill_and_decode_enter_none(model: GPTModel):
+def test_prefill_and_decode_are_forward_only(model: GPTModel):
     engine = engine_of(model)
     for request in PROMPTS:
         engine.add(request)
-    prefill, mixed, decode = (contexts(engine.step) for _ in range(3))
-    for found in (prefill, mixed, decode):
-        assert found
-        assert set(found) == {ForwardOnly}
+    prefill, mixed, decode = (autograd_contexts(engine.step) for _ in range(3))
+    for types in (prefill, mixed, decode):
+        assert types
+        assert set(types) == {ForwardOnly}
 
 
-def test_generation_by_a_gpt_has_no_context_at_all():
+def test_gpt_generation_creates_no_autograd_context():
     shape = GPTConfig(
         num_layers=2,
         hidden_size=24,
@@ -118,12 +117,12 @@ def test_generation_by_a_gpt_has_no_context_at_all():
     engine = engine_of(model)
     for request in PROMPTS:
         engine.add(request)
-    assert [contexts(engine.step) for _ in range(2)] == [[], []]
+    assert [autograd_contexts(engine.step) for _ in range(2)] == [[], []]
     assert engine.unfinished == 2
 
 
 def test_one_rank_calls_no_collective(model: GPTModel):
-    """Not even one that does nothing in a group of one: its Python costs in every layer."""
+    """Even a no-op wrapper for a group of one costs Python time in every layer."""
     tokens = torch.arange(8).view(1, 8)
 
     def train() -> None:
@@ -135,7 +134,9 @@ def test_one_rank_calls_no_collective(model: GPTModel):
     for run in (train, engine.step, engine.step, engine.step):
         assert communication_calls(run) == set()
     group = Group.single()
-    assert communication_calls(lambda: reduce_from_group(torch.ones(1), group)), "calls are seen"
+    assert communication_calls(lambda: reduce_from_group(torch.ones(1), group)), (
+        "calls are recorded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,15 +149,15 @@ def test_one_rank_calls_no_collective(model: GPTModel):
         scatter_to_group,
     ],
 )
-def test_a_group_of_one_is_the_identity(wrapper):
+def test_wrappers_of_a_group_of_one_are_the_identity(wrapper):
     for gradients in (False, True):
         x = torch.ones(2, 3, requires_grad=gradients)
-        assert wrapper(x, Group.single()) is x, "no autograd Function around it"
+        assert wrapper(x, Group.single()) is x, "no autograd Function wraps it"
 
 
-def test_logits_without_gradients_are_those_with(model: GPTModel):
+def test_logits_are_equal_with_and_without_grad(model: GPTModel):
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
-        alone = model.full_logits(tokens)
-    assert torch.equal(alone, model.full_logits(tokens))
-    assert not alone.requires_grad
+        without_grad = model.full_logits(tokens)
+    assert torch.equal(without_grad, model.full_logits(tokens))
+    assert not without_grad.requires_grad

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with a key/value cache against running the whole sequence anew for every token."""
+"""Generation with a key/value cache against a full forward for every token."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ RANDOM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, seed=9)
 
 
 ATTENTION = AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10)
-#: Models that differ in what a cache could get wrong: heads, positions, biases, the head's weight.
+#: Models that exercise the cache: heads, positions, biases, the output layer's weight.
 MODELS = {
     "grouped": GPTConfig(
         num_layers=3,
@@ -41,7 +41,7 @@ MODELS = {
         norm=NormConfig(kind="LayerNorm"),
         rope=RopeConfig(percent=0.4, interleaved=True),
         tied=True,
-        hidden_dropout=0.5,  # must not act while generating
+        hidden_dropout=0.5,  # must be off during generation
         init_std=0.4,
     ),
     "window_and_sinks": GPTConfig(
@@ -66,7 +66,7 @@ MODELS = {
 
 
 def make_model(name: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
-    """Return the model with padding columns on `groups`, or the reference without any."""
+    """Return the model with padded vocabulary on `groups`, or the reference without padding."""
     if groups is None:
         return GPTModel(MODELS[name], ProcessGroupCollection.single(), seed=3)
     return GPTModel(MODELS[name], groups, seed=3, vocab_multiple=8)
@@ -81,11 +81,13 @@ def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
     return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
-def without_cache(model: GPTModel, request: Request, new: int, params: SamplingParams):
-    """Generate for one prompt alone, running the whole sequence anew for every token."""
+def generate_without_cache(
+    model: GPTModel, request: Request, num_tokens: int, params: SamplingParams
+):
+    """Generate for one prompt, with a full forward over the sequence for every token."""
     tokens = list(request.prompt)
-    done = Completion(finish_reason="length")
-    for _ in range(new):
+    completion = Completion(finish_reason="length")
+    for _ in range(num_tokens):
         with torch.no_grad():
             logits = model.full_logits(torch.tensor([tokens]))[-1]
         row = SampleRow(
@@ -93,13 +95,13 @@ def without_cache(model: GPTModel, request: Request, new: int, params: SamplingP
             sequence=request.sequence,
             position=len(tokens),
             prompt=request.prompt,
-            output=done.tokens,
+            output=completion.tokens,
         )
-        found = sample(logits, [row])
-        tokens.append(found.tokens.item())
-        done.tokens.append(found.tokens.item())
-        done.logprobs.append(found.logprobs.item())
-    return done
+        sampled = sample(logits, [row])
+        tokens.append(sampled.tokens.item())
+        completion.tokens.append(sampled.tokens.item())
+        completion.logprobs.append(sampled.logprobs.item())
+    return completion
 
 
 def assert_same(got: Completion, expected: Completion) -> None:
@@ -115,24 +117,24 @@ def assert_same(got: Completion, expected: Completion) -> None:
 def test_batched_prompts_match_each_prompt_without_cache(name: str, params: SamplingParams) -> None:
     model, reference = make_model(name, ProcessGroupCollection.single()), make_model(name)
     batch = requests(PROMPTS)
-    with nan_memory():  # an element of the cache that was never written would show
+    with nan_memory():  # unwritten elements of the cache are NaN
         assert torch.zeros(1).new_empty(5).isnan().all()
         got = generate(model, batch, max_new_tokens=12, sampling=params)
     for request, completion in zip(batch, got, strict=True):
-        assert_same(completion, without_cache(reference, request, 12, params))
-    assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing
+        assert_same(completion, generate_without_cache(reference, request, 12, params))
+    assert len({t for c in got for t in c.tokens}) > 8  # the outputs are diverse
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_prompts_that_are_fed_in_parts_yield_the_same(name: str) -> None:
+def test_chunked_prefill_matches_whole_prompts(name: str) -> None:
     model, batch = make_model(name), requests(PROMPTS)
     whole = generate(model, batch, max_new_tokens=6, sampling=GREEDY)
     for chunk in (1, 3):
         options = {"max_new_tokens": 6, "sampling": GREEDY, "max_num_seqs": 1}
         options["max_num_batched_tokens"] = chunk
         with nan_memory():
-            parts = generate(model, batch, **options)
-        for completion, expected in zip(parts, whole, strict=True):
+            chunked = generate(model, batch, **options)
+        for completion, expected in zip(chunked, whole, strict=True):
             assert_same(completion, expected)
 
 
@@ -146,7 +148,7 @@ def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion
 
 
 @pytest.mark.parametrize(("name", "world"), [("grouped", 4), ("multi_query_partial_rope_tied", 2)])
-def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: int) -> None:
+def test_tensor_parallel_ranks_match_one_process(name: str, world: int) -> None:
     single = make_model(name)
     ranks = run_ranks(generate_on_a_rank, world, name)
     for rank in ranks:
@@ -160,7 +162,7 @@ def test_tensor_parallel_ranks_generate_what_one_process_does(name: str, world: 
             assert_same(completion, reference)
 
 
-def test_neighbours_and_order_in_the_batch_do_not_matter(model: GPTModel) -> None:
+def test_batch_composition_does_not_change_outputs(model: GPTModel) -> None:
     batch = requests(PROMPTS)
     whole = generate(model, batch, max_new_tokens=8, sampling=RANDOM)
     mixed = generate(model, [batch[2], batch[0]], max_new_tokens=8, sampling=RANDOM)
@@ -168,20 +170,20 @@ def test_neighbours_and_order_in_the_batch_do_not_matter(model: GPTModel) -> Non
     assert_same(mixed[1], whole[0])
 
 
-def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> None:
+def test_early_stop_does_not_change_other_sequences(model: GPTModel) -> None:
     batch = requests(PROMPTS)
     endless = generate(model, batch, max_new_tokens=10, sampling=RANDOM)
     stop = endless[1].tokens[2]
     got = generate(model, batch, max_new_tokens=10, sampling=RANDOM, stop_tokens=(stop,))
-    ended = 0
+    num_stopped = 0
     for completion, whole in zip(got, endless, strict=True):
         if stop in whole.tokens:
-            ended += 1
+            num_stopped += 1
             end = whole.tokens.index(stop) + 1
-            cut = Completion(
+            truncated = Completion(
                 tokens=whole.tokens[:end], logprobs=whole.logprobs[:end], finish_reason="stop"
             )
-            assert_same(completion, cut)
+            assert_same(completion, truncated)
         else:
             assert_same(completion, whole)
-    assert 0 < ended < len(batch)
+    assert 0 < num_stopped < len(batch)

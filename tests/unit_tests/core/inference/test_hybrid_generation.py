@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids with states by slot, however they are fed, against running the whole sequence anew."""
+"""Hybrid models with states by slot, fed in chunks, against full forwards of each sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import engine_of, generate, with_parameters
 from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
+from tests.unit_tests.core.inference.test_generation import assert_same, generate_without_cache
 
 PROMPTS = [(5,), (7, 3, 60, 1, 2, 9, 4), (0, 11, 12), (44, 43, 42, 41, 40)]
 GREEDY = SamplingParams(temperature=0)
@@ -49,10 +49,10 @@ CONFIG = GPTConfig(
     mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3),  # one group for two ranks
     init_std=0.5,
 )
-#: Numbers that a slot keeps: of the delta net, of Mamba-2.
+#: Number of elements in a state slot of the delta net and of Mamba-2.
 DELTA = {"conv": 3 * (2 * (6 + 6 + 2 * 5)), "state": 4 * 6 * 5}
 MAMBA = {"conv": 3 * (4 * 7 + 2 * 3), "state": 4 * 3 * 7}
-#: Of them, those that all ranks have: rows of B and C.
+#: Elements that all ranks have: rows of B and C.
 SHARED = 3 * 2 * 3
 
 
@@ -61,33 +61,33 @@ def make_model(
     groups: ProcessGroupCollection | None = None,
     config: GPTConfig = CONFIG,
 ) -> GPTModel:
-    """Return the model, sweeping in short chunks, with every weight off its initial value."""
+    """Return the model with short chunks and with all weights away from their initial values."""
     model = GPTModel(config, groups or ProcessGroupCollection.single(), dtype=dtype)
     for handle in model.store.handles.values():
-        for held in model.store.chunks(handle):
-            noise = torch.randn(held.shape, generator=generator(5, *held.name.encode()))
+        for chunk in model.store.chunks(handle):
+            noise = torch.randn(chunk.shape, generator=generator(5, *chunk.name.encode()))
             values = 0.4 * noise
-            if "norm" in held.name:
+            if "norm" in chunk.name:
                 values = 1 + 0.2 * noise
-            elif "A_log" in held.name:
-                values = 0.3 * noise - 1.5  # states that remember more than a few tokens
-            places = zip(held.offsets, held.tensor.shape, strict=True)
-            held.tensor.copy_(values[tuple(slice(i, i + n) for i, n in places)])
-    for mixer in recurrent(model):
+            elif "A_log" in chunk.name:
+                values = 0.3 * noise - 1.5  # slow decay: states retain more than a few tokens
+            ranges = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+            chunk.tensor.copy_(values[tuple(slice(i, i + n) for i, n in ranges)])
+    for mixer in recurrent_mixers(model):
         sizes = {"chunk_size": CHUNK}
         delta = isinstance(mixer, GatedDeltaNet)
         mixer.recurrence = delta_recurrence(**sizes) if delta else state_space_recurrence(**sizes)
     return model
 
 
-def recurrent(model: GPTModel) -> list[RecurrentMixer]:
-    found = [b.mixer for b in model.decoder.blocks if isinstance(b.mixer, RecurrentMixer)]
-    assert [type(m) for m in found] == [GatedDeltaNet, Mamba2]
-    return found
+def recurrent_mixers(model: GPTModel) -> list[RecurrentMixer]:
+    mixers = [b.mixer for b in model.decoder.blocks if isinstance(b.mixer, RecurrentMixer)]
+    assert [type(m) for m in mixers] == [GatedDeltaNet, Mamba2]
+    return mixers
 
 
 @pytest.fixture(autouse=True)
-def on_one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     with one_thread():
         yield
 
@@ -101,64 +101,69 @@ def requests(prompts: list[tuple[int, ...]] = PROMPTS) -> list[Request]:
     return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
-def fed(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Tensor:
-    """Return logits [s, b, V] of rows of tokens, the last row's first ones so many at a time; the
-    others start with what is left when they do. Zero behind the end of a row."""
+def feed_in_chunks(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Tensor:
+    """Return logits [s, b, V] of rows of tokens that are fed in chunks; zeros after a row's end.
+
+    `steps` are chunk sizes of the longest row. Shorter rows start later, so that all rows end
+    together.
+    """
     length = max(len(row) for row in rows)
-    fed = PagedSteps(
+    feeder = PagedSteps(
         CacheShapes.from_modules(model.modules(), model.store.dtype), rows=len(rows), length=length
     )
     tokens = torch.stack([torch.nn.functional.pad(r, (0, length - len(r))) for r in rows], 1)
     logits = torch.zeros(length, len(rows), 61, dtype=torch.float64)
-    first = 0
+    start = 0
     for count in steps:
-        # A shorter row begins later, so that a step has rows at different places.
+        # A shorter row starts later, so that a step has rows at different positions.
         counts = [
-            max(0, min(count, len(row) - fed.num_fed[n], first + count - (length - len(row))))
+            max(0, min(count, len(row) - feeder.num_fed[n], start + count - (length - len(row))))
             for n, row in enumerate(rows)
         ]
-        layout = fed.layout(counts)
+        layout = feeder.layout(counts)
         with torch.no_grad():
-            hidden = model(fed.packed(tokens)[None], layout=layout, cache=fed.cache)
-            fed.unpacked(model.head(hidden)[:, 0].double(), logits)
-        first += count
-    assert fed.num_fed == [len(row) for row in rows]
+            hidden = model(feeder.packed(tokens)[None], layout=layout, cache=feeder.cache)
+            feeder.unpacked(model.head(hidden)[:, 0].double(), logits)
+        start += count
+    assert feeder.num_fed == [len(row) for row in rows]
     return logits
 
 
-def text(length: int, *key: int) -> torch.Tensor:
+def random_tokens(length: int, *key: int) -> torch.Tensor:
     return torch.randint(0, 61, (length,), generator=generator(3, *key))
 
 
-def assert_fed_as_whole(
-    model: GPTModel, rows: list[torch.Tensor], ways: Iterable[list[int]]
+def assert_chunks_match_full_forward(
+    model: GPTModel, rows: list[torch.Tensor], splits: Iterable[list[int]]
 ) -> None:
-    """Feed rows in so many columns at a time, in several ways; compare with whole rows."""
+    """Feed rows in chunks, split in several ways; compare with full forwards."""
     with nan_memory(), torch.no_grad():
         whole = [model.logits(tokens[None])[:, 0] for tokens in rows]
-        for steps in ways:
-            got = fed(model, rows, steps)
+        for steps in splits:
+            got = feed_in_chunks(model, rows, steps)
             for row, expected in enumerate(whole):
                 error = relative_error(got[: len(expected), row], expected)
                 assert error < 1e-10, (steps, row, error)
 
 
 def test_prompt_split_anywhere_matches_whole_sequence(model: GPTModel) -> None:
-    rows = [text(LENGTH), text(LENGTH - 7, 1)]
-    ways = [[cut, 17 - cut, 1, 1, 1] for cut in range(1, 2 * CHUNK)]
-    ways += [[3, 1, 1, 7, 2, 1, 5], [1] * LENGTH]
-    assert_fed_as_whole(model, rows, ways)
+    rows = [random_tokens(LENGTH), random_tokens(LENGTH - 7, 1)]
+    splits = [[cut, 17 - cut, 1, 1, 1] for cut in range(1, 2 * CHUNK)]
+    splits += [[3, 1, 1, 7, 2, 1, 5], [1] * LENGTH]
+    assert_chunks_match_full_forward(model, rows, splits)
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])
-def test_convolutions_of_other_widths_go_on_as_well(width: int) -> None:
+def test_prompt_splits_match_for_other_conv_widths(width: int) -> None:
     config = replace(
         CONFIG,
         delta_net=replace(CONFIG.delta_net, conv_width=width),
         mamba=replace(CONFIG.mamba, conv_width=width, bias=True, conv_bias=False),
     )
-    ways = [[cut, 10 - cut, 1, 1] for cut in (1, 3, 6)]
-    assert_fed_as_whole(make_model(config=config), [text(12), text(5, 1)], ways)
+    splits = [[cut, 10 - cut, 1, 1] for cut in (1, 3, 6)]
+    assert_chunks_match_full_forward(
+        make_model(config=config), [random_tokens(12), random_tokens(5, 1)], splits
+    )
 
 
 @pytest.mark.slow
@@ -166,8 +171,8 @@ def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
     model = make_model()
     model.decoder.blocks[0].mixer.recurrence = delta_recurrence()
     model.decoder.blocks[4].mixer.recurrence = state_space_recurrence()
-    rows = [text(259), text(170, 1)]
-    assert_fed_as_whole(model, rows, ([cut, 257 - cut, 1, 1] for cut in range(1, 256)))
+    rows = [random_tokens(259), random_tokens(170, 1)]
+    assert_chunks_match_full_forward(model, rows, ([cut, 257 - cut, 1, 1] for cut in range(1, 256)))
 
 
 def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> None:
@@ -178,17 +183,17 @@ def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> Non
     assert cache.num_bytes == 5 * 16 * shapes.token_bytes + (2 + 1) * shapes.state_bytes
 
 
-def test_states_of_bf16_models_are_fp32_and_their_rows_bf16() -> None:
+def test_bf16_models_have_fp32_states_and_bf16_conv_rows() -> None:
     shapes = CacheShapes.from_modules(make_model(torch.bfloat16).modules(), torch.bfloat16)
-    wide = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
-    assert wide == {"conv": torch.bfloat16, "state": torch.float32}
-    narrow, states = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
-    assert shapes.state_bytes == 2 * narrow + 4 * states
+    dtypes = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
+    assert dtypes == {"conv": torch.bfloat16, "state": torch.float32}
+    conv_size, state_size = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
+    assert shapes.state_bytes == 2 * conv_size + 4 * state_size
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 5, 3)])
 def test_row_without_tokens_keeps_its_states(model: GPTModel, counts: tuple[int, ...]) -> None:
-    for mixer in recurrent(model):
+    for mixer in recurrent_mixers(model):
         x = torch.randn(12, 3, 22, generator=generator(7), dtype=torch.float64)
         shapes = CacheShapes.from_modules([mixer], torch.float64)
         steps = PagedSteps(shapes, rows=3, length=12)
@@ -208,62 +213,64 @@ def test_row_without_tokens_keeps_its_states(model: GPTModel, counts: tuple[int,
             assert not torch.equal(buffer[steps.slots[1]], old[steps.slots[1]])
 
 
-def test_prompts_in_parts_need_the_activations_of_a_part(model: GPTModel) -> None:
-    (request,) = requests([tuple(text(60).tolist())])
-    found = {}
+def test_chunked_prefill_bounds_activation_size(model: GPTModel) -> None:
+    (request,) = requests([tuple(random_tokens(60).tolist())])
+    largest = {}
     for chunk in (60, 4):
-        made: list[int] = []
+        sizes: list[int] = []
 
-        def watch(_, __, out: object, made: list[int] = made) -> None:
-            made += [one.numel() for one in (out if isinstance(out, tuple) else (out,))]
+        def record_sizes(_, __, out: object, sizes: list[int] = sizes) -> None:
+            sizes += [tensor.numel() for tensor in (out if isinstance(out, tuple) else (out,))]
 
         options = {"sampling": GREEDY, "max_new_tokens": 1, "max_num_seqs": 1}
-        hook = register_module_forward_hook(watch)
+        hook = register_module_forward_hook(record_sizes)
         try:
             generate(
                 model, [request], max_num_batched_tokens=chunk, prefix_caching=False, **options
             )
         finally:
             hook.remove()
-        found[chunk] = max(made)
-    assert found[60] == 60 * 2 * 40  # up and gate of an MLP
-    assert found[4] == 4 * 2 * 40
+        largest[chunk] = max(sizes)
+    assert largest[60] == 60 * 2 * 40  # up and gate of an MLP
+    assert largest[4] == 4 * 2 * 40
 
 
 @pytest.mark.parametrize("chunk", [2048, 5])
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_prompts_together_equal_each_prompt_alone(
+def test_batched_prompts_match_each_prompt_alone(
     model: GPTModel, params: SamplingParams, chunk: int
 ) -> None:
     with nan_memory():
-        # Slots that other rows have had: what these leave counts for nothing.
+        # Slots that earlier rows used: their old contents must not matter.
         engine = engine_of(
             model, max_num_seqs=5, max_num_batched_tokens=chunk, prefix_caching=False
         )
-        first = {"max_new_tokens": 2, "sampling": RANDOM}
+        warmup = {"max_new_tokens": 2, "sampling": RANDOM}
         generate_all(
             engine,
-            with_parameters(requests([tuple(text(9, i).tolist()) for i in range(5)]), **first),
+            with_parameters(
+                requests([tuple(random_tokens(9, i).tolist()) for i in range(5)]), **warmup
+            ),
         )
         for buffer in engine.cache.states._buffers.values():
             buffer.fill_(math.nan)
-        found = generate_all(engine, with_parameters(requests(), max_new_tokens=9, sampling=params))
-        got = [outputs[0] for outputs in found]
+        batch = generate_all(engine, with_parameters(requests(), max_new_tokens=9, sampling=params))
+        got = [outputs[0] for outputs in batch]
         for request, completion in zip(requests(), got, strict=True):
-            assert_same(completion, without_cache(model, request, 9, params))
-    assert len({t for c in got for t in c.tokens}) > 8  # the model says more than one thing
+            assert_same(completion, generate_without_cache(model, request, 9, params))
+    assert len({t for c in got for t in c.tokens}) > 8  # the outputs are diverse
     assert engine.cache.states.free_slots == 5
 
 
-def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> None:
+def test_early_stop_does_not_change_other_sequences(model: GPTModel) -> None:
     endless = generate(model, requests(), max_new_tokens=9, sampling=RANDOM)
     stop = endless[1].tokens[2]
     options = {"max_new_tokens": 9, "sampling": RANDOM, "stop_tokens": (stop,)}
     got = generate(model, requests(), **options)
-    ended = 0
+    num_stopped = 0
     for completion, whole in zip(got, endless, strict=True):
         end = whole.tokens.index(stop) + 1 if stop in whole.tokens else 9
-        ended += end < 9
+        num_stopped += end < 9
         assert_same(
             completion,
             Completion(
@@ -272,14 +279,14 @@ def test_a_sequence_that_ends_early_leaves_the_others_alone(model: GPTModel) -> 
                 finish_reason="stop" if stop in whole.tokens else "length",
             ),
         )
-    assert 0 < ended < len(PROMPTS)
+    assert 0 < num_stopped < len(PROMPTS)
 
 
-def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]:
+def generate_on_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = make_model(groups=groups)
     options = {"max_new_tokens": 9, "stop_tokens": (STOP,)}
-    found = [
+    batches = [
         generate(
             model,
             requests(),
@@ -290,16 +297,16 @@ def generate_on_a_rank(rank: int, world: int) -> tuple[list[list[list[int]]], in
         )
         for params, chunk in ((GREEDY, 2048), (RANDOM, 3))
     ]
-    return found, CacheShapes.from_modules(model.modules(), torch.float64).state_bytes
+    return batches, CacheShapes.from_modules(model.modules(), torch.float64).state_bytes
 
 
-def test_tensor_parallel_ranks_generate_what_one_process_does(model: GPTModel) -> None:
-    ranks = run_ranks(generate_on_a_rank, 2)
-    numbers = sum(DELTA.values()) + sum(MAMBA.values())
-    half = ((numbers - SHARED) // 2 + SHARED) * 8
-    for found, num_bytes in ranks:
-        assert found == ranks[0][0]
-        assert num_bytes == half  # heads are cut, and their states with them
+def test_tensor_parallel_ranks_match_one_process(model: GPTModel) -> None:
+    ranks = run_ranks(generate_on_rank, 2)
+    num_elements = sum(DELTA.values()) + sum(MAMBA.values())
+    expected_bytes = ((num_elements - SHARED) // 2 + SHARED) * 8
+    for batches, num_bytes in ranks:
+        assert batches == ranks[0][0]
+        assert num_bytes == expected_bytes  # heads and their states are sharded
     for got, params in zip(ranks[0][0], (GREEDY, RANDOM), strict=True):
         options = {"max_new_tokens": 9, "sampling": params, "stop_tokens": (STOP,)}
         expected = generate(model, requests(), **options)

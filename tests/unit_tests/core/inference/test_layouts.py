@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on grids of ranks, against one process: tokens, log-probabilities and every logit."""
+"""The engine on grids of ranks against one process: tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from tests.unit_tests.core.inference.test_engine import (
     forced,
     requests,
 )
-from tests.unit_tests.core.inference.test_speculation import half_right
+from tests.unit_tests.core.inference.test_speculation import flawed_proposer
 
 FACTORS = ("family", "forward", "blocks", "budget", "prefix_caching", "reports", "drafts")
-#: What must change no token, a row of each family; several rows are wanted of most values.
+#: Options that must not change any token, one row per family; most values occur in several rows.
 ROWS = [
     dict(zip(FACTORS, row, strict=True))
     for row in (
@@ -85,7 +85,7 @@ def engine_on(
         vocab_size=VOCABULARY,
         features=EngineFeatures(
             pipeline=PipelineGroups.from_groups(groups),
-            proposer=half_right(drafts) if drafts else None,
+            proposer=flawed_proposer(drafts) if drafts else None,
             expert_peers=groups.host_group("etp_ep") if shares else None,
             make_recorder=make_recorder,
         ),
@@ -93,11 +93,11 @@ def engine_on(
 
 
 def requests_of(row: dict[str, Any]) -> list[Request]:
-    asked = [replace(request, max_new_tokens=9) for request in requests(GREEDY)[1:]]
+    batch = [replace(request, max_new_tokens=9) for request in requests(GREEDY)[1:]]
     if row["reports"]:
         params = replace(DRAWN, logprobs=2)
-        asked[1:3] = [replace(r, n=2, prompt_logprobs=True, sampling=params) for r in asked[1:3]]
-    return asked
+        batch[1:3] = [replace(r, n=2, prompt_logprobs=True, sampling=params) for r in batch[1:3]]
+    return batch
 
 
 def completions_of(row: dict[str, Any], engine: Engine) -> list[list[Completion]]:
@@ -106,12 +106,12 @@ def completions_of(row: dict[str, Any], engine: Engine) -> list[list[Completion]
 
 # --- drafts of a model in a pipeline --------------------------------------------------------------
 
-#: So that heads which were never trained are right at times.
+#: Logit biases, so that drafts of untrained heads are sometimes accepted.
 BIAS = {3: 7.0, 8: 7.0, 11: 7.0}
 
 
 def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) -> Engine:
-    """Return an engine of few blocks with drafts of a kind; "off" has none."""
+    """Return an engine with few blocks and drafts of the given kind; "off" has none."""
     config = FAMILIES[family]
     if drafts == "heads":
         blocks = "G*-" if family == "hybrid" else ""
@@ -143,8 +143,10 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
 
 
 def completions_with_an_abort(engine: Engine) -> dict[int, Completion]:
-    """Return what requests of all kinds get, in the order in which they were added; the first is
-    aborted after some steps, in the middle of its text."""
+    """Return the completions of requests of all kinds, by request and output index.
+
+    The first request is aborted after some steps, in the middle of its text.
+    """
     greedy, drawn = replace(GREEDY, logit_bias=BIAS), replace(DRAWN, logit_bias=BIAS)
     kinds = [
         {"sampling": replace(greedy, logprobs=2), "max_new_tokens": 40},
@@ -154,43 +156,41 @@ def completions_with_an_abort(engine: Engine) -> dict[int, Completion]:
         {"sampling": greedy, "mask": allowed, "forced": forced},
         {"sampling": greedy, "stop_tokens": {31}, "prompt_logprobs": True},
     ]
-    asked = [replace(r, **more) for r, more in zip(requests(), kinds, strict=True)]
-    ids = [engine.add(request) for request in asked]
-    found: dict[int, Completion] = {}
+    batch = [replace(r, **fields) for r, fields in zip(requests(), kinds, strict=True)]
+    ids = [engine.add(request) for request in batch]
+    completions: dict[int, Completion] = {}
     steps = 0
     while engine.unfinished:
         steps += 1
         ended = engine.abort(ids[0]) if steps == 8 else []
-        for one in (*ended, *engine.step()):
-            found[10 * one.request_id + one.index] = one
-    return found
+        for completion in (*ended, *engine.step()):
+            completions[10 * completion.request_id + completion.index] = completion
+    return completions
 
 
-def drafted_on_a_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> list[Any]:
+def draft_on_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> list[Any]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    found = []
+    runs = []
     for family, drafts in cases:
         with one_thread():
             engine = drafting_engine(groups, family, drafts)
-            found.append(
-                (completions_with_an_abort(engine), engine.stats, engine.link.idle_seconds)
-            )
+            runs.append((completions_with_an_abort(engine), engine.stats, engine.link.idle_seconds))
             assert engine.scheduler.pool.references == engine.unfinished == 0
-    return found
+    return runs
 
 
-def assert_drafts_change_nothing(world: int, cases: list[tuple[str, str]]) -> None:
-    alone = {}
+def assert_drafts_change_no_token(world: int, cases: list[tuple[str, str]]) -> None:
+    references = {}
     for family in dict.fromkeys(family for family, _ in cases):
         with one_thread():
             engine = drafting_engine(ProcessGroupCollection.single(), family, "off")
-            alone[family] = completions_with_an_abort(engine)
-    for found in run_ranks(drafted_on_a_rank, world, cases):
-        for (family, drafts), (completions, stats, idle) in zip(cases, found, strict=True):
-            wanted = alone[family]
-            assert completions.keys() == wanted.keys()
+            references[family] = completions_with_an_abort(engine)
+    for runs in run_ranks(draft_on_rank, world, cases):
+        for (family, drafts), (completions, stats, idle) in zip(cases, runs, strict=True):
+            reference = references[family]
+            assert completions.keys() == reference.keys()
             for n, got in completions.items():
-                expected = wanted[n]
+                expected = reference[n]
                 assert got.finish_reason == expected.finish_reason, (family, drafts, n)
                 lengths = {len(got.tokens), len(expected.tokens)}
                 common = min(lengths)
@@ -209,17 +209,17 @@ def assert_drafts_change_nothing(world: int, cases: list[tuple[str, str]]) -> No
             assert min(stats.preempted, stats.hit, stats.forced, idle) > 0, (family, drafts)
 
 
-def test_drafts_of_a_model_in_a_pipeline_change_no_token() -> None:
+def test_model_drafts_in_a_pipeline_change_no_token() -> None:
     cases = [("gqa", "heads"), ("hybrid", "heads"), ("gqa", "draft")]
-    assert_drafts_change_nothing(2, cases)
+    assert_drafts_change_no_token(2, cases)
 
 
 @pytest.mark.slow
-def test_drafts_of_a_model_pass_through_a_stage_in_the_middle() -> None:
-    assert_drafts_change_nothing(3, [("hybrid", "heads"), ("hybrid", "draft")])
+def test_model_drafts_pass_through_a_middle_stage() -> None:
+    assert_drafts_change_no_token(3, [("hybrid", "heads"), ("hybrid", "draft")])
 
 
-def completions_on_a_rank(
+def completions_on_rank(
     rank: int,
     world: int,
     grid: dict[str, int],
@@ -227,53 +227,57 @@ def completions_on_a_rank(
     layout: dict[str, bool],
 ) -> list[Any]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
-    found = []
+    runs = []
     for row, drafts in rows:
         with one_thread():
             engine = engine_on(groups, row, drafts, **layout)
-            found.append((completions_of(row, engine), engine.stats, engine.link.idle_seconds))
-    return found
+            runs.append((completions_of(row, engine), engine.stats, engine.link.idle_seconds))
+    return runs
 
 
-def assert_as_one_process(grid: dict[str, int], rows: list[dict[str, Any]], **layout: bool) -> None:
+def assert_matches_one_process(
+    grid: dict[str, int], rows: list[dict[str, Any]], **layout: bool
+) -> None:
     world = 1
     for size in grid.values():
         world *= size
-    alone, drafts = [], []
+    references, drafts = [], []
     for row in rows:
         with one_thread():
             engine = engine_on(ProcessGroupCollection.single(), row)
-            alone.append((completions_of(row, engine), engine.stats))
-        texts = zip(requests_of(row), alone[-1][0], strict=True)
+            references.append((completions_of(row, engine), engine.stats))
+        texts = zip(requests_of(row), references[-1][0], strict=True)
         drafts.append({r.prompt: c[0].tokens for r, c in texts} if row["drafts"] else {})
     ranks = run_ranks(
-        completions_on_a_rank, world, grid, list(zip(rows, drafts, strict=True)), layout
+        completions_on_rank, world, grid, list(zip(rows, drafts, strict=True)), layout
     )
-    for n, (row, (wanted, single)) in enumerate(zip(rows, alone, strict=True)):
-        for found in ranks:
-            completions, stats, idle = found[n]
-            for got, expected in zip(chain(*completions), chain(*wanted), strict=True):
+    for n, (row, (reference, single)) in enumerate(zip(rows, references, strict=True)):
+        for rank_runs in ranks:
+            completions, stats, idle = rank_runs[n]
+            for got, expected in zip(chain(*completions), chain(*reference), strict=True):
                 assert got.tokens == expected.tokens, row
                 assert got.finish_reason == expected.finish_reason
                 assert got.epochs == expected.epochs
                 for name in ("logprobs", "prompt_logprobs"):
                     a, b = getattr(got, name), getattr(expected, name)
                     assert a == b if b is None else a == pytest.approx(b, rel=1e-4, abs=1e-5)
-                tops = [[[i for i, _ in one] for one in c.top_logprobs] for c in (got, expected)]
+                tops = [[[i for i, _ in top] for top in c.top_logprobs] for c in (got, expected)]
                 assert tops[0] == tops[1]
             assert stats.hit > 0 or not row["prefix_caching"]
             assert idle > 0 or "pp" not in grid
             assert (0 < stats.accepted < stats.drafted) == row["drafts"]
             if grid.get("pp", 1) > 1 and not row["drafts"]:
-                assert stats.steps > single.steps  # several under way, of fewer rows each
+                assert (
+                    stats.steps > single.steps
+                )  # several microbatches in flight, with fewer rows each
 
 
-def test_two_pipeline_stages_say_what_one_process_does() -> None:
-    assert_as_one_process({"pp": 2}, ROWS)
+def test_two_pipeline_stages_match_one_process() -> None:
+    assert_matches_one_process({"pp": 2}, ROWS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_four_ranks_say_what_one_process_does(sequence_parallel: bool) -> None:
+def test_four_ranks_match_one_process(sequence_parallel: bool) -> None:
     layout = {"sequence_parallel": True} if sequence_parallel else {}
-    assert_as_one_process({"tp": 2, "pp": 2}, ROWS, **layout)
+    assert_matches_one_process({"tp": 2, "pp": 2}, ROWS, **layout)

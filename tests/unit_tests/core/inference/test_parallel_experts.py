@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of the optimized forward whose ranks are those of sequence parallelism."""
+"""Experts of the optimized forward, sharded over the sequence-parallel ranks."""
 
 from __future__ import annotations
 
@@ -40,42 +40,44 @@ def model_of(moe: MoEConfig, groups: ProcessGroupCollection, **layout: bool) -> 
     return GPTModel(config, groups, dtype=torch.float32, seed=3, **layout)
 
 
-def generated_by(
+def generate_tokens(
     model: GPTModel, count: int, multiple: int = 1
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the tokens of some requests, and their log-probabilities."""
+    """Return the tokens and log-probabilities of the first `count` prompts."""
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
-    asked = [Request(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
-    outputs = [found[0] for found in generate(engine, asked)]
+    batch = [Request(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
+    outputs = [completions[0] for completions in generate(engine, batch)]
     logprobs = torch.tensor([x for output in outputs for x in output.logprobs])
     return [output.tokens for output in outputs], logprobs
 
 
-def on_a_rank(rank: int, world: int, sizes: dict[str, int], names: list[str]) -> dict:
+def generate_on_rank(rank: int, world: int, sizes: dict[str, int], names: list[str]) -> dict:
     grid = RankGrid(world_size=world, tp=world, **sizes)
-    groups, found = ProcessGroupCollection.create(grid, rank=rank), {}
+    groups, runs = ProcessGroupCollection.create(grid, rank=rank), {}
     for name in names:
         model = model_of(MODELS[name], groups, sequence_parallel=True)
         for count in (1, 3):
             with one_thread(), trace(groups) as records:
-                said = generated_by(model, count, world)
-            found[name, count] = said, Counter(record.kind for record in records)
-    return found
+                outputs = generate_tokens(model, count, world)
+            runs[name, count] = outputs, Counter(record.kind for record in records)
+    return runs
 
 
 @pytest.mark.parametrize(
     ("sizes", "names"), [({}, ["shared", "no shared"]), ({"etp": 1, "ep": 2}, ["shared"])]
 )
-def test_they_say_what_one_process_says(sizes: dict[str, int], names: list[str]) -> None:
-    for found in run_ranks(on_a_rank, 2, sizes, names):
-        for (name, count), ((tokens, logprobs), collectives) in found.items():
+def test_experts_on_sequence_parallel_ranks_match_one_process(
+    sizes: dict[str, int], names: list[str]
+) -> None:
+    for runs in run_ranks(generate_on_rank, 2, sizes, names):
+        for (name, count), ((tokens, logprobs), collectives) in runs.items():
             with one_thread():
-                wanted = generated_by(
+                expected = generate_tokens(
                     model_of(MODELS[name], ProcessGroupCollection.single()), count
                 )
-            assert tokens == wanted[0]
-            assert_close_by_metric(f"{name} {count}", logprobs, wanted[1], bound=1e-5)
+            assert tokens == expected[0]
+            assert_close_by_metric(f"{name} {count}", logprobs, expected[1], bound=1e-5)
             # A block has one of each; the embedding scatters, the final norm and logits gather.
             assert collectives["reduce_scatter"] == 5 * NEW
             assert collectives["all_gather"] == 6 * NEW

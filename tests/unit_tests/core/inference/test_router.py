@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel replicas of the engine: where requests go, and that they say what one does."""
+"""Data-parallel replicas of the engine: routing, and outputs equal to one engine's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit_tests.core.inference.test_engine import DRAWN, GREEDY
 from tests.unit_tests.core.inference.test_layouts import engine_on
 
 BLOCK = 16
-FIRST, SECOND = (5,) * 2 * BLOCK, (9,) * 2 * BLOCK
+PREFIX_A, PREFIX_B = (5,) * 2 * BLOCK, (9,) * 2 * BLOCK
 
 
 def router(replicas: int = 2, *, max_num_seqs: int = 4, num_blocks: int = 64) -> RequestRouter:
@@ -37,61 +37,71 @@ def router(replicas: int = 2, *, max_num_seqs: int = 4, num_blocks: int = 64) ->
     )
 
 
-def ask(prompt: Sequence[int], new: int = 8, **more: Any) -> Request:
-    return Request(prompt=tuple(prompt), max_new_tokens=new, sampling=GREEDY, **more)
+def make_request(prompt: Sequence[int], new: int = 8, **fields: Any) -> Request:
+    return Request(prompt=tuple(prompt), max_new_tokens=new, sampling=GREEDY, **fields)
 
 
 def test_requests_without_shared_prefix_go_to_least_loaded() -> None:
     routes = router(3)
-    long, short = ask([1] * 9, 30), ask([2] * 9, 3)
-    assert [routes.assign(one) for one in (long, short, short, short, short)] == [0, 1, 2, 1, 2]
+    long, short = make_request([1] * 9, 30), make_request([2] * 9, 3)
+    assert [routes.assign(request) for request in (long, short, short, short, short)] == [
+        0,
+        1,
+        2,
+        1,
+        2,
+    ]
     routes.output_ended(0, long)
     assert routes.assign(short) == 0
     assert routes.requests == [2, 2, 2]
 
 
-def test_a_prefix_goes_to_one_replica_while_that_has_a_free_row() -> None:
+def test_prefix_goes_to_its_replica_while_a_row_is_free() -> None:
     routes = router(max_num_seqs=3)
-    assert routes.assign(ask([*FIRST, 1])) == 0
-    assert routes.assign(ask([*SECOND, 1])) == 1
-    assert [routes.assign(ask([*FIRST, n])) for n in (2, 3)] == [0, 0]
+    assert routes.assign(make_request([*PREFIX_A, 1])) == 0
+    assert routes.assign(make_request([*PREFIX_B, 1])) == 1
+    assert [routes.assign(make_request([*PREFIX_A, n])) for n in (2, 3)] == [0, 0]
     assert routes.matched == [2 * 2 * BLOCK, 0]
-    # Of a longer beginning one block more was sent to the other: there is a row for it.
-    assert routes.assign(ask([*FIRST, 4])) == 1
-    assert routes.assign(ask([*FIRST, 5], n=2)) == 1  # no row anywhere: both know the prefix
-    routes.output_ended(0, ask([*FIRST, 1]))
-    assert routes.assign(ask([*SECOND, 2])) == 0  # a free row is worth more than a prefix
+    # The other replica has received one more block of this prefix, and has a free row.
+    assert routes.assign(make_request([*PREFIX_A, 4])) == 1
+    assert (
+        routes.assign(make_request([*PREFIX_A, 5], n=2)) == 1
+    )  # no free row anywhere: both replicas have the prefix
+    routes.output_ended(0, make_request([*PREFIX_A, 1]))
+    assert (
+        routes.assign(make_request([*PREFIX_B, 2])) == 0
+    )  # a free row is worth more than a prefix
 
 
-def test_of_two_beginnings_the_longer_one_counts() -> None:
+def test_longer_prefix_match_wins() -> None:
     routes = router()
-    assert routes.assign(ask(FIRST[:BLOCK])) == 0
-    assert routes.assign(ask([7] * BLOCK)) == 1
-    assert routes.assign(ask([*[7] * BLOCK, *FIRST])) == 1
-    assert routes.assign(ask([*FIRST, *FIRST])) == 0
+    assert routes.assign(make_request(PREFIX_A[:BLOCK])) == 0
+    assert routes.assign(make_request([7] * BLOCK)) == 1
+    assert routes.assign(make_request([*[7] * BLOCK, *PREFIX_A])) == 1
+    assert routes.assign(make_request([*PREFIX_A, *PREFIX_A])) == 0
 
 
-def test_as_many_blocks_are_remembered_as_a_cache_has() -> None:
+def test_router_remembers_as_many_blocks_as_the_cache() -> None:
     routes = router(1, num_blocks=3)
-    for prompt, known in ((FIRST, 0), (SECOND, 0), (FIRST, BLOCK), (FIRST, 2 * BLOCK)):
+    for prompt, matched in ((PREFIX_A, 0), (PREFIX_B, 0), (PREFIX_A, BLOCK), (PREFIX_A, 2 * BLOCK)):
         before = routes.matched[0]
-        routes.assign(ask(prompt))
-        assert routes.matched[0] - before == known, prompt
+        routes.assign(make_request(prompt))
+        assert routes.matched[0] - before == matched, prompt
     routes.forget_prefixes()
-    routes.assign(ask(FIRST))
+    routes.assign(make_request(PREFIX_A))
     assert routes.matched[0] == 3 * BLOCK
     silent = router(1, num_blocks=0)
-    silent.assign(ask(FIRST))
-    silent.assign(ask(FIRST))
+    silent.assign(make_request(PREFIX_A))
+    silent.assign(make_request(PREFIX_A))
     assert silent.matched == [0]
 
 
-#: Characters of the messages of two ranks.
+#: Number of characters of the messages of two ranks.
 LENGTHS = ((3, 0), (FIRST_BYTES, 3), (9, 2 * FIRST_BYTES), (FIRST_BYTES - 30, 1))
 
 
 def message(rank: int, length: int) -> dict[str, Any]:
-    return {"of": rank, "text": chr(233 + rank) * length}
+    return {"rank": rank, "text": chr(233 + rank) * length}
 
 
 def messages(rank: int, world: int) -> list[Any]:
@@ -99,44 +109,44 @@ def messages(rank: int, world: int) -> list[Any]:
     return [all_gather_json(message(rank, n[rank]), groups["dp"]) for n in LENGTHS]
 
 
-def test_messages_of_any_length_arrive() -> None:
-    wanted = [[message(rank, n[rank]) for rank in range(2)] for n in LENGTHS]
-    assert run_ranks(messages, 2) == [wanted, wanted]
+def test_json_gather_handles_any_length() -> None:
+    expected = [[message(rank, n[rank]) for rank in range(2)] for n in LENGTHS]
+    assert run_ranks(messages, 2) == [expected, expected]
     assert all_gather_json("alone", Group.single()) == ["alone"]
 
 
-#: Prompts of two prefixes in turns, and others.
+#: Prompts that alternate between two prefixes, and others.
 PROMPTS = [
-    (*FIRST, 1, 2),
-    (*SECOND, 3),
-    (*FIRST, 4),
-    (*SECOND, 5, 6, 7),
+    (*PREFIX_A, 1, 2),
+    (*PREFIX_B, 3),
+    (*PREFIX_A, 4),
+    (*PREFIX_B, 5, 6, 7),
     (11, 12, 13),
-    (*FIRST, 8),
+    (*PREFIX_A, 8),
     tuple(range(20, 45)),
 ]
 STOPPED, ABORTED = 4, 6
-"""Requests that the caller ends: after their third token, and after their second."""
+"""Requests that the caller ends after their third and after their second token."""
 
 
 def make_requests() -> list[Request]:
-    found = [ask(prompt, 9, sequence=10 * n) for n, prompt in enumerate(PROMPTS)]
-    found[0] = replace(found[0], sampling=replace(DRAWN, logprobs=2), n=2, prompt_logprobs=True)
-    return [replace(found[n], sampling=DRAWN) if n == 3 else found[n] for n in range(len(found))]
+    batch = [make_request(prompt, 9, sequence=10 * n) for n, prompt in enumerate(PROMPTS)]
+    batch[0] = replace(batch[0], sampling=replace(DRAWN, logprobs=2), n=2, prompt_logprobs=True)
+    return [replace(batch[n], sampling=DRAWN) if n == 3 else batch[n] for n in range(len(batch))]
 
 
 def completions_of(replicas: Replicas) -> dict[tuple[int, int], Completion]:
-    numbers = [replicas.add(request) for request in make_requests()]
-    found = {}
+    ids = [replicas.add(request) for request in make_requests()]
+    completions = {}
     while replicas.unfinished:
         for completion in replicas.step():
-            number = numbers.index(completion.request_id)
-            found[number, completion.index] = completion
-            if number == STOPPED and len(completion.tokens) == 3:
+            index = ids.index(completion.request_id)
+            completions[index, completion.index] = completion
+            if index == STOPPED and len(completion.tokens) == 3:
                 replicas.finish(completion.request_id, completion.index)
-            if number == ABORTED and len(completion.tokens) == 2:
+            if index == ABORTED and len(completion.tokens) == 2:
                 replicas.abort(completion.request_id)
-    return found
+    return completions
 
 
 def replicas_on(
@@ -156,7 +166,7 @@ def no_pickle(*_: object, **__: object) -> None:
     raise AssertionError("something was pickled")
 
 
-def completions_on_a_rank(
+def completions_on_rank(
     rank: int, world: int, family: str, grid: dict[str, int], asynchronous: bool = False
 ) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
@@ -167,15 +177,17 @@ def completions_on_a_rank(
             mock.patch.multiple("pickle", dumps=no_pickle, loads=no_pickle, Pickler=no_pickle),
             mock.patch.multiple(dist, **dict.fromkeys(objects, no_pickle)),
         ):
-            found = completions_of(replicas)
+            completions = completions_of(replicas)
         assert replicas.router is not None
-        return found, replicas.router.requests, replicas.router.matched, replicas.stats()
+        return completions, replicas.router.requests, replicas.router.matched, replicas.stats()
 
 
-def assert_as_one(found: dict[Any, Completion], wanted: dict[Any, Completion]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, got in found.items():
-        expected = wanted[key]
+def assert_same_completions(
+    actual: dict[Any, Completion], expected_completions: dict[Any, Completion]
+) -> None:
+    assert actual.keys() == expected_completions.keys()
+    for key, got in actual.items():
+        expected = expected_completions[key]
         for name in ("tokens", "finish_reason", "epochs", "index"):
             assert getattr(got, name) == getattr(expected, name), (key, name)
         for name in ("logprobs", "prompt_logprobs"):
@@ -183,88 +195,93 @@ def assert_as_one(found: dict[Any, Completion], wanted: dict[Any, Completion]) -
             assert a == b if b is None else a == pytest.approx(b, rel=1e-4, abs=1e-5), key
         for name in ("top_logprobs", "prompt_top_logprobs"):
             a, b = getattr(got, name), getattr(expected, name)
-            ids = [one and [[i for i, _ in place] for place in one] for one in (a, b)]
+            ids = [positions and [[i for i, _ in top] for top in positions] for positions in (a, b)]
             assert ids[0] == ids[1], (key, name)
 
 
 @pytest.mark.parametrize(
     ("family", "asynchronous"), [("gqa", False), ("gqa", True), ("hybrid", True)]
 )
-def test_two_replicas_say_what_one_engine_does(family: str, asynchronous: bool) -> None:
+def test_two_replicas_match_one_engine(family: str, asynchronous: bool) -> None:
     with one_thread():
-        alone = replicas_on(ProcessGroupCollection.single(), family)
-        wanted = completions_of(alone)
-    assert wanted[STOPPED, 0].finish_reason == "stop"
-    assert wanted[ABORTED, 0].finish_reason == "abort"
-    for found, sent, matched, stats in run_ranks(
-        completions_on_a_rank, 2, family, {}, asynchronous
+        single = replicas_on(ProcessGroupCollection.single(), family)
+        expected = completions_of(single)
+    assert expected[STOPPED, 0].finish_reason == "stop"
+    assert expected[ABORTED, 0].finish_reason == "abort"
+    for completions, sent, matched, stats in run_ranks(
+        completions_on_rank, 2, family, {}, asynchronous
     ):
-        assert_as_one(found, wanted)
+        assert_same_completions(completions, expected)
         assert sent == [3, 4]
-        assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to one of them
-        assert all(one.steps > 0 for one in stats)
-        assert all((one.overlapped > 0) == asynchronous for one in stats)
-        assert all(one.wasted <= 3 for one in stats)  # of what was ended from outside
-        # What was computed twice by none: as many tokens as in one engine come from the cache.
+        assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to a single replica
+        assert all(replica_stats.steps > 0 for replica_stats in stats)
+        assert all((replica_stats.overlapped > 0) == asynchronous for replica_stats in stats)
+        assert all(
+            replica_stats.wasted <= 3 for replica_stats in stats
+        )  # tokens of requests that the caller ended
+        # No prefix is computed twice: as many tokens as in one engine come from the cache.
         total = stats[0] + stats[1]
-        assert (total.hit, total.queried) == (alone.engine.stats.hit, alone.engine.stats.queried)
+        assert (total.hit, total.queried) == (single.engine.stats.hit, single.engine.stats.queried)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "asynchronous"), [({"tp": 2}, False), ({"tp": 2}, True), ({"pp": 2}, False)]
 )
-def test_replicas_of_several_ranks_say_what_one_engine_does(
-    grid: dict[str, int], asynchronous: bool
-) -> None:
+def test_multi_rank_replicas_match_one_engine(grid: dict[str, int], asynchronous: bool) -> None:
     with one_thread():
-        wanted = completions_of(replicas_on(ProcessGroupCollection.single(), "gqa"))
-    for found, sent, _, _ in run_ranks(completions_on_a_rank, 4, "gqa", grid, asynchronous):
-        assert_as_one(found, wanted)
+        expected = completions_of(replicas_on(ProcessGroupCollection.single(), "gqa"))
+    for completions, sent, _, _ in run_ranks(completions_on_rank, 4, "gqa", grid, asynchronous):
+        assert_same_completions(completions, expected)
         assert min(sent) > 0
 
 
 def expert_requests() -> list[Request]:
-    """Return a request of two rows, and a longer one of one."""
-    return [ask([7, 8, 9, *[n] * 30], 5 + 20 * n, n=2 - n) for n in range(2)]
+    """Return a request with two rows, and a longer one with a single row."""
+    return [make_request([7, 8, 9, *[n] * 30], 5 + 20 * n, n=2 - n) for n in range(2)]
 
 
-def counts_read_by_a_kernel(runs: RowRuns) -> tuple[int, ...]:
-    """Return the rows of each run as a GPU's grouped product reads them: not through the host. The
-    product on a CPU is no kernel and asks for them."""
+def counts_read_by_kernel(runs: RowRuns) -> tuple[int, ...]:
+    """Return the rows of each run without the host read of the CPU's product.
+
+    A GPU's grouped product reads them on the device.
+    """
     ends = np.from_dlpack(runs.ends).tolist()
     return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
-def experts_on_a_rank(
-    rank: int, world: int, least: int, asynchronous: bool, recorded: bool
+def experts_on_rank(
+    rank: int, world: int, max_padded_rows: int, asynchronous: bool, recorded: bool
 ) -> tuple[Any, ...]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    asked_twice = expert_requests()
+    repeated_requests = expert_requests()
     with (
         one_thread(),
-        mock.patch.object(dispatch, "MAX_PADDED_ROWS", least),
-        mock.patch.object(engine_module, "MAX_PADDED_ROWS", least),
-        mock.patch.object(RowRuns, "counts", property(counts_read_by_a_kernel)),
+        mock.patch.object(dispatch, "MAX_PADDED_ROWS", max_padded_rows),
+        mock.patch.object(engine_module, "MAX_PADDED_ROWS", max_padded_rows),
+        mock.patch.object(RowRuns, "counts", property(counts_read_by_kernel)),
     ):
-        found = []
-        for part in (asked_twice, asked_twice[:1]):  # one replica ends sooner, then one is idle
+        outputs = []
+        for batch in (
+            repeated_requests,
+            repeated_requests[:1],
+        ):  # one replica finishes earlier; in the second round one is idle
             recorder = StrictRerun if recorded else None
-            more = {"asynchronous": asynchronous, "make_recorder": recorder}
-            replicas = replicas_on(groups, "experts", **more)
-            numbers = [replicas.add(request) for request in part]
-            ended = {}
+            options = {"asynchronous": asynchronous, "make_recorder": recorder}
+            replicas = replicas_on(groups, "experts", **options)
+            ids = [replicas.add(request) for request in batch]
+            completions = {}
             while replicas.unfinished:
-                ended |= {c.request_id: c for c in replicas.step() if c.index == 0}
-            found.append([ended[number] for number in numbers])
+                completions |= {c.request_id: c for c in replicas.step() if c.index == 0}
+            outputs.append([completions[request_id] for request_id in ids])
         replicas.engine.drain()
         engine = replicas.engine
         replayed = engine.graphs.replayed if engine.graphs is not None else 0
-        return found, engine.joined, engine.stats.steps, replayed, engine.stats.overlapped
+        return outputs, engine.joined, engine.stats.steps, replayed, engine.stats.overlapped
 
 
 @pytest.mark.parametrize(
-    ("least", "asynchronous", "recorded"),
+    ("max_padded_rows", "asynchronous", "recorded"),
     [
         pytest.param(0, False, False, id="exact"),
         pytest.param(dispatch.MAX_PADDED_ROWS, False, False, id="padded"),
@@ -273,38 +290,38 @@ def experts_on_a_rank(
         pytest.param(1, False, True, id="graphs of one row, exact ones of two"),
     ],
 )
-def test_an_idle_replica_computes_the_experts_that_it_has(
-    least: int, asynchronous: bool, recorded: bool
+def test_idle_replica_computes_its_experts(
+    max_padded_rows: int, asynchronous: bool, recorded: bool
 ) -> None:
     with one_thread():
         engine = replicas_on(ProcessGroupCollection.single(), "experts").engine
-        wanted = generate(engine, expert_requests())
-    ranks = run_ranks(experts_on_a_rank, 2, least, asynchronous, recorded)
-    for found, *_ in ranks:
-        assert_as_one(
-            {(n, 0): c for n, c in enumerate([*found[0], *found[1]])},
-            {(n, 0): c[0] for n, c in enumerate([*wanted, wanted[0]])},
+        expected = generate(engine, expert_requests())
+    ranks = run_ranks(experts_on_rank, 2, max_padded_rows, asynchronous, recorded)
+    for completions, *_ in ranks:
+        assert_same_completions(
+            {(n, 0): c for n, c in enumerate([*completions[0], *completions[1]])},
+            {(n, 0): c[0] for n, c in enumerate([*expected, expected[0]])},
         )
-    (_, joined, steps, replayed, ahead), (_, joined_1, steps_1, replayed_1, _) = ranks
+    (_, joined, steps, replayed, num_overlapped), (_, joined_1, steps_1, replayed_1, _) = ranks
     assert (joined, steps_1) == (0, 0)
     assert joined_1 == steps > 0
     assert replayed == replayed_1
-    if recorded and least == 1:  # a step of two rows reads on the host, and is no graph
+    if recorded and max_padded_rows == 1:  # a step of two rows reads on the host and uses no graph
         assert 0 < replayed < steps - 1
     else:
-        assert replayed == (steps - 1 if recorded else 0)  # all but that of the prompt
-    assert (ahead > 0) == asynchronous
+        assert replayed == (steps - 1 if recorded else 0)  # all steps but prefill
+    assert (num_overlapped > 0) == asynchronous
 
 
-def differing_on_a_rank(rank: int, world: int) -> str:
+def differing_assignments_on_rank(rank: int, world: int) -> str:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     replicas = replicas_on(groups, "gqa")
     assert replicas.router is not None
-    if rank:  # planted: it sees no prefix
+    if rank:  # planted fault: this rank matches no prefix
         replicas.router._num_shared_blocks = lambda sent, hashes: 0
     return str(completions_of(replicas))
 
 
-def test_ranks_that_assign_requests_differently_stop() -> None:
+def test_ranks_with_different_assignments_fail() -> None:
     with pytest.raises(RankFailure, match="have assigned requests differently"):
-        run_ranks(differing_on_a_rank, 2)
+        run_ranks(differing_assignments_on_rank, 2)

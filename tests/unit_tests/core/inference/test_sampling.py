@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: every row by its own parameters, against plain Python and transformers."""
+"""Sampling: every row with its own parameters, against plain Python and transformers."""
 
 import itertools
 import math
@@ -65,7 +65,7 @@ def make_rows(count: int, **params: Any) -> list[SampleRow]:
 
 
 def weights_of(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Return the distribution of drawn rows before it is normalised."""
+    """Return the unnormalized distribution of sampled rows."""
     return draw_weights(adjust_logits(logits, rows), [row.params for row in rows])
 
 
@@ -95,12 +95,12 @@ def naive_probabilities(logits: torch.Tensor, row: SampleRow) -> list[float]:
         kth = sorted(scores, reverse=True)[: p.top_k][-1]
         scores = [score if score >= kth else -math.inf for score in scores]
     odds = [math.exp(score) for score in scores]
-    kept, before, limit = set(), 0.0, p.top_p * math.fsum(odds)
+    nucleus, before, limit = set(), 0.0, p.top_p * math.fsum(odds)
     for token in sorted(range(len(scores)), key=lambda t: (-scores[t], t)):
         if p.top_p == 1 or before < limit:
-            kept.add(token)
+            nucleus.add(token)
         before += odds[token]
-    odds = [o if n in kept and o >= p.min_p else 0.0 for n, o in enumerate(odds)]
+    odds = [o if n in nucleus and o >= p.min_p else 0.0 for n, o in enumerate(odds)]
     total = math.fsum(odds)
     return [o / total for o in odds]
 
@@ -127,7 +127,7 @@ def test_filters_match_plain_python() -> None:
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_filters_keep_what_transformers_keeps(temperature: float) -> None:
+def test_filters_match_transformers(temperature: float) -> None:
     rows, expected = [], []
     logits = random_logits(len(TOP_KS) * len(TOP_PS) * len(MIN_PS))
     for row, (k, p, m) in zip(logits, itertools.product(TOP_KS, TOP_PS, MIN_PS), strict=True):
@@ -144,16 +144,16 @@ def test_adjustments_match_plain_python() -> None:
     source = random.Random(0)
     rows = []
     for n in range(40):
-        some = {
+        options = {
             "repetition_penalty": source.choice([0.4, 1.3, 5.0]),
             "presence_penalty": source.choice([-2.0, 0.7]),
             "frequency_penalty": source.choice([-0.3, 2.0]),
             "logit_bias": {t: source.uniform(-100, 100) for t in source.sample(range(99), k=3)},
         }
-        asked = {name: some[name] for name in source.sample(sorted(some), k=n % 5)}
+        params = {name: options[name] for name in source.sample(sorted(options), k=n % 5)}
         tokens = source.choices(range(30), k=40)  # repeated, in both, and at the ends
         mask = torch.rand(VOCABULARY) < 0.9 if n % 3 == 0 else None
-        rows.append(make_row(n, prompt=tokens[:20], output=tokens[15:], mask=mask, **asked))
+        rows.append(make_row(n, prompt=tokens[:20], output=tokens[15:], mask=mask, **params))
     logits = random_logits(len(rows))
     before = logits.clone()
     got = adjust_logits(logits, rows)
@@ -167,7 +167,7 @@ def test_adjustments_match_plain_python() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(penalty: float) -> None:
     logits = random_logits(3)
     ids = torch.randint(VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(1))
     rows = [
@@ -178,7 +178,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     torch.testing.assert_close(adjust_logits(logits, rows), expected, rtol=1e-6, atol=0)
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_match_hand_computed_logits() -> None:
     logits = torch.tensor([[4.0, -4.0, 4.0, 4.0, -4.0, 0.0]])
     tokens = {"prompt": [0, 1, 1, 2], "output": [2, 3, 3, 3]}
     for params, expected in (
@@ -201,7 +201,7 @@ def test_a_tiny_repetition_penalty_leaves_logits_finite() -> None:
     assert sample(1e3 * random_logits(2), rows).finite.all()
 
 
-def test_bias_of_a_token_beyond_the_vocabulary_touches_no_row() -> None:
+def test_bias_beyond_the_vocabulary_changes_no_row() -> None:
     params = SamplingParams(logit_bias={VOCABULARY: 5.0, 3: 2.0})
     logits = random_logits(1)
     row = SampleRow(params=params, sequence=0, position=0)
@@ -220,16 +220,16 @@ def test_masked_tokens_are_never_chosen() -> None:
         make_row(n, mask=allowed if n % 5 else None, logit_bias={7: 100.0}, **kinds[n % 4])
         for n in range(60)
     ]
-    result = sample(logits, rows)
-    for n, token in enumerate(result.tokens.tolist()):
+    sampled = sample(logits, rows)
+    for n, token in enumerate(sampled.tokens.tolist()):
         assert token in (5, 9, 100) if n % 5 else token == 7
         if n % 5 and n % 4 == 0:
             assert token == max((5, 9, 100), key=lambda t: float(logits[n, t]))
-    assert result.finite.all()
-    assert len(result.tokens.unique()) == 4
-    # Log-probabilities are those without mask and bias.
-    expected = logits.double().log_softmax(-1).gather(1, result.tokens[:, None])[:, 0]
-    torch.testing.assert_close(result.logprobs, expected.float(), rtol=0, atol=1e-5)
+    assert sampled.finite.all()
+    assert len(sampled.tokens.unique()) == 4
+    # Log-probabilities ignore mask and bias.
+    expected = logits.double().log_softmax(-1).gather(1, sampled.tokens[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprobs, expected.float(), rtol=0, atol=1e-5)
 
 
 # The top-p set.
@@ -241,23 +241,23 @@ def naive_nucleus(scores: torch.Tensor, weights: torch.Tensor, limits: torch.Ten
     for score, weight, limit in zip(
         scores.tolist(), weights.tolist(), limits.flatten().tolist(), strict=True
     ):
-        kept, before = [False] * len(score), 0.0
+        in_set, before = [False] * len(score), 0.0
         for token in sorted(range(len(score)), key=lambda t: (-score[t], t)):
-            kept[token] = before < limit
+            in_set[token] = before < limit
             before += weight[token]
-        sets.append(kept)
+        sets.append(in_set)
     return sets
 
 
 @pytest.mark.parametrize("steps", [None, 4, 1], ids=["distinct", "ties", "many-ties"])
 @pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
-def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int | None) -> None:
+def test_nucleus_is_the_shortest_prefix_that_reaches_p(nucleus: Any, steps: int | None) -> None:
     scores = random_logits(48, seed=2, vocabulary=97)
     if steps:
         scores = (scores * steps).round() / steps / 2
     scores -= scores.amax(-1, keepdim=True)
     scores[::3, 40:60] = -math.inf
-    scores[1::3, :90] -= 60  # of weight 0, not -inf
+    scores[1::3, :90] -= 60  # their weight is 0, their score is not -inf
     scores -= scores.amax(-1, keepdim=True)
     weights = scores.softmax(-1).double().mul(2.0**52).floor()
     total = weights.sum(-1, keepdim=True)
@@ -268,20 +268,22 @@ def test_the_nucleus_is_the_first_tokens_that_reach_p(nucleus: Any, steps: int |
 
 
 @pytest.mark.parametrize("nucleus", [nucleus_by_sort, nucleus_by_search])
-def test_the_edge_of_the_nucleus(nucleus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nucleus_boundary_and_ties_match_definition(
+    nucleus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron.core.ops.sampling.reference.nucleus_by_sort", nucleus)
 
-    def kept_token_ids(logits: torch.Tensor, top_p: float) -> list[int]:
+    def nucleus_ids(logits: torch.Tensor, top_p: float) -> list[int]:
         return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()
 
     odds = torch.tensor([0.10, 0.40, 0.05, 0.30, 0.15])
     for top_p, tokens in ((0.39, [1]), (0.41, [1, 3]), (0.72, [1, 3, 4]), (0.96, [0, 1, 2, 3, 4])):
-        assert kept_token_ids(odds.log(), top_p) == tokens
-    for count in (1, 2, 3):  # each 1/4, without rounding
-        assert kept_token_ids(torch.zeros(4), count / 4) == list(range(count))
-        # Of tokens that tie, transformers keeps the last.
+        assert nucleus_ids(odds.log(), top_p) == tokens
+    for count in (1, 2, 3):  # each probability is 1/4, without rounding
+        assert nucleus_ids(torch.zeros(4), count / 4) == list(range(count))
+        # Among tied tokens, transformers keeps the last.
         assert TopPLogitsWarper(count / 4)(None, torch.zeros(1, 4)).isfinite().sum() == count
-    assert kept_token_ids(torch.zeros(1000), 0.0351) == list(range(36))
+    assert nucleus_ids(torch.zeros(1000), 0.0351) == list(range(36))
 
 
 # One draw per row.
@@ -343,7 +345,7 @@ def test_uniform_depends_on_all_of_its_key() -> None:
     assert uniform(0, 1, 23) != uniform(0, 12, 3)
 
 
-def test_seed_sequence_and_position_of_a_row_choose_its_draw() -> None:
+def test_seed_sequence_and_position_determine_the_draw() -> None:
     logits = torch.zeros(1, 10_000)
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2, 3, 4)]
     rows = [
@@ -357,8 +359,8 @@ def test_seed_sequence_and_position_of_a_row_choose_its_draw() -> None:
 # Every row alone.
 
 
-def mixture(vocabulary: int) -> list[SampleRow]:
-    """Return rows that ask for different work, two of each kind."""
+def mixed_rows(vocabulary: int) -> list[SampleRow]:
+    """Return rows with different parameters, two of each kind."""
     mask = torch.arange(vocabulary) % 3 > 0
     history = {"prompt": range(0, 60, 2), "output": [1, 1, 5, 60]}
     kinds: list[dict[str, Any]] = [
@@ -378,66 +380,72 @@ def mixture(vocabulary: int) -> list[SampleRow]:
     return [make_row(n, seed=n, **kind) for n, kind in enumerate([*kinds, *kinds])]
 
 
-def facts(result: Sampled, n: int, row: SampleRow) -> tuple:
-    """Return what a result says of its row n."""
-    asked = row.params.logprobs or 0
-    ids = result.top_ids[n, :asked].tolist() if asked else []
-    values = result.top_logprobs[n, :asked].tolist() if asked else []
-    return result.tokens[n].item(), result.logprobs[n].item(), bool(result.finite[n]), ids, values
+def row_values(sampled: Sampled, n: int, row: SampleRow) -> tuple:
+    """Return the sampled values of row n."""
+    num_logprobs = row.params.logprobs or 0
+    ids = sampled.top_ids[n, :num_logprobs].tolist() if num_logprobs else []
+    values = sampled.top_logprobs[n, :num_logprobs].tolist() if num_logprobs else []
+    return (
+        sampled.tokens[n].item(),
+        sampled.logprobs[n].item(),
+        bool(sampled.finite[n]),
+        ids,
+        values,
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 4_001])
-def test_a_row_is_the_same_alone_and_among_others(vocabulary: int) -> None:
-    rows = mixture(vocabulary)
+def test_row_outputs_do_not_depend_on_the_batch(vocabulary: int) -> None:
+    rows = mixed_rows(vocabulary)
     logits = random_logits(len(rows), seed=4, vocabulary=vocabulary)
     drawn = [n for n, row in enumerate(rows) if not row.params.greedy]
-    together = weights_of(logits[drawn], [rows[n] for n in drawn])
-    alone = []
+    batched = weights_of(logits[drawn], [rows[n] for n in drawn])
+    single = []
     for n, row in enumerate(rows):
-        alone.append(facts(sample(logits[n : n + 1], [row]), 0, row))
+        single.append(row_values(sample(logits[n : n + 1], [row]), 0, row))
         if n in drawn:
-            assert torch.equal(weights_of(logits[n : n + 1], [row])[0], together[drawn.index(n)])
+            assert torch.equal(weights_of(logits[n : n + 1], [row])[0], batched[drawn.index(n)])
     source = random.Random(5)
     orders = [list(range(len(rows))), *(source.sample(range(len(rows)), k) for k in (24, 11, 2))]
     for order in orders:
-        result = sample(logits[order], [rows[n] for n in order])
-        assert [facts(result, at, rows[n]) for at, n in enumerate(order)] == [
-            alone[n] for n in order
+        sampled = sample(logits[order], [rows[n] for n in order])
+        assert [row_values(sampled, index, rows[n]) for index, n in enumerate(order)] == [
+            single[n] for n in order
         ]
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf", "empty", "masked"])
-def test_a_row_without_a_choice_is_marked_and_touches_no_other(bad: str) -> None:
-    rows = mixture(VOCABULARY)
+@pytest.mark.parametrize("kind", ["nan", "inf", "empty", "masked"])
+def test_invalid_row_is_marked_and_changes_no_other_row(kind: str) -> None:
+    rows = mixed_rows(VOCABULARY)
     logits = random_logits(len(rows), seed=6)
     expected = sample(logits, rows)
-    for hurt in range(12):
+    for invalid_row in range(12):
         broken, changed = logits.clone(), list(rows)
-        if bad == "masked":
-            old = rows[hurt]
-            changed[hurt] = SampleRow(
+        if kind == "masked":
+            old = rows[invalid_row]
+            changed[invalid_row] = SampleRow(
                 params=old.params, sequence=old.sequence, position=old.position,
                 mask=torch.zeros(VOCABULARY, dtype=torch.bool),
             )  # fmt: skip
-        elif bad == "empty":
-            broken[hurt] = -math.inf
+        elif kind == "empty":
+            broken[invalid_row] = -math.inf
         else:
-            broken[hurt, 17] = float(bad)
-        result = sample(broken, changed)
-        assert not result.finite[hurt]
-        assert result.tokens[hurt] == 0
-        assert result.logprobs[hurt].isnan()
+            broken[invalid_row, 17] = float(kind)
+        sampled = sample(broken, changed)
+        assert not sampled.finite[invalid_row]
+        assert sampled.tokens[invalid_row] == 0
+        assert sampled.logprobs[invalid_row].isnan()
         for n, row in enumerate(rows):
-            assert n == hurt or facts(result, n, row) == facts(expected, n, row)
+            assert n == invalid_row or row_values(sampled, n, row) == row_values(expected, n, row)
 
 
 def test_a_row_that_excludes_some_tokens_is_finite() -> None:
     logits = random_logits(2)
     logits[:, 1:] = -math.inf
-    result = sample(logits, [make_row(temperature=0), make_row(top_p=0.5)])
-    assert result.tokens.tolist() == [0, 0]
-    assert result.finite.all()
-    assert result.logprobs.tolist() == [0.0, 0.0]
+    sampled = sample(logits, [make_row(temperature=0), make_row(top_p=0.5)])
+    assert sampled.tokens.tolist() == [0, 0]
+    assert sampled.finite.all()
+    assert sampled.logprobs.tolist() == [0.0, 0.0]
 
 
 # Greedy, temperatures, log-probabilities.
@@ -447,27 +455,27 @@ def test_greedy_takes_the_first_maximum_and_its_log_probability() -> None:
     logits = random_logits()
     logits[2, 17] = logits[2, 5] = 100.0
     before = logits.clone()
-    result = sample(logits, make_rows(5, temperature=0))
-    assert result.tokens[2] == 5
-    assert torch.equal(result.tokens, logits.argmax(-1))
-    expected = logits.double().log_softmax(-1).gather(1, result.tokens[:, None])[:, 0]
-    assert result.logprobs.dtype == torch.float32
-    torch.testing.assert_close(result.logprobs, expected.float(), rtol=0, atol=1e-5)
+    sampled = sample(logits, make_rows(5, temperature=0))
+    assert sampled.tokens[2] == 5
+    assert torch.equal(sampled.tokens, logits.argmax(-1))
+    expected = logits.double().log_softmax(-1).gather(1, sampled.tokens[:, None])[:, 0]
+    assert sampled.logprobs.dtype == torch.float32
+    torch.testing.assert_close(sampled.logprobs, expected.float(), rtol=0, atol=1e-5)
     assert torch.equal(logits, before)
-    assert (result.top_ids, result.top_logprobs) == (None, None)
+    assert (sampled.top_ids, sampled.top_logprobs) == (None, None)
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_ignore_sampling_parameters() -> None:
     logits = random_logits()
     rows = make_rows(
         5, temperature=0.5, top_k=3, top_p=0.9, logit_bias={9: 50.0}, prompt=[9],
         repetition_penalty=2.0,
     )  # fmt: skip
-    result = sample(logits, rows)
-    equal = bool((result.tokens == 9).all())
+    sampled = sample(logits, rows)
+    equal = bool((sampled.tokens == 9).all())
     assert equal
     torch.testing.assert_close(
-        result.logprobs, logits.double().log_softmax(-1)[:, 9].float(), rtol=0, atol=1e-5
+        sampled.logprobs, logits.double().log_softmax(-1)[:, 9].float(), rtol=0, atol=1e-5
     )
 
 
@@ -477,27 +485,27 @@ def test_top_logprobs_are_sorted_and_ties_keep_token_order() -> None:
     logits[3, ::2] = -0.0
     counts = (3, 20, None, 7)
     rows = [make_row(n, logprobs=count, temperature=n % 2) for n, count in enumerate(counts)]
-    result = sample(logits, rows)
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    assert result.top_ids.shape == result.top_logprobs.shape == (4, 20)
+    sampled = sample(logits, rows)
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    assert sampled.top_ids.shape == sampled.top_logprobs.shape == (4, 20)
     for n, count in enumerate(counts):
         if count is None:
-            equal = bool((result.top_logprobs[n] == -math.inf).all())
+            equal = bool((sampled.top_logprobs[n] == -math.inf).all())
             assert equal
             continue
         values = logits[n].tolist()
         order = sorted(range(VOCABULARY), key=lambda t: (-values[t], t))[:count]
-        assert result.top_ids[n, :count].tolist() == order
+        assert sampled.top_ids[n, :count].tolist() == order
         expected = logits[n].double().log_softmax(-1)[order].float()
-        torch.testing.assert_close(result.top_logprobs[n, :count], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(sampled.top_logprobs[n, :count], expected, rtol=0, atol=1e-5)
     few = sample(torch.zeros(1, 6), [make_row(logprobs=20)])
     assert few.top_ids is not None
     assert few.top_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_logits_of_less_precision_are_sampled_as_fp32() -> None:
-    logits, rows = random_logits(24).bfloat16(), mixture(VOCABULARY)
+def test_low_precision_logits_are_sampled_as_fp32() -> None:
+    logits, rows = random_logits(24).bfloat16(), mixed_rows(VOCABULARY)
     got, expected = sample(logits, rows), sample(logits.float(), rows)
     assert torch.equal(got.tokens, expected.tokens)
     assert torch.equal(got.logprobs, expected.logprobs)
@@ -506,9 +514,9 @@ def test_logits_of_less_precision_are_sampled_as_fp32() -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30, 1e-3])
 def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     logits = random_logits()
-    result = sample(logits, make_rows(5, temperature=temperature))
-    assert torch.equal(result.tokens, logits.argmax(-1))
-    assert result.finite.all()
+    sampled = sample(logits, make_rows(5, temperature=temperature))
+    assert torch.equal(sampled.tokens, logits.argmax(-1))
+    assert sampled.finite.all()
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e300])
@@ -525,7 +533,7 @@ def test_huge_temperatures_are_uniform(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "pattern"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": math.nan}, "temperature is nan"),
@@ -550,13 +558,13 @@ def test_huge_temperatures_are_uniform(temperature: float) -> None:
         ),
     ],
 )
-def test_bad_parameters_are_all_named(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_all_bad_parameters_are_reported(arguments: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
         SamplingParams(**arguments)
 
 
-def test_equal_parameters_are_equal_keys() -> None:
-    first = SamplingParams(logit_bias={5: 1.0, 2: -1.0})
-    second = SamplingParams(logit_bias=((2, -1.0), (5, 1.0)))
-    assert len({first, second}) == 1
-    assert first.logit_bias == ((2, -1.0), (5, 1.0))
+def test_equal_parameters_hash_equally() -> None:
+    params = SamplingParams(logit_bias={5: 1.0, 2: -1.0})
+    reordered = SamplingParams(logit_bias=((2, -1.0), (5, 1.0)))
+    assert len({params, reordered}) == 1
+    assert params.logit_bias == ((2, -1.0), (5, 1.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory an engine says it needs: exactly what it then takes."""
+"""Memory sizes of an engine: limits in error messages are exact, and sizes fit the memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.sizes import CacheSizes, EngineConfig
 
-#: Shapes whose states are smaller than a block, as large as several blocks, and absent.
+#: Shapes with no states, states smaller than a block, and states as large as several blocks.
 ATTENTION = [(), ((1, 4),), ((2, 64), (24,))]
 STATES = [{}, {"a": ((3, 5), torch.float32)}, {"a": ((4, 16, 32), torch.float32)}]
 ENGINES = [
@@ -40,38 +40,43 @@ def with_memory(engine: EngineConfig, memory: int) -> EngineConfig:
 
 
 def cache_bytes(engine: EngineConfig, shapes: CacheShapes, blocks: int, slots: int) -> int:
-    """Return the bytes of pages and of states, whose last slot is no row's."""
+    """Return the bytes of pages and states; the additional state slot is for padding."""
     pages = blocks * engine.block_size * shapes.token_bytes
     return pages + ((slots + 1) * shapes.state_bytes if shapes.states else 0)
 
 
 @pytest.mark.parametrize("shape", shapes(), ids=repr)
-def test_the_memory_of_the_error_is_the_least_that_is_accepted(shape):
+def test_error_names_the_minimum_accepted_memory(shape):
     for engine in ENGINES:
-        with pytest.raises(ValueError, match="give at least") as refused:
+        with pytest.raises(ValueError, match="give at least") as error:
             with_memory(engine, 0).sizes(shape, 128)
-        least = int(re.search(r"at least ([\d,]+)", str(refused.value))[1].replace(",", ""))
-        with pytest.raises(ValueError, match=f"at least {least:,}"):
-            with_memory(engine, least - 1).sizes(shape, 128)
-        blocks, slots = with_memory(engine, least).sizes(shape, 128)
+        min_memory = int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
+        with pytest.raises(ValueError, match=f"at least {min_memory:,}"):
+            with_memory(engine, min_memory - 1).sizes(shape, 128)
+        blocks, slots = with_memory(engine, min_memory).sizes(shape, 128)
         assert blocks * engine.block_size > engine.num_speculative_tokens
         assert slots >= engine.max_num_seqs or not shape.states
-        assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= least
+        assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= min_memory
 
 
 @pytest.mark.parametrize("shape", shapes(), ids=repr)
-def test_no_amount_of_memory_leaves_an_engine_without_blocks(shape):
-    """Snapshots of states take what blocks leave, and blocks what is left of a quarter."""
+def test_any_accepted_memory_provides_blocks(shape):
+    """Snapshots of states share the memory with blocks, and must leave room for them."""
     for engine in ENGINES:
-        least = cache_bytes(engine, shape, 64 // engine.block_size, 2 * engine.max_num_seqs + 1)
-        for memory in {least + extra for extra in (0, 1, shape.state_bytes, 4 * least, 64 * least)}:
+        min_memory = cache_bytes(
+            engine, shape, 64 // engine.block_size, 2 * engine.max_num_seqs + 1
+        )
+        for memory in {
+            min_memory + extra
+            for extra in (0, 1, shape.state_bytes, 4 * min_memory, 64 * min_memory)
+        }:
             blocks, slots = with_memory(engine, memory).sizes(shape, 128)
             assert blocks >= 1
             assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= memory
 
 
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(1, 8), (1, 64), (4, 32)])
-def test_the_number_of_drafts_of_the_error_is_the_most_accepted(blocks, step_tokens):
+def test_error_names_the_maximum_number_of_drafts(blocks, step_tokens):
     sizes = CacheSizes(num_blocks=blocks, num_slots=1, has_states=False, window=None)
 
     def check(count: int) -> None:
@@ -79,9 +84,9 @@ def test_the_number_of_drafts_of_the_error_is_the_most_accepted(blocks, step_tok
             EngineConfig(max_num_batched_tokens=step_tokens, num_speculative_tokens=count)
         )
 
-    with pytest.raises(ValueError, match="at most") as refused:
+    with pytest.raises(ValueError, match="at most") as error:
         check(1000)
-    most = int(re.search(r"at most (\d+)", str(refused.value))[1])
-    check(most)
-    with pytest.raises(ValueError, match=f"at most {most}"):
-        check(most + 1)
+    max_drafts = int(re.search(r"at most (\d+)", str(error.value))[1])
+    check(max_drafts)
+    with pytest.raises(ValueError, match=f"at most {max_drafts}"):
+        check(max_drafts + 1)

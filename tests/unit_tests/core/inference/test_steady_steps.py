@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step planned by moving the last one on is the step that is planned from the rows."""
+"""A step planned by advancing the previous step equals the step planned from the rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron.core.inference.cache import StateCache
 from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
 
 
-class Counted(Scheduler):
-    """Counts the steps that are planned from the rows."""
+class CountingScheduler(Scheduler):
+    """A scheduler that counts the steps planned from the rows."""
 
     planned = 0
 
@@ -23,14 +23,14 @@ class Counted(Scheduler):
         return super()._build_output(planned)
 
 
-class PlannedFromRows(Counted):
-    """Plans every step from the rows."""
+class RowPlanningScheduler(CountingScheduler):
+    """A scheduler that plans every step from the rows."""
 
     def _advance_steady(self) -> SchedulerOutput | None:
         return None
 
 
-#: What schedulers are made of, and how many slots for states there are.
+#: name -> (scheduler options, number of state slots)
 CASES: dict[str, tuple[Mapping[str, object], int]] = {
     "plain": ({}, 0),
     "blocks run out": ({"num_blocks": 14, "max_num_seqs": 2}, 0),
@@ -41,19 +41,19 @@ CASES: dict[str, tuple[Mapping[str, object], int]] = {
 }
 
 
-def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
-    """Serve random rows that come and go; return every step's digest and rows, and statistics."""
+def drive(kind: type[CountingScheduler], case: str) -> tuple[list[object], CountingScheduler]:
+    """Serve random rows; return every step's digest, rows and statistics, and the scheduler."""
     options, slots = CASES[case]
     states = {"states": StateCache(slots)} if slots else {}
-    given = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 24}
-    scheduler = kind(**given | options | states)
-    draw, rows, found = random.Random(5), [], []
+    defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    scheduler = kind(**defaults | options | states)
+    draw, rows, steps = random.Random(5), [], []
     for step in range(160):
         if step % 9 == 0 and len(scheduler.waiting) < 3:
-            begin = draw.choice(([1] * 8, [2] * 8, [])) + [draw.randrange(50) for _ in range(5)]
-            length = len(begin) + draw.randrange(1, 36)
+            prefix = draw.choice(([1] * 8, [2] * 8, [])) + [draw.randrange(50) for _ in range(5)]
+            length = len(prefix) + draw.randrange(1, 36)
             rows.append(
-                SequenceState(tokens=begin, num_prompt_tokens=len(begin), max_length=length)
+                SequenceState(tokens=prefix, num_prompt_tokens=len(prefix), max_length=length)
             )
             rows[-1].priority = draw.randrange(2)
             scheduler.add(rows[-1])
@@ -64,11 +64,11 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
         plan = scheduler.schedule()
         if plan is None:
             continue
-        numbers = [rows.index(row) for row in plan.sequences]
-        found.append(
+        indices = [rows.index(row) for row in plan.sequences]
+        steps.append(
             (
                 plan.digest(),
-                numbers,
+                indices,
                 plan.num_computed_tokens,
                 plan.num_scheduled_tokens,
                 plan.logits_indices.tolist(),
@@ -80,14 +80,14 @@ def drive(kind: type[Counted], case: str) -> tuple[list[object], Counted]:
             row.append(draw.randrange(50))
             if len(row.tokens) == row.max_length:
                 scheduler.remove(row)
-    return [*found, asdict(scheduler.stats), scheduler.pool.available], scheduler
+    return [*steps, asdict(scheduler.stats), scheduler.pool.available], scheduler
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_that_is_moved_on_is_the_step_that_is_planned(case: str) -> None:
-    wanted, whole = drive(PlannedFromRows, case)
-    found, moved = drive(Counted, case)
-    assert found == wanted
-    assert moved.planned < 0.7 * whole.planned  # the others were moved on
-    assert (moved.stats.preempted > 0) == (case == "blocks run out")
-    assert (moved.stats.snapshots > 0) == (case == "states")
+def test_advanced_step_equals_step_planned_from_rows(case: str) -> None:
+    expected, from_rows = drive(RowPlanningScheduler, case)
+    actual, advanced = drive(CountingScheduler, case)
+    assert actual == expected
+    assert advanced.planned < 0.7 * from_rows.planned  # the other steps were advanced
+    assert (advanced.stats.preempted > 0) == (case == "blocks run out")
+    assert (advanced.stats.snapshots > 0) == (case == "states")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed text: pieces add up to the whole text, at a cost that does not grow, up to a stop."""
+"""Streamed text: deltas add up to the whole text at bounded cost, up to a stop string."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from megatron.core.inference.text_stream import REPLACEMENT, TextStream
 from tests.support.continuation import continuation
 
 TEXTS = ["the theory of the thing", "a def is a def of a thing", "naïve 漢字 café"] * 20
-# ASCII with blanks, combining marks, CJK, emoji with joiners and flags, what decoding replaces by.
+# ASCII with blanks, combining marks, CJK, emoji with joiners and flags, the replacement character.
 ALPHABET = [
     *"the of ad  \n",
     "é",
@@ -36,7 +36,7 @@ ALPHABET = [
     "🇩🇪",
     REPLACEMENT,
 ]
-# More tokens at once than any decoder needs to see.
+# More tokens than any decoder needs at once.
 FEW = 64
 
 
@@ -49,7 +49,7 @@ def make_sentencepiece(folder: Path, name: str, **options: object) -> Tokenizer:
 
 
 def make_byte_fallback(folder: Path) -> Tokenizer:
-    """Return a `tokenizer.json` as Llama 2 has: blanks as U+2581, unknown characters as bytes."""
+    """Return a `tokenizer.json` like Llama 2's: blanks as U+2581, unknown characters as bytes."""
     letters = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁theofad", "▁t"]
     model = tokenizers.models.BPE(
         {letter: n for n, letter in enumerate(letters)}, [("▁", "t")],
@@ -87,13 +87,13 @@ def tokenizer_by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tok
 
 
 def chunks(tokens: Sequence[int], source: random.Random) -> list[list[int]]:
-    """Cut tokens into calls, empty ones too."""
-    found, start = [], 0
+    """Split tokens into calls, some of them empty."""
+    calls, start = [], 0
     while start < len(tokens):
         size = source.choice([0, 1, 1, 1, 2, 3, 9])
-        found.append(list(tokens[start : start + size]))
+        calls.append(list(tokens[start : start + size]))
         start += size
-    return found
+    return calls
 
 
 def stream_all(stream: TextStream, calls: Sequence[Sequence[int]]) -> list[str]:
@@ -105,8 +105,8 @@ def random_text(source: random.Random, count: int) -> str:
     return "".join(source.choices(ALPHABET, k=count))
 
 
-class Counted:
-    """A decode function that notes how many tokens each of its calls gets."""
+class CountingDecoder:
+    """A decode function that records the number of tokens per call."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
@@ -118,49 +118,49 @@ class Counted:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_add_up_to_the_whole_text(
+def test_deltas_add_up_to_the_whole_text(
     kind: str, tokenizer_by_kind: dict[str, Tokenizer]
 ) -> None:
     tokenizer, source = tokenizer_by_kind[kind], random.Random(kind)
     for _ in range(60):
         prompt = tokenizer.tokenize(random_text(source, source.choice([0, 1, 30])))
         tokens = tokenizer.tokenize(random_text(source, source.choice([1, 8, 90])))
-        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
-        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+        deltas = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
+        assert "".join(deltas) == continuation(tokenizer, prompt)(tokens)
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte_bpe", "sentencepiece", "plain_sentencepiece"])
-def test_random_tokens_add_up_too(kind: str, tokenizer_by_kind: dict[str, Tokenizer]) -> None:
-    """Bytes that are no text, special tokens, ids beyond the vocabulary, blanks, of any order."""
+def test_deltas_of_random_tokens_add_up(kind: str, tokenizer_by_kind: dict[str, Tokenizer]) -> None:
+    """Invalid UTF-8, special tokens, ids beyond the vocabulary and blanks in any order."""
     tokenizer, source = tokenizer_by_kind[kind], random.Random(kind)
-    some = {*tokenizer.tokenize("  the 漢😀\ufffd "), *([tokenizer.eod] * (tokenizer.eod or 0))}
+    common = {*tokenizer.tokenize("  the 漢😀\ufffd "), *([tokenizer.eod] * (tokenizer.eod or 0))}
     rare = sorted(source.sample(range(tokenizer.vocab_size), 5))
     for _ in range(150):
         prompt = tokenizer.tokenize(source.choice(["", "the", "of\n", "漢"]))
-        tokens = source.choices([*sorted(some), *rare], k=source.choice([3, 12, 70]))
-        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
-        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+        tokens = source.choices([*sorted(common), *rare], k=source.choice([3, 12, 70]))
+        deltas = stream_all(TextStream(tokenizer.detokenize, prompt), chunks(tokens, source))
+        assert "".join(deltas) == continuation(tokenizer, prompt)(tokens)
 
 
-def test_numbers_add_up() -> None:
+def test_deltas_of_numeric_tokens_add_up() -> None:
     tokenizer = NullTokenizer(50)
     tokens = [*range(30), 50, 50, *range(9)]
     for prompt in ([], [4, 7]):
-        pieces = stream_all(TextStream(tokenizer.detokenize, prompt), [[t] for t in tokens])
-        assert "".join(pieces) == continuation(tokenizer, prompt)(tokens)
+        deltas = stream_all(TextStream(tokenizer.detokenize, prompt), [[t] for t in tokens])
+        assert "".join(deltas) == continuation(tokenizer, prompt)(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_piece_holds_part_of_a_character(
+def test_deltas_contain_only_whole_characters(
     kind: str, tokenizer_by_kind: dict[str, Tokenizer]
 ) -> None:
     tokenizer, text = tokenizer_by_kind[kind], "the 漢字 😀😀 naïve 👩\u200d🚀👩\u200d🚀 thing"
     tokens = tokenizer.tokenize(text)
-    pieces = stream_all(TextStream(tokenizer.detokenize), [[token] for token in tokens])
-    assert "".join(pieces) == tokenizer.detokenize(tokens)
-    assert not any(REPLACEMENT in piece for piece in pieces)
-    # Text comes as soon as it is whole: all but the last piece of a character show something.
-    assert sum(map(bool, pieces)) >= len(tokens) - 3 * sum(c > "\x7f" for c in text)
+    deltas = stream_all(TextStream(tokenizer.detokenize), [[token] for token in tokens])
+    assert "".join(deltas) == tokenizer.detokenize(tokens)
+    assert not any(REPLACEMENT in delta for delta in deltas)
+    # Characters are emitted once complete: only tokens inside a character have empty deltas.
+    assert sum(map(bool, deltas)) >= len(tokens) - 3 * sum(c > "\x7f" for c in text)
 
 
 def test_ascii_is_streamed_immediately() -> None:
@@ -191,24 +191,24 @@ def test_replaced_byte_run_does_not_change_emitted_text(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_context_may_begin_inside_a_character(
+def test_context_may_begin_inside_a_character(
     kind: str, tokenizer_by_kind: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizer_by_kind[kind]
-    tokens = tokenizer.tokenize("한" * 20)[-24:]  # bytes of the same three
-    # A run of bytes that begins inside a character stays broken where runs are replaced whole.
+    tokens = tokenizer.tokenize("한" * 20)[-24:]  # a cycle of the same three bytes
+    # If whole runs of bytes are replaced, a run that begins inside a character stays broken.
     ends = (9, 18, 21) if kind == "byte_fallback" else (8, 9, 10, 20, 21, 22, 23)
     for prompt in ends:
         context = tokens[prompt % 3 : prompt]
-        pieces = stream_all(
+        deltas = stream_all(
             TextStream(tokenizer.detokenize, context), [[t] for t in tokens[prompt:]]
         )
-        whole = "".join(pieces)
-        assert whole.strip(REPLACEMENT) == "한" * len(whole.strip(REPLACEMENT))
-        assert len(whole.strip(REPLACEMENT)) == (24 - prompt) // 3
+        text = "".join(deltas)
+        assert text.strip(REPLACEMENT) == "한" * len(text.strip(REPLACEMENT))
+        assert len(text.strip(REPLACEMENT)) == (24 - prompt) // 3
 
 
-TROUBLE = {
+HARD_INPUTS = {
     "text": lambda t: t.tokenize(random_text(random.Random(1), 3000)),
     "cjk": lambda t: t.tokenize("漢字한" * 400),
     "joined": lambda t: t.tokenize("👩\u200d🚀" * 200),
@@ -220,14 +220,14 @@ TROUBLE = {
 }
 
 
-@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize("case", HARD_INPUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_push_decodes_few_tokens(
-    kind: str, trouble: str, tokenizer_by_kind: dict[str, Tokenizer]
+    kind: str, case: str, tokenizer_by_kind: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizer_by_kind[kind]
-    decode = Counted(tokenizer.detokenize)
-    tokens = [*TROUBLE[trouble](tokenizer), *tokenizer.tokenize(" the thing")]
+    decode = CountingDecoder(tokenizer.detokenize)
+    tokens = [*HARD_INPUTS[case](tokenizer), *tokenizer.tokenize(" the thing")]
     tokens = [token for token in tokens if token is not None]
     prompt = tokenizer.tokenize("the thing " * 50)
     stream = TextStream(decode, prompt, stop=["never"])
@@ -240,12 +240,12 @@ def test_a_push_decodes_few_tokens(
     decode.counts.clear()
     text += stream.push([], finished=True)
     assert sum(decode.counts) <= 2 * FEW
-    if kind != "byte_fallback" or trouble not in ("replaced", "special", "broken", "all"):
+    if kind != "byte_fallback" or case not in ("replaced", "special", "broken", "all"):
         assert text == continuation(tokenizer, prompt)(tokens)
 
 
-def test_an_ordinary_token_is_decoded_with_a_few_others() -> None:
-    decode = Counted(ByteTokenizer().detokenize)
+def test_ordinary_token_is_decoded_with_few_others() -> None:
+    decode = CountingDecoder(ByteTokenizer().detokenize)
     stream = TextStream(decode)
     for _ in range(1000):
         stream.push(b"a")
@@ -254,37 +254,39 @@ def test_an_ordinary_token_is_decoded_with_a_few_others() -> None:
 
 def test_characters_that_never_end_with_a_token_add_up() -> None:
     text = "€漢字한" * 60
-    data = b"x" + text.encode()
-    pairs = [data[n : n + 3] for n in range(0, len(data), 3)]  # each ends inside a character
+    encoded = b"x" + text.encode()
+    pairs = [encoded[n : n + 3] for n in range(0, len(encoded), 3)]  # each ends inside a character
 
     def decode(tokens: Sequence[int]) -> str:
         assert len(tokens) <= FEW
         return b"".join(pairs[token] for token in tokens).decode(errors="replace")
 
-    pieces = stream_all(TextStream(decode), [[token] for token in range(len(pairs))])
-    assert "".join(pieces) == "x" + text
+    deltas = stream_all(TextStream(decode), [[token] for token in range(len(pairs))])
+    assert "".join(deltas) == "x" + text
 
 
 # Stop strings.
 
 
-def visible(data: bytes, cuts: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text shown of some bytes, as tokens that end at some places, and what ended it."""
-    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
-    parts = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def stream_bytes(
+    encoded: bytes, cuts: Sequence[int], stop: Sequence[str]
+) -> tuple[str, str | None]:
+    """Return the streamed text of bytes as tokens that end at `cuts`, and the stop string."""
+    ends = sorted({min(cut, len(encoded)) for cut in cuts} | {len(encoded)})
+    tokens = [encoded[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     stream = TextStream(
-        lambda ids: b"".join(parts[n] for n in ids).decode(errors="replace"), stop=stop
+        lambda ids: b"".join(tokens[n] for n in ids).decode(errors="replace"), stop=stop
     )
-    text = "".join(stream_all(stream, [[n] for n in range(len(parts))]))
+    text = "".join(stream_all(stream, [[n] for n in range(len(tokens))]))
     return text, stream.stopped
 
 
-def first_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """Return what is shown of a text, by the definition: look at each of its beginnings."""
+def reference_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop string by its definition: check every prefix."""
     for end in range(len(text) + 1):
-        found = [s for s in stop if text[:end].endswith(s)]
-        if found:
-            longest = max(found, key=len)
+        matches = [s for s in stop if text[:end].endswith(s)]
+        if matches:
+            longest = max(matches, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
@@ -298,12 +300,12 @@ _LETTERS = st.sampled_from(["a", "b", "é", "😀"])
     st.lists(st.integers(0, 60), max_size=24),
     st.lists(st.lists(_LETTERS, min_size=1, max_size=4).map("".join), max_size=3),
 )
-def test_any_split_shows_the_same_text(text: str, cuts: list[int], stop: list[str]) -> None:
-    assert visible(text.encode(), cuts, stop) == first_stop(text, stop)
+def test_any_token_split_yields_the_same_text(text: str, cuts: list[int], stop: list[str]) -> None:
+    assert stream_bytes(text.encode(), cuts, stop) == reference_stop(text, stop)
 
 
 @pytest.mark.parametrize(
-    ("stop", "shown", "stopped"),
+    ("stop", "text", "stopped"),
     [
         (["nine"], "one two three", None),
         (["two"], "one ", "two"),
@@ -315,10 +317,10 @@ def test_any_split_shows_the_same_text(text: str, cuts: list[int], stop: list[st
     ],
 )
 def test_the_first_complete_stop_string_ends_the_text(
-    stop: list[str], shown: str, stopped: str | None
+    stop: list[str], text: str, stopped: str | None
 ) -> None:
     for cuts in ((), (5,), range(20)):
-        assert visible(b"one two three", cuts, stop) == (shown, stopped)
+        assert stream_bytes(b"one two three", cuts, stop) == (text, stopped)
 
 
 def test_possible_stop_string_prefix_is_buffered() -> None:
@@ -329,7 +331,7 @@ def test_possible_stop_string_prefix_is_buffered() -> None:
     assert stream.push(b"more", finished=True) == ""
 
 
-def test_stop_strings_are_not_looked_for_in_the_prompt() -> None:
+def test_stop_strings_are_not_searched_in_the_prompt() -> None:
     tokenizer = ByteTokenizer()
     stream = TextStream(tokenizer.detokenize, tokenizer.tokenize("stop st"), stop=["stop"])
     assert stream.push(b"op st", finished=True) == "op st"

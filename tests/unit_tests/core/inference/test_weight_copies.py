@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by copies of the weights in fewer bytes, against a model that stores their values."""
+"""Generation with low-bit copies of the weights, against a model that stores the copies' values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_decoded_states import decoded
+from tests.unit_tests.core.inference.test_decoded_states import decode_prompts
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, prompts
 
 
@@ -26,11 +26,13 @@ def model_in_fp32(family: str, groups: ProcessGroupCollection | None = None) -> 
 
 
 def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
-    """Write to a model what copies of its matrices stand for."""
+    """Write the dequantized values of a model's low-bit copies to its matrices."""
     with torch.no_grad():
         for handle in matrices(model):
             weight = handle.get()
-            if handle is not model.embedding.weight:  # tied, it is looked up as stored
+            if (
+                handle is not model.embedding.weight
+            ):  # a tied embedding is looked up in full precision
                 weight.copy_(LowBitCopy(weight, dtype).dequantize(0, len(weight)))
 
 
@@ -38,35 +40,35 @@ def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
 @pytest.mark.parametrize(
     ("family", "rounds"), [("gqa", True), *((family, False) for family in FAMILIES)]
 )
-def test_states_are_those_of_a_model_with_the_copies_values(
+def test_states_match_a_model_that_stores_the_copies_values(
     family: str, dtype: CopyDtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not rounds:  # all products in fp32
+    if not rounds:  # compute all products in fp32
         monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.float32)
         monkeypatch.setattr(low_bit_copy, "MAX_BF16_ROWS", 0)
         monkeypatch.setattr(low_bit_copy, "MAX_INT8_ROWS", 0)
-    products, multiplied = [], LowBitCopy.matmul
+    products, matmul = [], LowBitCopy.matmul
 
-    def counted(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
+    def recording_matmul(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
         products.append(copy)
-        return multiplied(copy, x)
+        return matmul(copy, x)
 
-    monkeypatch.setattr(LowBitCopy, "matmul", counted)
+    monkeypatch.setattr(LowBitCopy, "matmul", recording_matmul)
     model, reference = model_in_fp32(family), model_in_fp32(family)
     store_values_of_copies(reference, dtype)
     assert not products
     engine = engine_of(model, max_num_batched_tokens=500)
     engine.model = InferenceOptimizedModel(model, copies=dtype)
     with one_thread():
-        said, states = decoded(engine)
+        completions, states = decode_prompts(engine)
     assert len(products) == len(matrices(model)) * engine.stats.steps
-    for prompt, completion, found in zip(prompts(), said, states, strict=True):
+    for prompt, completion, prompt_states in zip(prompts(), completions, states, strict=True):
         with torch.no_grad():
             whole = reference(torch.tensor([[*prompt, *completion.tokens]]))
         # Activations are rounded to 8 bits before each product of the few rows of a step, and
         # these models amplify it.
-        wanted, bound = whole[len(prompt) - 1 : -1], 0.1 if rounds else 1e-4
-        assert_close_by_metric("states", torch.stack(found), wanted, bound=bound)
+        expected, bound = whole[len(prompt) - 1 : -1], 0.1 if rounds else 1e-4
+        assert_close_by_metric("states", torch.stack(prompt_states), expected, bound=bound)
 
 
 def test_weight_copies_are_rebuilt_after_weight_update() -> None:
@@ -99,28 +101,28 @@ def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model.head.weight.copy.dequantize(0, 61), -2 * before)
 
 
-def on_a_rank(rank: int, world: int) -> list[torch.Tensor]:
+def states_on_rank(rank: int, world: int) -> list[torch.Tensor]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_in_fp32("gqa", groups)
     engine = engine_of(model, max_num_batched_tokens=500)
     engine.model = InferenceOptimizedModel(model, copies="int8")
     with one_thread():
-        return [states[0] for states in decoded(engine)[1]]
+        return [states[0] for states in decode_prompts(engine)[1]]
 
 
-def test_two_ranks_are_as_far_from_fp32_as_one() -> None:
+def test_int8_copies_on_two_ranks_stay_close_to_fp32() -> None:
     model = model_in_fp32("gqa")
-    for states in run_ranks(on_a_rank, 2):
-        for prompt, found in zip(prompts(), states, strict=True):
+    for states in run_ranks(states_on_rank, 2):
+        for prompt, state in zip(prompts(), states, strict=True):
             with torch.no_grad():
-                wanted = model(torch.tensor([prompt]))[-1, 0]
-            off = assert_close_by_metric("state", found.view(-1), wanted, bound=6e-2)
-            assert off > 1e-4  # nearer than int8 can be: there were no copies
+                expected = model(torch.tensor([prompt]))[-1, 0]
+            error = assert_close_by_metric("state", state.view(-1), expected, bound=6e-2)
+            assert error > 1e-4  # a smaller error means that no copies were used
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("bf16", "the weights are bf16 already")])
-def test_copies_that_save_nothing_are_refused(dtype: CopyDtype, said: str) -> None:
+@pytest.mark.parametrize(("dtype", "message"), [("bf16", "the weights are bf16 already")])
+def test_copies_that_save_no_memory_are_refused(dtype: CopyDtype, message: str) -> None:
     groups = ProcessGroupCollection.single()
     model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.bfloat16, seed=3)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         InferenceOptimizedModel(model, copies=dtype)

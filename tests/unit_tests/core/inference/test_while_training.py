@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine around a model that is being trained."""
+"""An engine whose model is trained between generations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIG = GPTConfig(
 PROMPT = tuple(range(7, 40))
 
 
-def generated(engine: Engine) -> list[int]:
+def generate_tokens(engine: Engine) -> list[int]:
     """Return the tokens that follow the prompt."""
     request = Request(
         prompt=PROMPT, max_new_tokens=8, sampling=SamplingParams(temperature=0), sequence=1
@@ -39,8 +39,8 @@ def generated(engine: Engine) -> list[int]:
     return generate(engine, [request])[0][0].tokens
 
 
-def trained(rank: int, world: int, strategy: str, generates: bool) -> tuple[list, list]:
-    """Return the losses of four steps and what is said after each."""
+def train_and_generate(rank: int, world: int, strategy: str, generates: bool) -> tuple[list, list]:
+    """Return the losses of four steps and the text generated before each step."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     config = DataParallelConfig(strategy=strategy)
     model = GPTModel(CONFIG, groups, seed=3, storage=config.storage(bucket_bytes=10_000))
@@ -51,7 +51,7 @@ def trained(rank: int, world: int, strategy: str, generates: bool) -> tuple[list
     losses, texts = [], []
     for _ in range(4):
         if generates:
-            texts.append(generated(engine))
+            texts.append(generate_tokens(engine))
         trainer.begin_step(1)
         mask = torch.full(tokens[:, 1:].shape, 1 / (16 * world))
         loss, _ = model.loss(tokens[:, :-1], tokens[:, 1:], mask)
@@ -65,15 +65,15 @@ def trained(rank: int, world: int, strategy: str, generates: bool) -> tuple[list
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_training_goes_on_between_generations(strategy: str) -> None:
-    plain = run_ranks(trained, 2, strategy, False)
-    found = run_ranks(trained, 2, strategy, True)
-    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
-    assert found[0][1] == found[1][1]
-    assert len({tuple(text) for text in found[0][1]}) > 2  # the new weights say something else
+def test_generation_does_not_change_training(strategy: str) -> None:
+    training_only = run_ranks(train_and_generate, 2, strategy, False)
+    runs = run_ranks(train_and_generate, 2, strategy, True)
+    assert [losses for losses, _ in runs] == [losses for losses, _ in training_only]
+    assert runs[0][1] == runs[1][1]
+    assert len({tuple(text) for text in runs[0][1]}) > 2  # the new weights generate other texts
 
 
-def probabilities(engine: Engine) -> torch.Tensor:
+def logprobs_of_tokens(engine: Engine) -> torch.Tensor:
     """Return the log-probabilities of the tokens that follow the prompt."""
     request = Request(
         prompt=PROMPT, max_new_tokens=4, sampling=SamplingParams(temperature=0), sequence=1
@@ -82,8 +82,8 @@ def probabilities(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["in place", "train step"])
-def test_updates_show_at_once_in_the_optimized_forward(how: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("update", ["in place", "train step"])
+def test_optimized_forward_uses_updated_weights(update: str, dtype: torch.dtype) -> None:
     groups = ProcessGroupCollection.single()
     config = DataParallelConfig()
     model = GPTModel(
@@ -94,9 +94,9 @@ def test_updates_show_at_once_in_the_optimized_forward(how: str, dtype: torch.dt
     engine, plain = (engine_of(model, prefix_caching=False) for _ in range(2))
     engine.model = InferenceOptimizedModel(model)
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    found = [probabilities(engine)]
-    for step in range(2):  # nobody is told
-        if how == "in place":
+    logprobs = [logprobs_of_tokens(engine)]
+    for step in range(2):  # without a call of `weights_replaced`
+        if update == "in place":
             with torch.no_grad():
                 for n, weight in enumerate(model.parameters()):
                     weight.mul_(1 + 0.2 * math.sin(n + step + 1))
@@ -107,11 +107,11 @@ def test_updates_show_at_once_in_the_optimized_forward(how: str, dtype: torch.dt
             trainer.finish()
             optimizer.step(0.5)
             trainer.start_param_sync()
-        found.append(probabilities(engine))
+        logprobs.append(logprobs_of_tokens(engine))
         fresh = engine_of(model, prefix_caching=False)
         fresh.model = InferenceOptimizedModel(model)
-        assert torch.equal(found[-1], probabilities(fresh))
-        # In bf16 the two forwards are no nearer to each other than each is to fp32.
+        assert torch.equal(logprobs[-1], logprobs_of_tokens(fresh))
+        # In bf16 the two forwards differ as much from each other as each differs from fp32.
         if dtype is torch.float32:
-            assert_close_by_metric("update", found[-1], probabilities(plain), bound=1e-4)
-        assert (found[-1] - found[-2]).abs().max() > 0.1
+            assert_close_by_metric("update", logprobs[-1], logprobs_of_tokens(plain), bound=1e-4)
+        assert (logprobs[-1] - logprobs[-2]).abs().max() > 0.1

@@ -22,7 +22,7 @@ from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import generate
 from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_generation import assert_same, without_cache
+from tests.unit_tests.core.inference.test_generation import assert_same, generate_without_cache
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -156,7 +156,7 @@ def test_batched_prompts_match_each_prompt_without_cache():
         with nan_memory():
             got = generate(model, batch, max_new_tokens=8, sampling=RANDOM)
         for request, completion in zip(batch, got, strict=True):
-            assert_same(completion, without_cache(model, request, 8, RANDOM))
+            assert_same(completion, generate_without_cache(model, request, 8, RANDOM))
     assert len({token for c in got for token in c.tokens}) > 8
 
 

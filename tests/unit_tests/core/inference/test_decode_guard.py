@@ -38,7 +38,7 @@ MAKES = frozenset(
 MAKES |= {f"new_{kind}" for kind in ("empty", "full", "ones", "tensor", "zeros")}
 #: Modules whose functions are wrappers of collectives.
 COMM = "megatron.core.comm."
-#: Modules in which a call site is looked for.
+#: Prefixes of modules in which a call site may be.
 PROJECT_MODULES = ("megatron.", "tests.")
 
 

@@ -132,7 +132,7 @@ def test_text_depends_only_on_the_prompt(rows: int, budget: int, paged: bool) ->
     engine = engine_of(model, max_num_seqs=rows, max_num_batched_tokens=budget)
     completions = generate(engine, requests())
     assert [c.tokens for (c,) in completions] == [expected_text(p) for p in PROMPTS]
-    # Each token is computed once, except the last token of a row, which is never fed.
+    # Each token is computed once, except the last token of a row, which is not fed back.
     assert model.tokens == engine.stats.computed == sum(len(p) + NEW - 1 for p in PROMPTS)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a GPT cut into chunks, with sends and receives by hand, in order, one at a time."""
+"""Steps of a GPT split into chunks, with manual sends and receives, one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.nan_memory import nan_memory
 
 LAYERS, HIDDEN, VOCABULARY, BATCH, SEQUENCE = 3, 24, 37, 3, 8
 
-#: RMSNorm, gated MLPs, heads of their own norm, dropout everywhere.
+#: RMSNorm, gated MLPs, query-key norms, dropout everywhere.
 UNTIED = GPTConfig(
     num_layers=LAYERS,
     hidden_size=HIDDEN,
@@ -29,7 +29,7 @@ UNTIED = GPTConfig(
     mlp=MLPConfig(ffn_hidden_size=20),
     hidden_dropout=0.2,
 )
-#: LayerNorm, plain MLPs, biases, one weight at both ends.
+#: LayerNorm, plain MLPs, biases, tied embeddings.
 TIED = dataclasses.replace(
     UNTIED,
     attention=AttentionConfig(
@@ -46,68 +46,70 @@ TIED = dataclasses.replace(
 MODELS = {"untied": UNTIED, "tied": TIED}
 
 
-def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a logical tensor that a box holds."""
-    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, first, size)
+def slice_of_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the slice of a logical tensor in a box."""
+    for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
     return whole
 
 
-def values(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-    """Return a copy of every box that the rank has of its weights, by name and offsets."""
-    held = (held for handle in model.store.handles.values() for held in model.store.chunks(handle))
-    return {(each.name, each.box.offsets): each.tensor.clone() for each in held}
+def weight_values(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+    """Return copies of this rank's weight chunks, by name and offsets."""
+    chunks = (
+        chunks for handle in model.store.handles.values() for chunks in model.store.chunks(handle)
+    )
+    return {(chunk.name, chunk.box.offsets): chunk.tensor.clone() for chunk in chunks}
 
 
 def move(model: GPTModel) -> GPTModel:
-    """Move every weight off its initial value by a function of its name and place alone."""
+    """Perturb every weight by a function of its name and position alone; return the model."""
     for handle in model.store.handles.values():
-        for held in model.store.chunks(handle):
-            noise = torch.randn(held.shape, generator=generator(3, *held.name.encode()))
-            held.tensor.add_(cut(0.1 * noise, held.box).to(held.tensor.dtype))
+        for chunk in model.store.chunks(handle):
+            noise = torch.randn(chunk.shape, generator=generator(3, *chunk.name.encode()))
+            chunk.tensor.add_(slice_of_box(0.1 * noise, chunk.box).to(chunk.tensor.dtype))
     return model
 
 
-def data(index: int) -> Microbatch:
+def step_microbatch(index: int) -> Microbatch:
     """Return a microbatch of the step."""
     return microbatch(
         seed=6, dp_rank=0, index=index, batch=BATCH, sequence=SEQUENCE, vocabulary=VOCABULARY
     )
 
 
-def trained(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
+def train_step(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
     """Run a step, one microbatch after the other.
 
     Returns:
-        (loss, nll) of each microbatch where the head is, and all gradients by name and offsets.
+        (loss, nll) of each microbatch on the last stage, and all gradients by name and offsets.
     """
     engine = DataParallel(model.store, model.groups)
     engine.begin_step(program=())
     losses = []
     with nan_memory():
         for i in range(microbatches):
-            line = Line(model, data(i))
-            line.forward()
+            microbatch_pass = MicrobatchPass(model, step_microbatch(i))
+            microbatch_pass.forward()
             if i == microbatches - 1:
                 for chunk in range(model.num_chunks):
                     engine.begin_last_backward(chunk)
-            line.backward()
+            microbatch_pass.backward()
             for chunk in range(model.num_chunks):
                 engine.post_backward(chunk)
-            if line.loss is not None:
-                losses.append(line.loss)
+            if microbatch_pass.loss is not None:
+                losses.append(microbatch_pass.loss)
         engine.finish()
-    found = {}
+    gradients = {}
     for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
-            part = flat[box.start : box.start + box.numel].view(box.sizes)
-            found[box.name, box.offsets] = part.clone()
-    return losses, found
+            gradient = flat[box.start : box.start + box.numel].view(box.sizes)
+            gradients[box.name, box.offsets] = gradient.clone()
+    return losses, gradients
 
 
-class Line:
-    """One microbatch on its way through all virtual stages, as seen from one rank."""
+class MicrobatchPass:
+    """The pass of a microbatch through all virtual stages, as seen from one rank."""
 
     def __init__(self, model: GPTModel, batch: Microbatch) -> None:
         self.model, self.batch = model, batch
@@ -117,15 +119,15 @@ class Line:
         self.loss: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def own(self) -> list[int]:
-        """The virtual stages of this rank in the order of forward."""
+    def local_stages(self) -> list[int]:
+        """This rank's virtual stages in forward order."""
         return [c * self.stages + self.stage for c in range(self.model.num_chunks)]
 
     def forward(self) -> None:
-        """Go through all virtual stages of this rank."""
+        """Run the forward of all virtual stages of this rank."""
         total = self.stages * self.model.num_chunks
-        for g in self.own:
-            hidden = self._arrived(g - 1, self.outputs) if g else None
+        for g in self.local_stages:
+            hidden = self._receive(g - 1, self.outputs) if g else None
             if hidden is not None:
                 hidden = hidden.detach().requires_grad_()
             self.inputs[g] = hidden
@@ -143,42 +145,42 @@ class Line:
             assert output.shape == self.model.boundary_shape(batch.tokens)
             assert output.dtype == self.model.store.dtype
             self.outputs[g] = output
-            self._pass(output.detach(), g + 1)
+            self._send(output.detach(), g + 1)
 
     def backward(self) -> None:
-        """Go back through all virtual stages of this rank."""
+        """Run the backward of all virtual stages of this rank."""
         total = self.stages * self.model.num_chunks
         gradients: dict[int, torch.Tensor] = {}
-        for g in reversed(self.own):
-            gradient = None if g == total - 1 else self._arrived(g + 1, gradients)
+        for g in reversed(self.local_stages):
+            gradient = None if g == total - 1 else self._receive(g + 1, gradients)
             torch.autograd.backward((self.outputs[g],), (gradient,))
             if (hidden := self.inputs[g]) is not None:
                 assert hidden.grad is not None
                 gradients[g] = hidden.grad
-                self._pass(hidden.grad, g - 1)
+                self._send(hidden.grad, g - 1)
 
     def _rank(self, g: int) -> int:
         """Return the global rank of a virtual stage."""
         return self.model.groups["pp"].ranks[g % self.stages]
 
-    def _arrived(self, g: int, here: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return what virtual stage `g` gives this rank."""
+    def _receive(self, g: int, local_tensors: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that virtual stage `g` sends to this rank."""
         if self.stages == 1:
-            return here[g]
+            return local_tensors[g]
         recv_buffer = torch.full(
             self.model.boundary_shape(self.batch.tokens), torch.nan, dtype=self.model.store.dtype
         )
         dist.recv(recv_buffer, self._rank(g))
         return recv_buffer
 
-    def _pass(self, tensor: torch.Tensor, g: int) -> None:
-        """Give a tensor to virtual stage `g`."""
+    def _send(self, tensor: torch.Tensor, g: int) -> None:
+        """Send a tensor to virtual stage `g`."""
         if self.stages > 1:
             dist.send(tensor.contiguous(), self._rank(g))
 
 
-def built(
+def build_model(
     config: GPTConfig, groups: ProcessGroupCollection | None = None, **options: object
 ) -> GPTModel:
-    """Return a model off its initial values."""
+    """Return a model with perturbed weights."""
     return move(GPTModel(config, groups or ProcessGroupCollection.single(), seed=5, **options))

@@ -21,7 +21,7 @@ CONFIG = GPTConfig(
     mtp_num_layers=2,
     mtp_loss_factor=0.3,
 )
-#: LayerNorm has biases, and the one head is at both ends.
+#: LayerNorm with biases, and tied embeddings.
 TIED = dataclasses.replace(
     CONFIG,
     norm=NormConfig(kind="LayerNorm"),
@@ -30,25 +30,30 @@ TIED = dataclasses.replace(
     mtp_num_layers=1,
 )
 LENGTH, ROWS = 12, 2
-BORDERS = ((0, 5, 6, LENGTH), (0, 9, LENGTH))
+DOCUMENT_BOUNDS = ((0, 5, 6, LENGTH), (0, 9, LENGTH))
 
 
 def documents() -> dict[str, torch.Tensor]:
-    """Return positions and document ids of the rows of `BORDERS`, [b, s]."""
-    places = torch.arange(LENGTH)
-    starts = [torch.tensor(row[:-1]) for row in BORDERS]
-    ids = torch.stack([(places[:, None] >= s).sum(1) - 1 for s in starts])
-    positions = torch.stack([places - s[i] for s, i in zip(starts, ids, strict=True)])
+    """Return positions and document ids of the rows of `DOCUMENT_BOUNDS`, [b, s]."""
+    indices = torch.arange(LENGTH)
+    starts = [torch.tensor(row[:-1]) for row in DOCUMENT_BOUNDS]
+    ids = torch.stack([(indices[:, None] >= s).sum(1) - 1 for s in starts])
+    positions = torch.stack([indices - s[i] for s, i in zip(starts, ids, strict=True)])
     return {"positions": positions, "document_ids": ids}
 
 
-def rows_of(lane: int, index: int, *, depths: int, packed: bool) -> Microbatch:
-    """Return a microbatch of whole rows, with what depths predict."""
-    made = microbatch(
-        seed=7, dp_rank=lane, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
+def rows_of(dp_rank: int, index: int, *, depths: int, packed: bool) -> Microbatch:
+    """Return a microbatch of whole rows with the targets of `depths` MTP layers."""
+    batch = microbatch(
+        seed=7,
+        dp_rank=dp_rank,
+        index=index,
+        batch=ROWS,
+        sequence=LENGTH,
+        vocabulary=CONFIG.vocab_size,
     )
     if packed:
-        made = dataclasses.replace(made, **documents())
-    parts = (made.tokens, made.labels, made.loss_mask)
-    mtp_targets = shift_targets(*parts, num_layers=depths, document_ids=made.document_ids)
-    return dataclasses.replace(made, mtp_targets=mtp_targets)
+        batch = dataclasses.replace(batch, **documents())
+    fields = (batch.tokens, batch.labels, batch.loss_mask)
+    mtp_targets = shift_targets(*fields, num_layers=depths, document_ids=batch.document_ids)
+    return dataclasses.replace(batch, mtp_targets=mtp_targets)

@@ -24,9 +24,15 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.models.chunk_steps import MODELS, built, move, trained, values
+from tests.unit_tests.core.models.chunk_steps import (
+    MODELS,
+    build_model,
+    move,
+    train_step,
+    weight_values,
+)
 
-#: By ranks: (tp, pattern), pipeline stages are what is left. Chunks of one stage are p apart.
+#: World size -> (tp, pattern). The other ranks are pipeline stages; chunks of a stage are p apart.
 SPLITS = {
     2: (
         (1, "*-*-|*-"),
@@ -41,177 +47,184 @@ SPLITS = {
     ),
 }
 CASES = [(name, *split) for world in SPLITS for name in MODELS for split in SPLITS[world]]
-each_case = pytest.mark.parametrize(
+for_all_cases = pytest.mark.parametrize(
     "case", CASES, ids=[f"{name}-tp{tp}-{pattern}" for name, tp, pattern in CASES]
 )
 
 
 def split_of(pattern: str, groups: ProcessGroupCollection) -> StageSplit:
-    """Cut a pattern for the stages of these groups."""
+    """Split a pattern over the pipeline stages of `groups`."""
     return StageSplit.from_pattern(pattern, groups["pp"].size)
 
 
-def on_ranks(rank: int, world: int) -> dict[tuple, dict]:
-    """Build and train every split; return what this rank has of each."""
-    found = {}
+def train_on_ranks(rank: int, world: int) -> dict[tuple, dict]:
+    """Build and train a model with every split; return this rank's values for each."""
+    outputs = {}
     grids = {tp: RankGrid(world_size=world, tp=tp, pp=world // tp) for tp, _ in SPLITS[world]}
     groups = {tp: ProcessGroupCollection.create(grid, rank=rank) for tp, grid in grids.items()}
     for (name, config), (tp, pattern) in itertools.product(MODELS.items(), SPLITS[world]):
         options = {"sequence_parallel": tp > 1, "split": split_of(pattern, groups[tp])}
         fresh = GPTModel(config, groups[tp], seed=5, **options)
-        held = {
-            (each.name, each.box.offsets): each.replica_ranks
+        replicas = {
+            (chunk.name, chunk.box.offsets): chunk.replica_ranks
             for handle in fresh.store.handles.values()
-            for each in fresh.store.chunks(handle)
+            for chunk in fresh.store.chunks(handle)
         }
-        parts = {b.handles[0].name: (b.model_chunk, len(b.handles)) for b in fresh.store.buckets}
-        initial = values(fresh)
-        losses, gradients = trained(built(config, groups[tp], **options))
-        found[name, tp, pattern] = {
+        bucket_chunks = {
+            b.handles[0].name: (b.model_chunk, len(b.handles)) for b in fresh.store.buckets
+        }
+        initial = weight_values(fresh)
+        losses, gradients = train_step(build_model(config, groups[tp], **options))
+        outputs[name, tp, pattern] = {
             "initial": initial,
-            "replicas": held,
+            "replicas": replicas,
             "losses": losses,
             "gradients": gradients,
-            "parts": parts,
-            "ends": (fresh.holds_embedding, fresh.holds_head),
+            "bucket_chunks": bucket_chunks,
+            "holds_ends": (fresh.holds_embedding, fresh.holds_head),
             "chunks": fresh.num_chunks,
             "parameters": (fresh.num_parameters, fresh.store.num_parameters),
         }
-    return found
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[tuple, list[dict]]:
-    """What every rank has of every case."""
-    with_two, with_four = run_ranks(on_ranks, 2), run_ranks(on_ranks, 4)
-    found = [*with_two, *with_four]
-    return {case: [each[case] for each in found if case in each] for case in CASES}
+    """The values of all ranks for each case."""
+    with_two, with_four = run_ranks(train_on_ranks, 2), run_ranks(train_on_ranks, 4)
+    outputs = [*with_two, *with_four]
+    return {
+        case: [rank_outputs[case] for rank_outputs in outputs if case in rank_outputs]
+        for case in CASES
+    }
 
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, dict]:
-    """The same of the whole models in one process, every tensor under its name."""
-    found = {}
+    """The values of unsplit models in one process, by name."""
+    outputs = {}
     for name, config in MODELS.items():
         fresh = GPTModel(config, ProcessGroupCollection.single(), seed=5)
-        initial = {key: tensor for (key, _), tensor in values(fresh).items()}
+        initial = {key: tensor for (key, _), tensor in weight_values(fresh).items()}
         with one_thread():
-            losses, gradients = trained(built(config))
-        found[name] = {
+            losses, gradients = train_step(build_model(config))
+        outputs[name] = {
             "initial": initial,
             "losses": losses,
             "gradients": {key: tensor for (key, _), tensor in gradients.items()},
             "parameters": fresh.store.num_parameters,
         }
-    return found
+    return outputs
 
 
 def stages_of(case: tuple, count: int) -> list[range]:
     """Return the ranks of each stage of a case."""
     tp = case[1]
-    return [range(first, first + tp) for first in range(0, count, tp)]
+    return [range(start, start + tp) for start in range(0, count, tp)]
 
 
-def narrowed(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
+def slice_of_box(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
     """Return a box of a tensor."""
-    for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, first, size)
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
     return tensor
 
 
-@each_case
-def test_all_stages_together_have_every_weight_once(case, ranks, whole):
-    wanted, found = whole[case[0]]["initial"], ranks[case]
+@for_all_cases
+def test_stages_hold_every_weight_exactly_once(case, ranks, whole):
+    expected, outputs = whole[case[0]]["initial"], ranks[case]
     owners = defaultdict(set)
     elements: dict[str, int] = defaultdict(int)
-    for stage, members in enumerate(stages_of(case, len(found))):
+    for stage, members in enumerate(stages_of(case, len(outputs))):
         for rank in members:
-            for (name, offsets), tensor in found[rank]["initial"].items():
-                assert torch.equal(tensor, narrowed(wanted[name], offsets, tensor.shape)), name
+            for (name, offsets), tensor in outputs[rank]["initial"].items():
+                assert torch.equal(tensor, slice_of_box(expected[name], offsets, tensor.shape)), (
+                    name
+                )
                 owners[name].add(stage)
-                replicas = found[rank]["replicas"][name, offsets]
+                replicas = outputs[rank]["replicas"][name, offsets]
                 assert rank in replicas
                 elements[name] += tensor.numel() if rank == replicas[0] else 0
-    assert owners.keys() == wanted.keys()
-    last = len(found) // case[1] - 1
+    assert owners.keys() == expected.keys()
+    final_stage = len(outputs) // case[1] - 1
     for name, stages in owners.items():
         tied = case[0] == "tied" and name == "embedding.weight"
-        assert len(stages) == 1 or (tied and stages == {0, last}), name
-    assert elements == {name: tensor.numel() for name, tensor in wanted.items()}
+        assert len(stages) == 1 or (tied and stages == {0, final_stage}), name
+    assert elements == {name: tensor.numel() for name, tensor in expected.items()}
 
 
-@each_case
+@for_all_cases
 def test_replicas_are_the_ranks_with_the_same_box(case, ranks):
-    found = ranks[case]
+    outputs = ranks[case]
     holders = defaultdict(list)
-    for rank, each in enumerate(found):
-        for key in each["initial"]:
+    for rank, rank_outputs in enumerate(outputs):
+        for key in rank_outputs["initial"]:
             holders[key].append(rank)
-    for each in found:
-        for key, replicas in each["replicas"].items():
+    for rank_outputs in outputs:
+        for key, replicas in rank_outputs["replicas"].items():
             assert replicas == tuple(holders[key]), key
 
 
-@each_case
-def test_chunks_lie_in_parts_and_the_ends_where_they_belong(case, ranks, whole):
-    found, (name, _, pattern) = ranks[case], case
-    stages = stages_of(case, len(found))
+@for_all_cases
+def test_chunks_and_end_layers_are_on_the_right_stages(case, ranks, whole):
+    outputs, (name, _, pattern) = ranks[case], case
+    stages = stages_of(case, len(outputs))
     chunks = (pattern.count("|") + 1) // len(stages)
     for stage, members in enumerate(stages):
         for rank in members:
-            each = found[rank]
-            assert each["chunks"] == chunks
-            assert each["ends"] == (stage == 0, stage == len(stages) - 1)
-            assert each["parameters"][0] == whole[name]["parameters"]
-            if name == "tied" and any(each["ends"]):
-                part = 0 if stage == 0 else chunks - 1
-                assert each["parts"]["embedding.weight"] == (part, 1)
-    local = sum(found[members[0]]["parameters"][1] for members in stages)
+            rank_outputs = outputs[rank]
+            assert rank_outputs["chunks"] == chunks
+            assert rank_outputs["holds_ends"] == (stage == 0, stage == len(stages) - 1)
+            assert rank_outputs["parameters"][0] == whole[name]["parameters"]
+            if name == "tied" and any(rank_outputs["holds_ends"]):
+                chunk = 0 if stage == 0 else chunks - 1
+                assert rank_outputs["bucket_chunks"]["embedding.weight"] == (chunk, 1)
+    local = sum(outputs[members[0]]["parameters"][1] for members in stages)
     table = math.prod(whole[name]["initial"]["embedding.weight"].shape)
     assert local == whole[name]["parameters"] + (table if name == "tied" else 0)
 
 
-@each_case
-def test_losses_and_gradients_are_those_of_the_whole_model(case, ranks, whole):
-    found, wanted, tp = ranks[case], whole[case[0]], case[1]
+@for_all_cases
+def test_losses_and_gradients_match_the_whole_model(case, ranks, whole):
+    outputs, expected, tp = ranks[case], whole[case[0]], case[1]
     compared = set()
-    for rank, each in enumerate(found):
-        gradients = {f"{n}{o}": t for (n, o), t in each["gradients"].items()}
+    for rank, rank_outputs in enumerate(outputs):
+        gradients = {f"{n}{o}": t for (n, o), t in rank_outputs["gradients"].items()}
         reference = {
-            f"{n}{o}": narrowed(wanted["gradients"][n], o, t.shape)
-            for (n, o), t in each["gradients"].items()
+            f"{n}{o}": slice_of_box(expected["gradients"][n], o, t.shape)
+            for (n, o), t in rank_outputs["gradients"].items()
         }
         if gradients:
             assert_all_close(gradients, reference)
-        compared |= {name for name, _ in each["gradients"]}
-        assert len(each["losses"]) == (2 if rank >= len(found) - tp else 0)
-        for i, (loss, nll) in enumerate(each["losses"]):
-            assert_close_by_metric("loss", loss, wanted["losses"][i][0])
-            assert_close_by_metric("nll", nll, wanted["losses"][i][1])
-    assert compared == wanted["gradients"].keys()
+        compared |= {name for name, _ in rank_outputs["gradients"]}
+        assert len(rank_outputs["losses"]) == (2 if rank >= len(outputs) - tp else 0)
+        for i, (loss, nll) in enumerate(rank_outputs["losses"]):
+            assert_close_by_metric("loss", loss, expected["losses"][i][0])
+            assert_close_by_metric("nll", nll, expected["losses"][i][1])
+    assert compared == expected["gradients"].keys()
 
 
 def chunks_of(model: GPTModel) -> list[TensorChunk]:
-    """Return what a checkpoint holds of a rank's weights."""
+    """Return the tensors of a rank's weights for a checkpoint."""
     return [
         TensorChunk(
-            name=held.name,
-            shape=held.shape,
-            offsets=held.box.offsets,
-            tensor=held.tensor,
-            replica_ranks=held.replica_ranks,
+            name=chunk.name,
+            shape=chunk.shape,
+            offsets=chunk.box.offsets,
+            tensor=chunk.tensor,
+            replica_ranks=chunk.replica_ranks,
         )
         for handle in model.store.handles.values()
-        for held in model.store.chunks(handle)
+        for chunk in model.store.chunks(handle)
     ]
 
 
-#: (tp, pattern) by which four ranks load what the one before has saved.
+#: (tp, pattern) of four ranks; each layout loads the checkpoint that the previous one saves.
 CHAIN = ((1, "*-|*-*||-"), (2, "*|-*-|*|-"), (2, "|*-*-*-"), (4, "*-*-*-"), (1, "*|-|*|-|*|-||"))
 
 
-def through_the_chain(rank: int, world: int, root: str) -> list[int]:
-    """Load what the layout before has saved, and save it again; return the elements held."""
+def reshard_along_chain(rank: int, world: int, root: str) -> list[int]:
+    """Load and save the checkpoint in each layout; return the numbers of local elements."""
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
     counts = []
@@ -220,7 +233,7 @@ def through_the_chain(rank: int, world: int, root: str) -> list[int]:
             RankGrid(world_size=world, tp=tp, pp=world // tp), rank=rank
         )
         for name, config in MODELS.items():
-            # Other values: what is not loaded differs.
+            # Another seed: values that are not loaded differ.
             model = GPTModel(config, groups, seed=40 + step, split=split_of(pattern, groups))
             folder = Path(root, name, f"iter_{step:07d}")
             load_checkpoint(folder, chunks_of(model), coordinator=coordinator)
@@ -232,17 +245,17 @@ def through_the_chain(rank: int, world: int, root: str) -> list[int]:
     return counts
 
 
-def test_a_checkpoint_loads_on_any_other_split(tmp_path):
+def test_checkpoint_loads_on_any_other_split(tmp_path):
     models = {
         name: move(GPTModel(c, ProcessGroupCollection.single())) for name, c in MODELS.items()
     }
     for name, model in models.items():
         save_checkpoint(tmp_path / name, 0, chunks_of(model), {}, coordinator=Solo())
-    counts = run_ranks(through_the_chain, 4, str(tmp_path))
+    counts = run_ranks(reshard_along_chain, 4, str(tmp_path))
     assert counts[2][0] == 0, "a stage without weights takes part"
     for name, config in MODELS.items():
-        back = GPTModel(config, ProcessGroupCollection.single(), seed=99)
-        load_checkpoint(tmp_path / name / f"iter_{len(CHAIN):07d}", chunks_of(back))
-        found, wanted = values(back), values(models[name])
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        loaded = GPTModel(config, ProcessGroupCollection.single(), seed=99)
+        load_checkpoint(tmp_path / name / f"iter_{len(CHAIN):07d}", chunks_of(loaded))
+        actual, expected = weight_values(loaded), weight_values(models[name])
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)

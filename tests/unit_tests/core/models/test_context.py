@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT over context-parallel ranks against one process: losses and every gradient."""
+"""A GPT over context-parallel ranks against one process: losses and all gradients."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ CONFIG = GPTConfig(
     init_std=0.2,
 )
 LENGTH, ROWS = 16, 3
-BORDERS = ((0, 5, 6, 11, 16), (0, 16), (0, 9, 16))
+DOCUMENT_BOUNDS = ((0, 5, 6, 11, 16), (0, 16), (0, 9, 16))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one grid.
+    """A model on a grid of ranks.
 
     Args:
-        documents: whether rows hold several.
-        padded: cut each of the sequences [0, 6, 16] apart, padded to 8 and 12.
+        documents: whether rows hold several documents.
+        padded: shard the sequences [0, 6, 16] separately, padded to 8 and 12.
     """
 
     tp: int = 1
@@ -61,90 +61,95 @@ class Case:
         return dataclasses.replace(CONFIG, attention=attention, hidden_dropout=self.dropout)
 
     @property
-    def cut(self) -> SequenceSharding:
+    def sharding(self) -> SequenceSharding:
         bounds = {"cu_seqlens": (0, 6, 16), "padded_cu_seqlens": (0, 8, 20)}
         return SequenceSharding.of(LENGTH, self.cp, **(bounds if self.padded else {}))
 
 
-#: What of a microbatch is in its layout.
-OF_LAYOUT = ("positions", "document_ids", "sample_ids")
+#: Fields of a microbatch that belong to its layout.
+LAYOUT_FIELDS = ("positions", "document_ids", "sample_ids")
 
 
 def batch_of(case: Case, index: int) -> dict[str, torch.Tensor]:
-    """Return a microbatch of whole rows, its documents included."""
-    data = microbatch(
+    """Return a microbatch of whole rows, with the fields of its documents."""
+    batch = microbatch(
         seed=6, dp_rank=0, index=index, batch=ROWS, sequence=LENGTH, vocabulary=CONFIG.vocab_size
     )
-    found = {
-        "tokens": data.tokens,
-        "labels": data.labels,
-        "token_weights": data.loss_mask * 0.25,
-        "sample_ids": data.sample_ids,
+    fields = {
+        "tokens": batch.tokens,
+        "labels": batch.labels,
+        "token_weights": batch.loss_mask * 0.25,
+        "sample_ids": batch.sample_ids,
     }
-    borders = ((0, 6, 16),) * ROWS if case.padded else BORDERS if case.documents else None
-    if borders is not None:
-        places = torch.arange(LENGTH)
-        starts = [torch.tensor(row[:-1]) for row in borders]
-        ids = torch.stack([(places[:, None] >= s).sum(1) - 1 for s in starts])
-        found["document_ids"] = ids
-        found["positions"] = torch.stack([places - s[i] for s, i in zip(starts, ids, strict=True)])
-    return found
+    bounds = ((0, 6, 16),) * ROWS if case.padded else DOCUMENT_BOUNDS if case.documents else None
+    if bounds is not None:
+        indices = torch.arange(LENGTH)
+        starts = [torch.tensor(row[:-1]) for row in bounds]
+        ids = torch.stack([(indices[:, None] >= s).sum(1) - 1 for s in starts])
+        fields["document_ids"] = ids
+        fields["positions"] = torch.stack(
+            [indices - s[i] for s, i in zip(starts, ids, strict=True)]
+        )
+    return fields
 
 
-def moved(model: GPTModel) -> None:
-    """Move every weight off its initial value by what is the same on every grid."""
+def perturb_weights(model: GPTModel) -> None:
+    """Perturb every weight by the same values on every grid."""
     for handle in model.store.handles.values():
-        for held in model.store.chunks(handle):
-            noise = torch.randn(held.shape, generator=generator(9, *held.name.encode()))
-            where = held.box.slices
-            held.tensor.add_(0.2 * noise[where])
+        for chunk in model.store.chunks(handle):
+            noise = torch.randn(chunk.shape, generator=generator(9, *chunk.name.encode()))
+            slices = chunk.box.slices
+            chunk.tensor.add_(0.2 * noise[slices])
 
 
-def trained(case: Case, groups: ProcessGroupCollection):
-    """Return the summed losses, the nll and the gradient pieces of two microbatches of a step."""
+def train_step(case: Case, groups: ProcessGroupCollection):
+    """Return the losses, gradient shards, numbers of plans and cp collectives of a step.
+
+    The step has two microbatches.
+    """
     backend = dataclasses.replace(LOCAL, context_engine=case.engine)
     model = GPTModel(
         case.config, groups, sequence_parallel=case.sequence_parallel, seed=5, backend=backend
     )
     if case.recompute:
         model.set_recompute(Recompute(granularity="full", method="uniform", num_layers=1))
-    moved(model)
+    perturb_weights(model)
     engine = DataParallel(model.store, groups)
     group, losses, plans = groups["cp"], [], []
     engine.begin_step()
     with nan_memory(), trace(groups) as records:
         for index in range(2):
             batch = batch_of(case, index)
-            known = {name: batch.pop(name) for name in OF_LAYOUT if name in batch}
-            layout = SequenceLayout.of_rows(LENGTH, **known)
+            layout_fields = {name: batch.pop(name) for name in LAYOUT_FIELDS if name in batch}
+            layout = SequenceLayout.of_rows(LENGTH, **layout_fields)
             if group.size > 1:
-                layout = SequenceLayout.make(case.cut, group.rank, rows=ROWS, **known)
+                layout = SequenceLayout.make(case.sharding, group.rank, rows=ROWS, **layout_fields)
             loss, nll = model.loss(*(layout.local(x) for x in batch.values()), layout=layout)
             engine.backward(loss, last=index == 1)
             losses.append((loss.detach(), nll.detach()))
             plans += [layout.num_plans] if group.size > 1 else []
         engine.finish()
-    found = {}
+    gradients = {}
     for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
-            found[box.name, box.offsets] = values
+            gradients[box.name, box.offsets] = values
     kinds = {record.kind for record in records if record.group == "cp"}
-    return losses, found, plans, kinds
+    return losses, gradients, plans, kinds
 
 
 def on_rank(rank: int, world: int, cases: list[Case]) -> list:
     """Train every case on the ranks of its grid."""
-    found = []
+    outputs = []
     for case in cases:
         grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp)
         groups = ProcessGroupCollection.create(grid, rank=rank)
-        found.append((groups["cp"].rank, trained(case, groups)))
-    return found
+        outputs.append((groups["cp"].rank, train_step(case, groups)))
+    return outputs
 
 
-TWO = {
+TWO_RANKS = {
     "p2p, dropout, packed": Case(engine="p2p", dropout=0.2, documents=True),
     "all_gather, dropout, packed, recomputed": Case(
         engine="all_gather", dropout=0.2, documents=True, recompute=True
@@ -155,7 +160,7 @@ TWO = {
     "all_gather, sinks, padded": Case(engine="all_gather", sinks=True, padded=True, dropout=0.1),
     "p2p, padded": Case(engine="p2p", padded=True, dropout=0.1),
 }
-FOUR = {
+FOUR_RANKS = {
     "p2p": Case(tp=2, engine="p2p", documents=True, dropout=0.2, sequence_parallel=True),
     "all_gather": Case(
         tp=2, engine="all_gather", sinks=True, window=6, sequence_parallel=True, recompute=True
@@ -166,80 +171,82 @@ FOUR = {
 KINDS = {"p2p": {"send"}, "all_gather": {"all_gather"}, "a2a": {"all_to_all"}}
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)])
-def test_every_gradient_is_that_of_one_process(world: int, cases: dict[str, Case]):
-    results = run_ranks(on_rank, world, list(cases.values()))
-    for number, (name, case) in enumerate(cases.items()):
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_gradients_match_one_process(world: int, cases: dict[str, Case]):
+    outputs = run_ranks(on_rank, world, list(cases.values()))
+    for index, (name, case) in enumerate(cases.items()):
         with one_thread():
             whole = dataclasses.replace(case, recompute=False)
-            wanted, gradients, _, _ = trained(whole, ProcessGroupCollection.single())
-        for found in (result[number] for result in results):
-            _check(name, case, found, wanted, gradients)
-        sums = [sum(float(loss) for loss, _ in result[number][1][0]) for result in results]
-        share = sum(float(loss) for loss, _ in wanted)
-        assert sum(sums) / case.tp == pytest.approx(share, rel=1e-6), name
+            expected, gradients, _, _ = train_step(whole, ProcessGroupCollection.single())
+        for output in (rank_outputs[index] for rank_outputs in outputs):
+            _check(name, case, output, expected, gradients)
+        sums = [
+            sum(float(loss) for loss, _ in rank_outputs[index][1][0]) for rank_outputs in outputs
+        ]
+        total = sum(float(loss) for loss, _ in expected)
+        assert sum(sums) / case.tp == pytest.approx(total, rel=1e-6), name
 
 
-def _check(name, case, found, wanted, gradients) -> None:
-    cp_rank, (losses, pieces, plans, kinds) = found
-    places = torch.tensor(case.cut.row_indices(cp_rank))
-    real = places >= 0
+def _check(name, case, output, expected, gradients) -> None:
+    cp_rank, (losses, shards, plans, kinds) = output
+    positions = torch.tensor(case.sharding.row_indices(cp_rank))
+    real = positions >= 0
     got, reference = {}, {}
-    for index, ((_, nll), (_, whole)) in enumerate(zip(losses, wanted, strict=True)):
+    for index, ((_, nll), (_, whole)) in enumerate(zip(losses, expected, strict=True)):
         got[f"nll {index}"] = nll[:, real]
-        reference[f"nll {index}"] = whole[:, places[real]]
+        reference[f"nll {index}"] = whole[:, positions[real]]
     assert_all_close(got, reference)
     if case.engine in KINDS:
         assert kinds & {"send", "all_gather", "all_to_all"} == KINDS[case.engine], name
-    # One plan for each rank whose keys come by, or one in all, whatever the number of layers.
+    # One plan per rank in the ring, or a single one, for any number of layers.
     assert len(set(plans)) == 1, (name, plans)
     assert plans[0] <= case.cp, (name, plans)
-    for (weight, offsets), values in pieces.items():
+    for (weight, offsets), values in shards.items():
         whole = gradients[weight, (0,) * len(offsets)]
         assert_piece_close(f"{name}: {weight}", values, whole, offsets)
 
 
-def refused(rank: int, world: int) -> None:
-    """Check the messages about models and layouts that do not fit two ranks."""
+def check_refusals(rank: int, world: int) -> None:
+    """Check the errors for models and layouts that do not fit two ranks."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    odd = dataclasses.replace(CONFIG.attention, num_attention_heads=3, num_query_groups=3)
+    invalid = dataclasses.replace(CONFIG.attention, num_attention_heads=3, num_query_groups=3)
     backend = dataclasses.replace(LOCAL, context_engine="a2a")
     with pytest.raises(ValueError, match="3 query heads do not divide over 2"):
-        GPTModel(dataclasses.replace(CONFIG, attention=odd), groups, backend=backend)
+        GPTModel(dataclasses.replace(CONFIG, attention=invalid), groups, backend=backend)
     model = GPTModel(CONFIG, groups)
     batch = batch_of(Case(), 0)
-    whole = [batch[name] for name in ("tokens", "labels", "token_weights")]
-    cut = SequenceSharding.of(LENGTH, world)
-    layout = SequenceLayout.make(cut, rank, rows=ROWS)
-    local = [layout.local(x) for x in whole]
+    inputs = [batch[name] for name in ("tokens", "labels", "token_weights")]
+    sharding = SequenceSharding.of(LENGTH, world)
+    layout = SequenceLayout.make(sharding, rank, rows=ROWS)
+    local = [layout.local(x) for x in inputs]
     with trace(groups) as records:
         with pytest.raises(ValueError, match="2 context parallel ranks need a layout with a cut"):
-            model.loss(*whole)
+            model.loss(*inputs)
         with pytest.raises(ValueError, match="16 tokens a row, the layout is of 8"):
-            model.loss(*whole, layout=layout)
+            model.loss(*inputs, layout=layout)
         with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, this is rank"):
-            model.loss(*local, layout=SequenceLayout.make(cut, 1 - rank, rows=ROWS))
+            model.loss(*local, layout=SequenceLayout.make(sharding, 1 - rank, rows=ROWS))
     assert not records
 
 
-def test_what_does_not_fit_is_refused_before_any_collective():
-    many = dataclasses.replace(CONFIG.attention, num_attention_heads=6, num_query_groups=6)
-    wanted = "engine a2a: 3 query heads do not divide over 2 context parallel ranks: use p2p"
-    assert wanted in many.problems(2, cp=2, engine="a2a")[0]
-    assert many.problems(2, cp=2, engine="p2p") == []
+def test_misfits_are_refused_before_any_collective():
+    six_heads = dataclasses.replace(CONFIG.attention, num_attention_heads=6, num_query_groups=6)
+    expected = "engine a2a: 3 query heads do not divide over 2 context parallel ranks: use p2p"
+    assert expected in six_heads.problems(2, cp=2, engine="a2a")[0]
+    assert six_heads.problems(2, cp=2, engine="p2p") == []
     assert "use auto, p2p" in CONFIG.attention.problems(1, cp=2, engine="ring")[0]
-    none = dataclasses.replace(CONFIG.attention, window=0)
-    assert none.problems(1) == ["attention window 0: use at least 1, or None for no window"]
-    run_ranks(refused, 2)
+    no_window = dataclasses.replace(CONFIG.attention, window=0)
+    assert no_window.problems(1) == ["attention window 0: use at least 1, or None for no window"]
+    run_ranks(check_refusals, 2)
 
 
 def test_documents_match_with_blockwise_attention_or_mask():
     batch = batch_of(Case(documents=True), 0)
-    rows = {name: batch.pop(name) for name in OF_LAYOUT}
+    rows = {name: batch.pop(name) for name in LAYOUT_FIELDS}
     whole = SequenceLayout.of_rows(LENGTH, **rows)
     with one_thread():
         model = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=5)
-        moved(model)
+        perturb_weights(model)
         by_ids, by_blocks = (
             SequenceLayout.make(
                 SequenceSharding.of(LENGTH, 1), 0, rows=ROWS, masks_by_ids=ids, **rows
@@ -259,7 +266,7 @@ def test_documents_match_with_blockwise_attention_or_mask():
     assert (nll["none"] - nll["rows"]).abs().max() > 0.1
 
 
-def test_a_layout_of_other_ranks_or_rows_is_refused():
+def test_layout_of_other_ranks_or_rows_is_refused():
     model = GPTModel(CONFIG, ProcessGroupCollection.single())
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     layout = SequenceLayout.make(SequenceSharding.of(2 * LENGTH, 2), 1, rows=ROWS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations kept for backward: a rank of cp keeps a cp-th of what one process keeps."""
+"""Activations saved for backward: a cp rank saves 1/cp of the bytes of one process."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ CONFIG = GPTConfig(
 
 
 def saved_bytes(groups: ProcessGroupCollection, engine: str) -> int:
-    """Return the bytes that a forward of the layers saves, weights aside."""
+    """Return the bytes that a forward of the layers saves for backward, excluding weights."""
     group = groups["cp"]
     backend = dataclasses.replace(LOCAL, context_engine=engine)
     model = GPTModel(CONFIG, groups, backend=backend)
     layout = SequenceLayout.make(SequenceSharding.of(LENGTH, group.size), group.rank, rows=2)
     tokens = torch.randint(0, 50, (2, LENGTH), generator=generator(3))
     weights = {h.anchor.untyped_storage().data_ptr() for h in model.store.handles.values()}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(record, lambda tensor: tensor):
         hidden = model(layout.local(tokens), layout=layout)
-    assert hidden.requires_grad, "the graph must be alive, or addresses are used twice"
-    assert len(kept) > 10
-    return sum(kept.values())
+    assert hidden.requires_grad, "the graph must be alive, or addresses are reused"
+    assert len(storages) > 10
+    return sum(storages.values())
 
 
 def on_rank(rank: int, world: int, engine: str) -> int:
-    """Return what one rank keeps."""
+    """Return the bytes that one rank saves."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     return saved_bytes(groups, engine)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("engine", ["p2p", "all_gather", "a2a"])
-def test_a_rank_keeps_its_part_of_the_activations(engine, cp):
-    alone = saved_bytes(ProcessGroupCollection.single(), engine)
-    most = max(run_ranks(on_rank, cp, engine))
-    assert most <= 1.1 / cp * alone
-    assert most > 0.9 / cp * alone, "so little that something was not counted"
+def test_cp_rank_saves_its_share_of_activations(engine, cp):
+    single = saved_bytes(ProcessGroupCollection.single(), engine)
+    max_bytes = max(run_ranks(on_rank, cp, engine))
+    assert max_bytes <= 1.1 / cp * single
+    assert max_bytes > 0.9 / cp * single, "too few bytes: some tensors were not counted"

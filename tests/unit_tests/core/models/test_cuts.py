@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model cut into chunks in one process: everywhere, in both precisions, with recompute."""
+"""A model split into chunks in one process: at any block, in both precisions, with recompute."""
 
 from __future__ import annotations
 
@@ -22,54 +22,60 @@ from tests.unit_tests.core.models.chunk_steps import (
     MODELS,
     TIED,
     UNTIED,
-    built,
-    data,
-    trained,
-    values,
+    build_model,
+    step_microbatch,
+    train_step,
+    weight_values,
 )
 
 BLOCKS = 2 * LAYERS
-ALONE = dataclasses.replace(TIED, tied=False)
+UNTIED_LAYER_NORM = dataclasses.replace(TIED, tied=False)
 SINGLE = ProcessGroupCollection.single()
 
 
-def at(*cuts: int) -> StageSplit:
-    """Cut one stage's blocks in front of these."""
+def split_at(*cuts: int) -> StageSplit:
+    """Split the blocks of one stage before these blocks."""
     return StageSplit(1, tuple(itertools.pairwise((0, *cuts, BLOCKS))))
 
 
-def assert_equal_bits(got: tuple[list, dict], wanted: tuple[list, dict]) -> None:
-    """Compare losses, losses of tokens and gradients."""
-    for (loss, nll), (whole_loss, whole_nll) in zip(got[0], wanted[0], strict=True):
+def assert_equal_bits(actual: tuple[list, dict], expected: tuple[list, dict]) -> None:
+    """Compare losses, per-token losses and gradients bit by bit."""
+    for (loss, nll), (whole_loss, whole_nll) in zip(actual[0], expected[0], strict=True):
         assert torch.equal(loss, whole_loss)
         assert torch.equal(nll, whole_nll)
-    assert got[1].keys() == wanted[1].keys()
-    for key, gradient in wanted[1].items():
+    assert actual[1].keys() == expected[1].keys()
+    for key, gradient in expected[1].items():
         assert gradient.abs().max() > 0, key
-        assert torch.equal(got[1][key], gradient), key
+        assert torch.equal(actual[1][key], gradient), key
 
 
-@pytest.mark.parametrize("config", [UNTIED, ALONE], ids=["rms", "layer"])
-def test_a_cut_anywhere_keeps_every_bit(config):
+@pytest.mark.parametrize("config", [UNTIED, UNTIED_LAYER_NORM], ids=["rms", "layer"])
+def test_split_at_any_block_is_bit_identical(config):
     with one_thread():
-        wanted = trained(built(config))
-        splits = [at(cut) for cut in range(BLOCKS + 1)]
-        splits += [at(0, 1, 2, 3, 4, 5, 6), at(3, 3, 3), at(0, 0), at(6, 6), at(1, 5)]
+        expected = train_step(build_model(config))
+        splits = [split_at(block) for block in range(BLOCKS + 1)]
+        splits += [
+            split_at(0, 1, 2, 3, 4, 5, 6),
+            split_at(3, 3, 3),
+            split_at(0, 0),
+            split_at(6, 6),
+            split_at(1, 5),
+        ]
         for split in splits:
-            model = built(config, split=split)
+            model = build_model(config, split=split)
             assert [len(decoder.blocks) for decoder in model.decoders] == [
-                last - first for first, last in split.ranges
+                end - start for start, end in split.ranges
             ]
-            assert_equal_bits(trained(model), wanted)
+            assert_equal_bits(train_step(model), expected)
 
 
 def test_bf16_stage_boundary_rounds_gradient_exactly_once():
     with one_thread():
-        losses, gradients = trained(built(UNTIED, dtype=torch.bfloat16))
-        cut_losses, cut_gradients = trained(
-            built(UNTIED, dtype=torch.bfloat16, split=at(1, 2, 3, 4, 5))
+        losses, gradients = train_step(build_model(UNTIED, dtype=torch.bfloat16))
+        cut_losses, cut_gradients = train_step(
+            build_model(UNTIED, dtype=torch.bfloat16, split=split_at(1, 2, 3, 4, 5))
         )
-        exact = trained(built(UNTIED))[1]
+        exact = train_step(build_model(UNTIED))[1]
     assert all(torch.equal(a, b) for a, b in zip(sum(losses, ()), sum(cut_losses, ()), strict=True))
     different = 0
     for key, gradient in gradients.items():
@@ -90,17 +96,17 @@ RECOMPUTE = [
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_recompute_takes_the_layers_that_a_chunk_has(recompute: Recompute):
-    split = at(0, 2, 5)  # nothing, a layer, one and a half, half a layer
+def test_recompute_covers_the_layers_of_each_chunk(recompute: Recompute):
+    split = split_at(0, 2, 5)  # no layer, one layer, one and a half, half a layer
     with one_thread():
-        model = built(UNTIED, split=split)
-        wanted = trained(model)
+        model = build_model(UNTIED, split=split)
+        expected = train_step(model)
         model.set_recompute(recompute)
         ran = []
         for decoder in model.decoders:
             for block in decoder.blocks:
                 block.register_forward_pre_hook(lambda block, _: ran.append(block.name))
-        assert_equal_bits(trained(model), wanted)
+        assert_equal_bits(train_step(model), expected)
     full = recompute.granularity == "full"
     assert [decoder.layers for decoder in model.decoders] == [
         [],
@@ -113,54 +119,54 @@ def test_recompute_takes_the_layers_that_a_chunk_has(recompute: Recompute):
         assert all(block.recomputes for decoder in model.decoders for block in decoder.blocks)
 
 
-def test_more_layers_to_recompute_than_the_model_has_are_refused():
-    model = built(UNTIED, split=at(2))
+def test_recompute_of_more_layers_than_exist_is_refused():
+    model = build_model(UNTIED, split=split_at(2))
     with pytest.raises(ValueError, match="recompute-num-layers 4 exceeds the number of layers, 3"):
         model.set_recompute(Recompute(granularity="full", method="block", num_layers=4))
 
 
-def test_chunks_are_parts_of_the_store():
-    model = built(UNTIED, split=at(3))
-    parts = {
+def test_store_buckets_follow_model_chunks():
+    model = build_model(UNTIED, split=split_at(3))
+    chunk_of_weight = {
         handle.name: bucket.model_chunk
         for bucket in model.store.buckets
         for handle in bucket.handles
     }
-    for name, part in parts.items():
+    for name, chunk in chunk_of_weight.items():
         block = int(name.split(".")[2]) if ".blocks." in name else None
-        first = block < 3 if block is not None else name.startswith("embedding")
-        assert part == (not first), name
+        expects_chunk_0 = block < 3 if block is not None else name.startswith("embedding")
+        assert chunk == (not expects_chunk_0), name
     with pytest.raises(ValueError, match=r"embedding\.weight.*in one model chunk"):
-        built(TIED, split=at(3))
+        build_model(TIED, split=split_at(3))
 
 
-def test_layers_are_units_of_the_whole_models_number(monkeypatch):
+def test_store_units_use_global_layer_numbers(monkeypatch):
     opened = []
     plain = WeightStore.unit
     monkeypatch.setattr(WeightStore, "unit", lambda s, name: opened.append(name) or plain(s, name))
-    GPTModel(UNTIED, SINGLE, split=at(0, 2, 5))
+    GPTModel(UNTIED, SINGLE, split=split_at(0, 2, 5))
     assert opened == [f"decoder.layers.{layer}" for layer in (0, 1, 2, 2)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_weights_of_a_whole_model_need_no_memory(name: str):
+def test_logical_weights_need_no_memory(name: str):
     model = GPTModel(MODELS[name], SINGLE)
-    found = logical_weights(MODELS[name])
-    assert found == {
+    shapes = logical_weights(MODELS[name])
+    assert shapes == {
         box.name: box.shape
         for handle in model.store.handles.values()
         for box in model.store.boxes(handle)
     }
     assert model.num_parameters == model.store.num_parameters
-    assert model.num_parameters == sum(math.prod(shape) for shape in found.values())
+    assert model.num_parameters == sum(math.prod(shape) for shape in shapes.values())
     sizes = {"num_layers": 2, "ffn_pattern": "", "hidden_size": 1 << 20, "vocab_size": 1 << 20}
     huge = dataclasses.replace(MODELS[name], **sizes)
     assert logical_weights(huge)["embedding.weight"] == (1 << 20, 1 << 20)
 
 
-def test_what_a_chunk_needs_and_has():
-    tokens = data(0).tokens
-    whole, chunks = built(UNTIED), built(UNTIED, split=at(2))
+def test_chunk_inputs_and_end_layers_are_checked():
+    tokens = step_microbatch(0).tokens
+    whole, chunks = build_model(UNTIED), build_model(UNTIED, split=split_at(2))
     assert whole.decoder is whole.decoders[0]
     assert (whole.num_chunks, whole.holds_embedding, whole.holds_head) == (1, True, True)
     with pytest.raises(ValueError, match=r"this rank has 2 chunks: use model\.decoders"):
@@ -181,8 +187,8 @@ def test_what_a_chunk_needs_and_has():
             GPTModel(UNTIED, SINGLE, split=split)
 
 
-def test_a_cut_changes_no_initial_value():
-    wanted = values(GPTModel(UNTIED, SINGLE, seed=5))
-    found = values(GPTModel(UNTIED, SINGLE, seed=5, split=at(1, 1, 4)))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+def test_split_does_not_change_initial_values():
+    expected = weight_values(GPTModel(UNTIED, SINGLE, seed=5))
+    actual = weight_values(GPTModel(UNTIED, SINGLE, seed=5, split=split_at(1, 1, 4)))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)

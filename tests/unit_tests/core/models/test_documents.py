@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several documents in a row: each as if it were alone, on one process and tensor parallel."""
+"""Several documents per row: each behaves as if alone, on one process and on parallel ranks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ DROPPING = dataclasses.replace(
     hidden_dropout=0.2,
     attention=dataclasses.replace(CONFIG.attention, dropout=0.3),
 )
-#: Borders of the documents in each of three rows of 14.
-BORDERS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
+#: Bounds of the documents in each of three rows of 14 tokens.
+DOCUMENT_BOUNDS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
 
-#: Row, first token and end of each.
-DOCUMENTS = [(row, *span) for row, ends in enumerate(BORDERS) for span in itertools.pairwise(ends)]
+#: (row, start, end) of each document.
+DOCUMENTS = [
+    (row, *span) for row, ends in enumerate(DOCUMENT_BOUNDS) for span in itertools.pairwise(ends)
+]
 
 
-def cut_of(cp: int) -> SequenceSharding:
-    """Return rows of 14 cut in zigzag order, padded to 16 for two ranks."""
+def sharding_of(cp: int) -> SequenceSharding:
+    """Return the zigzag sharding of rows of 14, padded to 16 for two ranks."""
     padded = None if cp == 1 else (0, 16)
     return SequenceSharding.of(14, cp, cu_seqlens=(0, 14), padded_cu_seqlens=padded)
 
@@ -48,15 +50,15 @@ def model_of(config: GPTConfig, groups: ProcessGroupCollection, **options) -> GP
     return GPTModel(config, groups, seed=3, dtype=torch.float64, **options)
 
 
-def packed() -> dict[str, torch.Tensor]:
-    """Return tokens, labels and weights [3, 14], and the layout that masks documents."""
+def packed_batch() -> dict[str, torch.Tensor]:
+    """Return tokens, labels and weights [3, 14], and the layout of the documents."""
     text = torch.randint(0, 37, (3, 15), generator=generator(8))
-    text[2, 7:14] = text[2, :7]  # one document twice
+    text[2, 7:14] = text[2, :7]  # the same document twice
     positions, documents = torch.zeros(3, 14).long(), torch.zeros(3, 14, dtype=torch.int32)
-    for row, borders in enumerate(BORDERS):
-        for number, (first, last) in enumerate(itertools.pairwise(borders)):
-            positions[row, first:last] = torch.arange(last - first)
-            documents[row, first:last] = number
+    for row, bounds in enumerate(DOCUMENT_BOUNDS):
+        for document, (start, end) in enumerate(itertools.pairwise(bounds)):
+            positions[row, start:end] = torch.arange(end - start)
+            documents[row, start:end] = document
     return {
         "tokens": text[:, :-1].contiguous(),
         "labels": text[:, 1:].contiguous(),
@@ -65,30 +67,30 @@ def packed() -> dict[str, torch.Tensor]:
     }
 
 
-def dropping(batch: dict, first: int) -> dict:
-    """Return a batch of samples from this number on, of which dropout is a function."""
-    return {**batch, "layout": batch["layout"].with_samples(torch.arange(3) + first)}
+def with_samples_from(batch: dict, start: int) -> dict:
+    """Return a batch with sample ids from `start` on, which determine dropout."""
+    return {**batch, "layout": batch["layout"].with_samples(torch.arange(3) + start)}
 
 
-def test_documents_in_a_row_are_as_documents_alone():
+def test_packed_documents_match_separate_documents():
     model = model_of(CONFIG, ProcessGroupCollection.single())
-    batch = packed()
+    batch = packed_batch()
     with torch.no_grad():
         _, nll = model.loss(**batch)
-        alone = torch.zeros_like(nll)
-        for row, borders in enumerate(BORDERS):
-            for first, last in itertools.pairwise(borders):
-                part = [batch[k][row : row + 1, first:last] for k in ("tokens", "labels")]
-                weights = torch.ones(1, last - first)
-                alone[row, first:last] = model.loss(*part, weights)[1]
+        separate = torch.zeros_like(nll)
+        for row, bounds in enumerate(DOCUMENT_BOUNDS):
+            for start, end in itertools.pairwise(bounds):
+                document = [batch[k][row : row + 1, start:end] for k in ("tokens", "labels")]
+                weights = torch.ones(1, end - start)
+                separate[row, start:end] = model.loss(*document, weights)[1]
         dense = model.loss(batch["tokens"], batch["labels"], batch["token_weights"])[1]
-    torch.testing.assert_close(nll, alone, rtol=1e-6, atol=1e-6)  # rounded to fp32
-    assert (dense - alone).abs().max() > 0.1
+    torch.testing.assert_close(nll, separate, rtol=1e-6, atol=1e-6)  # rounded to fp32
+    assert (dense - separate).abs().max() > 0.1
 
 
-def test_another_document_changes_no_bit_of_the_others():
+def test_changed_document_leaves_other_documents_bit_identical():
     model = model_of(CONFIG, ProcessGroupCollection.single())
-    batch = packed()
+    batch = packed_batch()
     changed = {**batch, "tokens": batch["tokens"].clone()}
     changed["tokens"][0, 6:11] = (changed["tokens"][0, 6:11] + 1) % 37
     with torch.no_grad():
@@ -99,62 +101,64 @@ def test_another_document_changes_no_bit_of_the_others():
     assert same.all()
 
 
-def _after_changes(rank: int, world: int, engines: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Return the nll of this rank's tokens, by engine: [1 + documents, b, s/cp], as the batch is
-    and with the tokens of one document after the other changed."""
+def _nll_after_changes(rank: int, world: int, engines: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Return the nll of this rank's tokens by engine, [1 + documents, b, s/cp].
+
+    The first entry is of the original batch; in each other entry one document's tokens are changed.
+    """
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    batch = packed()
-    whole = batch.pop("layout")
-    known = {"positions": whole.positions.t(), "document_ids": whole.document_ids.t()}
-    layout = SequenceLayout.make(cut_of(world), rank, rows=3, **known)
+    batch = packed_batch()
+    row_layout = batch.pop("layout")
+    fields = {"positions": row_layout.positions.t(), "document_ids": row_layout.document_ids.t()}
+    layout = SequenceLayout.make(sharding_of(world), rank, rows=3, **fields)
     labels, weights = (layout.local(batch[name]) for name in ("labels", "token_weights"))
-    found = {}
+    nll_of_engine = {}
     for engine in engines:
         backend = dataclasses.replace(LOCAL, context_engine=engine)
         model = GPTModel(CONFIG, groups, seed=3, backend=backend)
         nll = []
-        for row, first, last in [(0, 0, 0), *DOCUMENTS]:
+        for row, start, end in [(0, 0, 0), *DOCUMENTS]:
             tokens = batch["tokens"].clone()
-            tokens[row, first:last] = (tokens[row, first:last] + 1) % 37
+            tokens[row, start:end] = (tokens[row, start:end] + 1) % 37
             with torch.no_grad():
                 loss = model.loss(layout.local(tokens), labels, weights, layout=layout)
             nll.append(loss[1])
-        found[engine] = torch.stack(nll)
-    # Attention went by blocks: of each rank's keys in the ring, of all in each other engine.
+        nll_of_engine[engine] = torch.stack(nll)
+    # Attention is blockwise: one plan per rank's keys in the ring, one in each other engine.
     assert layout.num_plans == (world + 2 if world > 1 else 1)
-    return found
+    return nll_of_engine
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_a_document_changes_no_bit_of_another_on_any_engine(cp):
+def test_documents_are_independent_on_every_cp_engine(cp):
     engines = ("p2p", "all_gather", "a2a") if cp > 1 else ("auto",)
-    ranks = run_ranks(_after_changes, cp, engines)
+    ranks = run_ranks(_nll_after_changes, cp, engines)
     for engine in engines:
         whole = torch.full((1 + len(DOCUMENTS), 3, 14), torch.nan)
-        for rank, found in enumerate(ranks):
-            places = torch.tensor(cut_of(cp).row_indices(rank))
-            whole[:, :, places[places >= 0]] = found[engine][:, :, places >= 0]
+        for rank, outputs in enumerate(ranks):
+            positions = torch.tensor(sharding_of(cp).row_indices(rank))
+            whole[:, :, positions[positions >= 0]] = outputs[engine][:, :, positions >= 0]
         assert whole.isfinite().all()
-        for after, (row, first, last) in zip(whole[1:], DOCUMENTS, strict=True):
+        for after, (row, start, end) in zip(whole[1:], DOCUMENTS, strict=True):
             same = after == whole[0]
-            assert not same[row, first:last].any()
-            same[row, first:last] = True
-            assert same.all(), f"{engine}: document {first} to {last} of row {row}"
+            assert not same[row, start:end].any()
+            same[row, start:end] = True
+            assert same.all(), f"{engine}: document {start} to {end} of row {row}"
 
 
-def test_positions_reach_the_rotation_without_a_mask_too():
-    """Under a mask only differences of positions count, so this needs the documents to meet."""
+def test_positions_reach_rope_without_a_document_mask():
+    """A document mask leaves only position differences, so here documents attend to each other."""
     model = model_of(CONFIG, ProcessGroupCollection.single())
-    batch = packed()
+    batch = packed_batch()
     layout = SequenceLayout(batch.pop("layout").positions)
     with torch.no_grad():
         _, nll = model.loss(**batch, layout=layout)
         logits = model.full_logits(batch["tokens"], layout=layout)  # [s, b, V]
-        wanted = F.cross_entropy(
+        expected = F.cross_entropy(
             logits.float().flatten(0, 1), batch["labels"].t().flatten(), reduction="none"
         ).view(14, 3)
         plain = model.loss(**batch)[1]
-    torch.testing.assert_close(nll, wanted.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(nll, expected.t(), rtol=1e-5, atol=1e-5)
     assert (plain - nll).abs().max() > 1e-2
 
 
@@ -162,26 +166,26 @@ def test_dropout_differs_between_equal_documents_of_a_row():
     model = model_of(
         dataclasses.replace(CONFIG, hidden_dropout=0.2), ProcessGroupCollection.single()
     )
-    batch = packed()
+    batch = packed_batch()
     with torch.no_grad():
         _, plain = model.loss(**batch)
-        _, dropped = model.loss(**dropping(batch, 0))
+        _, dropped = model.loss(**with_samples_from(batch, 0))
     torch.testing.assert_close(plain[2, :6], plain[2, 7:13], rtol=1e-6, atol=1e-6)
     above = bool(((dropped[2, :6] - dropped[2, 7:13]).abs() > 1e-6).all())
     assert above
 
 
-def _tensor_parallel(rank: int, world: int, sequence_parallel: bool) -> torch.Tensor:
+def _nll_on_rank(rank: int, world: int, sequence_parallel: bool) -> torch.Tensor:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_of(DROPPING, groups, sequence_parallel=sequence_parallel)
     with torch.no_grad():
-        return model.loss(**dropping(packed(), 5))[1]
+        return model.loss(**with_samples_from(packed_batch(), 5))[1]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_agree_with_one_process(sequence_parallel):
-    one = model_of(DROPPING, ProcessGroupCollection.single())
+    model = model_of(DROPPING, ProcessGroupCollection.single())
     with torch.no_grad():
-        _, wanted = one.loss(**dropping(packed(), 5))
-    for found in run_ranks(_tensor_parallel, 2, sequence_parallel):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        _, expected = model.loss(**with_samples_from(packed_batch(), 5))
+    for nll in run_ranks(_nll_on_rank, 2, sequence_parallel):
+        torch.testing.assert_close(nll, expected, rtol=1e-6, atol=1e-6)

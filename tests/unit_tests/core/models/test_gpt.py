@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: its configuration, its weights' names and initial values, its inputs, and dropout."""
+"""GPT: configuration, names and initial values of weights, inputs, and dropout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DROPPING = dataclasses.replace(
 SINGLE = ProcessGroupCollection.single()
 
 
-def data(index: int = 0):
+def make_microbatch(index: int = 0):
     """Return a microbatch of 3 sequences of 8."""
     return microbatch(seed=4, dp_rank=0, index=index, batch=3, sequence=8, vocabulary=37)
 
@@ -63,27 +63,27 @@ def data(index: int = 0):
         ),
     ],
 )
-def test_a_configuration_survives_json(config: GPTConfig):
+def test_config_survives_a_json_round_trip(config: GPTConfig):
     text = json.dumps(config.to_json())
     assert GPTConfig.from_json(json.loads(text)) == config
 
 
 def test_json_of_another_model_is_refused():
-    good = CONFIG.to_json()
-    for spoil in (
+    valid = CONFIG.to_json()
+    for corrupt in (
         lambda d: d.pop("mlp"),
         lambda d: d.update(experts=4),
         lambda d: d["norm"].update(kinds=1),
         lambda d: d["rope"].pop("scaling"),
         lambda d: d.update(attention=None),
     ):
-        bad = json.loads(json.dumps(good))
-        spoil(bad)
+        invalid = json.loads(json.dumps(valid))
+        corrupt(invalid)
         with pytest.raises(ValueError, match="not the configuration of a GPT of this version"):
-            GPTConfig.from_json(bad)
+            GPTConfig.from_json(invalid)
 
 
-def test_every_problem_of_a_configuration_is_named_at_once():
+def test_all_config_problems_are_reported_at_once():
     config = dataclasses.replace(
         CONFIG,
         num_layers=0,
@@ -97,7 +97,7 @@ def test_every_problem_of_a_configuration_is_named_at_once():
         rope=RopeConfig(percent=0.4),
     )
     text = "\n".join(config.problems(tp=4))
-    for part in (
+    for message in (
         "num_layers is 0",
         "hidden_size is -1",
         "vocab_size 2 is less than tensor-model-parallel-size 4",
@@ -109,7 +109,7 @@ def test_every_problem_of_a_configuration_is_named_at_once():
         "ffn-hidden-size 18 must be a positive multiple of tensor-model-parallel-size 4",
         "0.4 of 8 features per head is 3",
     ):
-        assert part in text
+        assert message in text
     with pytest.raises(ValueError, match=r"num_layers is 0.*hidden_size is -1"):
         GPTModel(config, SINGLE)
     assert CONFIG.problems(tp=4) == []
@@ -133,7 +133,7 @@ def test_layer_patterns_and_rates_are_checked():
         DecoderConfig(pattern="*", hidden_dropout=1.0, **shared)
 
 
-def test_initial_values_by_kind_and_number_of_parameters():
+def test_initial_values_and_parameter_counts_match_formula():
     config = dataclasses.replace(
         CONFIG, hidden_size=128, mlp=MLPConfig(ffn_hidden_size=256), init_std=0.05
     )
@@ -156,9 +156,9 @@ def test_initial_values_by_kind_and_number_of_parameters():
     assert tied.store.handles["embedding.weight"].uses == 2
 
 
-def test_the_future_changes_nothing_and_the_past_does():
+def test_logits_depend_only_on_past_tokens():
     model = GPTModel(CONFIG, SINGLE)
-    tokens = data().tokens
+    tokens = make_microbatch().tokens
     with torch.no_grad():
         before = model.full_logits(tokens)
         changed = tokens.clone()
@@ -169,22 +169,22 @@ def test_the_future_changes_nothing_and_the_past_does():
     assert above
 
 
-def test_documents_do_not_see_each_other():
+def test_documents_do_not_attend_to_each_other():
     model = GPTModel(CONFIG, SINGLE)
-    first, second = data(0).tokens[:, :3], data(1).tokens[:, :5]
-    packed = torch.cat([first, second], 1)
+    short_tokens, long_tokens = make_microbatch(0).tokens[:, :3], make_microbatch(1).tokens[:, :5]
+    packed = torch.cat([short_tokens, long_tokens], 1)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(3, 8)
     documents = torch.tensor([0] * 3 + [1] * 5).expand(3, 8)
     layout = SequenceLayout.of_rows(8, positions=positions, document_ids=documents)
     with torch.no_grad():
         got = model.full_logits(packed, layout=layout)
-        wanted = torch.cat([model.full_logits(first), model.full_logits(second)])
-        alone = model.full_logits(packed)
-    assert_close_by_metric("logits", got, wanted, bound=2e-6)
-    assert (alone - wanted).abs().max() > 1e-3
+        expected = torch.cat([model.full_logits(short_tokens), model.full_logits(long_tokens)])
+        unmasked = model.full_logits(packed)
+    assert_close_by_metric("logits", got, expected, bound=2e-6)
+    assert (unmasked - expected).abs().max() > 1e-3
 
 
-def test_without_rope_there_are_no_positions():
+def test_without_rope_positions_have_no_effect():
     model = GPTModel(dataclasses.replace(CONFIG, rope=None), SINGLE)
     tokens = torch.full((1, 6), 3)
     with torch.no_grad():
@@ -192,66 +192,68 @@ def test_without_rope_there_are_no_positions():
     assert_close_by_metric("logits", logits, logits[:1].expand_as(logits), bound=2e-6)
 
 
-def trained(groups: ProcessGroupCollection, config: GPTConfig, *, sequence_parallel: bool = False):
-    """Return nll and logical gradient pieces of one microbatch with dropout."""
+def train_step(
+    groups: ProcessGroupCollection, config: GPTConfig, *, sequence_parallel: bool = False
+):
+    """Return the nll and the gradient shards of one microbatch with dropout."""
     model = GPTModel(config, groups, sequence_parallel=sequence_parallel, seed=5)
     engine = DataParallel(model.store, groups)
-    batch = data()
+    batch = make_microbatch()
     engine.begin_step()
     with nan_memory():
         loss, nll = model.loss(batch.tokens, batch.labels, batch.loss_mask, layout=batch.layout)
         engine.backward(loss, last=True)
         engine.finish()
-    found = {}
+    gradients = {}
     for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
             values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
-            found[box.name, box.offsets] = values
-    return nll, found
+            gradients[box.name, box.offsets] = values
+    return nll, gradients
 
 
 def dropout_on_ranks(rank: int, world: int) -> list:
     """Run with and without sequence parallelism."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    return [trained(groups, DROPPING, sequence_parallel=sp) for sp in (False, True)]
+    return [train_step(groups, DROPPING, sequence_parallel=sp) for sp in (False, True)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_dropout_is_the_same_on_every_layout(world: int):
     with one_thread():
-        nll, gradients = trained(SINGLE, DROPPING)
-        plain, _ = trained(SINGLE, CONFIG)
+        nll, gradients = train_step(SINGLE, DROPPING)
+        plain, _ = train_step(SINGLE, CONFIG)
     assert (nll - plain).abs().max() > 1e-2, "nothing was dropped"
-    for found in run_ranks(dropout_on_ranks, world):
-        for got_nll, pieces in found:
+    for outputs in run_ranks(dropout_on_ranks, world):
+        for got_nll, shards in outputs:
             assert_close_by_metric("nll", got_nll, nll)
-            for (name, offsets), values in pieces.items():
+            for (name, offsets), values in shards.items():
                 whole = gradients[name, (0,) * len(offsets)]
                 assert_piece_close(name, values, whole, offsets)
 
 
 def test_dropout_needs_sample_ids_and_differs_between_samples():
-    batch = data()
+    batch = make_microbatch()
     with torch.no_grad():
         model, plain = GPTModel(DROPPING, SINGLE, seed=5), GPTModel(CONFIG, SINGLE, seed=5)
         shared = (batch.tokens, batch.labels, batch.loss_mask)
         assert torch.equal(model.loss(*shared)[1], plain.loss(*shared)[1])
         layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(3))
-        first = model.loss(*shared, layout=layout)[1]
-        again = model.loss(*shared, layout=layout)[1]
-        other = model.loss(*shared, layout=layout.with_samples(torch.arange(3) + 3))[1]
+        dropped = model.loss(*shared, layout=layout)[1]
+        repeated = model.loss(*shared, layout=layout)[1]
+        next_samples = model.loss(*shared, layout=layout.with_samples(torch.arange(3) + 3))[1]
         seeded = GPTModel(DROPPING, SINGLE, seed=6)
-        assert torch.equal(first, again)
-        each_differs = ((first - other).abs() > 0).any(1).all()
-        assert each_differs
-        assert not torch.equal(seeded.loss(*shared, layout=layout)[1], first)
+        assert torch.equal(dropped, repeated)
+        all_differ = ((dropped - next_samples).abs() > 0).any(1).all()
+        assert all_differ
+        assert not torch.equal(seeded.loss(*shared, layout=layout)[1], dropped)
 
 
 def test_dropout_acts_on_embedding_blocks_and_attention():
     hidden_only = dataclasses.replace(CONFIG, hidden_dropout=0.2)
     model = GPTModel(hidden_only, SINGLE, seed=5)
-    tokens = data().tokens
+    tokens = make_microbatch().tokens
     layout = SequenceLayout.of_rows(8, sample_ids=torch.arange(3))
     rope = RotaryEmbedding(RopeConfig(), 8)(layout.positions)
     with torch.no_grad():
@@ -259,8 +261,8 @@ def test_dropout_acts_on_embedding_blocks_and_attention():
         for block in model.decoder.blocks:
             mixed = block.mixer(block.norm(stream), layout, rope=rope)
             stream = stream + block.drop(mixed, layout)
-        wanted = model.decoder.final_norm(stream)
-        assert_close_by_metric("hidden", model(tokens, layout=layout), wanted, bound=2e-6)
+        expected = model.decoder.final_norm(stream)
+        assert_close_by_metric("hidden", model(tokens, layout=layout), expected, bound=2e-6)
         attention_only = dataclasses.replace(CONFIG, attention=DROPPING.attention)
         model = GPTModel(attention_only, SINGLE, seed=5)
         assert not torch.allclose(model(tokens, layout=layout), model(tokens), rtol=1e-3)
@@ -273,33 +275,33 @@ def test_hidden_dropout_keeps_the_expectation():
     x = torch.ones(8, samples, 24)
     for drop in (model.embedding_dropout, model.decoder.blocks[0].drop):
         out = drop(x, layout)
-        kept = out != 0
-        assert float((out[kept] - 1 / 0.75).abs().max()) < 1e-6
-        share = kept.float().mean(1)  # [s, h]: every position and feature has its own draws
+        nonzero = out != 0
+        assert float((out[nonzero] - 1 / 0.75).abs().max()) < 1e-6
+        share = nonzero.float().mean(1)  # [s, h]: every position and feature has its own draws
         assert float(share.mean()) == pytest.approx(0.75, abs=0.005)
         assert float((share - 0.75).abs().max()) < 5 * math.sqrt(0.75 * 0.25 / samples)
-    places = [model.embedding_dropout(x, layout), model.decoder.blocks[1].drop(x, layout)]
-    assert not torch.equal(*places), "two places drop alike"
+    outputs = [model.embedding_dropout(x, layout), model.decoder.blocks[1].drop(x, layout)]
+    assert not torch.equal(*outputs), "two layers drop the same elements"
 
 
-def bad_sequence(rank: int, world: int) -> None:
-    """Check the message about a sequence that does not divide over tp."""
+def check_indivisible_sequence(rank: int, world: int) -> None:
+    """Check the error for a sequence that does not divide over tp."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = GPTModel(CONFIG, groups, sequence_parallel=True)
     with pytest.raises(ValueError, match="7 rows do not divide by 2 ranks"):
-        model(data().tokens[:, :7])
+        model(make_microbatch().tokens[:, :7])
 
 
-def test_a_sequence_that_does_not_divide_over_tp_is_refused():
-    run_ranks(bad_sequence, 2)
+def test_indivisible_sequence_is_refused():
+    run_ranks(check_indivisible_sequence, 2)
 
 
 LEARNED = dataclasses.replace(CONFIG, rope=None, max_position_embeddings=8)
 
 
-def test_positions_beyond_those_learned_are_refused():
+def test_positions_beyond_the_learned_ones_are_refused():
     model = GPTModel(LEARNED, SINGLE)
-    tokens = data().tokens
+    tokens = make_microbatch().tokens
     model(tokens)
     layout = SequenceLayout.of_rows(8, positions=torch.arange(8).expand(3, 8) + 1)
     with pytest.raises(ValueError, match=r"position 8 .* 8 positions"):
@@ -307,14 +309,14 @@ def test_positions_beyond_those_learned_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"rope": RopeConfig()}, "exclude each other"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
     ],
 )
-def test_learned_positions_that_cannot_be_are_named(changes, words):
+def test_invalid_learned_positions_are_refused(changes, message):
     (problem,) = dataclasses.replace(LEARNED, **changes).problems()
-    assert words in problem
+    assert message in problem
     assert LEARNED.problems() == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as the `nn.Module` that it is: what torch offers works, or says what to call instead."""
+"""A model as an `nn.Module`: torch's features work, or errors name the supported call."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def model_of(
     groups: ProcessGroupCollection | None = None,
     *,
     seed: int = 3,
-    data: DataParallelConfig | None = None,
+    dp_config: DataParallelConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> GPTModel:
-    """Return a model with a tied weight, biases, experts and a state that is no weight."""
+    """Return a model with a tied weight, biases, experts and a buffer."""
     groups = groups or ProcessGroupCollection.single()
-    storage = None if data is None else data.storage()
+    storage = None if dp_config is None else dp_config.storage()
     return GPTModel(CONFIG, groups, seed=seed, dtype=dtype, storage=storage)
 
 
@@ -62,8 +62,8 @@ def rows(*key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return text[:, :-1], text[:, 1:], torch.full((BATCH, LENGTH), 1.0 / (BATCH * LENGTH))
 
 
-class Wrapped(nn.Module):
-    """A user's module that holds a model beside a layer of its own."""
+class WrapperModule(nn.Module):
+    """A user's module that holds a model and a layer."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Wrapped(nn.Module):
         self.score = nn.Linear(12, 1)
 
 
-def test_parameters_are_the_weights_themselves_by_their_names():
+def test_parameters_are_views_of_the_stored_weights():
     model = model_of()
     named = dict(model.named_parameters())
     assert list(named) == list(model.store.handles)
@@ -92,7 +92,7 @@ def test_parameters_are_the_weights_themselves_by_their_names():
 
 
 def train_with_mcore(model: GPTModel, lr: float) -> list[float]:
-    """Train by our own engine and optimizer, two microbatches a step."""
+    """Train with the project's engine and optimizer, two microbatches per step."""
     engine = DataParallel(model.store, model.groups)
     config = OptimizerConfig(kind="sgd", clip_grad=0.0)
     optimizer, losses = Optimizer(engine.owned(), model.groups, config=config), []
@@ -108,7 +108,7 @@ def train_with_mcore(model: GPTModel, lr: float) -> list[float]:
 
 
 def train_with_torch(model: GPTModel, lr: float, *, set_to_none: bool) -> list[float]:
-    """Train by torch, in the same steps."""
+    """Train with torch's optimizer, in the same steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
     for step in range(3):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -123,15 +123,15 @@ def train_with_torch(model: GPTModel, lr: float, *, set_to_none: bool) -> list[f
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_torch_optimizer_trains_like_the_local_one(set_to_none):
     with one_thread():
-        mine, plain = model_of(), model_of()
+        mcore, plain = model_of(), model_of()
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-        losses = train_with_mcore(mine, 0.5)
+        losses = train_with_mcore(mcore, 0.5)
         assert train_with_torch(plain, 0.5, set_to_none=set_to_none) == pytest.approx(
             losses, rel=1e-6
         )
-    found, wanted = plain.state_dict(), dict(mine.named_parameters())
-    assert all(not torch.equal(found[name], start[name]) for name in start), "all of it trains"
-    assert_all_close({name: found[name] for name in wanted}, wanted)
+    actual, expected = plain.state_dict(), dict(mcore.named_parameters())
+    assert all(not torch.equal(actual[name], start[name]) for name in start), "every weight trains"
+    assert_all_close({name: actual[name] for name in expected}, expected)
 
 
 def test_gradients_of_bf16_weights_are_of_their_dtype():
@@ -161,7 +161,7 @@ def test_torch_optimizers_are_refused_with_an_engine():
 
 
 @pytest.mark.parametrize(
-    ("convert", "wanted"),
+    ("convert", "message"),
     [
         (lambda m: m.to(torch.bfloat16), "dtype=torch.bfloat16"),
         (lambda m: m.half(), "dtype=torch.float16"),
@@ -171,27 +171,27 @@ def test_torch_optimizers_are_refused_with_an_engine():
         (lambda m: m.to_empty(device="cpu"), "device="),
     ],
 )
-def test_converting_or_moving_weights_names_supported_call(convert, wanted):
-    for module in (model_of(), Wrapped()):
+def test_converting_or_moving_weights_names_supported_call(convert, message):
+    for module in (model_of(), WrapperModule()):
         before = {name: p.clone() for name, p in module.named_parameters()}
-        with pytest.raises(ValueError, match=wanted) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             convert(module)
         assert "load_state_dict" in str(caught.value)
         for name, parameter in module.named_parameters():
-            if not name.startswith("score"):  # torch has converted what came before
+            if not name.startswith("score"):  # torch has already converted the layers before
                 assert torch.equal(parameter, before[name])
 
 
-def test_what_changes_no_weight_goes_on_working():
-    module = Wrapped()
+def test_calls_that_change_no_weight_are_supported():
+    module = WrapperModule()
     for convert in (lambda m: m.float(), lambda m: m.to("cpu"), lambda m: m.to(torch.float32)):
         assert convert(module) is module
     module.share_memory()
     assert module.score.weight.is_shared()
     assert module.gpt.store.handles["embedding.weight"].get().is_shared()
-    seen: list[nn.Module] = []
-    assert module.apply(seen.append) is module
-    assert module.gpt.decoder in seen
+    visited: list[nn.Module] = []
+    assert module.apply(visited.append) is module
+    assert module.gpt.decoder in visited
     assert not module.eval().gpt.training
     assert module.train().gpt.decoder.training
     names = [name for name, _ in module.named_parameters()]
@@ -206,20 +206,20 @@ def test_what_changes_no_weight_goes_on_working():
     assert module.gpt.loss(*rows(0))[0].grad_fn is None
 
 
-def test_a_state_dict_goes_through_a_file_into_another_model():
-    source, target = Wrapped(seed=3), Wrapped(seed=4)
+def test_state_dict_round_trips_through_a_file():
+    source, target = WrapperModule(seed=3), WrapperModule(seed=4)
     source.gpt.store.states[next(iter(source.gpt.store.states))].fill_(0.25)
-    data = safetensors.torch.save({n: x.clone() for n, x in source.state_dict().items()})
-    found = target.load_state_dict(safetensors.torch.load(data))
-    assert (found.missing_keys, found.unexpected_keys) == ([], [])
-    wanted = source.state_dict()
-    assert all(torch.equal(x, wanted[name]) for name, x in target.state_dict().items())
+    serialized = safetensors.torch.save({n: x.clone() for n, x in source.state_dict().items()})
+    incompatible = target.load_state_dict(safetensors.torch.load(serialized))
+    assert (incompatible.missing_keys, incompatible.unexpected_keys) == ([], [])
+    expected = source.state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in target.state_dict().items())
     tokens, *_ = rows(0)
     assert torch.equal(target.gpt.full_logits(tokens), source.gpt.full_logits(tokens))
-    narrow = model_of(dtype=torch.bfloat16)
-    narrow.load_state_dict(source.gpt.state_dict())
-    for name, parameter in narrow.named_parameters():
-        assert torch.equal(parameter, wanted[f"gpt.{name}"].to(parameter.dtype)), name
+    bf16_model = model_of(dtype=torch.bfloat16)
+    bf16_model.load_state_dict(source.gpt.state_dict())
+    for name, parameter in bf16_model.named_parameters():
+        assert torch.equal(parameter, expected[f"gpt.{name}"].to(parameter.dtype)), name
 
 
 def test_unloadable_state_is_reported():
@@ -238,13 +238,13 @@ def test_unloadable_state_is_reported():
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, copy.copy])
-def test_a_copy_is_refused_with_the_way_to_one(make):
+def test_copy_is_refused_with_an_alternative(make):
     with pytest.raises(TypeError, match=r"GPTModel.*load_state_dict"):
         make(model_of())
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"tokens": torch.full((BATCH, LENGTH), 26)}, "token id 26 .* 26 ids"),
         ({"tokens": torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 3}, "token id 39 "),
@@ -257,14 +257,14 @@ def test_a_copy_is_refused_with_the_way_to_one(make):
         ({"token_weights": torch.ones(BATCH, 3)}, r"token_weights \[2, 3\] for \[2, 7\] tokens"),
     ],
 )
-def test_wrong_tokens_and_labels_are_named(change, named):
-    given = dict(zip(("tokens", "labels", "token_weights"), rows(0), strict=True))
-    with pytest.raises(ValueError, match=named):
-        model_of().loss(**{**given, **change})
+def test_invalid_tokens_and_labels_are_refused(change, message):
+    inputs = dict(zip(("tokens", "labels", "token_weights"), rows(0), strict=True))
+    with pytest.raises(ValueError, match=message):
+        model_of().loss(**{**inputs, **change})
 
 
-class Own(StoreModule):
-    """A module over layers of core that is no model."""
+class CustomModule(StoreModule):
+    """A custom module of core layers that is not a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,19 +284,19 @@ class Own(StoreModule):
         return self.layer(x)
 
 
-def test_a_module_of_ones_own_is_one_as_well():
-    module = Own()
+def test_custom_module_trains_and_refuses_conversion():
+    module = CustomModule()
     (weight,) = module.parameters()
     x = torch.randn(5, 1, 4, generator=generator(1))
     module(x).square().sum().backward()
-    wanted = 2 * (x[:, 0] @ weight.detach().t()).t() @ x[:, 0]
-    assert_all_close({"up.weight": weight.grad}, {"up.weight": wanted})
-    with pytest.raises(ValueError, match=r"Own\(\.\.\., dtype=torch\.float16\)"):
+    expected = 2 * (x[:, 0] @ weight.detach().t()).t() @ x[:, 0]
+    assert_all_close({"up.weight": weight.grad}, {"up.weight": expected})
+    with pytest.raises(ValueError, match=r"CustomModule\(\.\.\., dtype=torch\.float16\)"):
         module.half()
 
 
 def error_of(use) -> str:
-    """Return what is raised."""
+    """Return the message of the error that a call raises."""
     try:
         use()
     except (ValueError, RuntimeError) as error:
@@ -305,8 +305,10 @@ def error_of(use) -> str:
 
 
 def logits_and_gradients(groups: ProcessGroupCollection):
-    """Return the logits of all tokens of the vocabulary [s, b, V], and boxes of the gradients of
-    the mean of their squares: (logical name, logical shape, box, values)."""
+    """Return all logits [s, b, V], and gradient boxes of the mean of their squares.
+
+    A gradient box is (logical name, logical shape, box, values).
+    """
     model = model_of(groups)
     engine = DataParallel(model.store, groups)
     engine.begin_step()
@@ -314,9 +316,14 @@ def logits_and_gradients(groups: ProcessGroupCollection):
     engine.backward(logits.square().mean(), last=True)
     engine.finish()
     gradients = [
-        (held.name, held.shape, held.box, held.of(one.gradients).clone())
-        for one in engine.owned()
-        for held in one.boxes
+        (
+            weight_box.name,
+            weight_box.shape,
+            weight_box.box,
+            weight_box.of(shard_group.gradients).clone(),
+        )
+        for shard_group in engine.owned()
+        for weight_box in shard_group.boxes
     ]
     return logits.detach(), gradients
 
@@ -331,8 +338,8 @@ def test_full_logits_have_gradients_on_tp_ranks():
     whole = {name: torch.zeros(shape) for name, shape, _, _ in gradients}
     for name, _, box, gradient in gradients:
         whole[name][box.slices] = gradient
-    for found, shards in run_ranks(logits_on_two_ranks, 2):
-        assert_close_by_metric("logits", found, logits)
+    for rank_logits, shards in run_ranks(logits_on_two_ranks, 2):
+        assert_close_by_metric("logits", rank_logits, logits)
         assert {name for name, *_ in shards} == set(whole)
         for name, _, box, gradient in shards:
             largest = whole[name].abs().max().item()
@@ -340,24 +347,24 @@ def test_full_logits_have_gradients_on_tp_ranks():
 
 
 def on_two_ranks(rank: int, world: int) -> dict:
-    """Use models in parts; return shapes and errors."""
+    """Use sharded models; return shapes and errors."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=2, tp=2), rank=rank)
     halves = model_of(groups)
-    found = {
+    outputs = {
         "shapes": {name: tuple(p.shape) for name, p in halves.named_parameters()},
         "same": error_of(lambda: model_of(groups, seed=9).load_state_dict(halves.state_dict())),
         "id": error_of(lambda: halves.full_logits(torch.full((1, 4), 26))),
         "backward": error_of(lambda: halves.loss(*rows(0))[0].backward()),
     }
-    other = halves.state_dict()
-    other._metadata[""]["shard"] = other._metadata[""]["shard"].replace(f"tp {rank}", "tp 7")
-    found["other"] = error_of(lambda: halves.load_state_dict(other))
+    state = halves.state_dict()
+    state._metadata[""]["shard"] = state._metadata[""]["shard"].replace(f"tp {rank}", "tp 7")
+    outputs["other"] = error_of(lambda: halves.load_state_dict(state))
     whole = model_of().state_dict()
-    found["whole"] = error_of(lambda: halves.load_state_dict(dict(whole)))
+    outputs["whole"] = error_of(lambda: halves.load_state_dict(dict(whole)))
     groups = ProcessGroupCollection.create(RankGrid(world_size=2), rank=rank)
     for strategy in ("optim", "optim_grads_params"):
         config = DataParallelConfig(strategy=strategy, overlap_param_gather=True)
-        model = model_of(groups, data=config)
+        model = model_of(groups, dp_config=config)
         engine = DataParallel(model.store, groups, config=config)
         optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd"))
         engine.begin_step()
@@ -367,23 +374,23 @@ def on_two_ranks(rank: int, world: int) -> dict:
         engine.start_param_sync()
         early = error_of(model.state_dict)
         engine.complete_weights()
-        values = {name: x.clone() for name, x in model.state_dict().items()}
-        found[strategy] = early, values, {x.dim() for x in model.parameters()}
-    return found
+        weights = {name: x.clone() for name, x in model.state_dict().items()}
+        outputs[strategy] = early, weights, {x.dim() for x in model.parameters()}
+    return outputs
 
 
-def test_on_ranks_a_state_dict_is_of_one_rank_and_says_so():
-    one, two = run_ranks(on_two_ranks, 2)
-    for found in (one, two):
-        assert found["shapes"]["embedding.weight"] == (13, 12)
-        assert found["same"] == "nothing"
-        assert "token id 26" in found["id"]
-        assert "DataParallel" in found["backward"]
-        for wrong in ("other", "whole"):
-            assert "load_checkpoint" in found[wrong], wrong
-            assert "tp" in found[wrong]
-        assert found["optim_grads_params"][2] == {1}, "flat shards"
-        assert found["optim_grads_params"][0] == "nothing"
-        assert "complete_weights" in found["optim"][0]
-    for name, values in one["optim"][1].items():
-        assert torch.equal(values, two["optim"][1][name]), "whole, and the same on both"
+def test_sharded_state_dict_loads_only_on_its_rank():
+    rank_0, rank_1 = run_ranks(on_two_ranks, 2)
+    for outputs in (rank_0, rank_1):
+        assert outputs["shapes"]["embedding.weight"] == (13, 12)
+        assert outputs["same"] == "nothing"
+        assert "token id 26" in outputs["id"]
+        assert "DataParallel" in outputs["backward"]
+        for key in ("other", "whole"):
+            assert "load_checkpoint" in outputs[key], key
+            assert "tp" in outputs[key]
+        assert outputs["optim_grads_params"][2] == {1}, "flat shards"
+        assert outputs["optim_grads_params"][0] == "nothing"
+        assert "complete_weights" in outputs["optim"][0]
+    for name, values in rank_0["optim"][1].items():
+        assert torch.equal(values, rank_1["optim"][1][name]), "whole, and equal on both ranks"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: what is predicted, and every gradient on one process."""
+"""Multi-token prediction: shifted targets, and all gradients on one process."""
 
 from __future__ import annotations
 
@@ -23,26 +23,40 @@ from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.models.chunk_steps import move
-from tests.unit_tests.core.models.depth_cases import BORDERS, CONFIG, LENGTH, ROWS, TIED, rows_of
-from tests.unit_tests.core.models.plain_depths import PlainDepths
+from tests.unit_tests.core.models.depth_cases import (
+    CONFIG,
+    DOCUMENT_BOUNDS,
+    LENGTH,
+    ROWS,
+    TIED,
+    rows_of,
+)
+from tests.unit_tests.core.models.plain_depths import PlainMTP
 
-# --- what is read and predicted ------------------------------------------------------------------
+# --- shifted targets -----------------------------------------------------------------------------
 
 
-def test_what_depths_read_and_predict_of_rows():
+def test_shifted_targets_match_hand_computed_values():
     text = torch.arange(10, 17).repeat(2, 1)  # 10 ... 16
     mask = torch.tensor([[1.0, 1, 1, 1, 0, 1], [0.5, 1, 1, 1, 1, 1]])
     ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
-    found = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2, document_ids=ids)
-    assert found.tokens[:, 0].tolist() == [[11, 12, 13, 14, 15, 0], [12, 13, 14, 15, 0, 0]]
-    assert found.labels[:, 0].tolist() == [[12, 13, 14, 15, 16, 0], [13, 14, 15, 16, 0, 0]]
-    # Token 13 begins the second document; what predicts 15 is not counted.
-    assert found.weights[:, 0].tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
-    assert found.weights[:, 1].tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
-    alone = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2)
-    assert alone.weights[:, 0].tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]]
-    assert alone.scaled(torch.tensor(0.5)).weights[0, 0].tolist() == [0.5, 0.5, 0.5, 0, 0.5, 0]
-    # A depth counts where the token that it reads is in the document; 12 … 16 has one of padding.
+    targets = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2, document_ids=ids)
+    assert targets.tokens[:, 0].tolist() == [[11, 12, 13, 14, 15, 0], [12, 13, 14, 15, 0, 0]]
+    assert targets.labels[:, 0].tolist() == [[12, 13, 14, 15, 16, 0], [13, 14, 15, 16, 0, 0]]
+    # Token 13 begins the second document; the prediction of 15 has weight 0.
+    assert targets.weights[:, 0].tolist() == [[1, 1, 0, 0, 1, 0], [1, 0, 0, 1, 0, 0]]
+    assert targets.weights[:, 1].tolist() == [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]
+    without_documents = shift_targets(text[:, :-1], text[:, 1:], mask, num_layers=2)
+    assert without_documents.weights[:, 0].tolist() == [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]]
+    assert without_documents.scaled(torch.tensor(0.5)).weights[0, 0].tolist() == [
+        0.5,
+        0.5,
+        0.5,
+        0,
+        0.5,
+        0,
+    ]
+    # A target counts if the token it is read with is in the document; 12 … 16 has a padding token.
     mark = torch.tensor([[False] * 5 + [True], [False] * 6])
     ids = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     padded = shift_targets(
@@ -50,10 +64,10 @@ def test_what_depths_read_and_predict_of_rows():
     )
     assert padded.padding[:, 0].int().tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1]]
     assert padded.padding[:, 1].int().tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
-    assert found.padding is None
-    # More depths than there are tokens: nothing to predict.
-    few = shift_targets(text[:, :2], text[:, 1:3], mask[:, :2], num_layers=3)
-    assert few.weights.sum((1, 2)).tolist() == [2.0, 0.0, 0.0]
+    assert targets.padding is None
+    # More MTP layers than tokens: no targets.
+    short = shift_targets(text[:, :2], text[:, 1:3], mask[:, :2], num_layers=3)
+    assert short.weights.sum((1, 2)).tolist() == [2.0, 0.0, 0.0]
 
 
 # --- one process against a plain model -----------------------------------------------------------
@@ -61,18 +75,18 @@ def test_what_depths_read_and_predict_of_rows():
 
 def gradients_of(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
     """Return all gradients by name and offsets."""
-    found = {}
+    gradients = {}
     for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
-            part = flat[box.start : box.start + box.numel].view(box.sizes)
-            found[box.name, box.offsets] = part.clone()
-    return found
+            gradient = flat[box.start : box.start + box.numel].view(box.sizes)
+            gradients[box.name, box.offsets] = gradient.clone()
+    return gradients
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, packed: bool):
+def test_losses_and_gradients_match_a_plain_model(config: GPTConfig, packed: bool):
     depths = config.mtp_num_layers
     model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
     engine = DataParallel(model.store, model.groups)
@@ -86,16 +100,18 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
             batch.tokens, batch.labels, weights, mtp_targets=mtp_targets, layout=layout
         )
         engine.backward(loss, last=True)
-    assert engine.launched_in_backward == len(engine.buckets)  # as many puts as were declared
+    assert engine.launched_in_backward == len(
+        engine.buckets
+    )  # every gradient was accumulated as often as declared
     engine.finish()
 
     logical = {
-        held.name: held.tensor.detach().double().requires_grad_()
+        chunk.name: chunk.tensor.detach().double().requires_grad_()
         for handle in model.store.handles.values()
-        for held in model.store.chunks(handle)
+        for chunk in model.store.chunks(handle)
     }
     assert logical.keys() == logical_weights(config).keys()
-    plain = PlainDepths(
+    plain = PlainMTP(
         layers=2,
         heads=4,
         groups=2,
@@ -105,16 +121,20 @@ def test_losses_and_gradients_are_those_of_a_plain_model(config: GPTConfig, pack
         gated=config.mlp.gated,
     )
     text = torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1)
-    borders = BORDERS if packed else ((0, LENGTH),) * ROWS
-    main, *more = plain.losses(logical, text, weights, depths=depths, borders=borders)
-    training = main + config.mtp_loss_factor / depths * sum(more)
+    bounds = DOCUMENT_BOUNDS if packed else ((0, LENGTH),) * ROWS
+    main, *mtp_losses = plain.losses(
+        logical, text, weights, num_mtp_layers=depths, document_bounds=bounds
+    )
+    training = main + config.mtp_loss_factor / depths * sum(mtp_losses)
     training.backward()
-    assert_close_by_metric("loss", loss, main)  # the value is the main model's alone
+    assert_close_by_metric("loss", loss, main)  # the returned loss excludes the MTP losses
     assert (nll * weights).sum().item() == pytest.approx(loss.item(), rel=1e-6)
-    got = {name: grad for (name, _), grad in gradients_of(model).items()}
-    assert_all_close(got, {name: x.grad for name, x in logical.items()})
+    actual = {name: grad for (name, _), grad in gradients_of(model).items()}
+    assert_all_close(actual, {name: x.grad for name, x in logical.items()})
     counted = mtp_targets.weights.sum((1, 2))
-    means = [one.item() / count.item() for one, count in zip(more, counted, strict=True)]
+    means = [
+        mtp_loss.item() / count.item() for mtp_loss, count in zip(mtp_losses, counted, strict=True)
+    ]
     assert take_mean_mtp_losses(model) == pytest.approx(means, rel=1e-5)
     assert all(math.isnan(x) for x in take_mean_mtp_losses(model))
 
@@ -124,27 +144,27 @@ def test_mtp_expert_auxiliary_losses_reach_the_gradient():
     moe = MoEConfig(num_experts=5, ffn_hidden_size=12, router=router)
     config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="-E")
     assert "mtp.1.decoder.blocks.1.moe.router.weight" in logical_weights(config)
-    batch, found = rows_of(0, 0, depths=2, packed=False), []
-    parts = (batch.tokens, batch.labels, batch.loss_mask)
+    batch, runs = rows_of(0, 0, depths=2, packed=False), []
+    fields = (batch.tokens, batch.labels, batch.loss_mask)
     for factor in (None, torch.tensor(1.0), torch.tensor(3.0)):
         model = move(GPTModel(config, ProcessGroupCollection.single(), seed=5))
         engine = DataParallel(model.store, model.groups)
         engine.begin_step()
-        loss, _ = model.loss(*parts, mtp_targets=batch.mtp_targets, aux_factor=factor)
+        loss, _ = model.loss(*fields, mtp_targets=batch.mtp_targets, aux_factor=factor)
         engine.backward(loss, last=True)
         engine.finish()
-        found.append(
+        runs.append(
             {name: grad for (name, _), grad in gradients_of(model).items() if "router" in name}
         )
-    without, once, thrice = found
+    without, once, thrice = runs
     assert len(without) == 3
     for name, grad in without.items():
-        more = once[name] - grad
-        assert more.abs().max() > 1e-2 * grad.abs().max(), name
-        assert relative_error(thrice[name] - grad, 3 * more) < 1e-3, name
+        increase = once[name] - grad
+        assert increase.abs().max() > 1e-2 * grad.abs().max(), name
+        assert relative_error(thrice[name] - grad, 3 * increase) < 1e-3, name
 
 
-def test_experts_of_depths_take_what_a_depth_predicts_from():
+def test_mtp_experts_skip_tokens_without_targets():
     moe = MoEConfig(num_experts=5, ffn_hidden_size=12, router=RouterConfig(topk=2))
     config = dataclasses.replace(CONFIG, moe=moe, ffn_pattern="EE")
     batch = rows_of(0, 0, depths=2, packed=False)
@@ -158,16 +178,16 @@ def test_experts_of_depths_take_what_a_depth_predicts_from():
     model = GPTModel(config, ProcessGroupCollection.single(), seed=5)
     model.loss(tokens, batch.labels, batch.loss_mask, layout=layout, mtp_targets=mtp_targets)
     counted = {router.name: router.counted[:5].sum().item() for router in routers_of(model)}
-    own = len(tokens) * length - 3
+    num_real_tokens = len(tokens) * length - 3
     assert counted == {
-        "decoder.blocks.1.moe.router": 2 * own,
-        "decoder.blocks.3.moe.router": 2 * own,
-        "mtp.0.decoder.blocks.1.moe.router": 2 * (own - len(tokens)),
-        "mtp.1.decoder.blocks.1.moe.router": 2 * (own - 2 * len(tokens)),
+        "decoder.blocks.1.moe.router": 2 * num_real_tokens,
+        "decoder.blocks.3.moe.router": 2 * num_real_tokens,
+        "mtp.0.decoder.blocks.1.moe.router": 2 * (num_real_tokens - len(tokens)),
+        "mtp.1.decoder.blocks.1.moe.router": 2 * (num_real_tokens - 2 * len(tokens)),
     }
 
 
-def test_a_forward_without_them_is_the_main_model_alone():
+def test_forward_without_targets_is_the_main_model():
     batch = rows_of(0, 0, depths=2, packed=False)
     rows = (batch.tokens, batch.labels, batch.loss_mask)
     single = ProcessGroupCollection.single()
@@ -179,8 +199,8 @@ def test_a_forward_without_them_is_the_main_model_alone():
             plain.loss(*rows, mtp_targets=batch.mtp_targets)
         with pytest.raises(ValueError, match=r"2 MTP layers for 12 tokens .* \(1, 2, 12\)"):
             model.loss(*rows, mtp_targets=rows_of(0, 0, depths=1, packed=False).mtp_targets)
-    more = model.num_parameters - plain.num_parameters
-    own = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}
-    assert more == sum(math.prod(shape) for shape in own.values())
-    assert own["mtp.1.projection.weight"] == (24, 48)
-    assert own["mtp.1.decoder.blocks.1.mlp.down.weight"] == (24, 20)
+    num_extra = model.num_parameters - plain.num_parameters
+    mtp_shapes = {n: s for n, s in logical_weights(CONFIG).items() if n.startswith("mtp.")}
+    assert num_extra == sum(math.prod(shape) for shape in mtp_shapes.values())
+    assert mtp_shapes["mtp.1.projection.weight"] == (24, 48)
+    assert mtp_shapes["mtp.1.decoder.blocks.1.mlp.down.weight"] == (24, 20)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step makes no tensor on another device than the model's: seen without a GPU, on `meta`.
+"""A step creates tensors only on the model's device: tested on `meta`, without a GPU.
 
-An operation that mixes `meta` with the CPU fails as one that mixes a GPU with it does, and so does
-reading a value, which on a GPU would be a wait.
+An operation that mixes `meta` and CPU tensors fails like one that mixes GPU and CPU tensors. A host
+read, which would synchronize a GPU, fails as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_stays_on_its_device_and_reads_nothing(name, packed, dtype):
+def test_step_stays_on_its_device_without_host_reads(name, packed, dtype):
     groups = ProcessGroupCollection.single()
     model = GPTModel(
         MODELS[name], groups, dtype=dtype, device=META, storage=Storage(initialize=False)
@@ -66,9 +66,9 @@ def test_a_step_stays_on_its_device_and_reads_nothing(name, packed, dtype):
         rows["document_ids"] = torch.zeros(2, 32, dtype=torch.int32, device=META)
     layout = SequenceLayout.of_rows(32, device=META, **rows)
     engine.begin_step()
-    for last in (False, True):
+    for final in (False, True):
         loss, nll = model.loss(tokens[:, :-1], tokens[:, 1:], weights, layout=layout)
-        engine.backward(loss, last=last)
+        engine.backward(loss, last=final)
     engine.finish()
     assert (loss.device, nll.shape) == (META, (2, 32))
     layout = SequenceLayout.of_rows(32, device=META)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer patterns: what each symbol is, how a text is taken apart, and all that is refused."""
+"""Layer patterns: symbols, parsing, and refused patterns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_layer_pattern_is_parsed(text, main, further, depths):
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("text", "messages"),
     [
         ("", ["'' must be one or more of '*' (attention)"]),
         ("||", ["'||' must be one or more"]),
@@ -74,18 +74,18 @@ def test_layer_pattern_is_parsed(text, main, further, depths):
         ("G-/x", ["layer pattern 'x': 'x' at 1 is unknown"]),
     ],
 )
-def test_what_is_no_pattern_is_named(text, parts):
-    found = layer_pattern_problems(text)
-    assert len(found) == len(parts), found
-    for part, problem in zip(parts, found, strict=True):
-        assert part in problem
+def test_invalid_patterns_are_reported(text, messages):
+    problems = layer_pattern_problems(text)
+    assert len(problems) == len(messages), problems
+    for message, problem in zip(messages, problems, strict=True):
+        assert message in problem
 
 
 def test_only_attention_ffn_pairs_are_a_gpt_pattern():
     assert ffn_of("*-*E*-") == "-E-"
     assert ffn_of("+-+E") == "-E"
-    for other in ("", "*", "**", "-*", "*-*", "G-*-", "*-+-", "*EE", "M-"):
-        assert ffn_of(other) is None
+    for pattern in ("", "*", "**", "-*", "*-*", "G-*-", "*-+-", "*EE", "M-"):
+        assert ffn_of(pattern) is None
 
 
 def test_layer_is_a_mixer_block_with_its_ffn_block():
@@ -114,26 +114,26 @@ def test_weight_names_use_block_index_and_all_are_counted():
     mixers = {".".join(name.split(".")[:4]) for name in names if name.startswith("decoder.blocks")}
     kinds = ["delta_net", "mlp", "mamba", "moe", "attention", "mlp", "mamba"]
     assert {f"decoder.blocks.{i}.{kind}" for i, kind in enumerate(kinds)} <= mixers
-    for depth in (0, 1):
-        for place in ("0.attention", "1.moe", "2.delta_net", "3.mlp"):
-            assert any(n.startswith(f"mtp.{depth}.decoder.blocks.{place}.") for n in names)
+    for mtp_layer in (0, 1):
+        for block in ("0.attention", "1.moe", "2.delta_net", "3.mlp"):
+            assert any(n.startswith(f"mtp.{mtp_layer}.decoder.blocks.{block}.") for n in names)
     assert HYBRID.router_names == tuple(n[: -len(".weight")] for n in names if "router.weight" in n)
     assert len(HYBRID.router_names) == 3
 
 
-def test_output_projections_start_by_the_number_of_blocks():
+def test_output_projection_init_scales_with_block_count():
     config = dataclasses.replace(HYBRID, hidden_size=96, init_std=0.05)
     model = GPTModel(config, ProcessGroupCollection.single())
     inner = model.store.handles["decoder.blocks.1.mlp.down.weight"].get()
-    assert inner.std().item() == pytest.approx(0.05 / 7**0.5, rel=0.06)  # 1,920 normal numbers
+    assert inner.std().item() == pytest.approx(0.05 / 7**0.5, rel=0.06)  # from 1,920 normal numbers
 
 
-def test_json_there_and_back_and_of_an_older_version():
+def test_json_round_trip_and_json_of_an_older_version():
     text = json.dumps(HYBRID.to_json(), allow_nan=False)
     assert GPTConfig.from_json(json.loads(text)) == HYBRID
     bounded = dataclasses.replace(MAMBA, dt_limit=(0.001, 0.1))
-    other = dataclasses.replace(HYBRID, mamba=bounded)
-    assert GPTConfig.from_json(json.loads(json.dumps(other.to_json()))) == other
+    bounded_config = dataclasses.replace(HYBRID, mamba=bounded)
+    assert GPTConfig.from_json(json.loads(json.dumps(bounded_config.to_json()))) == bounded_config
     plain = GPTConfig(
         num_layers=2,
         hidden_size=24,
@@ -150,8 +150,13 @@ def test_json_there_and_back_and_of_an_older_version():
 def test_removing_mtp_removes_experts_used_only_by_mtp():
     config = dataclasses.replace(HYBRID, pattern="G-M-*-M")
     assert config.problems() == []
-    alone = config.without_further_prediction()
-    assert (alone.moe, alone.mtp_num_layers, alone.mtp_pattern, alone.problems()) == (
+    without_mtp = config.without_further_prediction()
+    assert (
+        without_mtp.moe,
+        without_mtp.mtp_num_layers,
+        without_mtp.mtp_pattern,
+        without_mtp.problems(),
+    ) == (
         None,
         0,
         "",
@@ -188,15 +193,17 @@ LATENT = LatentAttentionConfig(
           "mtp_pattern": "", "moe": None}, "rotary positions without attention: leave rope out"),
     ],
 )  # fmt: skip
-def test_a_model_of_other_blocks_than_its_shapes_is_refused(changes, message):
+def test_pattern_without_matching_shapes_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         GPTModel(dataclasses.replace(HYBRID, **changes), ProcessGroupCollection.single())
     assert HYBRID.problems() == []
 
 
-def test_recurrent_shapes_are_checked_on_the_ranks():
+def test_recurrent_shapes_are_checked_against_the_ranks():
     assert HYBRID.problems(tp=2) == []
-    found = HYBRID.problems(tp=1, cp=4, linear_mode="headwise")
-    assert len(found) == 1, found
-    assert "2 key heads of a rank do not divide over 4 context parallel ranks: use seg" in found[0]
+    problems = HYBRID.problems(tp=1, cp=4, linear_mode="headwise")
+    assert len(problems) == 1, problems
+    assert (
+        "2 key heads of a rank do not divide over 4 context parallel ranks: use seg" in problems[0]
+    )
     assert symbol_problems(HYBRID.pattern) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is cut into pipeline stages: the three ways to write it, and all that is refused."""
+"""Splits of a model into pipeline stages: three notations, and refused splits."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ EVEN = [
 ]
 
 
-@pytest.mark.parametrize(("num_layers", "stages", "more", "text"), EVEN)
-def test_layers_by_numbers(num_layers: int, stages: int, more: dict, text: str):
-    assert even_problems(num_layers, stages, **more) == []
-    split = StageSplit.even(num_layers, stages, **more)
+@pytest.mark.parametrize(("num_layers", "stages", "options", "text"), EVEN)
+def test_even_split_has_the_expected_layers(num_layers: int, stages: int, options: dict, text: str):
+    assert even_problems(num_layers, stages, **options) == []
+    split = StageSplit.even(num_layers, stages, **options)
     assert split.describe() == text
     assert split.num_blocks == 2 * num_layers
-    assert split.chunks == more.get("chunks", 1)
+    assert split.chunks == options.get("chunks", 1)
 
 
-def test_every_even_split_has_every_layer_once_and_equal_stages():
+def test_even_split_covers_layers_with_equal_stages():
     legal = refused = 0
-    ends = (None, 0, 1, 3)
-    for num_layers, stages, chunks, first, last in itertools.product(
-        range(1, 13), range(1, 5), (1, 2, 3), ends, ends
+    layer_counts = (None, 0, 1, 3)
+    for num_layers, stages, chunks, first_layers, last_layers in itertools.product(
+        range(1, 13), range(1, 5), (1, 2, 3), layer_counts, layer_counts
     ):
-        more = {"chunks": chunks, "first_layers": first, "last_layers": last}
-        if even_problems(num_layers, stages, **more):
+        options = {"chunks": chunks, "first_layers": first_layers, "last_layers": last_layers}
+        if even_problems(num_layers, stages, **options):
             refused += 1
             with pytest.raises(ValueError, match=r": (use|write)|need 2 stages"):
-                StageSplit.even(num_layers, stages, **more)
+                StageSplit.even(num_layers, stages, **options)
             continue
         legal += 1
-        split = StageSplit.even(num_layers, stages, **more)
-        sizes = [last_block - first_block for first_block, last_block in split.ranges]
+        split = StageSplit.even(num_layers, stages, **options)
+        sizes = [end - start for start, end in split.ranges]
         assert sum(sizes) == 2 * num_layers
-        of_stage = [sum(sizes[stage::stages]) // 2 for stage in range(stages)]
-        if first is not None:
-            assert of_stage.pop(0) == first
-        if last is not None:
-            assert of_stage.pop() == last
-        assert len(set(of_stage)) <= 1
+        layers_of_stage = [sum(sizes[stage::stages]) // 2 for stage in range(stages)]
+        if first_layers is not None:
+            assert layers_of_stage.pop(0) == first_layers
+        if last_layers is not None:
+            assert layers_of_stage.pop() == last_layers
+        assert len(set(layers_of_stage)) <= 1
         assert all(len(set(sizes[stage::stages])) == 1 for stage in range(stages))
     assert min(legal, refused) > 100
 
@@ -73,10 +73,12 @@ def test_every_even_split_has_every_layer_once_and_equal_stages():
 def test_chunks_are_assigned_to_stages_round_robin():
     split = StageSplit.even(14, 2, chunks=2, count_embedding=True, count_loss=True)
     assert split.ranges == ((0, 6), (6, 14), (14, 22), (22, 28))
-    assert [split.blocks(*at) for at in ((0, 0), (1, 0), (0, 1), (1, 1))] == list(split.ranges)
+    assert [
+        split.blocks(*chunk_position) for chunk_position in ((0, 0), (1, 0), (0, 1), (1, 1))
+    ] == list(split.ranges)
 
 
-def test_a_pattern_cuts_between_any_two_blocks():
+def test_pattern_splits_between_any_two_blocks():
     split = StageSplit.from_pattern("*-*-|*-*|-*-|", 4, ffn_pattern="-----")
     assert split.ranges == ((0, 4), (4, 7), (7, 10), (10, 10))
     assert split.describe() == "4|3|3|0 blocks"
@@ -102,19 +104,19 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "stages", "num_layers", "text"), LAYOUTS)
-def test_layouts(layout: str, stages: int, num_layers: int, text: str):
+def test_layout_is_parsed_into_stages(layout: str, stages: int, num_layers: int, text: str):
     assert layout_problems(layout, stages, num_layers=num_layers) == []
     assert StageSplit.from_layout(layout, stages, num_layers=num_layers).describe() == text
 
 
-def test_three_ways_to_write_one_split():
-    wanted = StageSplit.even(10, 4, first_layers=1, last_layers=3)
-    assert StageSplit.from_layout("Et|(t*3|)*2,t*3L", 4, num_layers=10) == wanted
-    assert StageSplit.from_pattern("*-|*-*-*-|*-*-*-|*-*-*-", 4, ffn_pattern="-" * 10) == wanted
+def test_three_notations_yield_the_same_split():
+    expected = StageSplit.even(10, 4, first_layers=1, last_layers=3)
+    assert StageSplit.from_layout("Et|(t*3|)*2,t*3L", 4, num_layers=10) == expected
+    assert StageSplit.from_pattern("*-|*-*-*-|*-*-*-|*-*-*-", 4, ffn_pattern="-" * 10) == expected
 
 
 @pytest.mark.parametrize(
-    ("call", "parts"),
+    ("call", "messages"),
     [
         (lambda: even_problems(8, 3), ["8 layers do not divide over 3 virtual pipeline stages"]),
         (
@@ -202,14 +204,14 @@ def test_three_ways_to_write_one_split():
         ),
     ],
 )
-def test_everything_that_cannot_be_is_named_at_once(call, parts: list[str]):
-    found = call()
-    for part in parts:
-        assert sum(part in problem for problem in found) == 1, (part, found)
-    assert len(found) == len(parts), found
+def test_all_split_problems_are_reported_at_once(call, messages: list[str]):
+    problems = call()
+    for message in messages:
+        assert sum(message in problem for problem in problems) == 1, (message, problems)
+    assert len(problems) == len(messages), problems
 
 
-def test_what_cannot_be_is_not_built():
+def test_invalid_splits_are_refused():
     with pytest.raises(ValueError, match=r"8 layers do not divide .* or write the boundaries"):
         StageSplit.even(8, 3)
     with pytest.raises(ValueError, match=r"has 2 parts for 3 .*; layer pattern"):
@@ -224,6 +226,6 @@ def test_what_cannot_be_is_not_built():
             StageSplit(stages, ranges)
 
 
-def test_layers_of_a_pattern():
+def test_pattern_yields_symbols_and_layer_blocks():
     assert symbols_of("*-|*|-") == "*-*-"
     assert layer_blocks("*-**--") == [(0, 2), (2, 3), (3, 5), (5, 6)]

@@ -72,7 +72,7 @@ class Case:
     length: int = LENGTH
 
 
-# Bounds on and off those of token ranges (multiples of 3, 6 or 12); documents within a range.
+# Document bounds on and off the token ranges, multiples of 3, 6 or 12; documents within a range.
 UNEVEN = ((0, 5, 6, 17, 24), (0, 12, 18, 19, 24))
 CASES = {
     "dense": {},

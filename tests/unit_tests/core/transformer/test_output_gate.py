@@ -16,7 +16,7 @@ from megatron.core.transformer import AttentionConfig
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.models.test_latent_parallel import CONFIG, Case, on_rank, trained
+from tests.unit_tests.core.models.test_latent_parallel import CONFIG, Case, on_rank, train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +38,22 @@ class Gated(Case):
         return dataclasses.replace(CONFIG, attention=attention)
 
 
-TWO = (
+TWO_RANKS = (
     Gated(tp=2, groups=4, split=True),
     Gated(tp=2, groups=2, sequence_parallel=True, documents=True),
     Gated(tp=2, groups=1),
     Gated(cp=2, groups=2, engine="a2a", documents=True),
 )
-FOUR = (Gated(tp=4, groups=2, sequence_parallel=True), Gated(tp=4, groups=1))
+FOUR_RANKS = (Gated(tp=4, groups=2, sequence_parallel=True), Gated(tp=4, groups=1))
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["two", "four"])
 def test_gradients_match_one_process(world: int, cases: tuple[Gated, ...]) -> None:
     rank_results = run_ranks(on_rank, world, list(cases))
     for index, case in enumerate(cases):
         with one_thread():
             plain = dataclasses.replace(case, split=False)
-            _, gradients, _, _ = trained(plain, ProcessGroupCollection.single())
+            _, gradients, _, _ = train_step(plain, ProcessGroupCollection.single())
         names = {name for name, _ in gradients}
         compared = set()
         for rank_result in rank_results:

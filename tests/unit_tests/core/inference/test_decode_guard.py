@@ -253,7 +253,7 @@ ON_RANKS = {"gqa": (5, 6), "experts": (5, 6), "latent": (5, 10), "hybrid": (7, 8
 WHOLE_EXPERTS = "whole experts"
 
 
-def steps_on_a_rank(rank: int, world: int) -> dict[str, tuple[StepCalls, Counter[str]]]:
+def steps_on_rank(rank: int, world: int) -> dict[str, tuple[StepCalls, Counter[str]]]:
     sharded_groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     grid = RankGrid(world_size=world, tp=world, etp=1, ep=world)
     whole_groups = ProcessGroupCollection.create(grid, rank=rank)
@@ -272,7 +272,7 @@ def steps_on_a_rank(rank: int, world: int) -> dict[str, tuple[StepCalls, Counter
 
 
 def test_tensor_parallel_step_has_only_expected_collectives() -> None:
-    for steps in run_ranks(steps_on_a_rank, 2):
+    for steps in run_ranks(steps_on_rank, 2):
         for case, (step, collectives) in steps.items():
             family = "experts" if case == WHOLE_EXPERTS else case
             assert not step.functions, case

@@ -369,7 +369,7 @@ def test_combined_features_match_full_forward(row: dict) -> None:
         assert (stats.accepted > 0) or row["speculation"] != "draft"
 
 
-def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
+def stats_on_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
     size = {"pp": world} if ranks == "pp" else {"ep": world}
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
     all_stats = []
@@ -384,7 +384,7 @@ def stats_on_a_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
 @pytest.mark.parametrize("ranks", ["pp", "ep"])
 def test_combined_features_on_two_ranks_match_single_sequence(ranks: str) -> None:
     rows = [row for row in ROWS if row["ranks"] == ranks]
-    for all_stats in run_ranks(stats_on_a_rank, 2, ranks):
+    for all_stats in run_ranks(stats_on_rank, 2, ranks):
         for row, stats in zip(rows, all_stats, strict=True):
             assert (stats.forced > 0) == (row["sampling"] == "grammar")
             if row["sampling"] != "grammar":  # with a grammar, forced tokens replace drafts
@@ -404,7 +404,7 @@ def test_forced_tokens_beyond_graph_rows_run_eagerly() -> None:
     assert outputs[0] == outputs[1]
 
 
-def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], int]]:
+def tokens_on_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], int]]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     outputs = {}
     for family in FAMILIES:
@@ -420,7 +420,7 @@ def tokens_on_a_rank(rank: int, world: int) -> dict[str, tuple[list[list[int]], 
 
 
 def test_tensor_parallel_tokens_match_one_process() -> None:
-    ranks = run_ranks(tokens_on_a_rank, 2)
+    ranks = run_ranks(tokens_on_rank, 2)
     for family in FAMILIES:
         engine = engine_of(model_of(family), max_num_batched_tokens=30, num_blocks=9)
         expected = [c.tokens for (c,) in generate(engine, requests(DRAWN))]

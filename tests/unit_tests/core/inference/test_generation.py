@@ -138,7 +138,7 @@ def test_chunked_prefill_matches_whole_prompts(name: str) -> None:
             assert_same(completion, expected)
 
 
-def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion]]:
+def generate_on_rank(rank: int, world: int, name: str) -> list[list[Completion]]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = make_model(name, groups)
     return [
@@ -150,7 +150,7 @@ def generate_on_a_rank(rank: int, world: int, name: str) -> list[list[Completion
 @pytest.mark.parametrize(("name", "world"), [("grouped", 4), ("multi_query_partial_rope_tied", 2)])
 def test_tensor_parallel_ranks_match_one_process(name: str, world: int) -> None:
     single = make_model(name)
-    ranks = run_ranks(generate_on_a_rank, world, name)
+    ranks = run_ranks(generate_on_rank, world, name)
     for rank in ranks:
         assert rank == ranks[0]
     assert {c.finish_reason for batch in ranks[0] for c in batch} == {"stop", "length"}

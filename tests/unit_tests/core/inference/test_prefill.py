@@ -184,7 +184,7 @@ def test_hybrids_resume_from_snapshots_inside_a_prompt(prefix: int, unique: int)
         assert completion.tokens == expected_text(prompt, 20)
         hits.append(engine.stats.hit - before)
     assert hits[0] == 0
-    assert hits[1] >= 0.8 * prefix  # a snapshot position within the first prompt
+    assert hits[1] >= 0.8 * prefix  # one of the snapshot positions in the first prompt
     assert (
         hits[2:] == [16 * (prefix // 16)] * 2
     )  # the end of the prefix shared by the second prompt

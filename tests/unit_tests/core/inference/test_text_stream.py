@@ -339,6 +339,6 @@ def test_stop_strings_are_not_searched_in_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""], "ab"])
-def test_stop_must_be_strings_with_characters(stop: Sequence[str]) -> None:
+def test_invalid_stop_strings_are_refused(stop: Sequence[str]) -> None:
     with pytest.raises(ValueError, match="stop is"):
         TextStream(ByteTokenizer().detokenize, stop=stop)

@@ -229,7 +229,7 @@ def check_refusals(rank: int, world: int) -> None:
     assert not records
 
 
-def test_misfits_are_refused_before_any_collective():
+def test_invalid_inputs_are_refused_before_any_collective():
     six_heads = dataclasses.replace(CONFIG.attention, num_attention_heads=6, num_query_groups=6)
     expected = "engine a2a: 3 query heads do not divide over 2 context parallel ranks: use p2p"
     assert expected in six_heads.problems(2, cp=2, engine="a2a")[0]

@@ -205,7 +205,7 @@ def test_recompute_runs_cover_the_layers():
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory(recompute: Recompute) -> tuple[int, int]:
+def measure_memory(recompute: Recompute) -> tuple[int, int]:
     """Return the bytes that a forward leaves allocated, and the peak of forward and backward."""
     model = model_of(CONFIG, recompute)
     engine = DataParallel(model.store, SINGLE)
@@ -240,11 +240,11 @@ def test_saved_activations_shrink_by_the_formula():
         name_of(SETTINGS[3]): LAYERS * (2 * h + FFN),
     }
     with one_thread():
-        memory(NO_RECOMPUTE)  # buffers that are created once
-        saved, peak = memory(NO_RECOMPUTE)
+        measure_memory(NO_RECOMPUTE)  # buffers that are created once
+        saved, peak = measure_memory(NO_RECOMPUTE)
         for recompute in SETTINGS:
             name = name_of(recompute)
-            saved_recomputed, lower_peak = memory(recompute)
+            saved_recomputed, lower_peak = measure_memory(recompute)
             assert saved - saved_recomputed == 4 * tokens * freed[name], (
                 name
             )  # norms keep no copy of a weight

@@ -178,7 +178,7 @@ GRIDS = (
 
 
 @pytest.mark.parametrize(("degrees", "world", "scattered"), GRIDS)
-def test_ranks_equal_one_process(degrees: dict, world: int, scattered: bool):
+def test_ranks_match_one_process(degrees: dict, world: int, scattered: bool):
     tp = degrees.get("tp", 1)
     names = list(CONFIGS) if tp == 1 else list(CONFIGS)[:2]  # capacity counts a rank's tokens
     runs = run_ranks(run_layers, world, names, degrees, scattered)

@@ -143,7 +143,7 @@ def run_uneven_rows(rank: int, world: int, config: MoEConfig) -> list:
 
 
 @pytest.mark.parametrize("config", [MOE, WHOLE_BALANCE], ids=["sequences", "whole"])
-def test_layers_equal_one_process(config: MoEConfig):
+def test_layers_match_one_process(config: MoEConfig):
     runs = run_ranks(run_uneven_rows, 2, config)
     for index, (s, b, _) in enumerate(size for size in SIZES for _ in range(2)):
         layout = SequenceLayout.of_rows(s, sample_ids=IDS[:b])

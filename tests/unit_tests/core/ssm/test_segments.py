@@ -28,7 +28,7 @@ from tests.unit_tests.core.context_parallel.test_host import reads
 from tests.unit_tests.core.ssm.token_by_token import run_all
 
 ROWS, GROUPS, SHARED, KEYS, VALUES, WIDTH, LENGTH = 2, 2, 2, 3, 5, 4, 24
-CHANNELS = 2 * KEYS + SHARED * VALUES  # reference_conv channels of a unit
+CHANNELS = 2 * KEYS + SHARED * VALUES  # convolved channels of a unit
 FEATURES = CHANNELS + 2 * SHARED
 KINDS = ("delta", "dual")
 
@@ -82,7 +82,7 @@ CASES = {
     "sequences": {"bounds": (0, 8, 24)},
     "padded": {"bounds": (0, 5, 24), "padded": (0, 8, 32)},
     "tiny and padded": {"bounds": (0, 1, 8, 24), "padded": (0, 8, 16, 32)},
-    "nothing crosses": {"documents": ((0, 3, 6, 9, 12, 15, 18, 21, 24),) * ROWS},
+    "no document crosses ranks": {"documents": ((0, 3, 6, 9, 12, 15, 18, 21, 24),) * ROWS},
 }
 
 
@@ -195,7 +195,7 @@ def run_cases(rank: int, world: int, cases: tuple[Case, ...]):
 
 
 @functools.cache
-def expected_of(case: Case) -> dict[str, torch.Tensor]:
+def reference_outputs(case: Case) -> dict[str, torch.Tensor]:
     """Return outputs and gradients of whole documents."""
     rows = global_inputs(case.length)
     units, weight = rows["units"].requires_grad_(), rows["weight"].requires_grad_()
@@ -237,10 +237,10 @@ def test_state_passing_matches_one_process(cp):
         cases, cases.values(), zip(*ranks, strict=True), strict=True
     ):
         try:
-            assert_all_close(gather_outputs(case, results), expected_of(case), bound=1e-11)
+            assert_all_close(gather_outputs(case, results), reference_outputs(case), bound=1e-11)
         except AssertionError as error:
             raise AssertionError(f"{name}, {kind}, cp {cp}:\n{error}") from error
-        crosses = cp > 1 and name != "nothing crosses"
+        crosses = cp > 1 and name != "no document crosses ranks"
         crossed += crosses
         for _, _, (forward, backward), _, prepared in results:
             num_probes += prepared[1:] == [1]  # one token gives the shape of summaries
@@ -278,7 +278,7 @@ def test_state_passing_matches_for_random_shardings():
     crossed = 0
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         try:
-            assert_all_close(gather_outputs(case, results), expected_of(case), bound=1e-11)
+            assert_all_close(gather_outputs(case, results), reference_outputs(case), bound=1e-11)
         except AssertionError as error:
             raise AssertionError(f"{case}:\n{error}") from error
         crossed += bool(results[0][2][0])

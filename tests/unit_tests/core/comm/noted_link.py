@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noting: a link that says when each collective starts and when it is waited for, and marks between
-them in forward and backward."""
+"""RecordingLink records when each collective starts and when it is waited for.
+
+`marked` records events between the collectives, in forward and in backward.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import torch
 from megatron.core.comm.collectives import CollectiveWork, Transfer
 
 
-class Noting:
-    """Carry collectives as usual and note them in `events`: "start 3", "wait 3"."""
+class RecordingLink:
+    """Run collectives as usual and record them in `events`: "start 3", "wait 3"."""
 
     def __init__(self, events: list[str]) -> None:
         self.events, self.kinds = events, list[str]()
@@ -24,18 +26,19 @@ class Noting:
         number = len(self.kinds)
         self.kinds.append(transfer.kind)
         self.events.append(f"start {number}")
-        return _Noted(transfer.start(), self.events, number)
+        return _RecordingWork(transfer.start(), self.events, number)
 
     def around(self, mark: str) -> list[str]:
-        """Return the kinds of the collectives that were under way at a mark."""
-        at, found = self.events.index(mark), []
+        """Return the kinds of the collectives that are in flight at `mark`."""
+        mark_index, kinds_in_flight = self.events.index(mark), []
         for number, kind in enumerate(self.kinds):
-            if self.events.index(f"start {number}") < at < self.events.index(f"wait {number}"):
-                found.append(kind)
-        return found
+            start, wait = self.events.index(f"start {number}"), self.events.index(f"wait {number}")
+            if start < mark_index < wait:
+                kinds_in_flight.append(kind)
+        return kinds_in_flight
 
 
-class _Noted:
+class _RecordingWork:
     def __init__(self, work: CollectiveWork, events: list[str], number: int) -> None:
         self._work, self._events, self._number = work, events, number
 
@@ -45,7 +48,7 @@ class _Noted:
 
 
 def marked(x: torch.Tensor, events: list[str], mark: str) -> torch.Tensor:
-    """Return x; note "mark" now and "mark back" when its gradient arrives."""
+    """Return x; record "mark" now and "mark back" when the gradient of x arrives."""
     return _Mark.apply(x, events, mark)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registered memory and what communicators take, with stand-ins for NCCL and for torch's pools."""
+"""Registered memory and the memory of communicators, with fakes for NCCL and torch's pools."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Communicator:
-    """A communicator as strict as NCCL's: it takes a pool once, and only an empty one."""
+    """A fake communicator as strict as NCCL: each pool is registered once, while it is empty."""
 
     mem_allocator = "ncclMemAlloc"
 
@@ -41,7 +41,7 @@ class Communicator:
 
 
 class Pool:
-    """A pool of torch's allocator."""
+    """A fake memory pool of torch's allocator."""
 
     current: "Pool | None" = None
 
@@ -51,18 +51,18 @@ class Pool:
 
 @pytest.fixture
 def pools(monkeypatch):
-    """Stand-ins for torch's pools; a tensor "of the GPU" lies in the pool in use, on the CPU."""
-    made: list[Pool] = []
+    """Replace torch's memory pools by fakes; a "GPU" tensor is allocated on the CPU."""
+    created_pools: list[Pool] = []
     empty = torch.empty
 
     def pool(allocator):
-        made.append(Pool(allocator))
-        return made[-1]
+        created_pools.append(Pool(allocator))
+        return created_pools[-1]
 
     @contextlib.contextmanager
-    def use(chosen, device):
+    def use(pool_in_use, device):
         assert device == GPU
-        monkeypatch.setattr(Pool, "current", chosen)
+        monkeypatch.setattr(Pool, "current", pool_in_use)
         yield
         monkeypatch.setattr(Pool, "current", None)
 
@@ -75,7 +75,7 @@ def pools(monkeypatch):
     monkeypatch.setattr(torch.cuda, "MemPool", pool)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch, "empty", allocate)
-    return made
+    return created_pools
 
 
 def group(name: str, handle: object | None) -> Group:
@@ -83,35 +83,35 @@ def group(name: str, handle: object | None) -> Group:
 
 
 def test_every_communicator_registers_pool_before_allocation(pools):
-    shared, other = Communicator(), Communicator()
-    groups = [group("a", shared), group("b", shared), group("c", other), group("d", None)]
+    shared, separate = Communicator(), Communicator()
+    groups = [group("a", shared), group("b", shared), group("c", separate), group("d", None)]
     memory = RegisteredMemory(groups, GPU)
     assert memory.empty(48, torch.bfloat16).numel() == 48
     memory.empty(16, torch.float32)
     (pool,) = pools
     assert pool.allocator == Communicator.mem_allocator
-    assert shared.pools == other.pools == [pool]
+    assert shared.pools == separate.pools == [pool]
     assert pool.sizes == [48, 16]
 
 
-def test_buffers_that_are_leased_lie_in_registered_memory(pools, monkeypatch):
+def test_buffer_pool_allocates_in_registered_memory(pools, monkeypatch):
     communicator = Communicator()
     memory = RegisteredMemory([group("a", communicator)], GPU)
     pool = BufferPool("cpu", memory=memory)
-    first = pool.acquire(40, torch.float32)
-    pool.release(first)
-    assert pool.acquire(40, torch.float32).data_ptr() == first.data_ptr()
+    buffer = pool.acquire(40, torch.float32)
+    pool.release(buffer)
+    assert pool.acquire(40, torch.float32).data_ptr() == buffer.data_ptr()
     assert len(pools[0].sizes) == 1
 
 
-def test_memory_is_registered_with_nccl_alone():
+def test_registered_memory_refuses_gloo_and_cpu():
     with pytest.raises(ValueError, match=r"--use-nccl-ub needs NCCL.* group a talks by gloo"):
         RegisteredMemory([group("a", Communicator("gloo"))], GPU)
     with pytest.raises(ValueError, match=r"--use-nccl-ub needs NCCL.* computes on the cpu"):
         RegisteredMemory([group("a", Communicator())], torch.device("cpu"))
 
 
-def test_an_engine_on_a_cpu_refuses_registered_memory():
+def test_cpu_engine_refuses_registered_memory():
     groups = ProcessGroupCollection.single()
     config = DataParallelConfig(strategy="optim_grads_params", use_nccl_ub=True)
     store = WeightStore(groups)
@@ -121,7 +121,7 @@ def test_an_engine_on_a_cpu_refuses_registered_memory():
         DataParallel(store, groups, config=config)
 
 
-def test_engine_registers_gathers_and_reductions_in_own_groups(monkeypatch):
+def test_engine_registers_gathers_and_reductions_separately(monkeypatch):
     groups = pretended_groups(RankGrid(world_size=4), 1)
     config = DataParallelConfig(strategy="optim_grads_params", use_nccl_ub=True)
     store = WeightStore(groups)
@@ -130,8 +130,8 @@ def test_engine_registers_gathers_and_reductions_in_own_groups(monkeypatch):
     store.materialize(config.storage())
     registered = []
 
-    def memory(chosen, device):
-        registered.append({one.name for one in chosen if one.size > 1})
+    def memory(chosen_groups, device):
+        registered.append({g.name for g in chosen_groups if g.size > 1})
 
     monkeypatch.setattr(gatherer_module, "RegisteredMemory", memory)
     monkeypatch.setattr("megatron.core.distributed.data_parallel.RegisteredMemory", memory)
@@ -139,7 +139,7 @@ def test_engine_registers_gathers_and_reductions_in_own_groups(monkeypatch):
     assert registered == [{"dense_dp"}, {"shard_gather"}]
 
 
-def test_memory_of_a_communicator():
+def test_communicator_bytes_follow_nccl_variables():
     mib = 1 << 20
     assert communicator_bytes({}) == 16 * 2 * (4 * mib + 512 * 1024 + 4800 * 1024)
     assert communicator_bytes({"NCCL_BUFFSIZE": str(8 * mib)}) - communicator_bytes({}) == 128 * mib
@@ -147,11 +147,11 @@ def test_memory_of_a_communicator():
     assert communicator_bytes({"NCCL_BUFFSIZE": "large"}) == communicator_bytes({})
 
 
-def test_communicators_are_counted_once_each():
-    shared, other = object(), object()
-    made = {
+def test_shared_communicators_are_counted_once():
+    shared, separate = object(), object()
+    groups = {
         name: group(name, handle)
-        for name, handle in (("a", shared), ("b", shared), ("c", other), ("d", None))
+        for name, handle in (("a", shared), ("b", shared), ("c", separate), ("d", None))
     }
-    assert ProcessGroupCollection(RankGrid(world_size=2), 0, made).num_communicators == 3
+    assert ProcessGroupCollection(RankGrid(world_size=2), 0, groups).num_communicators == 3
     assert ProcessGroupCollection.single().num_communicators == 0

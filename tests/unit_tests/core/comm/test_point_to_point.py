@@ -14,16 +14,16 @@ from tests.support.simulated_links import Early, Late, simulated
 
 LINKS = {"none": None, "late": Late, "early": Early}
 
-#: The second is what runs on a GPU; gloo can do it as well.
+#: GPUs use the batched start; gloo supports both.
 STARTS = {"one by one": exchange_async, "as one launch": point_to_point._start_batched}
 
 
-def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
-    """Exchange two tensors of different shapes with the other rank, both ways in one batch."""
+def exchange_batch(rank: int, world: int, link: str, start: str) -> dict[str, object]:
+    """Exchange two tensors of different shapes with the peer, both directions in one batch."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    group, other = groups["pp"], 1 - rank
+    group, peer = groups["pp"], 1 - rank
     sent = [torch.full((2, 3), 10.0 + rank), torch.full((5,), 20.0 + rank)]
-    landed = [torch.zeros(2, 3), torch.zeros(5)]
+    received = [torch.zeros(2, 3), torch.zeros(5)]
     simulation = LINKS[link]
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(trace(groups))
@@ -31,20 +31,20 @@ def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
             stack.enter_context(simulated(groups, simulation()))
         pending = STARTS[start](
             [
-                P2PMessage(landed[0], other, sends=False),
-                P2PMessage(sent[0], other, sends=True),
-                P2PMessage(sent[1], other, sends=True),
-                P2PMessage(landed[1], other, sends=False),
+                P2PMessage(received[0], peer, sends=False),
+                P2PMessage(sent[0], peer, sends=True),
+                P2PMessage(sent[1], peer, sends=True),
+                P2PMessage(received[1], peer, sends=False),
             ],
             group,
         )
-        early = [bool(x.isnan().all()) for x in landed]
-        for each in pending:
-            each.wait()
+        early = [bool(x.isnan().all()) for x in received]
+        for work in pending:
+            work.wait()
     return {
-        "landed": landed,
+        "received": received,
         "returned": [
-            pending[0].output.data_ptr() == landed[0].data_ptr(),
+            pending[0].output.data_ptr() == received[0].data_ptr(),
             pending[1].is_completed(),
         ],
         "early": early,
@@ -55,24 +55,24 @@ def swapped(rank: int, world: int, link: str, start: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("link", "start"), [*((link, "one by one") for link in LINKS), ("none", "as one launch")]
 )
-def test_messages_of_a_batch_arrive_in_order(link, start):
-    for rank, found in enumerate(run_ranks(swapped, 2, link, start)):
-        assert torch.equal(found["landed"][0], torch.full((2, 3), 11.0 - rank))
-        assert torch.equal(found["landed"][1], torch.full((5,), 21.0 - rank))
-        assert found["returned"] == [True, True]
+def test_batched_messages_arrive_in_order(link, start):
+    for rank, report in enumerate(run_ranks(exchange_batch, 2, link, start)):
+        assert torch.equal(report["received"][0], torch.full((2, 3), 11.0 - rank))
+        assert torch.equal(report["received"][1], torch.full((5,), 21.0 - rank))
+        assert report["returned"] == [True, True]
         if link != "none":
-            assert found["early"] == [True, True], "what arrives must be poison before the wait"
-        other = 1 - rank
-        assert found["records"] == [
-            ("receive", f"from {other}", 24),
-            ("send", f"to {other}", 24),
-            ("send", f"to {other}", 20),
-            ("receive", f"from {other}", 20),
+            assert report["early"] == [True, True], "received tensors are poisoned until the wait"
+        peer = 1 - rank
+        assert report["records"] == [
+            ("receive", f"from {peer}", 24),
+            ("send", f"to {peer}", 24),
+            ("send", f"to {peer}", 20),
+            ("receive", f"from {peer}", 20),
         ]
 
 
-def overwritten(rank: int, world: int) -> str:
-    """Write into a tensor that is being sent."""
+def error_of_early_write(rank: int, world: int) -> str:
+    """Write to a tensor while its send is in flight; return the error."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     tensor = torch.ones(4)
     with simulated(groups, Late()):
@@ -86,37 +86,37 @@ def overwritten(rank: int, world: int) -> str:
     return ""
 
 
-def test_writing_what_is_being_sent_is_an_error():
-    found = run_ranks(overwritten, 2)
-    assert "was written while it was under way" in found[0]
-    assert found[1] == ""
+def test_write_to_tensor_being_sent_is_an_error():
+    errors = run_ranks(error_of_early_write, 2)
+    assert "was written while it was under way" in errors[0]
+    assert errors[1] == ""
 
 
-def test_a_message_to_oneself_is_refused():
+def test_message_to_own_rank_is_refused():
     with pytest.raises(ValueError, match="to its own rank 0"):
         exchange_async([P2PMessage(torch.zeros(1), 0, sends=True)], Group.single("pp"))
 
 
-def shifted(rank: int, world: int) -> list[float]:
-    """Swap a number with the other rank of a group, as one launch each time."""
+def swap_repeatedly(rank: int, world: int) -> list[float]:
+    """Swap a value with the peer of a group three times, each in one batched launch."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=2), rank=rank)
-    group, found = groups["pp_backward"], []
+    group, sums = groups["pp_backward"], []
     value = torch.full((3,), float(rank))
     for _ in range(3):
-        landing = torch.full((3,), -1.0)
+        receive_buffer = torch.full((3,), -1.0)
         messages = [
             P2PMessage(value, 1 - group.rank, sends=True),
-            P2PMessage(landing, 1 - group.rank, sends=False),
+            P2PMessage(receive_buffer, 1 - group.rank, sends=False),
         ]
         for pending in point_to_point._start_batched(messages, group):
             pending.wait()
-        value = landing + 10
-        found.append(float(value.sum()))
-    return found
+        value = receive_buffer + 10
+        sums.append(float(value.sum()))
+    return sums
 
 
-def test_one_launch_names_the_other_rank_in_the_world():
-    """Groups (0, 2) and (1, 3): a rank local to the group is another one of the world."""
-    ranks = run_ranks(shifted, 4)
-    for rank, found in enumerate(ranks):
-        assert found == [3.0 * ((rank + 2 * n) % 4 + 10 * n) for n in (1, 2, 3)]
+def test_batched_launch_addresses_global_ranks():
+    """Groups (0, 2) and (1, 3): group ranks differ from global ranks."""
+    sums_by_rank = run_ranks(swap_repeatedly, 4)
+    for rank, sums in enumerate(sums_by_rank):
+        assert sums == [3.0 * ((rank + 2 * n) % 4 + 10 * n) for n in (1, 2, 3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in two halves: what they bring both ways, and what may happen in between."""
+"""Split collectives: forward and backward values, and computation between start and finish."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
-from tests.unit_tests.core.comm.noted_link import Noting, marked
+from tests.unit_tests.core.comm.noted_link import RecordingLink, marked
 
 
-class _Exchanged(torch.autograd.Function):
-    """The split_all_to_all of rows at once, its gradient the split_all_to_all back."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all whose backward is the all-to-all with swapped counts."""
 
     @staticmethod
     def forward(ctx, x, group, send, receive):
-        ctx.of = group, receive, send
+        ctx.group_and_counts = group, receive, send
         return all_to_all(x, group, send_counts=send, receive_counts=receive)
 
     @staticmethod
     def backward(ctx, grad):
-        group, send, receive = ctx.of
-        back = all_to_all(grad, group, send_counts=send, receive_counts=receive)
-        return back, None, None, None
+        group, send, receive = ctx.group_and_counts
+        x_grad = all_to_all(grad, group, send_counts=send, receive_counts=receive)
+        return x_grad, None, None, None
 
 
 def count(source: int, target: int) -> int:
-    """Return how many rows a rank sends another: none to some, all different."""
+    """Return how many rows `source` sends to `target`, from 0 to 3."""
     return (2 * source + 3 * target) % 4
 
 
@@ -51,20 +51,20 @@ Pair = tuple[int, Callable[[], SplitCollective], Callable[[torch.Tensor], torch.
 
 
 def pairs(group: Group) -> dict[str, Pair]:
-    """Return of each collective: rows, how it is made, and the collective that it is."""
-    send = [count(group.rank, other) for other in range(group.size)]
-    receive = [count(other, group.rank) for other in range(group.size)]
-    nothing = [0] * group.size
+    """Return by name: input rows, a factory of the split collective, the plain collective."""
+    send = [count(group.rank, peer) for peer in range(group.size)]
+    receive = [count(peer, group.rank) for peer in range(group.size)]
+    zeros = [0] * group.size
     return {
         "split_all_to_all": (
             sum(send),
             lambda: split_all_to_all(group, send, receive),
-            lambda x: _Exchanged.apply(x, group, send, receive),
+            lambda x: _AllToAll.apply(x, group, send, receive),
         ),
         "split_all_to_all of nothing": (
             0,
-            lambda: split_all_to_all(group, nothing, nothing),
-            lambda x: _Exchanged.apply(x, group, nothing, nothing),
+            lambda: split_all_to_all(group, zeros, zeros),
+            lambda x: _AllToAll.apply(x, group, zeros, zeros),
         ),
         "gather": (
             3,
@@ -79,30 +79,30 @@ def pairs(group: Group) -> dict[str, Pair]:
     }
 
 
-def flown(rank: int, world: int, link: str) -> None:
-    """Compare every split collective with its plain collective, bit by bit, with work between."""
+def compare_with_plain(rank: int, world: int, link: str) -> None:
+    """Compare every split collective bitwise with its plain collective, with work in between."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    for number, (name, (rows, made, wanted)) in enumerate(pairs(groups["tp"]).items()):
+    for number, (name, (rows, make_split, run_plain)) in enumerate(pairs(groups["tp"]).items()):
         values = torch.randn(rows, 7, generator=generator(number, rank))
         with trace(groups) as plain:
             x = values.clone().requires_grad_(True)
-            y = wanted(x)
+            y = run_plain(x)
             factors = torch.randn(y.shape, generator=generator(9, number, rank))
             ((y * factors).sum() + (x * 3.0).square().sum()).backward()
         links = {"late": Late(), "early": Early()}
         context = simulated(groups, links[link]) if link in links else nullcontext()
         with trace(groups) as records, context, nan_memory():
             z = values.clone().requires_grad_(True)
-            collective = made()
+            collective = make_split()
             buffer = start_collective(z, collective)
             if link == "late" and len(y):
-                assert buffer.detach().isnan().all(), "it has arrived too early"
-            between = (z * 3.0).square().sum()
-            got = finish_collective(buffer, collective)
-            ((got * factors).sum() + between).backward()
-            again = run_collective(values, made())
-        assert torch.equal(got, y), name
-        assert torch.equal(again, y), name
+                assert buffer.detach().isnan().all(), "the output arrived before the wait"
+            work = (z * 3.0).square().sum()
+            output = finish_collective(buffer, collective)
+            ((output * factors).sum() + work).backward()
+            unsplit = run_collective(values, make_split())
+        assert torch.equal(output, y), name
+        assert torch.equal(unsplit, y), name
         assert torch.equal(z.grad, x.grad), name
         assert records[:2] == plain, name
         assert len(plain) == 2
@@ -111,30 +111,30 @@ def flown(rank: int, world: int, link: str) -> None:
 
 
 @pytest.mark.parametrize("link", ["real", "late", "early"])
-def test_flights_bring_what_their_collectives_do(link: str):
-    run_ranks(flown, 3, link)
+def test_split_collectives_match_plain_collectives(link: str):
+    run_ranks(compare_with_plain, 3, link)
 
 
-def in_order(rank: int, world: int) -> None:
-    """See what is under way while something else is computed."""
+def check_overlap(rank: int, world: int) -> None:
+    """Check which collectives are in flight while other work runs, in forward and backward."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    for rows, made, _ in pairs(groups["tp"]).values():
+    for rows, make_split, _ in pairs(groups["tp"]).values():
         events: list[str] = []
-        with simulated(groups, Noting(events)):
+        with simulated(groups, RecordingLink(events)):
             x = torch.ones(rows, 2).requires_grad_(True)
-            collective = made()
-            under_way = start_collective(x, collective)
-            between = marked(x * 2.0, events, "work")
-            y = finish_collective(under_way, collective)
-            (y.sum() + between.sum()).backward()
+            collective = make_split()
+            buffer = start_collective(x, collective)
+            work = marked(x * 2.0, events, "work")
+            y = finish_collective(buffer, collective)
+            (y.sum() + work.sum()).backward()
         assert events == ["start 0", "work", "wait 0", "start 1", "work back", "wait 1"]
 
 
-def test_what_is_computed_in_between_is_so_in_backward():
-    run_ranks(in_order, 2)
+def test_work_in_between_overlaps_in_forward_and_backward():
+    run_ranks(check_overlap, 2)
 
 
-def test_arriving_without_departure_is_an_error():
+def test_finish_without_start_is_an_error():
     collective = split_all_gather(Group.single())
     x = torch.ones(3, 2)
     with pytest.raises(ValueError, match="finished without a start"):
@@ -145,7 +145,7 @@ def test_arriving_without_departure_is_an_error():
         finish_collective(buffer, collective)
 
 
-def test_alone_rows_stay_where_they_are():
+def test_split_collectives_on_one_rank_are_the_identity():
     group = Group.single()
     for collective in (
         split_all_gather(group),

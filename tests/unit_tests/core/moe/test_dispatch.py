@@ -22,7 +22,7 @@ from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
-from tests.unit_tests.core.comm.noted_link import Noting, marked
+from tests.unit_tests.core.comm.noted_link import RecordingLink, marked
 from tests.unit_tests.core.moe.single_layer import Layer, Shard, merged
 
 S, B, H, EXPERTS = 6, 3, 10, 8
@@ -232,7 +232,7 @@ def check_overlap(rank: int, world: int, degrees: dict[str, int]) -> None:
         )
         events: list[str] = []
         layer.moe.shared = RecordingExpert(layer.moe.shared, events)
-        with simulated(groups, Noting(events)) as link:
+        with simulated(groups, RecordingLink(events)) as link:
             layer.step(*inputs_of_rank(rank))
         dispatch_op, combine_op = {
             "allgather": ("all_gather", "reduce_scatter"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same layers on the ranks of a tp group and in a single process, compared piece by piece."""
+"""Build the same layers on a tp group and in a single process, and compare their shards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SEED = 17
 
 
 @dataclass
-class Side:
-    """A store with its layers, on some groups."""
+class ModelUnderTest:
+    """Layers with their weight store and engine on one set of process groups."""
 
     groups: ProcessGroupCollection
     store: WeightStore
@@ -35,68 +35,70 @@ class Side:
 Build = Callable[[WeightStore, TensorParallelRegion], dict[str, torch.nn.Module]]
 
 
-def side(groups: ProcessGroupCollection, build: Build, *, sequence_parallel: bool = False) -> Side:
-    """Build layers on `groups`; initial values are those of the logical weights, biases too."""
+def build_model(
+    groups: ProcessGroupCollection, build: Build, *, sequence_parallel: bool = False
+) -> ModelUnderTest:
+    """Build layers on `groups`, initialized from the logical weights, biases included."""
     store = WeightStore(groups, seed=SEED)
     region = TensorParallelRegion(groups["tp"], sequence_parallel)
     layers = build(store, region)
     store.materialize()
     for handle in store.handles.values():
-        if handle.name.endswith(".bias"):  # zeros hide a bias that is added once per rank
+        if handle.name.endswith(".bias"):  # a zero bias would hide that every rank adds it
             for box in store.boxes(handle):
-                place = torch.arange(box.offsets[0], box.offsets[0] + box.numel)
-                handle.get().view(-1)[box.start : box.start + box.numel] = 0.3 + torch.sin(place)
-    return Side(groups, store, region, layers, DataParallel(store, groups))
+                index = torch.arange(box.offsets[0], box.offsets[0] + box.numel)
+                handle.get().view(-1)[box.start : box.start + box.numel] = 0.3 + torch.sin(index)
+    return ModelUnderTest(groups, store, region, layers, DataParallel(store, groups))
 
 
-def run_step(one: Side, loss: torch.Tensor) -> None:
-    """Run backward through the engine, so that gradients are whole afterwards."""
-    one.engine.begin_step()
-    for handle in one.store.handles.values():
+def run_step(model: ModelUnderTest, loss: torch.Tensor) -> None:
+    """Run backward through the engine, which reduces the gradients."""
+    model.engine.begin_step()
+    for handle in model.store.handles.values():
         handle.main_grad.fill_(torch.nan)
-    one.engine.backward(loss, last=True)
-    one.engine.finish()
+    model.engine.backward(loss, last=True)
+    model.engine.finish()
 
 
-def gradients(one: Side) -> dict[str, torch.Tensor]:
-    """Return this rank's pieces of the logical gradients by name and place."""
-    found = {}
-    for handle in one.store.handles.values():
+def gradient_shards(model: ModelUnderTest) -> dict[str, torch.Tensor]:
+    """Return this rank's shards of the logical gradients by name, offsets and sizes."""
+    shards = {}
+    for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
-        for box in one.store.boxes(handle):
-            piece = flat[box.start : box.start + box.numel].view(box.sizes)
-            found[f"{box.name} at {box.offsets} of {box.sizes}"] = piece
-    return found
+        for box in model.store.boxes(handle):
+            shard = flat[box.start : box.start + box.numel].view(box.sizes)
+            shards[f"{box.name} at {box.offsets} of {box.sizes}"] = shard
+    return shards
 
 
-def assert_gradients_agree(parallel: Side, whole: Side) -> None:
-    """Fail unless every piece of this rank is the slice of the single process's gradient."""
+def assert_gradients_match(parallel: ModelUnderTest, single: ModelUnderTest) -> None:
+    """Fail unless every gradient shard of this rank matches the single-process gradient."""
     logical = {}
-    for handle in whole.store.handles.values():
+    for handle in single.store.handles.values():
         flat = handle.main_grad.view(-1)
-        for box in whole.store.boxes(handle):
-            piece = flat[box.start : box.start + box.numel].view(box.sizes)
-            logical[box.name] = piece
-    wanted = {}
+        for box in single.store.boxes(handle):
+            shard = flat[box.start : box.start + box.numel].view(box.sizes)
+            logical[box.name] = shard
+    expected = {}
     for handle in parallel.store.handles.values():
         for box in parallel.store.boxes(handle):
-            piece = logical[box.name]
-            for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                piece = piece.narrow(dim, first, size)
-            wanted[f"{box.name} at {box.offsets} of {box.sizes}"] = piece
-    if wanted:
-        assert_all_close(gradients(parallel), wanted, bound=2e-6)
+            shard = logical[box.name]
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                shard = shard.narrow(dim, offset, size)
+            expected[f"{box.name} at {box.offsets} of {box.sizes}"] = shard
+    if expected:
+        assert_all_close(gradient_shards(parallel), expected, bound=2e-6)
 
 
-def padding(one: Side, name: str) -> torch.Tensor:
-    """Return which elements of a local weight are padding, a mask of its shape."""
-    handle = one.store.handles[name]
+def padding(model: ModelUnderTest, name: str) -> torch.Tensor:
+    """Return a mask of the local weight's shape that is True for padding."""
+    handle = model.store.handles[name]
     mask = torch.ones(handle.shape, dtype=torch.bool)
-    for box in one.store.boxes(handle):
+    for box in model.store.boxes(handle):
         mask.view(-1)[box.start : box.start + box.numel] = False
     return mask
 
 
-def own_sequence(x: torch.Tensor, one: Side) -> torch.Tensor:
-    """Return what this rank holds of [s, b, h] outside the blocks: all, or its rows with sp."""
-    return x.chunk(one.tp.size)[one.tp.rank] if one.region.scatters else x
+def local_sequence(x: torch.Tensor, model: ModelUnderTest) -> torch.Tensor:
+    """Return the rows of x [s, b, h] on this rank: all, or its shard with sequence parallelism."""
+    return x.chunk(model.tp.size)[model.tp.rank] if model.region.scatters else x

@@ -16,19 +16,18 @@ from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.tensor_parallel.sliced import (
-    Side,
-    assert_gradients_agree,
-    own_sequence,
+    ModelUnderTest,
+    assert_gradients_match,
+    build_model,
+    local_sequence,
     run_step,
-    side,
 )
 
 S, B, H, A, K, OUT = 8, 3, 6, 20, 10, 7
-WIDTH = 4  # the greatest tp: `mixed` cuts its inputs for so many
 
 
 def build_for(tp: int, *, bias: bool):
-    """Return a builder: a fused column layer with replicated "kv" pieces, then a row layer."""
+    """Return a builder of a fused column layer with replicated "k" shards and of a row layer."""
 
     def build(store, region):
         shared = {"store": store, "region": region, "init": InitSpec.normal(0.4), "bias": bias}
@@ -41,45 +40,45 @@ def build_for(tp: int, *, bias: bool):
     return build
 
 
-def mixed(inner: torch.Tensor, tp: int, rank: int | None) -> torch.Tensor:
-    """Let each rank's share of "a" meet its piece of "k": [s, b, A/tp], or [s, b, A] for None."""
+def combine_shards(inner: torch.Tensor, tp: int, rank: int | None) -> torch.Tensor:
+    """Combine shards of "a" and "k": [s, b, A/tp], or [s, b, A] for all ranks if rank is None."""
     if rank is not None:
         k = K // min(2, tp)
         a, key = inner.split([A // tp, k], dim=-1)
         return torch.tanh(a) * (1.0 + rank + key.sin().sum(-1, keepdim=True))
     a, key = inner.split([A, K], dim=-1)
     a, key = a.chunk(tp, -1), key.chunk(min(2, tp), -1)
-    shares = [
+    outputs = [
         torch.tanh(a[r]) * (1.0 + r + key[r * min(2, tp) // tp].sin().sum(-1, keepdim=True))
         for r in range(tp)
     ]
-    return torch.cat(shares, -1)
+    return torch.cat(outputs, -1)
 
 
-def forward(one: Side, x: torch.Tensor, tp: int) -> torch.Tensor:
-    """Run column, mix, row."""
-    rank = one.tp.rank if one.tp.size > 1 else None
-    return one.layers["row"](mixed(one.layers["column"](x), tp, rank))
+def forward(model: ModelUnderTest, x: torch.Tensor, tp: int) -> torch.Tensor:
+    """Run the column layer, `combine_shards` and the row layer."""
+    rank = model.tp.rank if model.tp.size > 1 else None
+    return model.layers["row"](combine_shards(model.layers["column"](x), tp, rank))
 
 
-def linear_case(rank: int, world: int, sequence_parallel: bool, bias: bool) -> None:
+def check_linear(rank: int, world: int, sequence_parallel: bool, bias: bool) -> None:
     """Compare output, input gradient and all weight gradients."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     build = build_for(world, bias=bias)
-    parallel = side(groups, build, sequence_parallel=sequence_parallel)
-    whole = side(ProcessGroupCollection.single(), build_for(1, bias=bias))
+    parallel = build_model(groups, build, sequence_parallel=sequence_parallel)
+    single = build_model(ProcessGroupCollection.single(), build_for(1, bias=bias))
     values = torch.randn(S, B, H, generator=generator(1))
     weight = torch.randn(S, B, OUT, generator=generator(2))
     x_all = values.clone().requires_grad_(True)
-    out_all = forward(whole, x_all, world)
-    run_step(whole, (out_all * weight).sum())
+    out_all = forward(single, x_all, world)
+    run_step(single, (out_all * weight).sum())
     with nan_memory(), trace(groups) as records:
-        x = own_sequence(values, parallel).clone().requires_grad_(True)
+        x = local_sequence(values, parallel).clone().requires_grad_(True)
         out = forward(parallel, x, world)
-        assert_close_by_metric("output", out, own_sequence(out_all, parallel), bound=2e-6)
-        run_step(parallel, (out * own_sequence(weight, parallel)).sum())
-    assert_close_by_metric("dx", x.grad, own_sequence(x_all.grad, parallel), bound=2e-6)
-    assert_gradients_agree(parallel, whole)
+        assert_close_by_metric("output", out, local_sequence(out_all, parallel), bound=2e-6)
+        run_step(parallel, (out * local_sequence(weight, parallel)).sum())
+    assert_close_by_metric("dx", x.grad, local_sequence(x_all.grad, parallel), bound=2e-6)
+    assert_gradients_match(parallel, single)
     if sequence_parallel:
         # The column layer gathers in forward and again in backward, the row layer in backward.
         assert_active(
@@ -94,46 +93,46 @@ def linear_case(rank: int, world: int, sequence_parallel: bool, bias: bool) -> N
         assert_active(records, kind="all_reduce", group="tp", at_least=2)
 
 
-def linear_cases(rank: int, world: int) -> None:
-    """Run every combination, and a sequence that does not divide."""
+def check_all_linears(rank: int, world: int) -> None:
+    """Run every combination, and a sequence length that the ranks do not divide."""
     for sequence_parallel in (False, True):
         for bias in (False, True):
-            linear_case(rank, world, sequence_parallel, bias)
+            check_linear(rank, world, sequence_parallel, bias)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    parallel = side(groups, build_for(world, bias=False), sequence_parallel=True)
+    parallel = build_model(groups, build_for(world, bias=False), sequence_parallel=True)
     x = torch.ones(S + 1, B, A // world)
     with pytest.raises(ValueError, match=f"{S + 1} rows do not divide by {world} ranks"):
         parallel.layers["row"](x)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_column_and_row_layers_equal_the_single_process(world: int):
-    run_ranks(linear_cases, world)
+def test_column_and_row_layers_match_single_process(world: int):
+    run_ranks(check_all_linears, world)
 
 
-def frozen_column(rank: int, world: int) -> None:
-    """Check that a frozen column layer still passes its input's gradient on, and gathers once."""
+def check_frozen_column(rank: int, world: int) -> None:
+    """Check that a frozen column layer returns its input gradient and gathers once."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
 
     def build(store, region):
         shared = {"store": store, "region": region, "init": InitSpec.normal(0.4)}
         return {"column": ColumnParallelLinear("w", [("w", A, None)], input_size=H, **shared)}
 
-    whole = side(ProcessGroupCollection.single(), build)
-    parallel = side(groups, build, sequence_parallel=True)
+    single = build_model(ProcessGroupCollection.single(), build)
+    parallel = build_model(groups, build, sequence_parallel=True)
     handle = parallel.store.handles["w.weight"]
     handle.anchor.requires_grad_(False)
     handle.main_grad = None
     values = torch.randn(S, B, H, generator=generator(1))
     x_all = values.clone().requires_grad_(True)
-    whole.engine.begin_step()
-    whole.layers["column"](x_all).sum().backward()
-    x = own_sequence(values, parallel).clone().requires_grad_(True)
+    single.engine.begin_step()
+    single.layers["column"](x_all).sum().backward()
+    x = local_sequence(values, parallel).clone().requires_grad_(True)
     with trace(groups) as records:
         parallel.layers["column"](x).sum().backward()
-    assert_close_by_metric("dx", x.grad, own_sequence(x_all.grad, parallel), bound=2e-6)
+    assert_close_by_metric("dx", x.grad, local_sequence(x_all.grad, parallel), bound=2e-6)
     assert_active(records, kind="all_gather", exactly=1)
 
 
-def test_a_frozen_column_layer():
-    run_ranks(frozen_column, 2)
+def test_frozen_column_layer_still_has_input_gradient():
+    run_ranks(check_frozen_column, 2)

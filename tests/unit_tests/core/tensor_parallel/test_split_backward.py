@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward in halves: the bits of a plain one, nothing kept that waits for nothing."""
+"""Split backward: bitwise the plain backward, and tensors are freed when no longer needed."""
 
 from __future__ import annotations
 
@@ -49,49 +49,49 @@ BIASED = dataclasses.replace(
     tied=False,
 )
 RECOMPUTES = {
-    "all kept": Recompute(),
+    "none": Recompute(),
     "full": Recompute(granularity="full", method="uniform", num_layers=1),
     "selective": Recompute(granularity="selective"),
 }
-#: Weight gradients at once, and late by a microbatch.
+#: Schedules: full backward (B), or input (I) and weight (W) gradients, W a microbatch later.
 ORDERS = {"plain": "B0 B1 B2", "late": "I0 I1 W0 I2 W1 W2"}
 
 
-class Halves:
-    """A model and its engine, whose steps are lists of I, W and B."""
+class Trainer:
+    """A model and its engine, whose steps follow a schedule of I, W and B."""
 
     def __init__(
         self,
         groups: ProcessGroupCollection,
         config: GPTConfig,
         *,
-        recompute: str = "all kept",
+        recompute: str = "none",
         splits: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         **parallel: Any,
     ) -> None:
-        placed = DataParallelConfig(**{"debug": True, **parallel})
+        dp_config = DataParallelConfig(**{"debug": True, **parallel})
         self.model = GPTModel(
             config,
             groups,
             sequence_parallel=sequence_parallel,
             seed=5,
             dtype=dtype,
-            storage=placed.storage(bucket_bytes=2000),
+            storage=dp_config.storage(bucket_bytes=2000),
         )
         if groups["world"].size == 1:
             handles = self.model.store.handles
-            moved = perturbed({n: h.get() for n, h in handles.items()}, seed=3)
+            values = perturbed({n: h.get() for n, h in handles.items()}, seed=3)
             for name, handle in handles.items():
-                handle.get().copy_(moved[name])
+                handle.get().copy_(values[name])
         self.model.set_recompute(RECOMPUTES[recompute])
         self.model.store.splits = splits
-        self.engine = DataParallel(self.model.store, groups, config=placed)
+        self.engine = DataParallel(self.model.store, groups, config=dp_config)
 
     def loss(self, index: int) -> torch.Tensor:
         """Run a microbatch forward."""
-        data = microbatch(
+        batch = microbatch(
             seed=4,
             dp_rank=self.engine.groups["dense_dp"].rank,
             index=index,
@@ -99,17 +99,17 @@ class Halves:
             sequence=SEQUENCE,
             vocabulary=VOCABULARY,
         )
-        loss, _ = self.model.loss(data.tokens, data.labels, data.loss_mask, layout=data.layout)
+        loss, _ = self.model.loss(batch.tokens, batch.labels, batch.loss_mask, layout=batch.layout)
         return loss * 0.75  # the head scales both of its gradients
 
-    def half(self, loss: torch.Tensor) -> WgradQueue:
-        """Run the first half of a backward."""
+    def input_backward(self, loss: torch.Tensor) -> WgradQueue:
+        """Run backward for input gradients only; return the queue of weight gradients."""
         with self.model.store.defer() as queue:
             self.engine.backward(loss, last=False)
         return queue
 
     def step(self, order: str) -> list[torch.Tensor]:
-        """Carry out a step; return what the optimizer would read."""
+        """Run a step by its schedule; return the gradients that the optimizer would read."""
         queues: dict[str, WgradQueue] = {}
         words = order.split()
         self.engine.begin_step(3)
@@ -122,7 +122,7 @@ class Halves:
                     queues.pop(number).drain()
                     self.engine.post_backward(0)
                 elif kind == "I":
-                    queues[number] = self.half(self.loss(int(number)))
+                    queues[number] = self.input_backward(self.loss(int(number)))
                     assert len(queues[number]) > 8 * LAYERS
                 else:
                     self.engine.backward(self.loss(int(number)), last=number == "2")
@@ -130,68 +130,69 @@ class Halves:
         return [owned.gradients.clone() for owned in self.engine.owned()]
 
 
-def assert_same_bits(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-    """Fail if anything differs in a bit, or everything is zero."""
-    assert len(got) == len(wanted)
-    assert any(one.any() for one in wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert torch.equal(one, other)
+def assert_same_bits(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Fail unless all tensors are bitwise equal and at least one is not zero."""
+    assert len(actual) == len(expected)
+    assert any(tensor.any() for tensor in expected)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert torch.equal(actual_tensor, expected_tensor)
 
 
 @pytest.mark.parametrize("config", [PLAIN, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
-def test_halves_have_the_bits_of_the_whole(config, recompute, monkeypatch):
+def test_split_backward_equals_full_backward_bitwise(config, recompute, monkeypatch):
     monkeypatch.setattr(vocab_parallel, "tokens_per_chunk", lambda *_: CHUNK_TOKENS)
     single = ProcessGroupCollection.single()
     dtypes = ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2)
     for dtype, grad_dtype in dtypes:
         options = {"recompute": recompute, "dtype": dtype, "grad_dtype": grad_dtype}
         with one_thread():
-            wanted = Halves(single, config, **options).step(ORDERS["plain"])
+            expected = Trainer(single, config, **options).step(ORDERS["plain"])
             for order, splits in (("late", True), ("late", False), ("plain", True)):
-                got = Halves(single, config, splits=splits, **options).step(ORDERS[order])
-                assert_same_bits(got, wanted)
+                actual = Trainer(single, config, splits=splits, **options).step(ORDERS[order])
+                assert_same_bits(actual, expected)
 
 
-def over_tp(rank: int, world: int, fault: Mutation | None) -> None:
+def check_over_tp(rank: int, world: int, fault: Mutation | None) -> None:
     """Split backward over tp, with and without sequence parallelism."""
     if fault is not None:
         apply(fault)
     vocab_parallel.tokens_per_chunk = lambda *_: CHUNK_TOKENS  # type: ignore[assignment]
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     cases = (
-        (PLAIN, True, "all kept"),
+        (PLAIN, True, "none"),
         (BIASED, True, "selective"),
-        (BIASED, False, "all kept"),
+        (BIASED, False, "none"),
         (PLAIN, False, "full"),
     )
-    for config, scattered, recompute in cases:
-        options = {"sequence_parallel": scattered, "recompute": recompute}
+    for config, sequence_parallel, recompute in cases:
+        options = {"sequence_parallel": sequence_parallel, "recompute": recompute}
         with simulated(groups, Late()):
-            wanted = Halves(groups, config, **options).step(ORDERS["plain"])
-            halves = Halves(groups, config, splits=True, **options)
-            assert_same_bits(halves.step(ORDERS["late"]), wanted)
-        engine = halves.engine
+            expected = Trainer(groups, config, **options).step(ORDERS["plain"])
+            trainer = Trainer(groups, config, splits=True, **options)
+            assert_same_bits(trainer.step(ORDERS["late"]), expected)
+        engine = trainer.engine
         engine.begin_step()
-        loss = halves.loss(0)
-        with trace(groups) as first:
-            queue = halves.half(loss)
-        with trace(groups) as second:
+        loss = trainer.loss(0)
+        with trace(groups) as i_records:
+            queue = trainer.input_backward(loss)
+        with trace(groups) as w_records:
             queue.drain()
         engine.finish()
-        # q|k|v and up of every layer; I gathers gradients behind row layers and the embedding
-        gathers = [r for r in second if r.kind == "all_gather" and r.group == "tp"]
-        assert len(gathers) == len(second) == (2 * LAYERS if scattered else 0)
-        gathers = [r for r in first if r.kind == "all_gather"]
-        assert len(gathers) == (2 * LAYERS + 1 if scattered else 0)
+        # W gathers inputs of q|k|v and up in every layer; I gathers output gradients of row layers
+        # and of the embedding
+        gathers = [r for r in w_records if r.kind == "all_gather" and r.group == "tp"]
+        assert len(gathers) == len(w_records) == (2 * LAYERS if sequence_parallel else 0)
+        gathers = [r for r in i_records if r.kind == "all_gather"]
+        assert len(gathers) == (2 * LAYERS + 1 if sequence_parallel else 0)
 
 
-def test_split_backward_over_tp_keeps_bits_and_gathers_late():
-    run_ranks(over_tp, 2, None, timeout=120.0)
+def test_split_backward_over_tp_is_bitwise_and_gathers_late():
+    run_ranks(check_over_tp, 2, None, timeout=120.0)
 
 
-def over_data_parallel(rank: int, world: int) -> None:
-    """Split backward under every strategy: the same reductions in the same order, in W."""
+def check_over_data_parallel(rank: int, world: int) -> None:
+    """Compare reductions and gradients of split and plain backward under every strategy."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     cases = [(strategy, torch.float32) for strategy in STRATEGIES]
     for strategy, grad_dtype in [*cases, ("optim", torch.bfloat16)]:
@@ -200,43 +201,43 @@ def over_data_parallel(rank: int, world: int) -> None:
             "grad_dtype": grad_dtype,
             "overlap_param_gather": strategy != "no_shard",
         }
-        found = []
+        runs = []
         for order, splits in (("plain", False), ("late", True)):
-            halves = Halves(groups, PLAIN, splits=splits, **options)
+            trainer = Trainer(groups, PLAIN, splits=splits, **options)
             with simulated(groups, Late()), trace(groups) as records:
                 gradients = []
                 for _ in range(2):
-                    gradients += halves.step(ORDERS[order])
-                    halves.engine.start_param_sync()
+                    gradients += trainer.step(ORDERS[order])
+                    trainer.engine.start_param_sync()
             reduced = [
                 (r.kind, r.bytes) for r in records if r.kind in ("all_reduce", "reduce_scatter")
             ]
-            assert halves.engine.launched_in_backward == len(halves.engine.buckets)
-            if gatherer_of(halves.engine) is not None:
-                assert gatherer_of(halves.engine).counts.mismatches == 0
-            found.append((gradients, reduced))
-        assert_same_bits(found[1][0], found[0][0])
-        assert found[0][1] == found[1][1]
-        assert len(found[0][1]) > 0
+            assert trainer.engine.launched_in_backward == len(trainer.engine.buckets)
+            if gatherer_of(trainer.engine) is not None:
+                assert gatherer_of(trainer.engine).counts.mismatches == 0
+            runs.append((gradients, reduced))
+        assert_same_bits(runs[1][0], runs[0][0])
+        assert runs[0][1] == runs[1][1]
+        assert len(runs[0][1]) > 0
 
 
-def test_split_backward_over_dp_keeps_bits_and_reductions():
-    run_ranks(over_data_parallel, 2, timeout=120.0)
+def test_split_backward_over_dp_is_bitwise_with_same_reductions():
+    run_ranks(check_over_data_parallel, 2, timeout=120.0)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- tensor lifetimes -----------------------------------------------------------------------------
 
 
 class _Watched:
-    """Something that a weak reference can watch."""
+    """An object that a weak reference can watch."""
 
 
-class _Holds(torch.autograd.Function):
-    """The identity, whose node keeps an object alive."""
+class _KeepsAlive(torch.autograd.Function):
+    """The identity; its autograd node keeps an object alive."""
 
     @staticmethod
-    def forward(ctx, x, kept):
-        ctx.kept = kept
+    def forward(ctx, x, watched):
+        ctx.watched = watched
         return x.view_as(x)
 
     @staticmethod
@@ -244,70 +245,71 @@ class _Holds(torch.autograd.Function):
         return grad, None
 
 
-def waiting(queue: WgradQueue) -> list[torch.Tensor]:
-    """Return every tensor that a queue's puts hold."""
-    found: dict[int, torch.Tensor] = {}
-    todo: list[Any] = list(queue._items)
-    while todo:
-        one = todo.pop()
-        if isinstance(one, torch.Tensor):
-            found[id(one)] = one
-        elif isinstance(one, partial):
-            todo += [one.func, *one.args, *one.keywords.values()]
-        elif callable(one) and hasattr(one, "__closure__"):
-            todo += [cell.cell_contents for cell in one.__closure__ or ()]
-        elif isinstance(one, list | tuple):
-            todo += one
-    return list(found.values())
+def queued_tensors(queue: WgradQueue) -> list[torch.Tensor]:
+    """Return every tensor that the items of a queue reference."""
+    tensors: dict[int, torch.Tensor] = {}
+    pending: list[Any] = list(queue._items)
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif callable(value) and hasattr(value, "__closure__"):
+            pending += [cell.cell_contents for cell in value.__closure__ or ()]
+        elif isinstance(value, list | tuple):
+            pending += value
+    return list(tensors.values())
 
 
-@pytest.mark.parametrize("recompute", ["all kept", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_each_half_of_split_backward_frees_its_tensors(recompute: str):
-    halves = Halves(ProcessGroupCollection.single(), PLAIN, recompute=recompute, splits=True)
-    watched = []
-    for block in halves.model.decoders[0].blocks:
+    trainer = Trainer(ProcessGroupCollection.single(), PLAIN, recompute=recompute, splits=True)
+    target_refs = []
+    for block in trainer.model.decoders[0].blocks:
 
         def hold(_module, _args, output):
-            kept = _Watched()
-            watched.append(weakref.ref(kept))
+            target = _Watched()
+            target_refs.append(weakref.ref(target))
             delta, stream = output
-            return _Holds.apply(delta, kept), stream
+            return _KeepsAlive.apply(delta, target), stream
 
         block.register_forward_hook(hold)
-    halves.engine.begin_step()
-    loss = halves.loss(0)
+    trainer.engine.begin_step()
+    loss = trainer.loss(0)
     gc.collect()
-    assert all(one() is not None for one in watched)
-    assert len(watched) == 2 * LAYERS
-    shape = tuple(halves.model.head.weight.shape)
-    queue = halves.half(loss)
+    assert all(ref() is not None for ref in target_refs)
+    assert len(target_refs) == 2 * LAYERS
+    head_shape = tuple(trainer.model.head.weight.shape)
+    queue = trainer.input_backward(loss)
     del loss
     gc.collect()
-    assert all(one() is None for one in watched), "what I needed alone is free"
-    tensors = waiting(queue)
+    assert all(ref() is None for ref in target_refs), "tensors that only I needed are freed"
+    tensors = queued_tensors(queue)
     assert len(tensors) > 10
-    assert not any(one.requires_grad for one in tensors)
-    assert any(one.shape == (BATCH * SEQUENCE, VOCABULARY) for one in tensors), "dlogits wait"
-    assert not any(tuple(one.shape) == shape for one in tensors), "the head's product waits"
-    alive = [weakref.ref(one) for one in tensors]
+    assert not any(tensor.requires_grad for tensor in tensors)
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    assert (BATCH * SEQUENCE, VOCABULARY) in shapes, "the queue holds the gradient of the logits"
+    assert head_shape not in shapes, "the queue holds no weight gradient of the head"
+    tensor_refs = [weakref.ref(tensor) for tensor in tensors]
     del tensors
     queue.drain()
     gc.collect()
-    assert not any(one() is not None for one in alive)
-    halves.engine.finish()
+    assert not any(ref() is not None for ref in tensor_refs)
+    trainer.engine.finish()
 
 
-def test_without_splits_the_head_has_its_gradient_from_forward():
-    halves = Halves(ProcessGroupCollection.single(), PLAIN)
-    halves.engine.begin_step()
-    tensors = waiting(halves.half(halves.loss(0)))
-    shapes = {tuple(one.shape) for one in tensors}
-    assert tuple(halves.model.head.weight.shape) in shapes
+def test_unsplit_head_computes_its_gradient_in_forward():
+    trainer = Trainer(ProcessGroupCollection.single(), PLAIN)
+    trainer.engine.begin_step()
+    tensors = queued_tensors(trainer.input_backward(trainer.loss(0)))
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    assert tuple(trainer.model.head.weight.shape) in shapes
     assert (BATCH * SEQUENCE, VOCABULARY) not in shapes
 
 
-def test_one_backward_cannot_defer_into_two_queues():
-    store = Halves(ProcessGroupCollection.single(), PLAIN).model.store
+def test_nested_defer_is_refused():
+    store = Trainer(ProcessGroupCollection.single(), PLAIN).model.store
     with store.defer() as queue:
         with pytest.raises(ValueError, match="defer inside defer"), store.defer():
             pass
@@ -316,13 +318,13 @@ def test_one_backward_cannot_defer_into_two_queues():
 
 
 BUGS = {
-    "a column layer multiplies with the part of its input that it kept": (
+    "a column layer uses its local input shard instead of the gathered input": (
         "megatron.core.weight_gather.handle",
         "WeightHandle.wgrad",
         "x if gather_input is None else gather_input(x)",
         "x if gather_input is None else x.repeat(2, 1, 1)",
     ),
-    "the head forgets the incoming factor": (
+    "the head ignores the scale of the incoming gradient": (
         "megatron.core.tensor_parallel.vocab_parallel",
         "_product",
         "return d_weight if scale is None else d_weight * scale",
@@ -344,6 +346,6 @@ BUGS = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_of_the_halves_is_noticed(name: str):
+def test_planted_bug_in_split_backward_is_detected(name: str):
     with pytest.raises(RankFailure, match="AssertionError"):
-        run_ranks(over_tp, 2, planted(*BUGS[name]), timeout=30.0)
+        run_ranks(check_over_tp, 2, planted(*BUGS[name]), timeout=30.0)

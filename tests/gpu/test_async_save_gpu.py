@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.dist_checkpointing import AsyncSaver, CheckpointReader, Solo, save_checkpoint
 from tests.functional_tests.small_run import digests, flags, run_on, write_tokens
-from tests.unit_tests.core.dist_checkpointing.layouts import same_bits, whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
@@ -19,7 +19,7 @@ def test_changes_after_settle_are_not_saved(tmp_path):
     tensors["strided"] = torch.randn(512, 512, device=device)[:, ::2]
     tensors["on_host"] = torch.randn(1000)
     before = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    chunks = whole(tensors)
+    chunks = full_chunks(tensors)
     save_checkpoint(tmp_path / "sync", 1, chunks, {}, coordinator=Solo())
     saver = AsyncSaver(tmp_path / "async", chunks, coordinator=Solo())
     busy = torch.randn(4096, 4096, device=device)
@@ -38,12 +38,14 @@ def test_changes_after_settle_are_not_saved(tmp_path):
         assert files[0].read_bytes() == files[1].read_bytes()
     found = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
     with CheckpointReader(tmp_path / "async" / "iter_0000001") as reader:
-        reader.read(whole(found))
+        reader.read(full_chunks(found))
     assert all(same_bits(found[name], before[name]) for name in before)
 
 
 def test_the_memory_is_pinned(tmp_path):
-    saver = AsyncSaver(tmp_path, whole({"w": torch.ones(9, device="cuda")}), coordinator=Solo())
+    saver = AsyncSaver(
+        tmp_path, full_chunks({"w": torch.ones(9, device="cuda")}), coordinator=Solo()
+    )
     assert saver.staging._memory.is_pinned()
     saver.close()
 

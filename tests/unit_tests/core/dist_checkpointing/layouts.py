@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator
 Tensors = Mapping[str, torch.Tensor]
 
 
-def whole(tensors: Tensors, ranks: tuple[int, ...] = (0,)) -> list[TensorChunk]:
+def full_chunks(tensors: Tensors, ranks: tuple[int, ...] = (0,)) -> list[TensorChunk]:
     """Return every tensor as one chunk held by `ranks`."""
     return [
         TensorChunk(
@@ -37,7 +37,7 @@ def empty_like(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def poison(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that equals no test value, so that what is not written is seen."""
+    """Return a tensor that equals no test value, so that an unwritten element shows."""
     if dtype == torch.bool:
         return torch.ones(sizes, dtype=dtype)
     count = torch.Size(sizes).numel() * dtype.itemsize
@@ -55,7 +55,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def random_boxes(shape: tuple[int, ...], rng: random.Random, depth: int = 3) -> list[Box]:
-    """Cut a tensor into boxes by random planes through random parts."""
+    """Split a tensor into boxes by random planes, each through a random box."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(rng.randrange(depth + 1) if shape else 0):
         box = boxes.pop(rng.randrange(len(boxes)))
@@ -70,26 +70,26 @@ def random_boxes(shape: tuple[int, ...], rng: random.Random, depth: int = 3) -> 
 
 
 def with_strides(values: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """Return a tensor of the same values, contiguous or with odd strides."""
-    way = rng.randrange(3)
-    if way == 1 and values.ndim >= 2:  # transposed memory
+    """Return a tensor of the same values, contiguous, transposed or with gaps."""
+    layout = rng.randrange(3)
+    if layout == 1 and values.ndim >= 2:  # transposed memory
         return values.transpose(0, -1).contiguous().transpose(0, -1)
-    if way == 2 and values.ndim >= 1:  # every second column of a wider buffer
-        wide = poison((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
-        wide[..., 1::2] = values
-        return wide[..., 1::2]
+    if layout == 2 and values.ndim >= 1:  # every second column of a wider buffer
+        padded = poison((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
+        padded[..., 1::2] = values
+        return padded[..., 1::2]
     return values.contiguous()
 
 
 def random_layout(
     tensors: Tensors, world: int, rng: random.Random, *, fill: bool
 ) -> list[list[TensorChunk]]:
-    """Deal random boxes of every tensor to ranks, some of them to several.
+    """Deal random boxes of every tensor to ranks, some boxes to several ranks.
 
     Args:
         tensors: the logical tensors.
         world: number of ranks.
-        rng: decides everything.
+        rng: source of all random choices.
         fill: whether chunks hold the values (to save) or poison (to load).
     """
     ranks: list[list[TensorChunk]] = [[] for _ in range(world)]
@@ -115,22 +115,22 @@ def random_layout(
 def on_threads(
     world: int, job: Callable[[int, Coordinator], Any], *, timeout_seconds: float = 20.0
 ) -> list[Any]:
-    """Run `job(rank, coordinator)` on `world` threads; return the value or the error of each."""
+    """Run `job(rank, coordinator)` on `world` threads; return each rank's value or error."""
     if world == 1:
         return [_value_or_error(job, 0, Solo())]
     store = dist.HashStore()
-    found: list[Any] = [None] * world
+    outcomes: list[Any] = [None] * world
 
     def run(rank: int) -> None:
         coordinator = StoreCoordinator(store, rank, world, timeout_seconds=timeout_seconds)
-        found[rank] = _value_or_error(job, rank, coordinator)
+        outcomes[rank] = _value_or_error(job, rank, coordinator)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return outcomes
 
 
 def _value_or_error(
@@ -142,9 +142,9 @@ def _value_or_error(
         return error
 
 
-def raise_errors(results: list[Any]) -> list[Any]:
-    """Return the results of `on_threads`, or raise the first error among them."""
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
+def raise_errors(outcomes: list[Any]) -> list[Any]:
+    """Return what `on_threads` returned, or raise its first error."""
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes

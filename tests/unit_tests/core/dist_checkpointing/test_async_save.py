@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background: the same bytes, a snapshot that holds, writers and trainers that die."""
+"""Background saves: the bytes of a synchronous save, consistent snapshots, killed processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.async_save import MIN_SINGLE_COPY_BYTES
 from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
 from tests.support.ranks import start_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, same_bits, whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, on_threads, same_bits
 
 
 @contextlib.contextmanager
 def saver_of(root: Path, chunks: list[TensorChunk], **options: Any) -> Iterator[AsyncSaver]:
     saver = AsyncSaver(root, chunks, coordinator=options.pop("coordinator", Solo()), **options)
-    saver.wait()  # until the writer is there
+    saver.wait()  # until the writer has started
     try:
         yield saver
     finally:
@@ -44,33 +44,33 @@ def saver_of(root: Path, chunks: list[TensorChunk], **options: Any) -> Iterator[
 
 
 def outcome(saver: AsyncSaver) -> SaveReport:
-    """Wait for the save under way and return what became of it."""
+    """Wait for the save in progress and return its report."""
     saver.wait()
     (report,) = saver.finished()
     return report
 
 
-def kill_in(saver: AsyncSaver, order: str) -> None:
-    """Have the writer killed when it is next given an order."""
+def kill_in(saver: AsyncSaver, killing_command: str) -> None:
+    """Kill the writer just before its next command `killing_command`."""
     call, pid = saver.writer.call, saver.writer.pid
 
-    def killing(do: str, **arguments: Any) -> Any:
-        if do == order and saver.writer.pid == pid:
+    def killing(command: str, **arguments: Any) -> Any:
+        if command == killing_command and saver.writer.pid == pid:
             os.kill(pid, signal.SIGKILL)
-        return call(do, **arguments)
+        return call(command, **arguments)
 
     saver.writer.call = killing
 
 
 def read(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    targets = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     with CheckpointReader(folder) as reader:
-        reader.read(whole(found))
-    return found
+        reader.read(full_chunks(targets))
+    return targets
 
 
 def many_kinds() -> dict[str, torch.Tensor]:
-    """Return tensors on both sides of what is copied by itself, of any strides."""
+    """Return tensors above and below the size of a single copy, with various strides."""
     large = MIN_SINGLE_COPY_BYTES // 4
     return {
         "a": torch.randn(large + 3),
@@ -86,8 +86,8 @@ def many_kinds() -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_bytes_are_those_of_a_save_that_waits(tmp_path):
-    chunks = whole(many_kinds())
+def test_async_save_writes_the_bytes_of_a_sync_save(tmp_path):
+    chunks = full_chunks(many_kinds())
     save_checkpoint(tmp_path / "sync", 7, chunks, {"x": [1, None]}, coordinator=Solo())
     with saver_of(tmp_path / "async", chunks) as saver:
         saver.save(7, {"x": [1, None]})
@@ -96,13 +96,13 @@ def test_the_bytes_are_those_of_a_save_that_waits(tmp_path):
         assert report.folder == tmp_path / "async" / "iter_0000007"
         assert saver.writer.pid not in (None, os.getpid())
     for name in ("manifest.json", "shard-00000.safetensors"):
-        files = [tmp_path / way / "iter_0000007" / name for way in ("sync", "async")]
+        files = [tmp_path / kind / "iter_0000007" / name for kind in ("sync", "async")]
         assert files[0].read_bytes() == files[1].read_bytes(), name
     assert (tmp_path / "async" / TRACKER_NAME).read_text() == "7\n"
 
 
-def test_blocks_are_digested_alike(tmp_path):
-    chunks = whole({"a": torch.randn(5000), "b": torch.randn(33)})
+def test_async_save_writes_the_same_block_digests(tmp_path):
+    chunks = full_chunks({"a": torch.randn(5000), "b": torch.randn(33)})
     save_checkpoint(tmp_path / "s", 1, chunks, {}, coordinator=Solo(), block_bytes=4096)
     with saver_of(tmp_path / "a", chunks, block_bytes=4096) as saver:
         saver.save(1, {})
@@ -111,22 +111,22 @@ def test_blocks_are_digested_alike(tmp_path):
     assert texts[0] == texts[1]
 
 
-def test_changes_after_settle_are_not_saved(tmp_path):
+def test_changes_after_synchronize_staging_are_not_saved(tmp_path):
     tensors = {
         "a": torch.randn(MIN_SINGLE_COPY_BYTES),
         "b": torch.randn(5),
         "c": torch.randn(6, 4)[:, ::2],
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    with saver_of(tmp_path, whole(tensors)) as saver:
+    with saver_of(tmp_path, full_chunks(tensors)) as saver:
         copies = saver.staging._from_host
         gate, copied = threading.Event(), []
-        copies.insert(0, lambda: copied.append(gate.wait(30)))  # a slow copy
+        copies.insert(0, lambda: copied.append(gate.wait(30)))  # simulates a slow copy
         saver.save(1, {})
-        assert not copied, "saving holds nobody up"
+        assert not copied, "save() does not wait for copies"
         threading.Timer(0.2, gate.set).start()
         saver.synchronize_staging()
-        assert copied == [True], "the copy was waited for"
+        assert copied == [True], "synchronize_staging() waits for the copy"
         for tensor in tensors.values():
             tensor.mul_(-2.0)
         assert outcome(saver).error is None
@@ -134,14 +134,14 @@ def test_changes_after_settle_are_not_saved(tmp_path):
         saver.save(2, {})
         saver.synchronize_staging()
         assert outcome(saver).error is None
-    found = read(tmp_path / "iter_0000001", before)
-    assert all(same_bits(found[name], before[name]) for name in before)
-    found = read(tmp_path / "iter_0000002", before)
-    assert all(same_bits(found[name], tensors[name].contiguous()) for name in before)
+    saved = read(tmp_path / "iter_0000001", before)
+    assert all(same_bits(saved[name], before[name]) for name in before)
+    saved = read(tmp_path / "iter_0000002", before)
+    assert all(same_bits(saved[name], tensors[name].contiguous()) for name in before)
 
 
-def test_training_goes_on_while_the_writer_does_not(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
+def test_training_continues_while_the_writer_is_stopped(tmp_path):
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)})) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)
         saver.save(1, {})
         saver.synchronize_staging()
@@ -152,17 +152,19 @@ def test_training_goes_on_while_the_writer_does_not(tmp_path):
         assert list_checkpoints(tmp_path) == [tmp_path / "iter_0000001"]
 
 
-def test_a_writer_that_is_killed_is_reported_and_started_again(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
-        first = saver.writer.pid
+def test_killed_writer_is_reported_and_restarted(tmp_path):
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)})) as saver:
+        first_pid = saver.writer.pid
         kill_in(saver, "commit")
         saver.save(1, {})
         report = outcome(saver)
-        assert report.error == f"the writer process {first} was ended by SIGKILL during 'commit'"
+        assert (
+            report.error == f"the writer process {first_pid} was ended by SIGKILL during 'commit'"
+        )
         assert list(tmp_path.glob("iter_*")) == []
         saver.save(2, {})
         assert outcome(saver).error is None
-        assert (saver.writer.starts, saver.writer.pid != first) == (2, True)
+        assert (saver.writer.starts, saver.writer.pid != first_pid) == (2, True)
         saver.save(3, {})
         assert outcome(saver).error is None
         assert saver.writer.starts == 2
@@ -170,40 +172,40 @@ def test_a_writer_that_is_killed_is_reported_and_started_again(tmp_path):
 
 
 def test_writer_killed_after_open_leaves_no_temporary_folder(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.randn(9)})) as saver:
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)})) as saver:
         call, pid = saver.writer.call, saver.writer.pid
-        made: list[str] = []
+        temporary_folders: list[str] = []
 
-        def answer_is_lost(do: str, **arguments: Any) -> Any:
-            answer = call(do, **arguments)
-            if do == "open" and saver.writer.pid == pid:
-                made.extend(path.name for path in tmp_path.glob("*.tmp-*"))
+        def kill_after_open(command: str, **arguments: Any) -> Any:
+            answer = call(command, **arguments)
+            if command == "open" and saver.writer.pid == pid:
+                temporary_folders.extend(path.name for path in tmp_path.glob("*.tmp-*"))
                 os.kill(pid, signal.SIGKILL)
-                return call("write", path="", block_bytes=1)  # finds the writer gone
+                return call("write", path="", block_bytes=1)  # fails: the writer is dead
             return answer
 
-        saver.writer.call = answer_is_lost
+        saver.writer.call = kill_after_open
         saver.save(1, {})
         assert outcome(saver).error is not None
-        assert len(made) == 1, "it was killed after it had made the folder"
+        assert len(temporary_folders) == 1, "the writer was killed after creating the folder"
         assert not list(tmp_path.glob("*.tmp-*"))
         saver.save(2, {})
         assert outcome(saver).error is None
 
 
-def test_a_writer_without_an_answer_is_ended(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
+def test_unresponsive_writer_is_killed_after_the_timeout(tmp_path):
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)
         saver.save(1, {})
         assert "gave no sign of life for 1.5 s in 'plans' and was ended" in outcome(saver).error
-        saver.writer._timeout_seconds = 60.0  # one that runs may wait longer for a core
+        saver.writer._timeout_seconds = 60.0  # the new writer may wait longer for a core
         saver.save(2, {})
         assert outcome(saver).error is None
 
 
-def test_a_full_disk_is_a_line_and_leaves_nothing(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.randn(90_000)})) as saver:
-        # The writer's files alone may not grow: the trainer's memory is a file to the kernel, too.
+def test_full_disk_is_reported_and_leaves_no_files(tmp_path):
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(90_000)})) as saver:
+        # Limit the writer's files only: the trainer's shared memory counts as a file, too.
         resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (100_000, -1))
         saver.save(1, {})
         report = outcome(saver)
@@ -215,9 +217,9 @@ def test_a_full_disk_is_a_line_and_leaves_nothing(tmp_path):
         assert outcome(saver).error is None
 
 
-def test_a_step_that_has_been_saved_is_left_as_it_is(tmp_path):
+def test_already_saved_step_is_not_saved_again(tmp_path):
     tensor = torch.zeros(3)
-    with saver_of(tmp_path, whole({"a": tensor})) as saver:
+    with saver_of(tmp_path, full_chunks({"a": tensor})) as saver:
         saver.save(1, {})
         assert outcome(saver).lines == ()
         tensor.fill_(1.0)
@@ -231,7 +233,7 @@ def test_removed_locked_folder_is_not_recreated(tmp_path):
     root = tmp_path / "root"
     with (
         SaveFolderLock(root),
-        saver_of(root, whole({"a": torch.ones(3)}), folder_locked=True) as saver,
+        saver_of(root, full_chunks({"a": torch.ones(3)}), folder_locked=True) as saver,
     ):
         saver.save(1, {})
         assert outcome(saver).error is None
@@ -243,16 +245,16 @@ def test_removed_locked_folder_is_not_recreated(tmp_path):
 
 def test_older_checkpoints_are_removed_after_each_save(tmp_path):
     keep = {"keep_last": 2, "retain_interval": 4}
-    with saver_of(tmp_path, whole({"a": torch.randn(3)}), keep=keep) as saver:
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(3)}), keep=keep) as saver:
         for iteration in range(3, 9):
             saver.save(iteration, {})
             assert outcome(saver).error is None
     assert [int(folder.name[5:]) for folder in list_checkpoints(tmp_path)] == [8, 7, 4]
 
 
-def test_what_a_writer_killed_in_a_removal_leaves_is_removed(tmp_path):
+def test_writer_killed_while_pruning_leaves_no_temporary_folder(tmp_path):
     keep = {"keep_last": 1}
-    with saver_of(tmp_path, whole({"a": torch.randn(3)}), keep=keep) as saver:
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(3)}), keep=keep) as saver:
         saver.save(1, {})
         assert outcome(saver).error is None
         (tmp_path / "iter_0000000.tmp-0123456789abcdef").mkdir()
@@ -264,8 +266,8 @@ def test_what_a_writer_killed_in_a_removal_leaves_is_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
 
 
-def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
-    pieces = TensorChunk(
+def test_invalid_saves_are_refused_or_reported(tmp_path):
+    streamed_chunk = TensorChunk(
         name="a",
         shape=(3,),
         offsets=(0,),
@@ -274,7 +276,7 @@ def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
         byte_stream=lambda: iter(()),
     )
     with pytest.raises(ValueError, match="a comes in pieces"):
-        AsyncSaver(tmp_path, [pieces], coordinator=Solo())
+        AsyncSaver(tmp_path, [streamed_chunk], coordinator=Solo())
     half = [
         TensorChunk(name="a", shape=(4,), offsets=(0,), tensor=torch.ones(2), replica_ranks=(0,))
     ]
@@ -288,7 +290,7 @@ def test_what_cannot_be_saved_is_refused_or_reported(tmp_path):
 
 
 def halves(rank: int) -> tuple[list[TensorChunk], dict[str, torch.Tensor]]:
-    """Return what a rank of two holds: half of one tensor and replicas of two others."""
+    """Return the chunks of one of two ranks: half of one tensor and replicas of two others."""
     generator = torch.Generator().manual_seed(3)
     w, r, s = (torch.randn(6, 4, generator=generator) for _ in range(3))
     chunks = [
@@ -299,42 +301,42 @@ def halves(rank: int) -> tuple[list[TensorChunk], dict[str, torch.Tensor]]:
             tensor=w[3 * rank : 3 * rank + 3].clone(),
             replica_ranks=(rank,),
         ),
-        *whole({"r": r, "s": s}, (0, 1)),
+        *full_chunks({"r": r, "s": s}, (0, 1)),
     ]
     return chunks, {"w": w, "r": r, "s": s}
 
 
-def test_ranks_write_their_parts_once_and_fail_together(tmp_path):
+def test_ranks_write_their_shards_once_and_fail_together(tmp_path):
     def work(rank: int, coordinator: Any) -> list[SaveReport]:
         chunks, _ = halves(rank)
-        found = []
+        saved = []
         with saver_of(tmp_path, chunks, coordinator=coordinator) as saver:
             for iteration in range(1, 6):
                 if (rank, iteration) in ((1, 2), (0, 4)):
                     kill_in(saver, "write")
                 saver.save(iteration, {"by": rank})
-                found.append(outcome(saver))
+                saved.append(outcome(saver))
             assert saver.writer.starts == 2
-            assert saver.staging.bytes < 600, "a replica is copied by one of its ranks"
-        return found
+            assert saver.staging.bytes < 600, "only one of its ranks copies a replica"
+        return saved
 
-    results = on_threads(2, work)
-    errors = [[report.error for report in reports] for reports in results]
+    reports_by_rank = on_threads(2, work)
+    errors = [[report.error for report in reports] for reports in reports_by_rank]
     assert errors[0] == errors[1]
     assert [error is None for error in errors[0]] == [True, False, True, False, True]
     assert "rank 1: the writer process" in errors[0][1]
     assert [folder.name[-1] for folder in list_checkpoints(tmp_path)] == ["5", "3", "1"]
     assert sorted(path.name for path in tmp_path.iterdir() if "tmp" in path.name) == []
     _, tensors = halves(0)
-    found = read(tmp_path / "iter_0000005", tensors)
-    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    saved = read(tmp_path / "iter_0000005", tensors)
+    assert all(same_bits(saved[name], tensors[name]) for name in tensors)
     verify_checkpoint(tmp_path / "iter_0000005")
 
 
-def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
+def test_failed_copy_on_one_rank_fails_only_that_save(tmp_path):
     def work(rank: int, coordinator: Any) -> list[SaveReport]:
         chunks, _ = halves(rank)
-        found = []
+        reports = []
         with saver_of(tmp_path, chunks, coordinator=coordinator) as saver:
             for iteration in (1, 2, 3):
                 if (rank, iteration) == (1, 1):
@@ -342,10 +344,10 @@ def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
                     saver.staging.complete_copy = fail
                 saver.save(iteration, {})
                 saver.synchronize_staging()
-                found.append(outcome(saver))
+                reports.append(outcome(saver))
                 if (rank, iteration) == (1, 1):
                     saver.staging.complete_copy = copy
-        return found
+        return reports
 
     def fail() -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -356,7 +358,7 @@ def test_a_copy_that_fails_on_one_rank_costs_one_save(tmp_path):
 
 
 def test_writer_death_between_saves_is_reported(tmp_path):
-    with saver_of(tmp_path, whole({"a": torch.ones(3)})) as saver:
+    with saver_of(tmp_path, full_chunks({"a": torch.ones(3)})) as saver:
         pid = saver.writer.pid
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -370,8 +372,8 @@ def test_writer_death_between_saves_is_reported(tmp_path):
 
 
 def hold_a_save(rank: int, world: int, root: str) -> None:
-    """Be a trainer whose writer stands still in the middle of a save."""
-    saver = AsyncSaver(root, whole({"a": torch.randn(9)}), coordinator=Solo())
+    """Run a trainer whose writer is stopped in the middle of a save."""
+    saver = AsyncSaver(root, full_chunks({"a": torch.randn(9)}), coordinator=Solo())
     saver.save(1, {})
     saver.wait()
     os.kill(saver.writer.pid, signal.SIGSTOP)
@@ -387,7 +389,7 @@ def test_a_writer_ends_with_its_trainer_and_commits_nothing(tmp_path):
         ranks.kill(0, signal.SIGKILL)
         ranks.processes[0].join(10)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)  # were it still there, it would go on
+            os.kill(pid, signal.SIGCONT)  # a writer that survived would continue
         deadline = time.monotonic() + 5.0
         while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -396,8 +398,8 @@ def test_a_writer_ends_with_its_trainer_and_commits_nothing(tmp_path):
     assert (tmp_path / TRACKER_NAME).read_text() == "1\n"
 
 
-def test_abandoning_waits_for_nobody(tmp_path):
-    saver = AsyncSaver(tmp_path, whole({"a": torch.randn(9)}), coordinator=Solo())
+def test_abandon_does_not_wait_for_the_writer(tmp_path):
+    saver = AsyncSaver(tmp_path, full_chunks({"a": torch.randn(9)}), coordinator=Solo())
     saver.wait()
     pid = saver.writer.pid
     os.kill(pid, signal.SIGSTOP)
@@ -409,12 +411,12 @@ def test_abandoning_waits_for_nobody(tmp_path):
 
 
 def test_every_rank_is_notified_of_a_committed_checkpoint(tmp_path):
-    told: list[bool] = []
+    committed: list[bool] = []
 
     def note() -> None:
-        told.append((tmp_path / "iter_0000001" / "manifest.json").exists())
+        committed.append((tmp_path / "iter_0000001" / "manifest.json").exists())
 
-    with saver_of(tmp_path, whole({"a": torch.randn(9)}), on_commit=note) as saver:
+    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)}), on_commit=note) as saver:
         saver.save(1, {})
         assert outcome(saver).error is None
-    assert told == [True]
+    assert committed == [True]

@@ -39,16 +39,17 @@ def elements(box: Box) -> set[tuple[int, ...]]:
 
 @given(SHAPES, st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_flat_range_is_few_boxes_that_hold_each_element_once(shape, data):
-    whole = math.prod(shape)
-    begin = data.draw(st.integers(0, whole))
-    end = data.draw(st.integers(begin, whole))
+def test_flat_range_splits_into_few_contiguous_boxes(shape, data):
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(begin, numel))
     boxes = boxes_of_range(shape, begin, end)
     positions = []
     for box in boxes:
-        mine = sorted(flat_index(shape, index) for index in elements(box))
-        assert mine == list(range(mine[0], mine[0] + box.numel))  # contiguous in memory
-        positions += mine
+        box_positions = sorted(flat_index(shape, index) for index in elements(box))
+        # contiguous in memory
+        assert box_positions == list(range(box_positions[0], box_positions[0] + box.numel))
+        positions += box_positions
     assert positions == list(range(begin, end))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -66,10 +67,10 @@ def test_overlapping_boxes_are_detected_exactly(seed):
         for i, j in itertools.combinations(range(len(boxes)), 2)
         if elements(boxes[i]) & elements(boxes[j])
     ]
-    found = first_overlap(boxes)
-    assert (found is not None) == bool(pairs)
-    if found:
-        assert tuple(sorted(found)) in pairs
+    overlap = first_overlap(boxes)
+    assert (overlap is not None) == bool(pairs)
+    if overlap:
+        assert tuple(sorted(overlap)) in pairs
 
 
 def test_boxes_without_separating_plane_are_still_disjoint():
@@ -80,67 +81,67 @@ def test_boxes_without_separating_plane_are_still_disjoint():
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=200, deadline=None)
-def test_boxes_tile_when_each_element_is_in_one_of_them(seed):
+def test_boxes_tile_iff_each_element_is_covered_once(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(0, 5) for _ in range(rng.randint(0, 4)))
     boxes = random_boxes(shape, rng, depth=6)
     for _ in range(rng.randint(0, 2)):
-        at = rng.randrange(len(boxes))
+        position = rng.randrange(len(boxes))
         dim = rng.randrange(len(shape)) if shape else None
         change = rng.choice(("drop", "double", "move", "grow"))
         if change == "drop" and len(boxes) > 1:
-            boxes.pop(at)
+            boxes.pop(position)
         elif change == "double":
-            boxes.append(boxes[at])
+            boxes.append(boxes[position])
         elif dim is not None:
-            which = 0 if change == "move" else 1
-            numbers = [list(boxes[at].offsets), list(boxes[at].sizes)]
-            numbers[which][dim] += 1
-            boxes[at] = Box(tuple(numbers[0]), tuple(numbers[1]))
+            field = 0 if change == "move" else 1
+            numbers = [list(boxes[position].offsets), list(boxes[position].sizes)]
+            numbers[field][dim] += 1
+            boxes[position] = Box(tuple(numbers[0]), tuple(numbers[1]))
     rng.shuffle(boxes)
     counts = Counter(index for box in boxes for index in elements(box))
     exact = counts == Counter(elements(Box((0,) * len(shape), shape)))
     assert tiles(boxes, shape) == (exact or 0 in shape)
 
 
-def test_a_pinwheel_tiles_and_a_spoiled_one_does_not():
+def test_pinwheel_tiles_until_a_box_is_changed():
     shape, boxes = pinwheel(3000)
     assert tiles(boxes, shape)
-    for at in (0, 5000, len(boxes) - 1):
-        box = boxes[at]
+    for index in (0, 5000, len(boxes) - 1):
+        box = boxes[index]
         for changed in ([], [box, box], [Box((box.offsets[0] + 1, box.offsets[1]), box.sizes)]):
-            assert not tiles([*boxes[:at], *changed, *boxes[at + 1 :]], shape)
+            assert not tiles([*boxes[:index], *changed, *boxes[index + 1 :]], shape)
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=150, deadline=None)
-def test_an_index_finds_all_that_shares_elements(seed):
+def test_box_index_finds_every_overlap(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3)))
     boxes = [box for _ in range(rng.randint(1, 2)) for box in random_boxes(shape, rng, depth=6)]
     rng.shuffle(boxes)
     index = BoxIndex(boxes)
     for box in random_boxes(shape, rng, depth=6):
-        found = dict(index.overlaps(box))
-        shared = {i: elements(one) & elements(box) for i, one in enumerate(boxes)}
-        assert {i: elements(common) for i, common in found.items()} == {
-            i: those for i, those in shared.items() if those
+        overlaps = dict(index.overlaps(box))
+        shared = {i: elements(indexed) & elements(box) for i, indexed in enumerate(boxes)}
+        assert {i: elements(common) for i, common in overlaps.items()} == {
+            i: common for i, common in shared.items() if common
         }
     assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
 
 
 def test_box_index_finds_long_box_among_small_boxes():
     boxes = [Box((0, 0), (6, 1)), *(Box((i, 1), (1, 1)) for i in range(6))]
-    found = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
-    assert found == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]
+    overlaps = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
+    assert overlaps == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_reads_of_what_is_cut_into_many_compare_neighbours_only(dim, monkeypatch):
-    """Experts whose two halves are joined lie expert by expert, and so they are stored."""
-    parts, shape = 97, [3, 3, 3]
-    shape[dim] = 2 * parts
-    offsets = [tuple(2 * i if d == dim else 0 for d in range(3)) for i in range(parts)]
+def test_planning_reads_compares_only_neighbouring_chunks(dim, monkeypatch):
+    """Stacked experts with fused gate and up projections are stored one chunk per expert."""
+    num_chunks, shape = 97, [3, 3, 3]
+    shape[dim] = 2 * num_chunks
+    offsets = [tuple(2 * i if d == dim else 0 for d in range(3)) for i in range(num_chunks)]
     sizes = tuple(2 if d == dim else 3 for d in range(3))
     compared = []
 
@@ -170,7 +171,7 @@ def test_reads_of_what_is_cut_into_many_compare_neighbours_only(dim, monkeypatch
         (read_item,) = read.read_items
         assert read_item.target.data_ptr() == chunk.tensor.data_ptr()
         assert read_item.box == Box((0, 0, 0), sizes)
-    assert parts <= len(compared) <= 2 * parts, "not all with all"
+    assert num_chunks <= len(compared) <= 2 * num_chunks, "comparisons are not quadratic"
 
 
 def test_two_scalars_overlap():
@@ -186,5 +187,5 @@ def test_two_scalars_overlap():
         (Box((), ()), Box((), ()), Box((), ())),
     ],
 )
-def test_intersection(a, b, common):
+def test_intersection_is_symmetric(a, b, common):
     assert intersect(a, b) == common == intersect(b, a)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders, tracker, fallback, sweeping, claiming and retention."""
+"""Checkpoint folders, the tracker, fallback, folder locks and the removal of leftovers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import manifest as manifest_module
-from megatron.core.dist_checkpointing import run_folder as claim_module
-from megatron.core.dist_checkpointing import run_folder as commit_module
+from megatron.core.dist_checkpointing import run_folder as run_folder_module
 from megatron.core.dist_checkpointing import save as save_module
 from tests.support.ranks import start_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -38,7 +37,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 def save(root: Path, iteration: int, **options) -> Path:
     tensors = {"w": torch.full((3,), float(iteration))}
     options.setdefault("coordinator", Solo())
-    return save_checkpoint(root, iteration, whole(tensors), {}, **options)
+    return save_checkpoint(root, iteration, full_chunks(tensors), {}, **options)
 
 
 def names(root: Path) -> set[str]:
@@ -53,23 +52,23 @@ def test_save_leaves_only_checkpoint_folder_and_tracker(tmp_path):
     assert checkpoint_folder(root, 12345678).name == "iter_12345678"
 
 
-def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
+def test_files_are_synced_before_anything_refers_to_them(tmp_path, monkeypatch):
     events = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
-    def seen(path):
+    def relative(path):
         return re.sub(r"\.tmp-\w+", ".tmp", os.path.relpath(path, tmp_path))
 
     def record_sync(fd):
         fsync(fd)
-        events.append(f"sync {seen(os.readlink(f'/proc/self/fd/{fd}'))}")
+        events.append(f"sync {relative(os.readlink(f'/proc/self/fd/{fd}'))}")
 
     monkeypatch.setattr(os, "fsync", record_sync)
     for name, function in (("rename", rename), ("replace", replace)):
 
         def record(source, target, name=name, function=function):
             function(source, target)
-            events.append(f"{name} {seen(source)} {seen(target)}")
+            events.append(f"{name} {relative(source)} {relative(target)}")
 
         monkeypatch.setattr(os, name, record)
     save(tmp_path, 1)
@@ -87,7 +86,7 @@ def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
     ]
 
 
-def test_a_tracker_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkeypatch):
+def test_failed_tracker_write_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(28, os.strerror(28))
 
@@ -99,13 +98,13 @@ def test_a_tracker_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
     assert latest_checkpoint(tmp_path, say=lines.append) == tmp_path / "iter_0000001"
 
 
-def test_a_step_is_never_saved_over(tmp_path):
+def test_existing_step_is_never_overwritten(tmp_path):
     folder = save(tmp_path, 1)
     before = (folder / "manifest.json").stat()
     with pytest.raises(CheckpointError, match=r"iter_0000001 exists already"):
         save(tmp_path, 1)
     lines: list[str] = []
-    tensors = whole({"w": torch.zeros(9)})
+    tensors = full_chunks({"w": torch.zeros(9)})
     assert folder == save_checkpoint(
         tmp_path, 1, tensors, {}, coordinator=Solo(lines.append), existing="skip"
     )
@@ -147,13 +146,13 @@ def test_newest_checkpoint_is_used_and_tracker_error_reported(tmp_path, tracker,
 
 
 def test_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
-    """Where a kill would be, an error passes through, so that the tracker stays as it was."""
+    """An error in place of the kill leaves the tracker unchanged."""
     save(tmp_path, 1)
 
     def killed(root, iteration):
         raise KeyboardInterrupt
 
-    for module in (save_module, commit_module):
+    for module in (save_module, run_folder_module):
         if "write_tracker" in vars(module):
             monkeypatch.setattr(module, "write_tracker", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +165,7 @@ def test_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
     assert "names iter_0000001; using iter_0000002" in lines[0]
 
 
-def test_a_damaged_newest_one_is_passed_over_or_an_error(tmp_path):
+def test_damaged_newest_checkpoint_falls_back_or_raises(tmp_path):
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     os.truncate(newest / "shard-00000.safetensors", 3)
     lines: list[str] = []
@@ -201,16 +200,16 @@ def test_missing_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
         latest_checkpoint(tmp_path)
 
 
-def test_a_list_is_newest_first_by_number(tmp_path):
+def test_checkpoints_are_listed_newest_first_by_number(tmp_path):
     for iteration in (2, 10, 9_999_999, 10_000_000):
         save(tmp_path, iteration)
     (tmp_path / "iter_0000011.tmp-0123456789abcdef").mkdir()
     (tmp_path / "iter_x").mkdir()
-    found = [int(path.name[5:]) for path in list_checkpoints(tmp_path)]
-    assert found == [10_000_000, 9_999_999, 10, 2]
+    iterations = [int(path.name[5:]) for path in list_checkpoints(tmp_path)]
+    assert iterations == [10_000_000, 9_999_999, 10, 2]
 
 
-def test_a_claim_sweeps_leftovers_and_nothing_else(tmp_path):
+def test_lock_removes_only_leftover_temporary_files(tmp_path):
     save(tmp_path, 1)
     keep = names(tmp_path) | {"iter_0000001.backup", "notes.tmp-0123456789abcdef"}
     for name in ("iter_0000001.backup", "notes.tmp-0123456789abcdef"):
@@ -221,19 +220,19 @@ def test_a_claim_sweeps_leftovers_and_nothing_else(tmp_path):
     (tmp_path / f"{TRACKER}.tmp-0123456789abcdef").write_text("2")
     save(tmp_path, 2)
     assert stale.exists()  # a save leaves foreign folders alone
-    with SaveFolderLock(tmp_path) as claim:
-        assert len(claim.removed_files) == 2
+    with SaveFolderLock(tmp_path) as lock:
+        assert len(lock.removed_files) == 2
         assert names(tmp_path) == keep | {"iter_0000002", ".writer.lock"}
 
 
-def hold_claim(rank: int, world: int, root: str) -> None:
+def hold_lock(rank: int, world: int, root: str) -> None:
     with SaveFolderLock(root):
         print("claimed", flush=True)
         multiprocessing.Event().wait()
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
-    with start_ranks(hold_claim, 1, str(tmp_path), init=False) as ranks:
+    with start_ranks(hold_lock, 1, str(tmp_path), init=False) as ranks:
         ranks.wait_for_line(0, "claimed")
         pid = ranks.processes[0].pid
         with pytest.raises(CheckpointError, match=rf"in use by another run \(pid {pid} on"):
@@ -244,28 +243,28 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
 
 
 def test_abandoned_lock_removes_only_its_own_files(tmp_path):
-    made = tmp_path / "save"
-    SaveFolderLock(made).abandon()
-    assert not made.exists()
-    made.mkdir()
-    claim = SaveFolderLock(made)
-    claim.abandon()
-    claim.abandon()
-    assert names(made) == set()
-    claim = SaveFolderLock(made)
-    (made / "metrics.jsonl").write_text("")
-    claim.abandon()
-    assert names(made) == {".writer.lock", "metrics.jsonl"}
+    folder = tmp_path / "save"
+    SaveFolderLock(folder).abandon()
+    assert not folder.exists()
+    folder.mkdir()
+    lock = SaveFolderLock(folder)
+    lock.abandon()
+    lock.abandon()
+    assert names(folder) == set()
+    lock = SaveFolderLock(folder)
+    (folder / "metrics.jsonl").write_text("")
+    lock.abandon()
+    assert names(folder) == {".writer.lock", "metrics.jsonl"}
 
 
-def test_a_lock_on_a_file_that_was_just_removed_is_no_claim(tmp_path, monkeypatch):
-    whole = claim_module.fcntl.lockf
+def test_lock_on_a_just_removed_file_is_refused(tmp_path, monkeypatch):
+    lockf = run_folder_module.fcntl.lockf
 
     def late(descriptor, how):
         (tmp_path / ".writer.lock").unlink()
-        whole(descriptor, how)
+        lockf(descriptor, how)
 
-    monkeypatch.setattr(claim_module.fcntl, "lockf", late)
+    monkeypatch.setattr(run_folder_module.fcntl, "lockf", late)
     with pytest.raises(CheckpointError, match=r"abandoned by another run .*: start again"):
         SaveFolderLock(tmp_path)
 
@@ -275,10 +274,10 @@ def test_lock_fails_at_start_when_folder_is_not_writable(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"cannot save under .*name a folder"):
         SaveFolderLock(tmp_path / "file")
 
-    def full(path, data):
+    def full(path, content):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(claim_module, "write_synced", full)
+    monkeypatch.setattr(run_folder_module, "write_synced", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         SaveFolderLock(tmp_path)
 
@@ -292,18 +291,18 @@ def test_lock_fails_at_start_when_folder_is_not_writable(tmp_path, monkeypatch):
         ({"a": torch.ones(1)}, "is a Tensor"),
     ],
 )
-def test_extra_must_come_back_as_it_went(tmp_path, extra, text):
+def test_extra_that_json_would_change_is_refused(tmp_path, extra, text):
     with pytest.raises(CheckpointError, match=text):
         save_checkpoint(tmp_path, 1, [], extra, coordinator=Solo())
     assert names(tmp_path) == set()
 
 
-def test_extra_comes_back(tmp_path):
+def test_extra_round_trips(tmp_path):
     extra = {"model": {"eps": 1e-05, "pattern": "*-", "none": None}, "samples": 2**60, "ü": [True]}
     assert read_extra(save_checkpoint(tmp_path, 1, [], extra, coordinator=Solo())) == extra
 
 
-def test_a_checkpoint_of_nothing_is_one(tmp_path):
+def test_empty_checkpoint_is_saved_and_loaded(tmp_path):
     folder = save_checkpoint(tmp_path, 0, [], {}, coordinator=Solo())
     assert latest_checkpoint(tmp_path) == folder
     assert load_checkpoint(folder, []).bytes_read == 0
@@ -311,8 +310,8 @@ def test_a_checkpoint_of_nothing_is_one(tmp_path):
 
 def test_architectures_are_compared_field_by_field():
     saved = {"num_layers": 4, "mlp": {"ffn": 8, "gated": True}, "pattern": ["*", "-"], "old": 1}
-    wanted = {"num_layers": 6, "mlp": {"ffn": 8, "gated": False}, "pattern": ("*", "-"), "new": 2}
-    assert compare_architecture(saved, wanted) == [
+    model = {"num_layers": 6, "mlp": {"ffn": 8, "gated": False}, "pattern": ("*", "-"), "new": 2}
+    assert compare_architecture(saved, model) == [
         "mlp.gated: True in the checkpoint, False in the model",
         "new: absent in the checkpoint, 2 in the model",
         "num_layers: 4 in the checkpoint, 6 in the model",
@@ -335,13 +334,13 @@ def test_architectures_are_compared_field_by_field():
         ({"replica_ranks": (0, 0)}, "distinct"),
     ],
 )
-def test_an_impossible_chunk_is_refused(fields, text):
+def test_invalid_chunk_is_refused(fields, text):
     good = {"name": "w", "shape": (3,), "offsets": (0,), "replica_ranks": (0,)}
     with pytest.raises(ValueError, match=text):
         TensorChunk(tensor=torch.zeros(3), **(good | fields))
 
 
 @pytest.mark.parametrize("options", [{"block_bytes": 8}, {"block_bytes": 100}, {"existing": "?"}])
-def test_impossible_options_are_refused(tmp_path, options):
+def test_invalid_options_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=r"block_bytes|existing"):
         save(tmp_path, 1, **options)

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import load as load_module
 from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing.shard_format import digest
 from tests.support.stored_structures import Structure, Tensor, write_structure
-from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, whole
+from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, full_chunks
 
 SHARD = "shard-00000.safetensors"
 TENSORS = {"first.weight": torch.arange(1000.0), "second.weight": torch.arange(500)}
@@ -37,18 +37,18 @@ TENSORS = {"first.weight": torch.arange(1000.0), "second.weight": torch.arange(5
 def folder(tmp_path):
     """A checkpoint of two tensors under blocks of 512 bytes."""
     return save_checkpoint(
-        tmp_path, 5, whole(TENSORS), {"step": 5}, coordinator=Solo(), block_bytes=512
+        tmp_path, 5, full_chunks(TENSORS), {"step": 5}, coordinator=Solo(), block_bytes=512
     )
 
 
 def load(folder: Path, **options) -> None:
-    load_checkpoint(folder, whole(empty_like(TENSORS)), **options)
+    load_checkpoint(folder, full_chunks(empty_like(TENSORS)), **options)
 
 
-def patch(path: Path, offset: int, data: bytes) -> None:
+def patch(path: Path, offset: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
-        file.write(data)
+        file.write(content)
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -56,7 +56,7 @@ def flip_bit(path: Path, offset: int) -> None:
 
 
 def forge(folder: Path, change) -> None:
-    """Edit the manifest and give it a matching digest, as an attacker or a bad tool would."""
+    """Edit the manifest and update its digest, as an attacker or a faulty tool would."""
     path = folder / "manifest.json"
     fields = json.loads(path.read_bytes())
     del fields["xxh3"]
@@ -65,7 +65,7 @@ def forge(folder: Path, change) -> None:
     path.write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
 
 
-def test_every_flipped_bit_of_the_tensors_names_the_tensor(folder):
+def test_flipped_bit_is_reported_with_its_tensor(folder):
     manifest = read_manifest(folder)
     for name, tensor in manifest.tensors.items():
         chunk = tensor.chunks[0]
@@ -79,11 +79,11 @@ def test_every_flipped_bit_of_the_tensors_names_the_tensor(folder):
     load(folder)
 
 
-def test_a_flipped_bit_elsewhere_does_not_hinder_a_partial_load(folder):
+def test_partial_load_ignores_damage_in_other_tensors(folder):
     flip_bit(folder / SHARD, read_manifest(folder).tensors["second.weight"].chunks[0].begin)
-    load_checkpoint(folder, whole({"first.weight": torch.zeros(1000)}))
+    load_checkpoint(folder, full_chunks({"first.weight": torch.zeros(1000)}))
     with pytest.raises(CheckpointError, match=r"second\.weight"):
-        load_checkpoint(folder, whole({"second.weight": torch.zeros(500).long()}))
+        load_checkpoint(folder, full_chunks({"second.weight": torch.zeros(500).long()}))
 
 
 @pytest.mark.parametrize("position", [0, 7, 8, 60])
@@ -117,7 +117,7 @@ def test_a_missing_shard_is_refused(folder):
             check(folder)
 
 
-def test_a_shard_that_is_no_file_is_refused(folder):
+def test_shard_that_is_not_a_regular_file_is_refused(folder):
     (folder / SHARD).unlink()
     os.mkfifo(folder / SHARD)
     with pytest.raises(CheckpointError, match="not a regular file"):
@@ -146,7 +146,7 @@ def test_any_edit_of_the_manifest_is_refused(folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"\x80\x04K\x00.", b"[" * 1_000_000])
-def test_what_is_no_manifest_is_refused(folder, content):
+def test_malformed_manifest_is_refused(folder, content):
     (folder / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="not a manifest written by this library"):
         load(folder)
@@ -156,7 +156,7 @@ def test_what_is_no_manifest_is_refused(folder, content):
         load(folder)
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(folder):
+def test_folder_without_manifest_is_not_a_checkpoint(folder):
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         load(folder)
@@ -240,21 +240,21 @@ def test_forged_digest_in_manifest_does_not_match_bytes(folder):
         load(folder)
 
 
-def test_holes_and_overlaps_in_the_manifest_are_noticed(folder):
+def test_gaps_and_overlaps_in_the_manifest_are_refused(folder):
     def hole(fields):
-        first = fields["tensors"]["first.weight"]
-        first["shape"] = [1001]
+        tensor_fields = fields["tensors"]["first.weight"]
+        tensor_fields["shape"] = [1001]
 
     forge(folder, hole)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         verify_checkpoint(folder, digests=False)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
-        load_checkpoint(folder, whole({"first.weight": torch.zeros(1001)}))
+        load_checkpoint(folder, full_chunks({"first.weight": torch.zeros(1001)}))
 
     def twice(fields):
-        first = fields["tensors"]["first.weight"]
-        first["shape"] = [1000]
-        first["chunks"] *= 2
+        tensor_fields = fields["tensors"]["first.weight"]
+        tensor_fields["shape"] = [1000]
+        tensor_fields["chunks"] *= 2
 
     forge(folder, twice)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
@@ -262,7 +262,9 @@ def test_holes_and_overlaps_in_the_manifest_are_noticed(folder):
 
 
 def test_without_digests_only_unverified_loads_work(tmp_path):
-    folder = save_checkpoint(tmp_path, 1, whole(TENSORS), {}, coordinator=Solo(), digests=False)
+    folder = save_checkpoint(
+        tmp_path, 1, full_chunks(TENSORS), {}, coordinator=Solo(), digests=False
+    )
     load(folder, verify=False)
     for check in (load, verify_checkpoint):
         with pytest.raises(CheckpointError, match="without digests"):
@@ -271,7 +273,7 @@ def test_without_digests_only_unverified_loads_work(tmp_path):
 
 
 def test_damaged_newest_checkpoint_falls_back_to_previous(tmp_path, folder):
-    newer = save_checkpoint(tmp_path, 6, whole(TENSORS), {}, coordinator=Solo())
+    newer = save_checkpoint(tmp_path, 6, full_chunks(TENSORS), {}, coordinator=Solo())
     flip_bit(newer / SHARD, -1 % (newer / SHARD).stat().st_size)
     lines: list[str] = []
     assert latest_checkpoint(tmp_path, say=lines.append) == newer
@@ -281,7 +283,7 @@ def test_damaged_newest_checkpoint_falls_back_to_previous(tmp_path, folder):
     assert SHARD in lines[0]
 
 
-def test_what_would_not_be_read_is_not_saved(tmp_path):
+def test_save_refuses_manifests_over_the_read_limits(tmp_path):
     for tensors, extra, text in (
         ({"w": torch.zeros((1,) * 9)}, {}, "9 dimensions"),
         ({"n" * 1025: torch.zeros(1)}, {}, "longer than 1024"),
@@ -289,19 +291,21 @@ def test_what_would_not_be_read_is_not_saved(tmp_path):
         (TENSORS, {"a": "x" * (8 << 20)}, "more than 8388608 bytes"),
     ):
         with pytest.raises(CheckpointError, match=text):
-            save_checkpoint(tmp_path, 5, whole(tensors), extra, coordinator=Solo())
+            save_checkpoint(tmp_path, 5, full_chunks(tensors), extra, coordinator=Solo())
     assert not list(tmp_path.glob("iter_*"))
 
 
-def test_chunks_are_bounded_by_the_bytes_of_shards(tmp_path, monkeypatch):
+def test_number_of_chunks_is_limited_by_shard_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest_module, "MIN_CHUNK_LIMIT", 4)
-    folder = save_checkpoint(tmp_path, 5, whole(TENSORS), {}, coordinator=Solo())
-    load(folder)  # a file, 2 chunks
+    folder = save_checkpoint(tmp_path, 5, full_chunks(TENSORS), {}, coordinator=Solo())
+    load(folder)  # 1 file, 2 chunks
     many = {f"{i}": torch.zeros(1) for i in range(4)}
     with pytest.raises(CheckpointError, match="more than 4 files and chunks"):
-        save_checkpoint(tmp_path, 6, whole(many), {}, coordinator=Solo())
-    large = {**many, "large": torch.zeros(2048)}  # 8 kB: 2 more
-    load_checkpoint(save_checkpoint(tmp_path, 6, whole(large), {}, coordinator=Solo()), whole(many))
+        save_checkpoint(tmp_path, 6, full_chunks(many), {}, coordinator=Solo())
+    large = {**many, "large": torch.zeros(2048)}  # 8 kB raise the limit by 2
+    load_checkpoint(
+        save_checkpoint(tmp_path, 6, full_chunks(large), {}, coordinator=Solo()), full_chunks(many)
+    )
     monkeypatch.setattr(manifest_module, "MIN_CHUNK_LIMIT", 3)
     with pytest.raises(CheckpointError, match="more than 5 files and chunks"):
         read_manifest(tmp_path / "iter_0000006")
@@ -314,7 +318,7 @@ def test_shards_beyond_the_open_file_limit_are_read(tmp_path, monkeypatch):
     targets = {name: torch.ones(2, dtype=torch.uint8) for name in tensors}
     with CheckpointReader(folder) as reader:
         for name in [*targets, *targets]:
-            reader.read(whole({name: targets[name]}))
+            reader.read(full_chunks({name: targets[name]}))
         assert not any(target.any() for target in targets.values())
         headers = sum(file.header_bytes for file in reader.manifest.files.values())
         assert reader.bytes_read < 2 * headers, "headers are verified again"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in checkpoints by global index: saved on one grid, loaded on any other, byte for byte."""
+"""Experts are stored by global index: saved on one grid, loaded byte for byte on any other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit_tests.core.distributed.expert_weights import (
     whole_of,
 )
 
-#: Grids of four ranks, and what is sharded over their data-parallel ranks.
+#: Grids of four ranks, and the options of each grid's data-parallel engine.
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
     ({"ep": 4}, {"strategy": STRATEGIES[1]}),
     ({"ep": 2, "etp": 2}, {"strategy": STRATEGIES[0]}),
@@ -50,19 +50,19 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
         {"strategy": STRATEGIES[1], "gather_format": "mxfp8", "gtp_reduce_scatter_per": "step"},
     ),
 )
-#: A state of the model that is no weight, and its global size.
+#: A buffer of the model that is not a weight, and its global shape.
 BIAS, BIAS_SHAPE = "0.router.expert_bias", (EXPERTS,)
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 STEPS = "optimizer.steps"
 
 
-def built(groups: ProcessGroupCollection, parallel: dict[str, object]) -> ExpertModel:
-    """Return bf16 weights with Adam's state beside them, and a state where the router is."""
-    has = of_stage(groups)
+def build_model(groups: ProcessGroupCollection, parallel: dict[str, object]) -> ExpertModel:
+    """Return bf16 weights with Adam's state, and the router's bias on the router's stage."""
+    on_stage = of_stage(groups)
     model = ExpertModel(
-        groups, parallel=parallel, optimizer=OptimizerConfig(), dtype=torch.bfloat16, has=has
+        groups, parallel=parallel, optimizer=OptimizerConfig(), dtype=torch.bfloat16, has=on_stage
     )
-    if has("0.router"):
+    if on_stage("0.router"):
         model.store.declare_state(BIAS, BIAS_SHAPE)
     return model
 
@@ -72,7 +72,7 @@ def chunks_of(model: ExpertModel) -> list[TensorChunk]:
 
 
 def logical(name: str) -> torch.Tensor:
-    """Return what a tensor of the checkpoint is to hold."""
+    """Return the expected full value of a tensor in the checkpoint."""
     if name == STEPS:
         return torch.tensor(7)
     state, _, weight = name.rpartition("/")
@@ -81,53 +81,53 @@ def logical(name: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator(3, *name.encode())).to(dtype)
 
 
-def part(chunk: TensorChunk) -> torch.Tensor:
-    """Return what a chunk is to hold."""
-    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    return logical(chunk.name)[tuple(slice(first, first + size) for first, size in places)]
+def expected_values(chunk: TensorChunk) -> torch.Tensor:
+    """Return the expected values of a chunk."""
+    ranges = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    return logical(chunk.name)[tuple(slice(begin, begin + size) for begin, size in ranges)]
 
 
 def load_and_compare(model: ExpertModel, folder: Path, coordinator) -> int:
-    """Load into memory that held something else; return how many elements were compared."""
+    """Load into poisoned memory; return the number of elements compared."""
     chunks = chunks_of(model)
     for chunk in chunks:
         chunk.tensor.copy_(poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
     load_checkpoint(folder, chunks, coordinator=coordinator)
     for chunk in chunks:
-        assert same_bits(chunk.tensor.contiguous(), part(chunk)), chunk
+        assert same_bits(chunk.tensor.contiguous(), expected_values(chunk)), chunk
     return sum(chunk.tensor.numel() for chunk in chunks)
 
 
-def on_layouts(rank: int, world: int, root: str) -> list[list]:
-    """Save on every layout, load on the two next ones; return each layout's initial weights."""
+def save_and_load_layouts(rank: int, world: int, root: str) -> list[list]:
+    """Save on every layout, load on the next two; return each layout's initial weights."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
-    models, started = [], []
-    for number, (degrees, parallel) in enumerate(LAYOUTS):
+    models, initial_weights = [], []
+    for index, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        model = built(groups, parallel)
-        started.append(model.pieces())
+        model = build_model(groups, parallel)
+        initial_weights.append(model.pieces())
         for chunk in chunks_of(model):
-            chunk.tensor.copy_(part(chunk))
-        save_checkpoint(root, number, chunks_of(model), {}, coordinator=coordinator)
+            chunk.tensor.copy_(expected_values(chunk))
+        save_checkpoint(root, index, chunks_of(model), {}, coordinator=coordinator)
         models.append(model)
-    for number, model in enumerate(models):
-        for before in (1, 2):
-            folder = Path(root, f"iter_{(number - before) % len(LAYOUTS):07d}")
+    for index, model in enumerate(models):
+        for distance in (1, 2):
+            folder = Path(root, f"iter_{(index - distance) % len(LAYOUTS):07d}")
             assert load_and_compare(model, folder, coordinator) > 0
-    return started
+    return initial_weights
 
 
-def test_any_grid_loads_what_any_other_has_saved(tmp_path: Path):
-    ranks = run_ranks(on_layouts, 4, str(tmp_path))
-    alone = built(ProcessGroupCollection.single(), {"strategy": STRATEGIES[3]})
-    wanted = whole_of(alone.pieces())
-    for (_, parallel), *pieces in zip(LAYOUTS, *ranks, strict=True):
+def test_experts_load_on_any_other_grid(tmp_path: Path):
+    ranks = run_ranks(save_and_load_layouts, 4, str(tmp_path))
+    single = build_model(ProcessGroupCollection.single(), {"strategy": STRATEGIES[3]})
+    initial_weights = whole_of(single.pieces())
+    for (_, parallel), *rank_shards in zip(LAYOUTS, *ranks, strict=True):
         if "gather_format" in parallel:
-            continue  # what it multiplies with is rounded, what it stores is not
-        found = whole_of([piece for one in pieces for piece in one])
-        assert all(torch.equal(found[name], values) for name, values in wanted.items())
+            continue  # the gathered weights are rounded, the stored ones are not
+        actual = whole_of([shard for shards in rank_shards for shard in shards])
+        assert all(torch.equal(actual[name], values) for name, values in initial_weights.items())
     numel = sum(math.prod(shape) for shape in SHAPES.values())
     names = {
         *SHAPES,
@@ -137,31 +137,31 @@ def test_any_grid_loads_what_any_other_has_saved(tmp_path: Path):
     }
     for number in range(len(LAYOUTS)):
         folder = tmp_path / f"iter_{number:07d}"
-        assert load_and_compare(alone, folder, Solo()) == 4 * numel + EXPERTS + 1
+        assert load_and_compare(single, folder, Solo()) == 4 * numel + EXPERTS + 1
         manifest = read_manifest(folder)
         assert set(manifest.tensors) == names
         stored = [
-            math.prod(chunk.box.sizes) for one in manifest.tensors.values() for chunk in one.chunks
+            chunk.box.numel for tensor in manifest.tensors.values() for chunk in tensor.chunks
         ]
-        assert sum(stored) == 4 * numel + EXPERTS + 1, "everything once"
+        assert sum(stored) == 4 * numel + EXPERTS + 1, "every element is stored once"
 
 
-def test_experts_under_another_index_are_seen(tmp_path: Path):
-    """The test above would see experts of another rank: here are two that are exchanged."""
-    alone = built(ProcessGroupCollection.single(), {})
-    for chunk in chunks_of(alone):
-        chunk.tensor.copy_(part(chunk))
-    down = next(chunk for chunk in weight_chunks(alone.store) if chunk.name == "0.down")
+def test_comparison_detects_exchanged_experts(tmp_path: Path):
+    """`load_and_compare` detects two exchanged experts, as it must on any grid."""
+    single = build_model(ProcessGroupCollection.single(), {})
+    for chunk in chunks_of(single):
+        chunk.tensor.copy_(expected_values(chunk))
+    down = next(chunk for chunk in weight_chunks(single.store) if chunk.name == "0.down")
     down.tensor[[1, 2]] = down.tensor[[2, 1]]
-    folder = save_checkpoint(tmp_path, 1, chunks_of(alone), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, chunks_of(single), {}, coordinator=Solo())
     with pytest.raises(AssertionError, match=r"name='0.down'"):
-        load_and_compare(alone, folder, Solo())
+        load_and_compare(single, folder, Solo())
 
 
-def test_another_number_of_experts_is_refused(tmp_path: Path):
-    alone = built(ProcessGroupCollection.single(), {})
-    folder = save_checkpoint(tmp_path, 1, chunks_of(alone), {}, coordinator=Solo())
-    more = TensorChunk(
+def test_different_number_of_experts_is_refused(tmp_path: Path):
+    single = build_model(ProcessGroupCollection.single(), {})
+    folder = save_checkpoint(tmp_path, 1, chunks_of(single), {}, coordinator=Solo())
+    larger = TensorChunk(
         name="0.down",
         shape=(EXPERTS + 1, *SHAPES["0.down"][1:]),
         offsets=(0, 0, 0),
@@ -169,4 +169,4 @@ def test_another_number_of_experts_is_refused(tmp_path: Path):
         replica_ranks=(0,),
     )
     with pytest.raises(CheckpointError, match=r"0\.down"):
-        load_checkpoint(folder, [more], coordinator=Solo())
+        load_checkpoint(folder, [larger], coordinator=Solo())

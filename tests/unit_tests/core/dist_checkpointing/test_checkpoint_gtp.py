@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models whose matrices are sharded over gtp: saved on one layout, loaded on others and on
-one process, bit for bit, with the state of the optimizer."""
+"""Models with GTP-sharded matrices and their optimizer state: saved on one layout, loaded bit for
+bit on other layouts and on a single process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit_tests.core.dist_checkpointing.layouts import poison, same_bits
 
 #: Gated and biased, tied, a recurrent mixer with fused projections.
 MODEL = row_with(tied=True, bias="all", mixer="delta")
-#: Grids of four ranks and what the engine does; whole blocks of a format pad a shard by 28 rows.
+#: Grids of four ranks and engine options; the blocks of a gather format pad a shard by 28 rows.
 LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
     ({"gtp": 2}, {"strategy": "optim", "gather_format": "mxfp8"}),
     ({"tp": 2, "gtp": 2}, {"strategy": "no_shard"}),
@@ -50,49 +50,50 @@ def chunks_of(groups: ProcessGroupCollection, parallel: dict[str, object]) -> li
     return weight_chunks(model.store) + optimizer_chunks(optimizer)
 
 
-def logical(chunk: TensorChunk) -> torch.Tensor:
-    """Return what the part of a tensor that a chunk holds is to be."""
+def expected_values(chunk: TensorChunk) -> torch.Tensor:
+    """Return the expected values of a chunk."""
     assert len(chunk.shape) == len(chunk.offsets) == chunk.tensor.dim()
     values = torch.randn(chunk.shape, generator=generator(4, *chunk.name.encode()))
-    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    return values[tuple(slice(at, at + size) for at, size in places)].to(chunk.tensor.dtype)
+    ranges = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    slices = tuple(slice(begin, begin + size) for begin, size in ranges)
+    return values[slices].to(chunk.tensor.dtype)
 
 
 def compare(chunks: list[TensorChunk], folder: Path, coordinator: Coordinator) -> int:
-    """Load into memory that held something else; return the number of elements compared."""
+    """Load into poisoned memory; return the number of elements compared."""
     for chunk in chunks:
         chunk.tensor.copy_(poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
     load_checkpoint(folder, chunks, coordinator=coordinator)
     for chunk in chunks:
-        assert same_bits(chunk.tensor.contiguous(), logical(chunk)), chunk
+        assert same_bits(chunk.tensor.contiguous(), expected_values(chunk)), chunk
     return sum(chunk.tensor.numel() for chunk in chunks)
 
 
-def on_layouts(rank: int, world: int, root: str) -> None:
-    """Save on every layout, and load on each what the next one has saved."""
+def save_and_load_layouts(rank: int, world: int, root: str) -> None:
+    """Save on every layout; load each layout's checkpoint on the layout before it."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
-    made = []
-    for number, (degrees, parallel) in enumerate(LAYOUTS):
+    chunks_by_layout = []
+    for index, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        made.append(chunks_of(groups, parallel))
-        for chunk in made[-1]:
-            chunk.tensor.copy_(logical(chunk))
-        save_checkpoint(root, number, made[-1], {}, coordinator=coordinator)
-    for number, chunks in enumerate(made):
-        folder = Path(root, f"iter_{(number + 1) % len(LAYOUTS):07d}")
+        chunks_by_layout.append(chunks_of(groups, parallel))
+        for chunk in chunks_by_layout[-1]:
+            chunk.tensor.copy_(expected_values(chunk))
+        save_checkpoint(root, index, chunks_by_layout[-1], {}, coordinator=coordinator)
+    for index, chunks in enumerate(chunks_by_layout):
+        folder = Path(root, f"iter_{(index + 1) % len(LAYOUTS):07d}")
         assert compare(chunks, folder, coordinator) > 0
 
 
-def test_what_gtp_saves_loads_on_any_layout(tmp_path: Path):
-    run_ranks(on_layouts, 4, str(tmp_path))
-    alone = chunks_of(ProcessGroupCollection.single(), {})
-    numel = sum(chunk.tensor.numel() for chunk in alone)
-    for number in range(len(LAYOUTS)):
-        folder = tmp_path / f"iter_{number:07d}"
-        assert compare(alone, folder, Solo()) == numel
+def test_gtp_checkpoint_loads_on_any_layout(tmp_path: Path):
+    run_ranks(save_and_load_layouts, 4, str(tmp_path))
+    single = chunks_of(ProcessGroupCollection.single(), {})
+    numel = sum(chunk.tensor.numel() for chunk in single)
+    for index in range(len(LAYOUTS)):
+        folder = tmp_path / f"iter_{index:07d}"
+        assert compare(single, folder, Solo()) == numel
         tensors = read_manifest(folder).tensors
-        assert tensors.keys() == {chunk.name for chunk in alone}
-        stored = [chunk.box.numel for one in tensors.values() for chunk in one.chunks]
-        assert sum(stored) == numel, "every element once"
+        assert tensors.keys() == {chunk.name for chunk in single}
+        stored = [chunk.box.numel for tensor in tensors.values() for chunk in tensor.chunks]
+        assert sum(stored) == numel, "every element is stored once"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of ranks: coverage, errors that reach everyone, ranks that die, a process killed."""
+"""Ranks agree on a save: coverage, errors that reach every rank, ranks that die."""
 
 from __future__ import annotations
 
@@ -34,64 +34,85 @@ from megatron.core.dist_checkpointing import coordinator as coordinator_module
 from megatron.core.dist_checkpointing import save as save_module
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks, start_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import on_threads, raise_errors, whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, on_threads, raise_errors
 
 
-def part(rank: int, offsets: tuple[int, ...], tensor: torch.Tensor, *replicas: int) -> TensorChunk:
+def w_chunk(
+    rank: int, offsets: tuple[int, ...], tensor: torch.Tensor, *replicas: int
+) -> TensorChunk:
     """Return a chunk of `w`, a tensor of shape [4, 3]."""
     return TensorChunk(
         name="w", shape=(4, 3), offsets=offsets, tensor=tensor, replica_ranks=replicas or (rank,)
     )
 
 
-def save_parts(root: Path, parts: list[list[TensorChunk]]) -> list:
+def save_on_ranks(root: Path, chunks_by_rank: list[list[TensorChunk]]) -> list:
     return on_threads(
-        len(parts), lambda rank, c: save_checkpoint(root, 1, parts[rank], {}, coordinator=c)
+        len(chunks_by_rank),
+        lambda rank, c: save_checkpoint(root, 1, chunks_by_rank[rank], {}, coordinator=c),
     )
 
 
-def refused(results: list, root: Path) -> str:
-    """Return the text that every rank raised; check that nothing was left behind."""
-    assert all(type(result) is CheckpointError for result in results)
-    assert len({str(result) for result in results}) == 1
-    assert "\n" not in str(results[0])
+def common_error(errors: list, root: Path) -> str:
+    """Return the message that every rank raised; check that no folder is left."""
+    assert all(type(error) is CheckpointError for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert "\n" not in str(errors[0])
     assert not list(root.glob("iter_*"))
-    return str(results[0])
+    return str(errors[0])
 
 
 ROW = torch.ones(1, 3)
 
 
 @pytest.mark.parametrize(
-    ("parts", "text"),
+    ("chunks_by_rank", "text"),
     [
-        # a hole, an element twice, a replica that was not declared
-        ([[part(0, (0, 0), ROW)], [part(1, (2, 0), ROW)]], "declare only 6"),
-        ([[part(0, (0, 0), ROW.expand(3, 3))], [part(1, (2, 0), ROW.expand(2, 3))]], "twice"),
-        ([[part(0, (0, 0), ROW.expand(4, 3))], [part(1, (0, 0), ROW.expand(4, 3))]], "twice"),
-        # as many elements as the tensor has, but not the same ones
-        ([[part(0, (0, 0), ROW.expand(2, 3))], [part(1, (1, 0), ROW.expand(2, 3))]], "twice"),
-        # ranks that are named as replicas and do not declare it, or something else, or do not exist
-        ([[], [part(1, (0, 0), ROW.expand(4, 3), 0, 1)]], "w among them, .* rank 0 declares none"),
-        ([[part(0, (0, 0), ROW.expand(4, 3))], [part(1, (0, 0), ROW, 0, 1)]], "declares none"),
-        ([[part(0, (0, 0), ROW, 0, 1)], [part(1, (1, 0), ROW, 0, 1)]], "or other ones"),
-        ([[part(0, (0, 0), ROW.expand(4, 3), 0, 7)], []], "rank 7 declares none"),
-        ([[part(0, (0, 0), ROW.expand(4, 3), 1)], []], "does not contain rank 0"),
-        ([[part(0, (0, 0), ROW), part(0, (0, 0), ROW)], []], "twice"),
+        # a gap, an element twice, a replica that was not declared
+        ([[w_chunk(0, (0, 0), ROW)], [w_chunk(1, (2, 0), ROW)]], "declare only 6"),
         (
-            [[part(0, (0, 0), ROW.expand(2, 3))], [part(1, (2, 0), ROW.expand(2, 3).double())]],
+            [[w_chunk(0, (0, 0), ROW.expand(3, 3))], [w_chunk(1, (2, 0), ROW.expand(2, 3))]],
+            "twice",
+        ),
+        (
+            [[w_chunk(0, (0, 0), ROW.expand(4, 3))], [w_chunk(1, (0, 0), ROW.expand(4, 3))]],
+            "twice",
+        ),
+        # as many elements as the tensor has, but one row twice and one missing
+        (
+            [[w_chunk(0, (0, 0), ROW.expand(2, 3))], [w_chunk(1, (1, 0), ROW.expand(2, 3))]],
+            "twice",
+        ),
+        # named replica ranks that declare no chunk or another chunk, or that do not exist
+        (
+            [[], [w_chunk(1, (0, 0), ROW.expand(4, 3), 0, 1)]],
+            "w among them, .* rank 0 declares none",
+        ),
+        (
+            [[w_chunk(0, (0, 0), ROW.expand(4, 3))], [w_chunk(1, (0, 0), ROW, 0, 1)]],
+            "declares none",
+        ),
+        ([[w_chunk(0, (0, 0), ROW, 0, 1)], [w_chunk(1, (1, 0), ROW, 0, 1)]], "or other ones"),
+        ([[w_chunk(0, (0, 0), ROW.expand(4, 3), 0, 7)], []], "rank 7 declares none"),
+        ([[w_chunk(0, (0, 0), ROW.expand(4, 3), 1)], []], "does not contain rank 0"),
+        ([[w_chunk(0, (0, 0), ROW), w_chunk(0, (0, 0), ROW)], []], "twice"),
+        (
+            [
+                [w_chunk(0, (0, 0), ROW.expand(2, 3))],
+                [w_chunk(1, (2, 0), ROW.expand(2, 3).double())],
+            ],
             "must agree",
         ),
-        ([[part(0, (0, 0), ROW.expand(4, 3).cfloat())], []], r"dtype torch.complex64"),
+        ([[w_chunk(0, (0, 0), ROW.expand(4, 3).cfloat())], []], r"dtype torch.complex64"),
     ],
 )
-def test_missing_or_duplicate_chunks_are_refused_before_writing(tmp_path, parts, text):
-    assert re.search(text, refused(save_parts(tmp_path, parts), tmp_path))
+def test_missing_or_duplicate_chunks_are_refused_before_writing(tmp_path, chunks_by_rank, text):
+    assert re.search(text, common_error(save_on_ranks(tmp_path, chunks_by_rank), tmp_path))
 
 
-def test_a_hole_is_refused_on_a_single_process_too(tmp_path):
+def test_gap_is_refused_on_a_single_process_too(tmp_path):
     with pytest.raises(CheckpointError, match=r"w \[4, 3\] has 12 elements but .* only 3"):
-        save_checkpoint(tmp_path, 1, [part(0, (1, 0), ROW)], {}, coordinator=Solo())
+        save_checkpoint(tmp_path, 1, [w_chunk(0, (1, 0), ROW)], {}, coordinator=Solo())
 
 
 @pytest.mark.parametrize("failing", [(2,), (0,), (1, 2)])
@@ -104,51 +125,51 @@ def test_write_error_reaches_every_rank_and_leaves_no_files(tmp_path, monkeypatc
         return write(path, plan, **options)
 
     monkeypatch.setattr(save_module, "write_shard", full)
-    parts = [[part(r, (r, 0), ROW if r < 2 else ROW.expand(2, 3))] for r in range(3)]
-    text = refused(save_parts(tmp_path, parts), tmp_path)
+    chunks_by_rank = [[w_chunk(r, (r, 0), ROW if r < 2 else ROW.expand(2, 3))] for r in range(3)]
+    text = common_error(save_on_ranks(tmp_path, chunks_by_rank), tmp_path)
     assert "No space left on device" in text
     assert [rank for rank in range(3) if f"rank {rank}: " in text] == list(failing)
     monkeypatch.undo()
-    raise_errors(save_parts(tmp_path, parts))  # the same step can be saved afterwards
+    raise_errors(save_on_ranks(tmp_path, chunks_by_rank))  # the same step can be saved afterwards
     verify_checkpoint(tmp_path / "iter_0000001")
 
 
 def test_failed_save_can_be_repeated_with_same_coordinators(tmp_path):
-    """The second attempt must not take the answers of the first for its own."""
+    """The second attempt must not read the answers of the first."""
     (tmp_path / "iter_0000001").mkdir()
-    parts = [[part(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
+    chunks_by_rank = [[w_chunk(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
 
     def save_twice(rank, coordinator):
         with pytest.raises(CheckpointError, match="exists already"):
-            save_checkpoint(tmp_path, 1, parts[rank], {}, coordinator=coordinator)
+            save_checkpoint(tmp_path, 1, chunks_by_rank[rank], {}, coordinator=coordinator)
         if rank == 0:
             (tmp_path / "iter_0000001").rmdir()
-            time.sleep(0.1)  # rank 1 asks before rank 0 has an answer
-        return save_checkpoint(tmp_path, 1, parts[rank], {}, coordinator=coordinator)
+            time.sleep(0.1)  # rank 1 polls before rank 0 has an answer
+        return save_checkpoint(tmp_path, 1, chunks_by_rank[rank], {}, coordinator=coordinator)
 
     raise_errors(on_threads(2, save_twice))
     verify_checkpoint(tmp_path / "iter_0000001")
 
 
 def test_an_error_while_loading_reaches_every_rank(tmp_path):
-    parts = [[part(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
-    raise_errors(save_parts(tmp_path, parts))
+    chunks_by_rank = [[w_chunk(r, (2 * r, 0), ROW.expand(2, 3))] for r in range(2)]
+    raise_errors(save_on_ranks(tmp_path, chunks_by_rank))
     folder = tmp_path / "iter_0000001"
     with (folder / "shard-00001.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    wanted = [[part(r, (2 * r, 0), torch.zeros(2, 3))] for r in range(2)]
-    results = on_threads(2, lambda rank, c: load_checkpoint(folder, wanted[rank], coordinator=c))
-    assert all("rank 1: " in str(r) and "shard-00001" in str(r) for r in results)
+    targets = [[w_chunk(r, (2 * r, 0), torch.zeros(2, 3))] for r in range(2)]
+    errors = on_threads(2, lambda rank, c: load_checkpoint(folder, targets[rank], coordinator=c))
+    assert all("rank 1: " in str(error) and "shard-00001" in str(error) for error in errors)
 
 
 def test_ranks_seeing_different_checkpoints_are_reported(tmp_path):
     folders = [
-        save_checkpoint(tmp_path / str(r), 1, whole({"w": ROW + r}), {}, coordinator=Solo())
+        save_checkpoint(tmp_path / str(r), 1, full_chunks({"w": ROW + r}), {}, coordinator=Solo())
         for r in range(2)
     ]
-    results = on_threads(2, lambda r, c: load_checkpoint(folders[r], [], coordinator=c))
-    assert all("same file system" in str(result) for result in results)
+    errors = on_threads(2, lambda r, c: load_checkpoint(folders[r], [], coordinator=c))
+    assert all("same file system" in str(error) for error in errors)
 
 
 def test_long_messages_are_chunked_and_only_last_answer_is_kept(monkeypatch):
@@ -171,7 +192,7 @@ def test_long_messages_are_chunked_and_only_last_answer_is_kept(monkeypatch):
     assert store.num_keys() == 1
 
 
-def test_a_message_larger_than_a_store_takes_at_once():
+def test_message_larger_than_one_store_value_arrives():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def talk(rank, _):
@@ -184,28 +205,28 @@ def test_a_message_larger_than_a_store_takes_at_once():
 
 
 @pytest.mark.parametrize(("rank", "awaited"), [(0, 1), (1, 0)])
-def test_a_rank_that_is_gone_is_not_waited_for(monkeypatch, rank, awaited):
+def test_dead_rank_is_not_waited_for(monkeypatch, rank, awaited):
     monkeypatch.setattr(coordinator_module, "MIN_WAIT_SECONDS", 0.05)
-    asked = []
+    missing_ranks = []
 
-    def missed(of):
-        asked.append(of)
-        if len(asked) == 3:
-            raise ProcessLookupError(f"rank {of} is dead")
+    def missed(missing_rank):
+        missing_ranks.append(missing_rank)
+        if len(missing_ranks) == 3:
+            raise ProcessLookupError(f"rank {missing_rank} is dead")
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     coordinator = StoreCoordinator(server, rank, 2, timeout_seconds=60, on_missing_rank=missed)
     coordinator.begin("talk")
     with pytest.raises(ProcessLookupError, match=f"rank {awaited} is dead"):
         coordinator.agree("a", lambda: 1, lambda m: m)
-    assert asked == [awaited] * 3
+    assert missing_ranks == [awaited] * 3
 
 
 def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage: str) -> str:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     coordinator = StoreCoordinator(store, rank, world, timeout_seconds=1.0)
     store.set(f"ready{rank}", "")
-    store.wait([f"ready{r}" for r in range(world)])  # slow starts are not what is tested
+    store.wait([f"ready{r}" for r in range(world)])  # keep slow starts out of the time limit
     begun = time.monotonic()
 
     def die(*_, **__):
@@ -214,7 +235,7 @@ def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage:
     if rank == victim:
         setattr(save_module, stage, die)
     try:
-        chunks = whole({f"w{rank}": torch.ones(5)}, (rank,))
+        chunks = full_chunks({f"w{rank}": torch.ones(5)}, (rank,))
         save_checkpoint(root, 2, chunks, {}, coordinator=coordinator)
     except CheckpointError as error:
         return f"{time.monotonic() - begun:.1f} {error}"
@@ -224,8 +245,8 @@ def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage:
 @pytest.mark.parametrize(
     ("victim", "stage"), [(1, "plan_shard"), (2, "write_shard"), (0, "write_shard"), (0, "publish")]
 )
-def test_a_dead_rank_is_an_error_on_every_other_within_the_limit(tmp_path, victim, stage):
-    before = save_checkpoint(tmp_path, 1, whole({"w": ROW}), {}, coordinator=Solo())
+def test_dead_rank_raises_on_the_others_within_the_timeout(tmp_path, victim, stage):
+    before = save_checkpoint(tmp_path, 1, full_chunks({"w": ROW}), {}, coordinator=Solo())
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (str(tmp_path), server.port, victim, stage)
     with start_ranks(die_or_save, 3, *arguments, init=False) as ranks:
@@ -234,7 +255,7 @@ def test_a_dead_rank_is_an_error_on_every_other_within_the_limit(tmp_path, victi
     for rank in {0, 1, 2} - {victim}:
         seconds, text = outcomes[rank].value.split(" ", 1)
         assert float(seconds) < 8
-        # a dead rank 0 is missed by everyone; any other is named by rank 0
+        # every rank misses a dead rank 0; rank 0 names any other dead rank
         assert f"rank {victim}" in text
     assert list_checkpoints(tmp_path) == [before]
     assert latest_checkpoint(tmp_path) == before
@@ -248,7 +269,7 @@ def serve_a_store(rank: int, world: int) -> None:
     time.sleep(60)
 
 
-def test_the_end_of_the_stores_server_is_a_checkpoint_error():
+def test_lost_store_server_is_a_checkpoint_error():
     with start_ranks(serve_a_store, 1, init=False) as server:
         server.wait_for_line(0, "open")
         port = int(server.log(0).split()[1])
@@ -261,12 +282,12 @@ def test_the_end_of_the_stores_server_is_a_checkpoint_error():
         assert time.monotonic() - begun < 10
 
 
-def save_with_small_files(rank: int, world: int, root: str) -> str:
+def save_with_file_size_limit(rank: int, world: int, root: str) -> str:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(groups, timeout_seconds=20.0)
-    chunks = whole({f"w{rank}": torch.ones(50_000)}, (rank,))
+    chunks = full_chunks({f"w{rank}": torch.ones(50_000)}, (rank,))
     try:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
     except CheckpointError as error:
@@ -275,8 +296,8 @@ def save_with_small_files(rank: int, world: int, root: str) -> str:
     return "saved"
 
 
-def test_a_full_disk_on_one_rank_is_one_line_on_all(tmp_path):
-    texts = run_ranks(save_with_small_files, 2, str(tmp_path))
+def test_full_disk_on_one_rank_is_one_line_on_every_rank(tmp_path):
+    texts = run_ranks(save_with_file_size_limit, 2, str(tmp_path))
     assert len(set(texts)) == 1
     assert "rank 1: cannot write" in texts[0]
     assert "shard-00001.safetensors (200" in texts[0]
@@ -288,7 +309,7 @@ def save_as_nobody(rank: int, world: int, root: str) -> str:
     if os.getuid() == 0:
         os.seteuid(65534)
     try:
-        save_checkpoint(root, 1, whole({"w": torch.ones(5)}), {}, coordinator=Solo())
+        save_checkpoint(root, 1, full_chunks({"w": torch.ones(5)}), {}, coordinator=Solo())
     except CheckpointError as error:
         text = str(error)
     try:
@@ -298,7 +319,7 @@ def save_as_nobody(rank: int, world: int, root: str) -> str:
     return "saved"
 
 
-def test_a_read_only_folder_is_one_line(tmp_path):
+def test_read_only_folder_is_reported_in_one_line(tmp_path):
     tmp_path.chmod(0o555)
     try:
         (text,) = run_ranks(save_as_nobody, 1, str(tmp_path))
@@ -316,19 +337,21 @@ def state_of(iteration: int) -> dict[str, torch.Tensor]:
 
 def save_for_ever(rank: int, world: int, root: str) -> None:
     with SaveFolderLock(root):
-        # The newest folder, not the tracker's, so that every life adds a checkpoint.
+        # Continue from the newest folder, not the tracker, so that every process adds one.
         iteration = max((int(folder.name[5:]) for folder in list_checkpoints(root)), default=0)
         while True:
             iteration += 1
             extra = {"iteration": iteration}
-            save_checkpoint(root, iteration, whole(state_of(iteration)), extra, coordinator=Solo())
+            save_checkpoint(
+                root, iteration, full_chunks(state_of(iteration)), extra, coordinator=Solo()
+            )
             print("saved", flush=True)
 
 
 def test_kill_at_random_moments_never_loses_a_checkpoint(tmp_path):
     rng = random.Random(os.getpid())
     leftovers = 0
-    seen = 0
+    newest = 0
     for _ in range(8):
         with start_ranks(save_for_ever, 1, str(tmp_path), init=False) as ranks:
             ranks.wait_for_line(0, "saved")
@@ -339,13 +362,13 @@ def test_kill_at_random_moments_never_loses_a_checkpoint(tmp_path):
         lines: list[str] = []
         latest = latest_checkpoint(tmp_path, digests=True, say=lines.append)
         iteration = int(latest.name[5:])
-        assert iteration >= seen
+        assert iteration >= newest
         assert not any("falling back" in line for line in lines)
-        seen = iteration
-        for folder in list_checkpoints(tmp_path)[:2]:  # a folder with a name is whole
+        newest = iteration
+        for folder in list_checkpoints(tmp_path)[:2]:  # a folder with a final name is complete
             step = int(folder.name[5:])
             targets = {name: torch.zeros_like(t) for name, t in state_of(step).items()}
-            load_checkpoint(folder, whole(targets))
+            load_checkpoint(folder, full_chunks(targets))
             assert all(torch.equal(targets[name], t) for name, t in state_of(step).items())
-    assert seen >= 7  # the last life may have been killed between rename and tracker
-    assert leftovers  # some kill did hit a save, else this test proves nothing
+    assert newest >= 7  # the last process may have been killed between rename and tracker
+    assert leftovers  # at least one kill hit a save, else this test proves nothing

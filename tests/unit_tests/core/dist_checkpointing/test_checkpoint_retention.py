@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints retention removes, and that it leaves alone what is read, needed or damaged."""
+"""Retention removes old checkpoints, but none that is tracked, damaged or being read."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import load as load_module
 from tests.support.ranks import start_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(root: Path, *iterations: int) -> list[Path]:
     return [
-        save_checkpoint(root, i, whole({"w": torch.full((3,), float(i))}), {}, coordinator=Solo())
+        save_checkpoint(
+            root, i, full_chunks({"w": torch.full((3,), float(i))}), {}, coordinator=Solo()
+        )
         for i in iterations
     ]
 
 
-def left(root: Path) -> list[int]:
+def iterations_left(root: Path) -> list[int]:
     return sorted(int(folder.name[5:]) for folder in list_checkpoints(root))
 
 
@@ -56,29 +58,29 @@ def left(root: Path) -> list[int]:
         ({"keep_last": 99}, list(range(0, 50, 5))),
     ],
 )
-def test_the_newest_and_the_multiples_of_the_interval_stay(tmp_path, options, expected):
+def test_newest_and_interval_checkpoints_are_retained(tmp_path, options, expected):
     folders = save(tmp_path, *range(0, 50, 5))
     removed = prune_checkpoints(tmp_path, **options)
-    assert left(tmp_path) == expected
+    assert iterations_left(tmp_path) == expected
     assert sorted(removed) == [f for f in folders if int(f.name[5:]) not in expected]
     assert not list(tmp_path.glob("*.tmp-*"))
     assert prune_checkpoints(tmp_path, **options) == []
 
 
-def test_the_tracked_and_the_damaged_stay_and_do_not_count(tmp_path):
+def test_tracked_and_damaged_are_retained_but_not_counted(tmp_path):
     folders = save(tmp_path, *range(1, 8))
     (tmp_path / TRACKER).write_text("2")
-    os.truncate(folders[6] / "shard-00000.safetensors", 3)  # the newest; not one to resume from
+    os.truncate(folders[6] / "shard-00000.safetensors", 3)  # the newest, unfit to resume from
     (folders[3] / "manifest.json").unlink()
     assert prune_checkpoints(tmp_path, keep_last=2) == [folders[2], folders[0]]
-    assert left(tmp_path) == [2, 4, 5, 6, 7]
+    assert iterations_left(tmp_path) == [2, 4, 5, 6, 7]
     for options in ({"keep_last": 0}, {"keep_last": 1, "retain_interval": 0}):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             prune_checkpoints(tmp_path, **options)
 
 
 def read_slowly(rank: int, world: int, folder: str, how: str) -> list[float]:
-    """Hold a checkpoint open until the parent lets go of a file, then read it."""
+    """Hold a checkpoint open until the parent creates the file `go`, then read it."""
     target = torch.zeros(3)
     gate = Path(folder).parent / "go"
 
@@ -86,21 +88,21 @@ def read_slowly(rank: int, world: int, folder: str, how: str) -> list[float]:
         print("reading", flush=True)
         while not gate.exists():
             os.sched_yield()
-        return carry_out(*arguments)
+        return execute_reads(*arguments)
 
-    carry_out = load_module._execute_reads
+    execute_reads = load_module._execute_reads
     if how == "load":
         load_module._execute_reads = wait
-        load_checkpoint(folder, whole({"w": target}))
+        load_checkpoint(folder, full_chunks({"w": target}))
     else:
         with CheckpointReader(folder) as reader:
-            carry_out = reader.read
-            wait(whole({"w": target}))
+            execute_reads = reader.read
+            wait(full_chunks({"w": target}))
     return target.tolist()
 
 
 @pytest.mark.parametrize("how", ["load", "reader"])
-def test_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
+def test_checkpoint_being_read_is_removed_only_afterwards(tmp_path, how):
     folders = save(tmp_path, 1, 2, 3)
     lines: list[str] = []
     with start_ranks(read_slowly, 1, str(folders[0]), how, init=False) as ranks:
@@ -109,7 +111,7 @@ def test_what_another_process_reads_stays_until_it_has_read(tmp_path, how):
         (tmp_path / "go").touch()
         assert ranks.values(timeout=20) == [[1.0, 1.0, 1.0]]
     assert lines == [f"retention: {folders[0]} is being read and stays for now"]
-    assert left(tmp_path) == [1, 3]
+    assert iterations_left(tmp_path) == [1, 3]
     assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == [folders[0]]
     assert len(lines) == 1
 
@@ -120,10 +122,10 @@ def test_reader_after_removal_gets_an_error(tmp_path, monkeypatch):
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(RemovedCheckpointError, match="is being removed"), reading(folder):
             pass
-    whole_open = os.open
+    os_open = os.open
 
     def replaced(path, *arguments):
-        fd = whole_open(path, *arguments)
+        fd = os_open(path, *arguments)
         os.rename(folder, folder.with_name("away"))
         return fd
 
@@ -147,7 +149,7 @@ def test_filesystem_without_locks_is_readable_but_not_pruned(tmp_path, monkeypat
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     target = torch.zeros(3)
-    load_checkpoint(folders[0], whole({"w": target}))
+    load_checkpoint(folders[0], full_chunks({"w": target}))
     assert target.tolist() == [1.0] * 3
     lines: list[str] = []
     assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == []
@@ -165,34 +167,34 @@ def test_remains_of_failed_removal_are_ignored_and_swept(tmp_path, monkeypatch):
     lines: list[str] = []
     assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == []
     monkeypatch.undo()
-    (rest,) = tmp_path.glob("*.tmp-*")
+    (leftover,) = tmp_path.glob("*.tmp-*")
     assert lines == [
-        f"retention: cannot remove {folders[0]}: {os.strerror(errno.EIO)}; {rest.name} is what is "
-        "left of it"
+        f"retention: cannot remove {folders[0]}: {os.strerror(errno.EIO)}; {leftover.name} is what "
+        "is left of it"
     ]
-    assert left(tmp_path) == [2]
-    with SaveFolderLock(tmp_path) as claim:
-        assert claim.removed_files == (rest,)
-    assert not rest.exists()
+    assert iterations_left(tmp_path) == [2]
+    with SaveFolderLock(tmp_path) as lock:
+        assert lock.removed_files == (leftover,)
+    assert not leftover.exists()
 
 
 def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
-    """A save that goes on although a new run has claimed the folder and swept it."""
+    """A save continues although a new run has locked the folder and removed leftovers."""
     from megatron.core.dist_checkpointing import save as save_module
 
-    written = save_module.write_shard
+    write_shard = save_module.write_shard
 
     def swept_meanwhile(*arguments, **options):
-        found = written(*arguments, **options)
-        with SaveFolderLock(tmp_path) as claim:
-            assert len(claim.removed_files) == 1
-        return found
+        shard = write_shard(*arguments, **options)
+        with SaveFolderLock(tmp_path) as lock:
+            assert len(lock.removed_files) == 1
+        return shard
 
     with pytest.MonkeyPatch.context() as context:
         context.setattr(save_module, "write_shard", swept_meanwhile)
         with pytest.raises(CheckpointError, match="No such file"):
             save(tmp_path, 1)
-    assert left(tmp_path) == []
+    assert iterations_left(tmp_path) == []
     assert not list(tmp_path.glob("*.tmp-*"))
 
 

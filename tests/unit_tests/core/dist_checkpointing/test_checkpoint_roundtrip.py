@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved on one layout is loaded bit by bit on any other."""
+"""A checkpoint saved on one layout loads bit for bit on any other layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.shards import DTYPES, chunks_to_write, replica_sets
 from tests.unit_tests.core.dist_checkpointing.layouts import (
     empty_like,
+    full_chunks,
     on_threads,
     raise_errors,
     random_layout,
     same_bits,
-    whole,
 )
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool)
@@ -47,30 +47,32 @@ def random_tensors(rng: random.Random) -> dict[str, torch.Tensor]:
 
 @given(st.integers(0, 1_000_000))
 @settings(max_examples=20, deadline=None)
-def test_any_layout_loads_what_any_other_saved(tmp_path_factory, seed):
+def test_checkpoint_loads_on_any_other_layout(tmp_path_factory, seed):
     rng = random.Random(seed)
     tensors = random_tensors(rng)
     root = tmp_path_factory.mktemp("root")
-    before, after = rng.randint(1, 4), rng.randint(1, 3)
-    saved = random_layout(tensors, before, rng, fill=True)
+    num_savers, num_loaders = rng.randint(1, 4), rng.randint(1, 3)
+    saved = random_layout(tensors, num_savers, rng, fill=True)
     block_bytes = rng.choice([16, 48, 1 << 20])
     folders = raise_errors(
         on_threads(
-            before,
+            num_savers,
             lambda rank, c: save_checkpoint(
                 root, seed, saved[rank], {"seed": seed}, coordinator=c, block_bytes=block_bytes
             ),
         )
     )
-    wanted = random_layout(tensors, after, rng, fill=False)
+    targets = random_layout(tensors, num_loaders, rng, fill=False)
     verify = rng.random() < 0.7
     reports = raise_errors(
         on_threads(
-            after,
-            lambda rank, c: load_checkpoint(folders[0], wanted[rank], coordinator=c, verify=verify),
+            num_loaders,
+            lambda rank, c: load_checkpoint(
+                folders[0], targets[rank], coordinator=c, verify=verify
+            ),
         )
     )
-    for chunk in (chunk for rank in wanted for chunk in rank):
+    for chunk in (chunk for rank in targets for chunk in rank):
         assert same_bits(chunk.tensor, tensors[chunk.name][chunk.box.slices]), chunk.name
     assert read_extra(folders[0]) == {"seed": seed}
     stored = sum(t.numel() * t.itemsize for t in tensors.values())
@@ -79,20 +81,20 @@ def test_any_layout_loads_what_any_other_saved(tmp_path_factory, seed):
         assert all(report.bytes_verified == 0 for report in reports)
 
 
-def test_a_strided_target_keeps_what_lies_between_its_elements(tmp_path):
+def test_loading_keeps_memory_between_strided_elements(tmp_path):
     source = torch.arange(12.0).view(3, 4)
-    folder = save_checkpoint(tmp_path, 1, whole({"w": source}), {}, coordinator=Solo())
-    wide = torch.full((3, 8), -1.0)
-    load_checkpoint(folder, whole({"w": wide[:, ::2]}))
-    assert torch.equal(wide[:, ::2], source)
-    assert torch.equal(wide[:, 1::2], torch.full((3, 4), -1.0))
+    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
+    buffer = torch.full((3, 8), -1.0)
+    load_checkpoint(folder, full_chunks({"w": buffer[:, ::2]}))
+    assert torch.equal(buffer[:, ::2], source)
+    assert torch.equal(buffer[:, 1::2], torch.full((3, 4), -1.0))
 
 
-def test_a_parameter_that_requires_grad_is_saved_and_filled(tmp_path):
+def test_parameter_requiring_grad_is_saved_and_loaded(tmp_path):
     source = torch.nn.Parameter(torch.randn(3, 5))
-    folder = save_checkpoint(tmp_path, 1, whole({"w": source}), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
     targets = {"w": torch.nn.Parameter(torch.zeros(3, 5))}
-    load_checkpoint(folder, whole(targets))
+    load_checkpoint(folder, full_chunks(targets))
     assert torch.equal(targets["w"], source)
     assert targets["w"].grad_fn is None
 
@@ -103,22 +105,22 @@ def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
         for i, (name, dtype) in enumerate(DTYPES.items())
     }
     tensors |= {"scalar": torch.tensor(-0.0), "none": torch.empty(0, 4)}
-    folder = save_checkpoint(tmp_path, 1, whole(tensors), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, full_chunks(tensors), {}, coordinator=Solo())
     opened = load_file(folder / "shard-00000.safetensors")
     assert opened.keys() == tensors.keys()
     targets = empty_like(tensors)
-    load_checkpoint(folder, whole(targets))
+    load_checkpoint(folder, full_chunks(targets))
     for name, tensor in tensors.items():
         assert same_bits(opened[name], tensor), name
         assert same_bits(targets[name], tensor), name
     for name, stored in read_manifest(folder).tensors.items():
-        # aligned, so that readers that map the file can use it in place
+        # aligned, so that a reader that maps the file can use the tensor in place
         assert stored.chunks[0].begin % tensors[name].itemsize == 0, name
 
 
-def test_parts_are_named_by_their_offsets_for_other_readers(tmp_path):
+def test_chunks_are_named_by_offset_in_safetensors(tmp_path):
     tensor = torch.arange(6.0).view(2, 3)
-    parts = [
+    rows = [
         TensorChunk(
             name="w",
             shape=(2, 3),
@@ -128,7 +130,7 @@ def test_parts_are_named_by_their_offsets_for_other_readers(tmp_path):
         )
         for row in range(2)
     ]
-    folder = save_checkpoint(tmp_path, 1, parts, {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, rows, {}, coordinator=Solo())
     with safe_open(folder / "shard-00000.safetensors", "pt") as file:
         assert list(file.keys()) == ["w@0,0", "w@1,0"]
         assert torch.equal(file.get_tensor("w@1,0"), tensor[1:])
@@ -137,7 +139,7 @@ def test_parts_are_named_by_their_offsets_for_other_readers(tmp_path):
 def test_the_same_state_gives_the_same_bytes(tmp_path):
     tensors = {"a": torch.randn(5, 3), "b": torch.arange(4)}
     folders = [
-        save_checkpoint(tmp_path / name, 7, whole(tensors), {"x": [1.5]}, coordinator=Solo())
+        save_checkpoint(tmp_path / name, 7, full_chunks(tensors), {"x": [1.5]}, coordinator=Solo())
         for name in ("first", "second")
     ]
     for file in ("manifest.json", "shard-00000.safetensors"):
@@ -150,12 +152,12 @@ def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):
     source = torch.arange(3 * 700_000, dtype=torch.int32).view(3, 700_000)
     tall = torch.arange(700_000, dtype=torch.int64).view(350_000, 2)
     sources = {"w": source.t().contiguous().t(), "tall": tall[:, :1]}
-    folder = save_checkpoint(tmp_path, 1, whole(sources), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, full_chunks(sources), {}, coordinator=Solo())
     targets = {
         "w": torch.zeros(700_000, 3, dtype=torch.int32).t(),
         "tall": torch.zeros(350_000, 2, dtype=torch.int64)[:, 1:],
     }
-    load_checkpoint(folder, whole(targets))
+    load_checkpoint(folder, full_chunks(targets))
     assert torch.equal(targets["w"], source)
     assert torch.equal(targets["tall"], tall[:, :1])
 
@@ -163,7 +165,7 @@ def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):
 def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
     rows = torch.arange(1000 * 16, dtype=torch.float32).view(1000, 16)  # 64 bytes per row
     folder = save_checkpoint(
-        tmp_path, 1, whole({"w": rows}), {}, coordinator=Solo(), block_bytes=640
+        tmp_path, 1, full_chunks({"w": rows}), {}, coordinator=Solo(), block_bytes=640
     )
     header = read_manifest(folder).files["shard-00000.safetensors"].header_bytes
 
@@ -176,7 +178,7 @@ def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
         assert torch.equal(target, rows[chunk.box.slices])
         return report
 
-    # rows 15 … 34 touch blocks 1, 2 and 3 of 10 rows each
+    # rows 15 … 34 lie in blocks 1, 2 and 3 of 10 rows each
     verified = load((15, 0), (20, 16), True)
     assert (verified.bytes_read, verified.bytes_verified) == (header + 3 * 640, 3 * 640)
     assert load((15, 0), (20, 16), False).bytes_read == 8 + 20 * 64
@@ -184,22 +186,22 @@ def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
 
 
 def test_blocks_between_requested_columns_are_not_read(tmp_path):
-    wide = torch.arange(4 * 4096, dtype=torch.float32).view(4, 4096)  # 16 KiB per row
+    source = torch.arange(4 * 4096, dtype=torch.float32).view(4, 4096)  # 16 KiB per row
     folder = save_checkpoint(
-        tmp_path, 1, whole({"w": wide}), {}, coordinator=Solo(), block_bytes=1024
+        tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo(), block_bytes=1024
     )
     target = torch.zeros(4, 256)
     chunk = TensorChunk(
         name="w", shape=(4, 4096), offsets=(0, 512), tensor=target, replica_ranks=(0,)
     )
     report = load_checkpoint(folder, [chunk])
-    assert torch.equal(target, wide[:, 512:768])
+    assert torch.equal(target, source[:, 512:768])
     assert report.bytes_verified == 4 * 1024
 
 
 def test_stored_chunk_is_read_once_for_all_overlapping_targets(tmp_path):
     rows = torch.randn(64, 8)
-    folder = save_checkpoint(tmp_path, 1, whole({"w": rows}), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": rows}), {}, coordinator=Solo())
     targets = [torch.zeros(16, 8) for _ in range(4)]
     chunks = [
         TensorChunk(name="w", shape=(64, 8), offsets=(16 * i, 0), tensor=t, replica_ranks=(0,))
@@ -212,36 +214,36 @@ def test_stored_chunk_is_read_once_for_all_overlapping_targets(tmp_path):
 
 def test_another_dtype_is_loaded_only_on_request(tmp_path):
     source = torch.randn(33, 7)
-    folder = save_checkpoint(tmp_path, 1, whole({"w": source}), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
     target = torch.zeros(33, 7, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"w is torch\.float32 in it but torch\.bfloat16"):
-        load_checkpoint(folder, whole({"w": target}))
-    load_checkpoint(folder, whole({"w": target}), convert_dtype=True)
+        load_checkpoint(folder, full_chunks({"w": target}))
+    load_checkpoint(folder, full_chunks({"w": target}), convert_dtype=True)
     assert torch.equal(target, source.bfloat16())
 
 
-def test_what_is_missing_or_unused_is_an_error_or_reported(tmp_path):
+def test_missing_tensor_raises_and_unused_is_reported(tmp_path):
     source = {"a": torch.ones(2), "b": torch.ones(2)}
-    folder = save_checkpoint(tmp_path, 1, whole(source), {}, coordinator=Solo())
-    wanted = {"a": torch.zeros(2), "new": torch.full((3,), 5.0)}
+    folder = save_checkpoint(tmp_path, 1, full_chunks(source), {}, coordinator=Solo())
+    targets = {"a": torch.zeros(2), "new": torch.full((3,), 5.0)}
     with pytest.raises(CheckpointError, match="new is not in it"):
-        load_checkpoint(folder, whole(wanted))
-    report = load_checkpoint(folder, whole(wanted), missing="keep")
+        load_checkpoint(folder, full_chunks(targets))
+    report = load_checkpoint(folder, full_chunks(targets), missing="keep")
     assert (report.missing, report.unused) == (("new",), ("b",))
-    assert torch.equal(wanted["new"], torch.full((3,), 5.0))
+    assert torch.equal(targets["new"], torch.full((3,), 5.0))
     with pytest.raises(CheckpointError, match=r"a is \[2\] in it but \[4\] in the model"):
-        load_checkpoint(folder, whole({"a": torch.zeros(4)}))
+        load_checkpoint(folder, full_chunks({"a": torch.zeros(4)}))
     with pytest.raises(ValueError, match="missing must be"):
         load_checkpoint(folder, [], missing="ignore")
 
 
-def test_replicas_share_the_writing(tmp_path):
+def test_replicas_share_the_bytes_to_write(tmp_path):
     tensors = {f"w{i}": torch.randn(64 + i, 16) for i in range(9)}
     raise_errors(
         on_threads(
             3,
             lambda rank, c: save_checkpoint(
-                tmp_path, 1, whole(tensors, (0, 1, 2)), {}, coordinator=c
+                tmp_path, 1, full_chunks(tensors, (0, 1, 2)), {}, coordinator=c
             ),
         )
     )
@@ -255,23 +257,23 @@ def test_chunk_is_written_by_first_replica_with_fewest_bytes(seed):
     rng = random.Random(seed)
     ranks = (2, 3, 7, 8, 11)
     tensors = {f"w{i}": torch.zeros(rng.randint(1, 9)) for i in range(40)}
-    chunks = whole(tensors, ranks)
+    chunks = full_chunks(tensors, ranks)
     load = dict.fromkeys(ranks, 0)
-    wanted = {rank: [] for rank in ranks}
+    expected = {rank: [] for rank in ranks}
     for chunk in sorted(chunks, key=lambda c: (-c.tensor.nbytes, c.name)):
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         load[writer] += chunk.tensor.nbytes
-        wanted[writer].append(chunk)
+        expected[writer].append(chunk)
     for rank in ranks:
-        assert chunks_to_write(replica_sets(chunks, rank), rank) == wanted[rank]
+        assert chunks_to_write(replica_sets(chunks, rank), rank) == expected[rank]
 
 
-def test_threads_of_torch_are_as_before_after_a_load(tmp_path):
-    folder = save_checkpoint(tmp_path, 1, whole({"w": torch.ones(2)}), {}, coordinator=Solo())
+def test_load_restores_the_number_of_torch_threads(tmp_path):
+    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": torch.ones(2)}), {}, coordinator=Solo())
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        load_checkpoint(folder, whole({"w": torch.zeros(2)}))
+        load_checkpoint(folder, full_chunks({"w": torch.zeros(2)}))
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)

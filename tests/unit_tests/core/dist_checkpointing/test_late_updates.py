@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A save on several ranks by public calls alone, and refused before other ranks' updates arrive."""
+"""A save on several ranks is refused until the other ranks' weight updates have arrived."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CONFIG = GPTConfig(
     attention=AttentionConfig(num_attention_heads=2, num_query_groups=1, kv_channels=4),
     mlp=MLPConfig(ffn_hidden_size=12),
 )
-#: The step's batch, and its place in the loss.
+#: The batch of the only step, one row per rank.
 TOKENS = torch.randint(0, 16, (2, 9), generator=generator(6))
 
 
-def saved_in_time(rank: int, world: int, root: str) -> list[str]:
-    """Train a step and save it, too early at first; return the errors."""
+def save_early_and_late(rank: int, world: int, root: str) -> list[str]:
+    """Train one step, save too early and then in time; return the errors of the early saves."""
     config = DataParallelConfig(strategy="optim", overlap_param_gather=True)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     model = GPTModel(CONFIG, groups, seed=1, storage=config.storage())
@@ -54,12 +54,12 @@ def saved_in_time(rank: int, world: int, root: str) -> list[str]:
     optimizer.step(0.5)
     engine.start_param_sync()
     coordinator, errors = Coordinator.from_groups(groups), []
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as sync_error:
         save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
-    errors.append(str(refused.value))
-    with pytest.raises(ValueError, match="complete_weights") as late:
+    errors.append(str(sync_error.value))
+    with pytest.raises(ValueError, match="complete_weights") as async_error:
         saver.save(1, {})
-    errors.append(str(late.value))
+    errors.append(str(async_error.value))
     engine.complete_weights()
     saver.save(1, {})
     save_checkpoint(root, 1, chunks, {}, coordinator=coordinator)
@@ -67,8 +67,8 @@ def saved_in_time(rank: int, world: int, root: str) -> list[str]:
     return errors
 
 
-def test_weights_are_saved_after_all_updates(tmp_path: Path) -> None:
-    for errors in run_ranks(saved_in_time, 2, str(tmp_path)):
+def test_save_is_refused_until_weights_are_complete(tmp_path: Path) -> None:
+    for errors in run_ranks(save_early_and_late, 2, str(tmp_path)):
         assert all("complete_weights()" in error for error in errors)
         assert len(errors) == 2
     single = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=1)
@@ -77,9 +77,9 @@ def test_weights_are_saved_after_all_updates(tmp_path: Path) -> None:
     loss.backward()
     torch.optim.SGD(parameters, lr=0.5).step()
     for root in (tmp_path, tmp_path / "background"):
-        found = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2)
+        loaded = GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2)
         folder = latest_checkpoint(root)
         assert folder is not None
-        load_checkpoint(folder, weight_chunks(found.store), coordinator=Solo())
-        for p, q in zip(found.parameters(), parameters, strict=True):
+        load_checkpoint(folder, weight_chunks(loaded.store), coordinator=Solo())
+        for p, q in zip(loaded.parameters(), parameters, strict=True):
             assert float((p - q).detach().abs().max()) < 1e-6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state that belongs to no weight, in checkpoints: number of updates and loss scale."""
+"""Scalar optimizer state in checkpoints: the number of updates and the loss scale."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Training:
     """A model with its engine and its optimizer.
 
     Args:
-        dynamic: seek the loss scale.
-        kind: of optimizer.
+        dynamic: use dynamic loss scaling.
+        kind: optimizer, such as `adam`.
     """
 
     def __init__(self, *, dynamic: bool = False, kind: str = "adam") -> None:
@@ -75,35 +75,37 @@ class Training:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
-def same_weights(one: Training, other: Training) -> bool:
-    both = zip(one.weights().values(), other.weights().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in both)
+def same_weights(a: Training, b: Training) -> bool:
+    pairs = zip(a.weights().values(), b.weights().values(), strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 def test_dynamic_loss_scale_and_updates_resume(tmp_path: Path, kind: str) -> None:
-    whole, resumed = Training(dynamic=True, kind=kind), Training(dynamic=True, kind=kind)
+    uninterrupted, resumed = Training(dynamic=True, kind=kind), Training(dynamic=True, kind=kind)
     for number, overflow in enumerate((True, True, False, False, False, False, True)):
-        whole.step(number, overflow=overflow)
-    folder = save_checkpoint(tmp_path, 7, whole.chunks(), {}, coordinator=Solo())
+        uninterrupted.step(number, overflow=overflow)
+    folder = save_checkpoint(tmp_path, 7, uninterrupted.chunks(), {}, coordinator=Solo())
     load_checkpoint(folder, resumed.chunks())
     resumed.optimizer.after_load(with_state=True)
-    # Two overflows halve 1024, three good steps double 512; one more good one, then an overflow.
+    # Two overflows halve 1024, three good steps double 512; then a good step and an overflow.
     expected = {"scale": 1024.0, "good_steps": 0, "overflows_left": 1}
     assert resumed.optimizer.scaler.state_dict() == expected
     assert resumed.optimizer.steps == 4
-    for training in (whole, resumed):
+    for training in (uninterrupted, resumed):
         training.step(7, overflow=True)
         training.step(8)
     assert resumed.optimizer.scaler.scale == 512.0
-    assert same_weights(whole, resumed)
+    assert same_weights(uninterrupted, resumed)
 
 
 def test_missing_updates_are_an_error_not_zero(tmp_path: Path) -> None:
-    whole = Training()
+    uninterrupted = Training()
     for number in range(3):
-        whole.step(number)
-    folder = save_checkpoint(tmp_path, 3, whole.chunks(scalars=False), {}, coordinator=Solo())
+        uninterrupted.step(number)
+    folder = save_checkpoint(
+        tmp_path, 3, uninterrupted.chunks(scalars=False), {}, coordinator=Solo()
+    )
     assert not any(name.startswith("optimizer.steps") for name in read_manifest(folder).tensors)
     fix = r"after_load\(with_state=True, steps=\.\.\.\)"
     resumed = Training()
@@ -113,22 +115,22 @@ def test_missing_updates_are_an_error_not_zero(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=fix):
         resumed.optimizer.after_load(with_state=True)
     resumed.optimizer.after_load(with_state=True, steps=3)
-    for training in (whole, resumed):
+    for training in (uninterrupted, resumed):
         training.step(3)
-    assert same_weights(whole, resumed)
+    assert same_weights(uninterrupted, resumed)
 
 
-def test_a_count_without_its_state_is_refused() -> None:
+def test_step_count_without_state_is_refused() -> None:
     optimizer = Training().optimizer
     for with_state, steps in ((False, 3), (True, -1)):
         with pytest.raises(ValueError, match=f"steps={steps}"):
             optimizer.after_load(with_state=with_state, steps=steps)
-    optimizer.after_load(with_state=True)  # a checkpoint of the first step: moments are zero
+    optimizer.after_load(with_state=True)  # a checkpoint of step 0: moments are zero
     assert optimizer.steps == 0
 
 
-def test_runs_of_the_applications_keep_both_in_their_json() -> None:
-    """Where the README of megatron-core says that they are, for `after_load(steps=...)`."""
+def test_application_checkpoint_keeps_steps_in_extra() -> None:
+    """The README of megatron-core takes `after_load(steps=...)` from this JSON."""
     manifest = read_manifest(FROZEN)
     assert "optimizer.exp_avg/embedding.weight" in manifest.tensors
     assert "optimizer.steps" not in manifest.tensors

@@ -16,21 +16,21 @@ from megatron.core.weight_sharding import STRATEGIES, WeightSharding, placement
 from tests.support.pretended_groups import pretended_groups
 
 NORMAL = InitSpec.normal(1.0)
-#: Odd sizes: no shard of them ends at a border of rows.
+#: Odd sizes, so that no shard ends at a row boundary.
 SHAPES = {"first": (7, 5), "second": (33, 3), "third": (2, 129)}
 
 
 def test_members_and_shards_are_aligned_and_shards_are_even():
-    source = random.Random(3)
+    rng = random.Random(3)
     for _ in range(200):
         shapes = [
-            (str(i), tuple(source.randint(1, 6) for _ in range(source.randint(1, 3))))
-            for i in range(source.randint(1, 6))
+            (str(i), tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3))))
+            for i in range(rng.randint(1, 6))
         ]
-        parts, member_alignment, shard_alignment = (source.randint(1, 8) for _ in range(3))
+        num_shards, member_alignment, shard_alignment = (rng.randint(1, 8) for _ in range(3))
         layout = BufferLayout.of(
             shapes,
-            num_shards=parts,
+            num_shards=num_shards,
             member_alignment=member_alignment,
             shard_alignment=shard_alignment,
         )
@@ -39,16 +39,16 @@ def test_members_and_shards_are_aligned_and_shards_are_even():
         ends = [0, *(m.stop for m in layout.members)]
         gaps = [m.start - end for m, end in zip(layout.members, ends[:-1], strict=True)]
         assert all(0 <= gap < member_alignment for gap in gaps)
-        bounds = [layout.shard(i) for i in range(parts)]
+        bounds = [layout.shard(i) for i in range(num_shards)]
         assert [b for b, _ in bounds] == [0, *(e for _, e in bounds)][:-1]
         assert bounds[-1][1] == layout.numel
-        assert ends[-1] <= layout.numel < ends[-1] + parts * shard_alignment
+        assert ends[-1] <= layout.numel < ends[-1] + num_shards * shard_alignment
         assert all((e - b) % shard_alignment == 0 for b, e in bounds)
 
 
 def stores(strategy: str, *, gtp: int = 2, dp: int = 3) -> list[WeightStore]:
-    """Return the stores of all ranks, with three matrices over gtp and a vector."""
-    found = []
+    """Return the stores of all ranks, each with three gtp-sharded matrices and a vector."""
+    stores_by_rank = []
     for rank in range(gtp * dp):
         groups = pretended_groups(RankGrid(world_size=gtp * dp, gtp=gtp), rank)
         store = WeightStore(groups, seed=3)
@@ -56,66 +56,66 @@ def stores(strategy: str, *, gtp: int = 2, dp: int = 3) -> list[WeightStore]:
             store.declare(WeightSharding.of(name, shape, gtp=True), NORMAL)
         store.declare(WeightSharding.of("vector", (5,), weight_decay=False), NORMAL)
         store.materialize(Storage(strategy=strategy))
-        found.append(store)
-    return found
+        stores_by_rank.append(store)
+    return stores_by_rank
 
 
-def over_gtp(store: WeightStore) -> Bucket:
-    """Return the only bucket of weights over gtp."""
+def gtp_bucket(store: WeightStore) -> Bucket:
+    """Return the only bucket of gtp-sharded weights."""
     (bucket,) = [bucket for bucket in store.buckets if bucket.gtp]
     return bucket
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_gtp_weights_share_a_bucket_but_are_gathered_separately(strategy: str):
-    wanted = WeightStore(ProcessGroupCollection.single(), seed=3)
+    reference = WeightStore(ProcessGroupCollection.single(), seed=3)
     for name, shape in SHAPES.items():
-        wanted.declare(WeightSharding.of(name, shape), NORMAL)
-    wanted.materialize()
+        reference.declare(WeightSharding.of(name, shape), NORMAL)
+    reference.materialize()
     ranks = stores(strategy)
     for store in ranks:
-        bucket = over_gtp(store)
+        bucket = gtp_bucket(store)
         assert [block.name for block in bucket.blocks] == list(reversed(SHAPES))
         assert len(bucket.data) % (ALIGNMENT * bucket.outer.size) == 0
         assert all(len(block.data) % ALIGNMENT == 0 for block in bucket.blocks)
         padding = bucket.numel - sum(torch.Size(shape).numel() for shape in SHAPES.values())
         assert padding < ALIGNMENT * bucket.group.size * (len(SHAPES) + bucket.outer.size)
-    # Ranks are numbered with gtp inside dp: a gather is of two neighbours.
-    for first in range(0, len(ranks), 2):
-        pair = [over_gtp(store) for store in ranks[first : first + 2]]
+    # gtp is the innermost axis: two consecutive ranks form a gather group.
+    for first_rank in range(0, len(ranks), 2):
+        pair = [gtp_bucket(store) for store in ranks[first_rank : first_rank + 2]]
         assert [bucket.group.rank for bucket in pair] == [0, 1]
         for blocks in zip(*(bucket.blocks for bucket in pair), strict=True):
-            whole = torch.cat([block.data for block in blocks])
+            unsharded = torch.cat([block.data for block in blocks])
             (member,) = blocks[0].layout.members
-            weight = whole[member.start : member.stop].view(member.shape)
-            assert torch.equal(weight, wanted.handles[member.name].anchor.detach())
-            assert not whole[member.stop :].any(), "padding is zero"
+            weight = unsharded[member.start : member.stop].view(member.shape)
+            assert torch.equal(weight, reference.handles[member.name].anchor.detach())
+            assert not unsharded[member.stop :].any(), "padding is zero"
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_replicas_own_every_element_of_a_bucket_once_or_all(strategy: str):
+def test_each_element_is_owned_by_one_replica_or_by_all(strategy: str):
     ranks = stores(strategy)
-    times = 3 if strategy == "no_shard" else 1
+    num_owners = 3 if strategy == "no_shard" else 1
     counts = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     sizes = set()
     for store in ranks:
-        bucket = over_gtp(store)
+        bucket = gtp_bucket(store)
         low, high = bucket.owned_range
         sizes.add(high - low)
-        part = owned_range(store, bucket, torch.zeros(high - low))
-        assert torch.equal(part.weights, bucket.data[low:high])
-        for box in part.boxes:
-            values = store.handles[box.name]
-            assert values.sharding.name == box.name
-            at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            counts[box.name][at] += 1
-            assert len(box.replica_ranks) == times
+        owned = owned_range(store, bucket, torch.zeros(high - low))
+        assert torch.equal(owned.weights, bucket.data[low:high])
+        for box in owned.boxes:
+            handle = store.handles[box.name]
+            assert handle.sharding.name == box.name
+            slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            counts[box.name][slices] += 1
+            assert len(box.replica_ranks) == num_owners
             assert store.groups.rank in box.replica_ranks
-        assert sum(stop - start for start, stop in part.decayed) == sum(
-            box.numel for box in part.boxes
+        assert sum(stop - start for start, stop in owned.decayed) == sum(
+            box.numel for box in owned.boxes
         )
-    assert len(sizes) == 1, "replicas own as much each"
-    assert all((count == times).all() for count in counts.values())
+    assert len(sizes) == 1, "replicas own equally many elements"
+    assert all((count == num_owners).all() for count in counts.values())
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_replicas_own_every_element_of_a_bucket_once_or_all(strategy: str):
     [(1024, [1] * 5), (1025, [2, 2, 1]), (2048, [2, 2, 1]), (4 * 1024, [4, 1]), (5 * 1024, [5])],
 )
 @pytest.mark.parametrize("gtp", [False, True])
-def test_a_bucket_closes_by_the_bytes_of_its_gradients(gtp: bool, bucket_bytes: int, expected):
-    """Five weights of 1024 bytes of fp32 gradients, of a quarter of the weight over gtp."""
+def test_bucket_size_is_limited_by_gradient_bytes(gtp: bool, bucket_bytes: int, expected):
+    """Each of five weights has 1024 bytes of fp32 gradients per rank, with and without gtp."""
     store = WeightStore(pretended_groups(RankGrid(world_size=4, gtp=4 if gtp else 1), 0))
     for index in range(5):
         store.declare(WeightSharding.of(str(index), (32 if gtp else 8, 32), gtp=gtp), NORMAL)
@@ -134,21 +134,21 @@ def test_a_bucket_closes_by_the_bytes_of_its_gradients(gtp: bool, bucket_bytes: 
 
 def test_shards_are_views_of_their_bucket():
     for store in stores("optim"):
-        bucket = over_gtp(store)
+        bucket = gtp_bucket(store)
         starts = [block.start for block in bucket.blocks]
         assert starts == sorted(starts)
         for block in bucket.blocks:
             block.data.fill_(float(block.start))
-        held = {found.handle.name: found for found in bucket.stored_weights()}
+        stored_weights = {stored.handle.name: stored for stored in bucket.stored_weights()}
         for name in SHAPES:
-            found = held[name]
-            inside = bucket.data[found.offset : found.offset + found.stop - found.start]
+            stored = stored_weights[name]
+            inside = bucket.data[stored.offset : stored.offset + stored.stop - stored.start]
             assert torch.equal(store.handles[name].anchor.detach().view(-1), inside)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_bucket_holds_weights_of_its_own_placement_alone(strategy: str):
-    """Matrices over gtp and vectors are declared in turns; buckets have room for all of them."""
+def test_buckets_do_not_mix_placements(strategy: str):
+    """Gtp-sharded matrices and vectors alternate; one bucket would have room for all weights."""
     grid = RankGrid(world_size=6, gtp=2)
     store = WeightStore(pretended_groups(grid, 0))
     for index in range(3):
@@ -157,20 +157,25 @@ def test_a_bucket_holds_weights_of_its_own_placement_alone(strategy: str):
     storage = Storage(strategy=strategy)
     store.materialize(storage)
     matrices, vectors = ([f"{kind} {i}" for i in (2, 1, 0)] for kind in ("matrix", "vector"))
-    found = {tuple(h.name for h in b.handles): b for b in store.buckets}
-    if strategy == "optim_grads_params":  # gtp ranks are among those that share all weights
-        ((names, bucket),) = found.items()
+    buckets = {tuple(h.name for h in b.handles): b for b in store.buckets}
+    if strategy == "optim_grads_params":  # all weights are sharded over all ranks, gtp included
+        ((names, bucket),) = buckets.items()
         assert sorted(names) == sorted(matrices + vectors)
         assert not bucket.gtp
         assert bucket.placement == storage.placement
         return
-    assert set(found) == {tuple(matrices), tuple(vectors)}
-    over_gtp, whole = found[tuple(matrices)], found[tuple(vectors)]
-    assert whole.placement == storage.placement
-    assert (whole.gtp, whole.sharded, whole.group.size, whole.outer.size) == (False, False, 6, 1)
-    assert (over_gtp.gtp, over_gtp.sharded) == (True, True)
-    assert (over_gtp.group.size, over_gtp.outer.size) == (2, 3)
-    assert over_gtp.outer_shards == (strategy != "no_shard")
+    assert set(buckets) == {tuple(matrices), tuple(vectors)}
+    gtp_bucket, replicated = buckets[tuple(matrices)], buckets[tuple(vectors)]
+    assert replicated.placement == storage.placement
+    assert (replicated.gtp, replicated.sharded, replicated.group.size, replicated.outer.size) == (
+        False,
+        False,
+        6,
+        1,
+    )
+    assert (gtp_bucket.gtp, gtp_bucket.sharded) == (True, True)
+    assert (gtp_bucket.group.size, gtp_bucket.outer.size) == (2, 3)
+    assert gtp_bucket.outer_shards == (strategy != "no_shard")
 
 
 @pytest.mark.parametrize(
@@ -208,22 +213,22 @@ def test_sharded_weights_are_gathered_by_unit_or_by_weight(granularity: str, exp
 
 @pytest.mark.parametrize("expert", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hybrid_sharding_shares_over_inner_ranks(strategy: str, expert: bool):
-    """Two instances of two ranks; what nothing shards, all four ranks share."""
+def test_hybrid_sharding_shards_within_an_instance(strategy: str, expert: bool):
+    """Two instances of two ranks; `no_shard` reduces over all four ranks."""
     grid = RankGrid(world_size=4, instances=2)
-    shared, outer = [], []
+    shard_ranks, outer_ranks = [], []
     for rank in range(4):
-        placed = placement(strategy)
-        lanes = "expert_dp" if expert else "dense_dp"
-        groups = BucketGroups.of(pretended_groups(grid, rank), lanes, placed)
-        shared.append(groups.shard.ranks)
-        outer.append(groups.outer.ranks)
+        parameter_placement = placement(strategy)
+        axis = "expert_dp" if expert else "dense_dp"
+        groups = BucketGroups.of(pretended_groups(grid, rank), axis, parameter_placement)
+        shard_ranks.append(groups.shard.ranks)
+        outer_ranks.append(groups.outer.ranks)
         assert groups.gather.ranks == groups.shard.ranks
         assert (groups.gather.name != groups.shard.name) == (strategy == "optim_grads_params")
         assert (groups.shard.name in ("expert_dp", "expert_shard")) == expert
     if strategy == "no_shard":
-        assert shared == [(0, 1, 2, 3)] * 4
-        assert outer == [(0,), (1,), (2,), (3,)]
+        assert shard_ranks == [(0, 1, 2, 3)] * 4
+        assert outer_ranks == [(0,), (1,), (2,), (3,)]
     else:
-        assert shared == [(0, 1)] * 2 + [(2, 3)] * 2
-        assert outer == [(0, 2), (1, 3)] * 2
+        assert shard_ranks == [(0, 1)] * 2 + [(2, 3)] * 2
+        assert outer_ranks == [(0, 2), (1, 3)] * 2

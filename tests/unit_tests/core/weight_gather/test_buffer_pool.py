@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases of the pool: disjoint storage, reuse, refusals, poison and the counts of bytes."""
+"""The buffer pool: disjoint storage, reuse, invalid releases, poison and byte counts."""
 
 from __future__ import annotations
 
@@ -32,65 +32,65 @@ def test_live_buffers_never_share_storage():
         flat = [edge for span in spans(live) for edge in span]
         assert flat == sorted(flat)
         assert pool.live_bytes == sum(t.numel() * t.element_size() for t in live)
-    assert len(pointers) < 200  # storage was used again
+    assert len(pointers) < 200  # storage is reused
 
 
-def test_a_released_buffer_is_leased_again_within_its_size_class():
+def test_released_buffer_is_reused_within_its_size_class():
     pool = BufferPool("cpu")
-    first = pool.acquire(1000, torch.float32)
-    pointer = first.data_ptr()
-    pool.release(first)
-    again = pool.acquire(1001, torch.float32)
+    released = pool.acquire(1000, torch.float32)
+    pointer = released.data_ptr()
+    pool.release(released)
+    reused = pool.acquire(1001, torch.float32)
     assert size_class(1001) == size_class(1000) == 1008
-    assert again.data_ptr() == pointer
-    assert tuple(again.shape) == (1001,)
+    assert reused.data_ptr() == pointer
+    assert tuple(reused.shape) == (1001,)
     assert pool.acquire(1000, torch.bfloat16).data_ptr() != pointer
 
 
 def test_buffer_is_released_once_and_only_by_its_own_tensor():
     pool = BufferPool("cpu")
-    lease = pool.acquire(8, torch.float32)
-    for foreign in (torch.empty(8), lease[:4], lease.view(2, 4), lease.clone()):
+    buffer = pool.acquire(8, torch.float32)
+    for foreign in (torch.empty(8), buffer[:4], buffer.view(2, 4), buffer.clone()):
         with pytest.raises(ValueError, match="not a buffer in use"):
             pool.release(foreign)
-    pool.release(lease)
+    pool.release(buffer)
     with pytest.raises(ValueError, match="not a buffer in use"):
-        pool.release(lease)
-    # The old tensor of a buffer that somebody else holds now is no key to it.
-    again = pool.acquire(8, torch.float32)
-    assert again.data_ptr() == lease.data_ptr()
+        pool.release(buffer)
+    # The previous tensor of a reused buffer cannot release it.
+    reused = pool.acquire(8, torch.float32)
+    assert reused.data_ptr() == buffer.data_ptr()
     with pytest.raises(ValueError, match="not a buffer in use"):
-        pool.release(lease)
+        pool.release(buffer)
 
 
 def test_buffers_are_poisoned_at_allocation_and_release():
     pool = BufferPool("cpu", poison=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        lease = pool.acquire(100, dtype)
-        assert lease.float().isnan().all()
-        lease.fill_(1.0)
-        pool.release(lease)
-        assert lease.float().isnan().all()
+        buffer = pool.acquire(100, dtype)
+        assert buffer.float().isnan().all()
+        buffer.fill_(1.0)
+        pool.release(buffer)
+        assert buffer.float().isnan().all()
     codes = pool.acquire(4, torch.uint8)
     assert codes.tolist() == [255] * 4
     assert poison_(torch.zeros(2, dtype=torch.bool)).all()
 
 
-def test_without_poison_the_content_is_left_alone():
+def test_without_poison_buffers_keep_their_content():
     pool = BufferPool("cpu")
-    lease = pool.acquire(10, torch.float32).fill_(3.0)
-    pool.release(lease)
-    assert torch.equal(lease, torch.full((10,), 3.0))
+    buffer = pool.acquire(10, torch.float32).fill_(3.0)
+    pool.release(buffer)
+    assert torch.equal(buffer, torch.full((10,), 3.0))
 
 
-def test_autograd_refuses_a_view_that_was_saved_and_released():
+def test_autograd_refuses_a_saved_buffer_after_release():
     pool = BufferPool("cpu", poison=True)
     x = torch.ones(3, requires_grad=True)
-    lease = pool.acquire(3, torch.float32)
+    buffer = pool.acquire(3, torch.float32)
     with torch.no_grad():
-        lease.fill_(2.0)
-    y = (x * lease).sum()
-    pool.release(lease)
+        buffer.fill_(2.0)
+    y = (x * buffer).sum()
+    pool.release(buffer)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -122,15 +122,15 @@ def test_size_classes_waste_at_most_a_64th():
         assert size_class(rounded) == rounded
 
 
-def test_detached_buffers_are_never_leased_again():
+def test_detached_buffers_are_never_reused():
     pool = BufferPool("cpu")
-    leases = [pool.acquire(n, torch.float32) for n in (1000, 1000, 40)]
+    buffers = [pool.acquire(n, torch.float32) for n in (1000, 1000, 40)]
     with pytest.raises(ValueError, match="3 buffers of the pool are in use"):
         pool.take_free_buffers()
-    for lease in leases:
-        pool.release(lease)
-    held = pool.take_free_buffers()
-    assert sorted(t.numel() for t in held) == [48, 1008, 1008]
+    for buffer in buffers:
+        pool.release(buffer)
+    detached = pool.take_free_buffers()
+    assert sorted(t.numel() for t in detached) == [48, 1008, 1008]
     assert pool.reserved_bytes == 0
-    taken = {t.data_ptr() for t in held}
-    assert pool.acquire(1000, torch.float32).data_ptr() not in taken
+    detached_pointers = {t.data_ptr() for t in detached}
+    assert pool.acquire(1000, torch.float32).data_ptr() not in detached_pointers

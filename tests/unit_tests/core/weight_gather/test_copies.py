@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with copies of weights in fewer bytes, against the values that these stand for."""
+"""Products with low-bit copies of weights against products with the dequantized values."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ ROWS = (1, 2, 3, MAX_INT8_ROWS, MAX_INT8_ROWS + 1, 40)
 
 
 def weight_of(rows: int, features: int) -> torch.Tensor:
-    """Return a matrix whose rows have very different sizes, one of which is zeros."""
-    made = torch.randn(rows, features, generator=generator(3, rows))
-    made *= torch.logspace(-6, 3, rows).unsqueeze(1)
-    made[rows // 2] = 0
-    return made
+    """Return a matrix with rows of very different magnitudes and a row of zeros."""
+    weight = torch.randn(rows, features, generator=generator(3, rows))
+    weight *= torch.logspace(-6, 3, rows).unsqueeze(1)
+    weight[rows // 2] = 0
+    return weight
 
 
 @pytest.mark.parametrize("features", [7, 24, 512])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_row_of_int8_is_within_half_a_step(features: int, stored: torch.dtype) -> None:
+def test_int8_rows_are_within_half_a_quantization_step(features: int, stored: torch.dtype) -> None:
     weight = weight_of(33, features).to(stored)
     copy = LowBitCopy(weight, "int8")
-    scales, wide = copy.scales[:33].double().unsqueeze(1), weight.double()
-    off = copy.dequantize(0, 33).double() - wide
-    bounded = bool((off.abs() <= scales / 2 * (1 + 1e-6)).all())
+    scales, weight_fp64 = copy.scales[:33].double().unsqueeze(1), weight.double()
+    difference = copy.dequantize(0, 33).double() - weight_fp64
+    bounded = bool((difference.abs() <= scales / 2 * (1 + 1e-6)).all())
     assert bounded
-    bounded = bool((scales <= wide.abs().amax(1, keepdim=True) / 127 * (1 + 2**-6) + 1e-37).all())
+    bounded = bool(
+        (scales <= weight_fp64.abs().amax(1, keepdim=True) / 127 * (1 + 2**-6) + 1e-37).all()
+    )
     assert bounded
     assert copy.values[33 // 2].count_nonzero() == 0
-    expected = off.norm() / wide.norm()
+    expected = difference.norm() / weight_fp64.norm()
     assert copy.error(weight) == pytest.approx(float(expected), rel=1e-4)
     assert copy.nbytes == 64 * (-(-features // 32) * 32 + 2)
 
@@ -43,7 +45,7 @@ def test_a_row_of_int8_is_within_half_a_step(features: int, stored: torch.dtype)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("cpu_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "features"), [(9, 7), (33, 24), (2100, 512)])
-def test_a_product_is_that_of_the_copys_values(
+def test_low_bit_linear_multiplies_dequantized_values(
     dtype: CopyDtype, cpu_dtype: torch.dtype, rows: int, features: int
 ) -> None:
     weight = torch.randn(rows, features, generator=generator(5))
@@ -55,24 +57,24 @@ def test_a_product_is_that_of_the_copys_values(
         values *= copy.scales[:rows].double().unsqueeze(1)
     for tokens in ROWS:
         x = torch.randn(tokens, 1, features, generator=generator(7))
-        wanted = x.double() @ values.t() + bias
-        found = copy.linear(x, bias)
-        assert (found.dtype, found.shape) == (x.dtype, (tokens, 1, rows))
-        # Rounding x and y to bf16, 8 bits each.
-        assert_close_by_metric(f"{tokens} tokens", found, wanted, bound=6e-3)
+        expected = x.double() @ values.t() + bias
+        output = copy.linear(x, bias)
+        assert (output.dtype, output.shape) == (x.dtype, (tokens, 1, rows))
+        # x and y are rounded to the 8 bits of bf16.
+        assert_close_by_metric(f"{tokens} tokens", output, expected, bound=6e-3)
 
 
 def test_many_rows_are_multiplied_in_fp32() -> None:
     weight, x = torch.randn(64, 32, generator=generator(1)), torch.randn(40, 32)
     for dtype in ("bf16", "int8"):
         copy = LowBitCopy(weight, dtype, cpu_dtype=torch.float32)
-        wanted = x.double() @ copy.dequantize(0, 64).double().t()
-        assert_close_by_metric(dtype, copy.linear(x), wanted, bound=1e-6)
+        expected = x.double() @ copy.dequantize(0, 64).double().t()
+        assert_close_by_metric(dtype, copy.linear(x), expected, bound=1e-6)
 
 
 @pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
 @pytest.mark.parametrize(("rows", "features"), [(9, 7), (2100, 512)])
-def test_a_packed_copy_multiplies_by_the_same_values(
+def test_packed_copy_multiplies_the_same_values(
     rows: int, features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.bfloat16)
@@ -89,11 +91,11 @@ def test_a_packed_copy_multiplies_by_the_same_values(
     for tokens in ROWS:
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(tokens, 2 * features, generator=generator(7)).to(dtype)[:, features:]
-            wanted = x.bfloat16().double() @ plain.values.double().t()
-            assert_close_by_metric("packed", packed.linear(x), wanted, bound=6e-3)
+            expected = x.bfloat16().double() @ plain.values.double().t()
+            assert_close_by_metric("packed", packed.linear(x), expected, bound=6e-3)
 
 
-def test_packing_is_refused_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_refused_if_the_packed_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     packs_bf16.cache_clear()
     monkeypatch.setattr(
         "megatron.core.ops.packed_matmul.packed_linear", lambda x, packed: x.new_zeros(len(x), 24)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How experts lie in a local tensor: matrix after matrix, whatever cuts them, rank by rank."""
+"""Layout of experts in a local tensor: consecutive matrices under any sharding, on every rank."""
 
 from __future__ import annotations
 
@@ -41,59 +41,67 @@ GRIDS = (
 )
 
 
-def whole(name: str) -> torch.Tensor:
-    """Return a logical tensor of different numbers."""
+def logical(name: str) -> torch.Tensor:
+    """Return a logical tensor whose elements all differ."""
     shape = DOWN if name == "down" else SHAPES[name]
-    first = 1000 * ("gate", "up", "down").index(name)
-    return first + torch.arange(math.prod(shape)).view(shape)
+    first_value = 1000 * ("gate", "up", "down").index(name)
+    return first_value + torch.arange(math.prod(shape)).view(shape)
 
 
-def laid_out(sharding: WeightSharding, grid: RankGrid, rank: int) -> torch.Tensor:
+def fill_local(sharding: WeightSharding, grid: RankGrid, rank: int) -> torch.Tensor:
     """Return a rank's local tensor, filled box by box."""
     local = torch.full(local_shape(sharding, grid), -1).view(-1)
     for box in local_boxes(sharding, grid, grid.coordinates(rank)):
-        places = zip(box.offsets, box.sizes, strict=True)
-        part = whole(box.name)[tuple(slice(first, first + size) for first, size in places)]
-        local[box.start : box.start + box.numel] = part.flatten()
+        ranges = zip(box.offsets, box.sizes, strict=True)
+        box_values = logical(box.name)[tuple(slice(begin, begin + size) for begin, size in ranges)]
+        local[box.start : box.start + box.numel] = box_values.flatten()
     return local.view(local_shape(sharding, grid))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"etp{grid.etp} ep{grid.ep}")
-def test_a_rank_has_its_experts_one_after_the_other(grid: RankGrid):
+def test_ranks_store_their_experts_consecutively(grid: RankGrid):
     assert check(FUSED, grid) == check(PLAIN, grid) == []
     for rank in range(grid.world_size):
-        at = grid.coordinates(rank)
-        experts = slice(at["ep"] * EXPERTS // grid.ep, (at["ep"] + 1) * EXPERTS // grid.ep)
-        inner = slice(at["etp"] * FFN // grid.etp, (at["etp"] + 1) * FFN // grid.etp)
-        fused = laid_out(FUSED, grid, rank)
+        coordinates = grid.coordinates(rank)
+        experts = slice(
+            coordinates["ep"] * EXPERTS // grid.ep, (coordinates["ep"] + 1) * EXPERTS // grid.ep
+        )
+        ffn_rows = slice(
+            coordinates["etp"] * FFN // grid.etp, (coordinates["etp"] + 1) * FFN // grid.etp
+        )
+        fused = fill_local(FUSED, grid, rank)
         assert fused.shape == (2 * EXPERTS // grid.ep, FFN // grid.etp, HIDDEN)
-        # [experts, 2 · f/etp, h]: the rows of gate, then those of up
+        # [experts, 2 · f/etp, h]: gate's rows, then up's rows
         pairs = fused.view(EXPERTS // grid.ep, -1, HIDDEN)
-        wanted = torch.cat([whole("gate")[experts, inner], whole("up")[experts, inner]], 1)
-        assert torch.equal(pairs, wanted)
-        assert torch.equal(laid_out(PLAIN, grid, rank), whole("down")[experts, :, inner])
+        expected = torch.cat(
+            [logical("gate")[experts, ffn_rows], logical("up")[experts, ffn_rows]], 1
+        )
+        assert torch.equal(pairs, expected)
+        assert torch.equal(fill_local(PLAIN, grid, rank), logical("down")[experts, :, ffn_rows])
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"etp{grid.etp} ep{grid.ep}")
-def test_shards_of_experts_know_what_they_hold(grid: RankGrid):
+def test_range_boxes_describe_every_element_of_expert_shards(grid: RankGrid):
     for sharding in (FUSED, PLAIN):
-        flat = laid_out(sharding, grid, grid.world_size - 1).view(-1)
+        flat = fill_local(sharding, grid, grid.world_size - 1).view(-1)
         boxes = local_boxes(sharding, grid, grid.coordinates(grid.world_size - 1))
-        inside = 0
-        for index in range(7):  # ends inside experts, rows and runs of columns
+        num_elements = 0
+        for index in range(7):  # shards end inside experts, rows and column ranges
             start, stop = shard_range(len(flat), 7, index)
             for box in range_boxes(boxes, start, stop):
-                places = zip(box.offsets, box.sizes, strict=True)
-                part = whole(box.name)[tuple(slice(first, first + n) for first, n in places)]
-                at = start + box.start
-                assert torch.equal(flat[at : at + box.numel], part.flatten())
-                inside += box.numel
-        assert inside == len(flat)
+                ranges = zip(box.offsets, box.sizes, strict=True)
+                box_values = logical(box.name)[
+                    tuple(slice(begin, begin + n) for begin, n in ranges)
+                ]
+                position = start + box.start
+                assert torch.equal(flat[position : position + box.numel], box_values.flatten())
+                num_elements += box.numel
+        assert num_elements == len(flat)
 
 
-def test_experts_that_do_not_divide_are_named():
-    found = check(FUSED, RankGrid(world_size=5, ep=5))
-    assert found == [
+def test_indivisible_expert_counts_are_named():
+    problems = check(FUSED, RankGrid(world_size=5, ep=5))
+    assert problems == [
         f"{name}: 12 rows in 5 shards do not interleave by 12 units evenly" for name in SHAPES
     ]
     assert check(FUSED, RankGrid(world_size=4, etp=4)) == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computing through weight handles against autograd in fp64; gradients in slots, split or not."""
+"""Weight handles against autograd in fp64, with immediate and with deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -19,49 +19,51 @@ from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 
-#: Operands are rounded to bf16 (2^-9) before and results after each product, then summed in fp32.
+#: bf16 rounds operands and results of each product (2^-9); sums are in fp32.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1.5e-2}
 SHAPES = {"table": (11, 6), "weight": (5, 6), "bias": (5,), "scale": (6,)}
 
 
-class Slots:
-    """A sink of gradients that keeps one slot a weight, all step long, and notes every put."""
+class GradientRecorder:
+    """A gradient sink with one main_grad per weight that records every accumulation."""
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
-        self.told: list[tuple[str, bool]] = []
-        self.opened = 0
+        self.accumulated: list[tuple[str, bool]] = []
+        self.num_allocations = 0
         for handle in store.handles.values():
             handle.gradients = self
 
     def alloc_main_grads(self) -> None:
-        """Fill the slots with NaN: what is not written first shows."""
-        self.opened += 1
+        """Fill every main_grad with NaN, so that adding before the first write shows."""
+        self.num_allocations += 1
         for handle in self.store.handles.values():
             if handle.trainable:
                 handle.main_grad = torch.full(handle.shape, torch.nan)
 
     def grad_accumulated(self, handle: WeightHandle) -> None:
-        """Note the put."""
-        self.told.append((handle.name, handle.overwrite_main_grad))
+        """Record the accumulation."""
+        self.accumulated.append((handle.name, handle.overwrite_main_grad))
 
 
-def built(dtype: torch.dtype = torch.float32, *, slots: bool = True) -> WeightStore:
+def build_store(
+    dtype: torch.dtype = torch.float32, *, record_gradients: bool = True
+) -> WeightStore:
     """Return a store of four weights."""
     store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype)
     for name, shape in SHAPES.items():
         store.declare(WeightSharding.of(name, shape), InitSpec.normal(0.7))
     store.materialize()
-    if slots:
-        Slots(store)
+    if record_gradients:
+        GradientRecorder(store)
     return store
 
 
-def sink(store: WeightStore) -> Slots:
-    """Return who collects a store's gradients."""
-    found = store.handles["table"].gradients
-    assert isinstance(found, Slots)
-    return found
+def sink(store: WeightStore) -> GradientRecorder:
+    """Return the gradient sink of a store."""
+    gradient_sink = store.handles["table"].gradients
+    assert isinstance(gradient_sink, GradientRecorder)
+    return gradient_sink
 
 
 def values(*shape: int, key: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -75,7 +77,7 @@ def reference_weights(store: WeightStore) -> dict[str, torch.Tensor]:
 
 
 def network(store: WeightStore, ids: torch.Tensor, valid: torch.Tensor, x: torch.Tensor):
-    """Use every entry point, the table twice: [4, 3, 11]."""
+    """Return logits [4, 3, 11], using every entry point and the table twice."""
     use = store.handles
     rows = use["table"].embedding(ids, valid) + x
     hidden = rows * use["scale"].use(torch.float32).to(x.dtype)
@@ -84,7 +86,7 @@ def network(store: WeightStore, ids: torch.Tensor, valid: torch.Tensor, x: torch
 
 
 def plain_network(weights, ids, valid, x):
-    """The same with autograd alone."""
+    """Return the logits of the same network with plain autograd."""
     rows = F.embedding(ids, weights["table"]) * valid.unsqueeze(-1) + x
     hidden = rows * weights["scale"]
     inner = F.linear(hidden, weights["weight"], weights["bias"])
@@ -100,20 +102,20 @@ def inputs(dtype: torch.dtype, key: int):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_equal_autograd_over_two_microbatches(dtype: torch.dtype):
-    store, bound = built(dtype), BOUNDS[dtype]
+    store, bound = build_store(dtype), BOUNDS[dtype]
     weights = reference_weights(store)
     with nan_memory():
-        for key in (1, 2):  # the first put of each slot overwrites, all later ones add
+        for key in (1, 2):  # the first gradient overwrites main_grad, later gradients add
             ids, valid, x, grad = inputs(dtype, key)
             x.requires_grad_(True)
             out = network(store, ids, valid, x)
             out.backward(grad)
-            wide = x.detach().double().requires_grad_(True)
-            reference = plain_network(weights, ids, valid.double(), wide)
+            x_fp64 = x.detach().double().requires_grad_(True)
+            reference = plain_network(weights, ids, valid.double(), x_fp64)
             reference.backward(grad.double())
             assert out.dtype is dtype
             assert_close_by_metric("output", out, reference, bound=bound)
-            assert_close_by_metric("input gradient", x.grad, wide.grad, bound=bound)
+            assert_close_by_metric("input gradient", x.grad, x_fp64.grad, bound=bound)
     for name, handle in store.handles.items():
         assert not handle.overwrite_main_grad
         assert handle.anchor.grad is None
@@ -122,63 +124,65 @@ def test_gradients_equal_autograd_over_two_microbatches(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", ["table", "weight", "bias", "scale"])
-def test_first_put_of_a_step_overwrites_and_later_ones_add(name: str):
-    store = built()
+def test_first_gradient_of_a_step_overwrites_and_later_add(name: str):
+    store = build_store()
 
-    def put() -> torch.Tensor:
+    def accumulate() -> torch.Tensor:
         ids, valid, x, grad = inputs(torch.float32, 5)
         network(store, ids, valid, x).backward(grad)
         return store.handles[name].main_grad.clone()
 
-    once = put()
-    assert_close_by_metric("twice", put(), 2 * once, bound=1e-6)
+    first_gradient = accumulate()
+    assert_close_by_metric("twice", accumulate(), 2 * first_gradient, bound=1e-6)
     for handle in store.handles.values():
         handle.overwrite_main_grad = True
-    assert torch.equal(put(), once)
+    assert torch.equal(accumulate(), first_gradient)
 
 
-def test_an_embedding_that_comes_first_writes_every_row():
-    handle = built().handles["table"]
+def test_first_embedding_gradient_writes_every_row():
+    handle = build_store().handles["table"]
     ids, grad = torch.tensor([3, 7, 3]), (8 * values(3, 6)).round()  # sums are exact
-    wanted = torch.zeros(11, 6).index_add_(0, ids, grad)
+    expected = torch.zeros(11, 6).index_add_(0, ids, grad)
     for factor in (1.0, 2.0):
         (handle.embedding(ids) * grad).sum().backward()
-        assert torch.equal(handle.main_grad, factor * wanted)
+        assert torch.equal(handle.main_grad, factor * expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_split_backward_is_bitwise_the_unsplit_one(dtype: torch.dtype):
-    whole, split = built(dtype), built(dtype)
+def test_deferred_wgrad_is_bit_equal_to_immediate_wgrad(dtype: torch.dtype):
+    immediate, deferred = build_store(dtype), build_store(dtype)
     for key in (1, 2):
         ids, valid, x, grad = inputs(dtype, key)
         a, b = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
-        network(whole, ids, valid, a).backward(grad)
-        loss = network(split, ids, valid, b)
-        with split.defer() as queue:
+        network(immediate, ids, valid, a).backward(grad)
+        loss = network(deferred, ids, valid, b)
+        with deferred.defer() as queue:
             loss.backward(grad)
         assert len(queue) == 5, "table twice, weight, bias, scale"
         assert torch.equal(a.grad, b.grad)
         if key == 1:
-            assert sink(split).opened == 0, "put at once"
+            assert sink(deferred).num_allocations == 0, (
+                "main_grads are allocated by the first deferred wgrad"
+            )
         queue.drain()
         assert len(queue) == 0
-    for name, handle in whole.handles.items():
-        assert torch.equal(handle.main_grad, split.handles[name].main_grad), name
+    for name, handle in immediate.handles.items():
+        assert torch.equal(handle.main_grad, deferred.handles[name].main_grad), name
 
 
-def test_outside_of_defer_puts_run_at_once_again():
-    store = built()
+def test_wgrads_are_not_deferred_after_an_error_in_defer():
+    store = build_store()
     with pytest.raises(KeyError), store.defer():
         raise KeyError
     assert not any(handle.defers for handle in store.handles.values())
 
 
-class _Holds(torch.autograd.Function):
+class _HoldReference(torch.autograd.Function):
     """The identity, whose node keeps an object alive."""
 
     @staticmethod
-    def forward(ctx, x, kept):
-        ctx.kept = kept
+    def forward(ctx, x, referenced):
+        ctx.referenced = referenced
         return x.view_as(x)
 
     @staticmethod
@@ -186,54 +190,54 @@ class _Holds(torch.autograd.Function):
         return grad, None
 
 
-class _Watched:
-    """Something that a weak reference can watch."""
+class _Referenced:
+    """An object that supports weak references."""
 
 
-def test_waiting_gradients_keep_no_graph_alive():
-    store = built()
+def test_deferred_wgrads_keep_no_graph_alive():
+    store = build_store()
     ids, valid, x, grad = inputs(torch.float32, 3)
-    kept = _Watched()
-    watched = weakref.ref(kept)
-    out = network(store, ids, valid, _Holds.apply(x.requires_grad_(True), kept))
+    referenced = _Referenced()
+    reference = weakref.ref(referenced)
+    out = network(store, ids, valid, _HoldReference.apply(x.requires_grad_(True), referenced))
     with store.defer() as queue:
         out.backward(grad)
-    del kept, out, x
+    del referenced, out, x
     gc.collect()
     assert len(queue) == 5
-    assert watched() is None
+    assert reference() is None
     queue.drain()
 
 
-def test_slots_do_not_alias_the_gradients_that_were_put():
-    store = built()
-    handle, given = store.handles["scale"], values(6)
-    copy_of = handle.use()
-    copy_of.backward(given)
+def test_main_grad_does_not_alias_the_accumulated_gradient():
+    store = build_store()
+    handle, gradient = store.handles["scale"], values(6)
+    private_copy = handle.use()
+    private_copy.backward(gradient)
     handle.main_grad.zero_()
-    assert given.abs().sum() > 0
+    assert gradient.abs().sum() > 0
     before = handle.get().clone()
     with torch.no_grad():
-        copy_of.zero_()
+        private_copy.zero_()
     assert torch.equal(handle.get(), before), "use() must give a private copy"
 
 
-def test_read_only_weight_is_no_copy_and_takes_a_gradient():
-    handle, given = built().handles["scale"], values(6)
+def test_read_only_weight_is_a_view_that_takes_a_gradient():
+    handle, gradient = build_store().handles["scale"], values(6)
     weight = handle.read_only()
     assert weight.data_ptr() == handle.unsharded_param.data_ptr()
-    assert handle.unsharded_param.grad_fn is None, "a weight that is stored has no history"
-    weight.backward(given)
-    assert torch.equal(handle.main_grad, given)
-    wide = handle.read_only(torch.float64)
-    assert torch.equal(wide.detach(), handle.get().double())
+    assert handle.unsharded_param.grad_fn is None, "a stored weight has no autograd history"
+    weight.backward(gradient)
+    assert torch.equal(handle.main_grad, gradient)
+    weight_fp64 = handle.read_only(torch.float64)
+    assert torch.equal(weight_fp64.detach(), handle.get().double())
     with torch.no_grad():
         assert handle.read_only() is handle.unsharded_param
 
 
 @pytest.mark.parametrize("frozen", ["table", "weight", "bias", "scale"])
 def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
-    store, reference = built(), built()
+    store, reference = build_store(), build_store()
     handle = store.handles[frozen]
     handle.anchor.requires_grad_(False)
     handle.gradients = None
@@ -243,13 +247,13 @@ def test_frozen_weights_pass_gradients_on_and_get_none(frozen: str):
     network(reference, ids, valid, b).backward(grad)
     assert torch.equal(a.grad, b.grad)
     assert handle.main_grad is None
-    for name, other in store.handles.items():
+    for name, trained in store.handles.items():
         if name != frozen:
-            assert torch.equal(other.main_grad, reference.handles[name].main_grad)
+            assert torch.equal(trained.main_grad, reference.handles[name].main_grad)
 
 
 def test_frozen_model_builds_no_graph_and_saves_nothing():
-    store = built(slots=False)
+    store = build_store(record_gradients=False)
     store.freeze(*SHAPES)
     ids, valid, x, _ = inputs(torch.float32, 7)
     assert not network(store, ids, valid, x).requires_grad
@@ -272,31 +276,35 @@ def test_unmaterialized_weight_and_missing_engine_name_the_call():
 
 
 def test_gradient_sink_opens_once_and_sees_every_accumulation():
-    store = built()
-    told = sink(store).told
+    store = build_store()
+    accumulated = sink(store).accumulated
     ids, valid, x, grad = inputs(torch.float32, 2)
     network(store, ids, valid, x).backward(grad)
-    # The order of the graph, which is the same in every run.
-    assert sorted(told) == sorted((n, False) for n in ("table", "weight", "bias", "scale", "table"))
-    again = copy.copy(told)
-    told.clear()
+    # Sorted, because the order is the autograd graph's; the second run must repeat it.
+    assert sorted(accumulated) == sorted(
+        (n, False) for n in ("table", "weight", "bias", "scale", "table")
+    )
+    previous = copy.copy(accumulated)
+    accumulated.clear()
     network(store, ids, valid, x).backward(grad)
-    assert told == again
-    assert sink(store).opened == 1
+    assert accumulated == previous
+    assert sink(store).num_allocations == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrix_products(dtype: torch.dtype):
-    store, bound = built(dtype), BOUNDS[dtype]
+def test_linear_dgrad_and_wgrad_match_fp64(dtype: torch.dtype):
+    store, bound = build_store(dtype), BOUNDS[dtype]
     weight, bias = store.handles["weight"], store.handles["bias"]
     x, grad = values(2, 7, 6, key=9, dtype=dtype), values(2, 7, 5, key=9, dtype=dtype)
-    wide = [t.double() for t in (x, weight.get(), bias.get(), grad)]
+    operands_fp64 = [t.double() for t in (x, weight.get(), bias.get(), grad)]
     with torch.no_grad():
         out = weight.linear(x, bias)
     assert out.dtype is dtype
-    assert_close_by_metric("y", out, F.linear(*wide[:3]), bound=bound)
-    assert_close_by_metric("dx", weight.dgrad(grad), wide[3] @ wide[1], bound=bound)
-    product = wide[3].flatten(0, 1).t() @ wide[0].flatten(0, 1)
+    assert_close_by_metric("y", out, F.linear(*operands_fp64[:3]), bound=bound)
+    assert_close_by_metric(
+        "dx", weight.dgrad(grad), operands_fp64[3] @ operands_fp64[1], bound=bound
+    )
+    product = operands_fp64[3].flatten(0, 1).t() @ operands_fp64[0].flatten(0, 1)
     weight.wgrad(grad, x)  # overwrites
     assert_close_by_metric(
         "dW", weight.main_grad, product, bound=1e-6 if dtype is torch.float32 else bound
@@ -307,9 +315,9 @@ def test_matrix_products(dtype: torch.dtype):
     )
 
 
-def test_weight_gradients_of_bf16_are_summed_in_fp32():
-    """One large and many small terms: a bf16 sum would lose the small ones."""
-    store = built(torch.bfloat16)
+def test_bf16_weight_gradients_are_summed_in_fp32():
+    """A bf16 sum of a large term and many small terms would lose the small terms."""
+    store = build_store(torch.bfloat16)
     handle: WeightHandle = store.handles["weight"]
     x = torch.ones(1, 6, dtype=torch.bfloat16)
     for gradient in (256.0, *(0.5,) * 32):

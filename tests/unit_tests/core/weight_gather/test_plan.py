@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather plans: what fits stays, the next block is under way, and the check sees every fault."""
+"""Gather plans: blocks stay within the budget, the next block is prefetched, faults are found."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def steps(microbatches: int) -> list[str]:
     return ["forward", "backward"] * microbatches
 
 
-def plan_of(*, budget: int, ahead: int = 0, microbatches: int = 3, prefetch: bool = True):
+def plan_of(*, budget: int, prefetch_bytes: int = 0, microbatches: int = 3, prefetch: bool = True):
     sizes = [1] * len(FORWARD)
     plan = compile_plan(
         TRACES,
         steps(microbatches),
         sizes=sizes,
         budget=budget,
-        prefetch_bytes=ahead,
+        prefetch_bytes=prefetch_bytes,
         prefetch=prefetch,
     )
     assert check_plan(plan, sizes=sizes, budget=budget) == []
@@ -45,20 +45,20 @@ def plan_of(*, budget: int, ahead: int = 0, microbatches: int = 3, prefetch: boo
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_without_a_limit_every_block_is_gathered_once(prefetch: bool, microbatches: int):
+def test_unlimited_budget_gathers_every_block_once(prefetch: bool, microbatches: int):
     plan = plan_of(budget=UNLIMITED, microbatches=microbatches, prefetch=prefetch)
     assert plan.gathers == len(FORWARD)
     assert plan.peak_bytes == len(FORWARD)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("kept", [2, 3, 4, 5])
-def test_turns_keep_what_fits(kept: int, prefetch: bool):
-    # A zigzag over n blocks misses n - kept of them in every pass but the first (n).
+@pytest.mark.parametrize("resident", [2, 3, 4, 5])
+def test_alternating_passes_regather_only_blocks_over_budget(resident: int, prefetch: bool):
+    # Every pass over n blocks but the first gathers n - resident blocks again; the first gathers n.
     blocks, microbatches = len(FORWARD), 3
-    plan = plan_of(budget=kept, microbatches=microbatches, prefetch=prefetch)
-    assert plan.gathers == blocks + (2 * microbatches - 1) * (blocks - kept)
-    assert plan.peak_bytes == kept
+    plan = plan_of(budget=resident, microbatches=microbatches, prefetch=prefetch)
+    assert plan.gathers == blocks + (2 * microbatches - 1) * (blocks - resident)
+    assert plan.peak_bytes == resident
 
 
 def test_one_resident_block_degrades_to_on_demand():
@@ -78,59 +78,61 @@ def test_block_used_by_last_forward_and_backward_is_one_use():
     ]
 
 
-def test_the_next_block_is_under_way_before_its_use():
+def test_next_block_is_prefetched_before_its_use():
     plan = plan_of(budget=2)
     assert plan.prologue == (0, 1)
     assert plan.uses[0] == PlannedUse(0, (), ())
     assert plan.uses[1] == PlannedUse(1, (0,), (2,))
-    for before, after in itertools.pairwise(plan.uses):
-        assert after.block not in after.all_gather, (before, after)
+    for use, next_use in itertools.pairwise(plan.uses):
+        assert next_use.block not in next_use.all_gather, (use, next_use)
 
 
-def test_without_prefetch_every_gather_starts_at_its_own_use():
+def test_without_prefetch_gathers_start_at_the_use():
     plan = plan_of(budget=UNLIMITED, prefetch=False)
     assert plan.prologue == ()
     assert [c.all_gather for c in plan.uses if c.all_gather] == [(b,) for b in FORWARD]
     assert all(c.all_gather in ((), (c.block,)) for c in plan.uses)
 
 
-def test_ahead_counts_the_bytes_beyond_the_next_block():
+def test_prefetch_bytes_count_beyond_the_next_block():
     sizes = [1, 100, 3, 4, 5, 6]
-    for ahead, prologue in ((0, (0, 1)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 1, 2, 3))):
-        plan = compile_plan(TRACES, steps(1), sizes=sizes, budget=UNLIMITED, prefetch_bytes=ahead)
+    for prefetch_bytes, prologue in ((0, (0, 1)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 1, 2, 3))):
+        plan = compile_plan(
+            TRACES, steps(1), sizes=sizes, budget=UNLIMITED, prefetch_bytes=prefetch_bytes
+        )
         assert plan.prologue == prologue
         assert check_plan(plan, sizes=sizes, budget=UNLIMITED) == []
 
 
-def test_nothing_is_released_for_a_block_needed_later():
-    # At the use of 0 with room for two, 2 would fit only in place of 1, which comes first.
+def test_no_block_is_released_for_one_needed_later():
+    # At the use of block 0 the budget is two blocks: 2 would replace 1, which is used earlier.
     traces = {"forward": (0, 1, 2, 0, 1)}
     plan = compile_plan(traces, ["forward"], sizes=[1, 1, 1], budget=2, prefetch_bytes=UNLIMITED)
     assert plan.prologue == (0, 1)
     assert plan.uses[1] == PlannedUse(1, (0,), (2,))
 
 
-def test_a_block_of_no_bytes_is_gathered_once_and_stays():
+def test_zero_byte_block_is_gathered_once_and_never_released():
     sizes = [0, 10, 10, 10, 10, 0]
     plan = compile_plan(TRACES, steps(3), sizes=sizes, budget=20, prefetch_bytes=0)
     assert check_plan(plan, sizes=sizes, budget=20) == []
-    issued = [*plan.prologue, *(b for c in plan.uses for b in c.all_gather)]
-    assert issued.count(0) == issued.count(5) == 1
+    gathered = [*plan.prologue, *(b for c in plan.uses for b in c.all_gather)]
+    assert gathered.count(0) == gathered.count(5) == 1
     assert not {0, 5} & {b for c in plan.uses for b in c.reshard}
-    # All of them may start at once: they cost no memory, and the link takes them in order.
+    # Zero-byte blocks may all start at once: they need no memory, and the link keeps their order.
     free = compile_plan(TRACES, steps(3), sizes=[0] * 6, budget=0, prefetch_bytes=0)
     assert free.prologue == FORWARD
     assert free.gathers == 6
 
 
-def test_a_block_above_the_budget_is_alone_while_in_use():
+def test_block_over_budget_is_alone_while_in_use():
     sizes = [1, 50, 1, 1, 1, 1]
     plan = compile_plan(TRACES, steps(2), sizes=sizes, budget=3, prefetch_bytes=UNLIMITED)
     assert check_plan(plan, sizes=sizes, budget=3) == []
     assert plan.peak_bytes == 50
 
 
-def test_what_is_not_needed_again_is_released():
+def test_blocks_without_a_later_use_are_released():
     plan = plan_of(budget=UNLIMITED, microbatches=1)
     assert [c.reshard for c in plan.uses[-5:]] == [(5,), (4,), (3,), (2,), (1,)]
 
@@ -158,7 +160,7 @@ def random_case(rng: random.Random) -> dict:
     }
 
 
-def test_random_programs_hold_every_property():
+def test_plans_of_random_programs_pass_all_checks():
     rng = random.Random(4)
     prefetched = released = 0
     for _ in range(1500):
@@ -167,7 +169,7 @@ def test_random_programs_hold_every_property():
         assert check_plan(plan, sizes=case["sizes"], budget=case["budget"]) == [], case
         flat = [b for name in case["program"] for b in case["traces"][name]]
         assert [c.block for c in plan.uses] == [b for b, _ in itertools.groupby(flat)]
-        # No program needs fewer gathers than each of its blocks once; none more than its uses.
+        # A program gathers each of its blocks at least once and at most once per use.
         assert len(set(flat)) <= plan.gathers <= max(1, len(plan.uses))
         if case["budget"] == UNLIMITED:
             assert plan.gathers == len(set(flat))
@@ -188,73 +190,73 @@ def test_prefetch_is_never_late_with_budget_for_any_two_blocks():
 
 def test_prefetch_is_never_late_with_budget_for_neighbours():
     rng = random.Random(7)
-    less_is_late = 0
+    num_late = 0
     for _ in range(300):
         case = random_case(rng) | {"prefetch": True, "prefetch_bytes": 0}
-        given = {name: case[name] for name in ("traces", "program", "sizes")}
-        room = max_adjacent_bytes(**given)
-        for budget in (room, max(0, room - 1)):
+        program = {name: case[name] for name in ("traces", "program", "sizes")}
+        sufficient_budget = max_adjacent_bytes(**program)
+        for budget in (sufficient_budget, max(0, sufficient_budget - 1)):
             plan = compile_plan(**case | {"budget": budget})
             late = any(use.block in use.all_gather for use in plan.uses)
-            assert not late or budget < room, case
-            less_is_late += late
-    assert less_is_late > 100
+            assert not late or budget < sufficient_budget, case
+            num_late += late
+    assert num_late > 100
 
 
-def fewest_gathers(needs: list[int], slots: int) -> int:
-    """The optimum by exhaustive search over what to keep, blocks of one size, on demand."""
+def fewest_gathers(uses: list[int], slots: int) -> int:
+    """Return the optimum by exhaustive search over resident sets, with one slot per block."""
     states: dict[frozenset[int], int] = {frozenset(): 0}
-    for need in needs:
-        after: dict[frozenset[int], int] = {}
-        for held, cost in states.items():
-            loads = cost + (need not in held)
-            pool = held | {need}
-            for kept in itertools.combinations(pool, min(slots, len(pool))):
-                if need in kept:
-                    key = frozenset(kept)
-                    after[key] = min(after.get(key, UNLIMITED), loads)
-        states = after
+    for block in uses:
+        next_states: dict[frozenset[int], int] = {}
+        for resident, cost in states.items():
+            loads = cost + (block not in resident)
+            pool = resident | {block}
+            for retained in itertools.combinations(pool, min(slots, len(pool))):
+                if block in retained:
+                    key = frozenset(retained)
+                    next_states[key] = min(next_states.get(key, UNLIMITED), loads)
+        states = next_states
     return min(states.values())
 
 
-def test_gathers_are_the_fewest_possible_for_blocks_of_one_size():
+def test_gathers_are_minimal_for_blocks_of_equal_size():
     rng = random.Random(6)
     for _ in range(60):
         blocks, slots = rng.randint(2, 6), rng.randint(1, 4)
-        needs = [rng.randrange(blocks) for _ in range(rng.randint(2, 20))]
+        uses = [rng.randrange(blocks) for _ in range(rng.randint(2, 20))]
         plan = compile_plan(
-            {"a": tuple(needs)},
+            {"a": tuple(uses)},
             ["a"],
             sizes=[1] * blocks,
             budget=slots,
             prefetch_bytes=0,
             prefetch=False,
         )
-        assert plan.gathers == fewest_gathers([b for b, _ in itertools.groupby(needs)], slots)
+        assert plan.gathers == fewest_gathers([b for b, _ in itertools.groupby(uses)], slots)
 
 
 def test_a_large_program_compiles_quickly():
     blocks = 100
     forward = tuple(range(blocks))
     traces = {"forward": forward, "backward": forward[::-1]}
-    for budget, ahead in ((2, 0), (10, 3), (50, 30), (UNLIMITED, UNLIMITED)):
+    for budget, prefetch_bytes in ((2, 0), (10, 3), (50, 30), (UNLIMITED, UNLIMITED)):
         start = time.process_time()
         plan = compile_plan(
-            traces, steps(16), sizes=[1] * blocks, budget=budget, prefetch_bytes=ahead
+            traces, steps(16), sizes=[1] * blocks, budget=budget, prefetch_bytes=prefetch_bytes
         )
-        # 10 to 40 ms on an idle core; the bound is for a busy one.
+        # 10 to 40 ms on an idle core; the bound allows for a busy core.
         assert time.process_time() - start < 0.5
         assert len(plan.uses) == 16 * 2 * (blocks - 1) + 1
 
 
-def change(plan: GatherPlan, at: int, **fields: tuple[int, ...]) -> GatherPlan:
+def change(plan: GatherPlan, index: int, **fields: tuple[int, ...]) -> GatherPlan:
     uses = list(plan.uses)
-    uses[at] = replace(uses[at], **fields)
+    uses[index] = replace(uses[index], **fields)
     return replace(plan, uses=tuple(uses))
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (lambda p: change(p, 1, all_gather=()), "block 2 is used but not gathered"),
         (lambda p: change(p, 1, reshard=(0, 1)), "releases block 1 before it is used"),
@@ -266,20 +268,20 @@ def change(plan: GatherPlan, at: int, **fields: tuple[int, ...]) -> GatherPlan:
         (lambda p: replace(p, prologue=(0, 1, 2)), "prologue: 3 bytes"),
     ],
 )
-def test_check_finds_faults(fault, said: str):
+def test_check_plan_reports_faults(fault, message: str):
     plan = fault(plan_of(budget=2))
     problems = check_plan(plan, sizes=[1] * len(FORWARD), budget=2)
-    assert any(said in p for p in problems)
+    assert any(message in p for p in problems)
 
 
-def test_check_refuses_the_release_of_permanent_storage():
+def test_check_plan_refuses_releasing_permanent_storage():
     plan = plan_of(budget=2)
     problems = check_plan(plan, sizes=[0, 1, 1, 1, 1, 1], budget=2)
     assert any("permanent" in p for p in problems)
 
 
 @pytest.mark.parametrize(
-    ("traces", "kwargs", "said"),
+    ("traces", "kwargs", "message"),
     [
         ({"f": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "'forward' has no trace"),
         ({"forward": (3,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "needs block 3"),
@@ -287,6 +289,6 @@ def test_check_refuses_the_release_of_permanent_storage():
         ({"forward": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": -1}, "0 or more"),
     ],
 )
-def test_impossible_arguments_are_reported(traces, kwargs, said: str):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_arguments_are_reported(traces, kwargs, message: str):
+    with pytest.raises(ValueError, match=message):
         compile_plan(traces, ["forward"], **kwargs)

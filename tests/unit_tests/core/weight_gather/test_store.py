@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declaring weights, their layout in buckets, initial values, and what a rank owns of them."""
+"""Weight declarations, their layout in buckets, initial values and the ranges that a rank owns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NORMAL = InitSpec.normal(0.5)
 
 
 def shardings(tp: int = 1) -> list[WeightSharding]:
-    """Return weights of every kind, in the order of a model; two kv heads."""
-    few = (Shard(axis="tp", dim=0, count=min(2, tp)),)
+    """Return weights of every kind in the order of a model with two kv heads."""
+    kv_heads = (Shard(axis="tp", dim=0, count=min(2, tp)),)
     return [
         WeightSharding.of("table", (13, 6), ROWS, row_multiple=2),
         WeightSharding.of("norm", (6,), gradient={"tp": "partial"}, weight_decay=False),
@@ -26,7 +26,7 @@ def shardings(tp: int = 1) -> list[WeightSharding]:
             name="qk",
             sub_weights=(
                 SubWeight(name="q", shape=(8, 6), shards=(ROWS,)),
-                SubWeight(name="k", shape=(4, 6), shards=few),
+                SubWeight(name="k", shape=(4, 6), shards=kv_heads),
             ),
         ),
         WeightSharding.of("down", (6, 8), Shard(axis="tp", dim=1)),
@@ -36,7 +36,7 @@ def shardings(tp: int = 1) -> list[WeightSharding]:
 
 
 def store_of(groups: ProcessGroupCollection, **options: object) -> WeightStore:
-    """Return a materialised store of all of them; the norm, qk and down are a unit."""
+    """Return a materialised store of all weights; the norm, qk and down form a unit."""
     store = WeightStore(groups, seed=21)
     table, *layer, experts = shardings(groups.grid.tp)
     store.declare(table, NORMAL)
@@ -62,7 +62,7 @@ def test_buckets_fill_from_the_end_of_the_model_up_to_their_size():
         ["norm"],
         ["table"],
     ]
-    # down.bias 24 B + down 192 B reach 200; the experts have lanes and a bucket of their own.
+    # down.bias 24 B + down 192 B reach 190; experts have other groups and so a separate bucket.
     assert names(store_of(groups, bucket_bytes=190)) == [
         ["experts"],
         ["down", "down.bias"],
@@ -91,9 +91,9 @@ def test_initial_values_match_logical_tensor_and_padding_is_zero(tp: int):
     for rank in range(tp):
         store = store_of(pretended_groups(grid, rank))
         for handle in store.handles.values():
-            flat, rest = handle.get().view(-1), handle.get().clone().view(-1)
+            flat, padding = handle.get().view(-1), handle.get().clone().view(-1)
             for box in store.boxes(handle):
-                whole = fill_(
+                values = fill_(
                     torch.empty(box.shape),
                     NORMAL,
                     seed=21,
@@ -101,28 +101,28 @@ def test_initial_values_match_logical_tensor_and_padding_is_zero(tp: int):
                     shape=box.shape,
                     offsets=(0,) * len(box.shape),
                 )
-                for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    whole = whole.narrow(dim, first, size)
-                assert torch.equal(flat[box.start : box.start + box.numel], whole.flatten())
-                rest[box.start : box.start + box.numel] = 0.0
+                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    values = values.narrow(dim, offset, size)
+                assert torch.equal(flat[box.start : box.start + box.numel], values.flatten())
+                padding[box.start : box.start + box.numel] = 0.0
                 seen.add(box.name)
-            assert not rest.any(), f"padding of {handle.name}"
+            assert not padding.any(), f"padding of {handle.name}"
     assert seen == {"table", "norm", "q", "k", "down", "down.bias", "experts"}
     blank = store_of(pretended_groups(grid, 0), initialize=False)
     assert not any(b.data.any() for b in blank.buckets)
 
 
-def test_a_second_declaration_is_a_second_use():
+def test_second_declaration_counts_as_a_second_use():
     store = WeightStore(ProcessGroupCollection.single())
-    first = store.declare(shardings()[0], NORMAL)
-    assert store.declare(shardings()[0], NORMAL) is first
-    assert first.uses == 2
-    other = WeightSharding.of("table", (13, 6), ROWS)
+    handle = store.declare(shardings()[0], NORMAL)
+    assert store.declare(shardings()[0], NORMAL) is handle
+    assert handle.uses == 2
+    without_multiple = WeightSharding.of("table", (13, 6), ROWS)
     with pytest.raises(ValueError, match="table is declared twice with different shardings"):
-        store.declare(other, NORMAL)
+        store.declare(without_multiple, NORMAL)
 
 
-def test_a_store_refuses_what_cannot_be():
+def test_invalid_declarations_are_refused():
     grid = RankGrid(world_size=2, tp=2)
     store = WeightStore(pretended_groups(grid, 0))
     with pytest.raises(ValueError, match=r"w: dimension 1 of 7 does not divide by tp=2"):
@@ -138,12 +138,12 @@ def test_a_store_refuses_what_cannot_be():
         store.declare(shardings()[1], NORMAL)
     with pytest.raises(ValueError, match="no weight 'tabel' to freeze"):
         store.freeze("tabel")
-    handle.gradients = object()  # an engine's
+    handle.gradients = object()  # stands for an engine
     with pytest.raises(ValueError, match="table: freeze it before building DataParallel"):
         store.freeze("table")
 
 
-#: (strategy, outer, instances) and whether weights lie in shards.
+#: (strategy, outer strategy, instances)
 LAYOUTS = [
     ("no_shard", "no_shard", 1),
     ("optim", "no_shard", 1),
@@ -152,82 +152,88 @@ LAYOUTS = [
     ("optim_grads_params", "no_shard", 2),
     ("optim_grads_params", "optim", 2),
 ]
-MODEL_RANKS, LANES = 4, 6
+MODEL_RANKS, DP_RANKS = 4, 6
 
 
 def stores_of_dp_ranks(rank: int, strategy: str, outer: str, instances: int) -> list[WeightStore]:
-    """Return the stores of all lanes at one place of the model."""
-    grid = RankGrid(world_size=MODEL_RANKS * LANES, tp=4, etp=1, ep=4, instances=instances)
-    found = []
-    for lane in range(LANES):
-        groups = pretended_groups(grid, rank + MODEL_RANKS * lane)
-        found.append(store_of(groups, strategy=strategy, outer=outer, bucket_bytes=190))
-        found[-1].freeze("down")
-    return found
+    """Return the stores of all data-parallel ranks that share a model rank."""
+    grid = RankGrid(world_size=MODEL_RANKS * DP_RANKS, tp=4, etp=1, ep=4, instances=instances)
+    stores = []
+    for dp_rank in range(DP_RANKS):
+        groups = pretended_groups(grid, rank + MODEL_RANKS * dp_rank)
+        stores.append(store_of(groups, strategy=strategy, outer=outer, bucket_bytes=190))
+        stores[-1].freeze("down")
+    return stores
 
 
-def parts_of(stores: list[WeightStore], index: int) -> dict[tuple[int, int], OwnedRange]:
-    """Describe what every lane owns of a bucket, by range; equal ranges are equal descriptions."""
-    found: dict[tuple[int, int], OwnedRange] = {}
+def owned_ranges_of(stores: list[WeightStore], index: int) -> dict[tuple[int, int], OwnedRange]:
+    """Return the owned ranges of a bucket by bounds; ranks with equal bounds must agree."""
+    ranges: dict[tuple[int, int], OwnedRange] = {}
     for store in stores:
         bucket = store.buckets[index]
-        first = bucket.blocks[0].stored_range[0]
-        low, high = (first + at for at in bucket.owned_range)
-        part = owned_range(store, bucket, torch.zeros(high - low))
-        same = found.setdefault((low, high), part)
+        stored_start = bucket.blocks[0].stored_range[0]
+        low, high = (stored_start + bound for bound in bucket.owned_range)
+        owned = owned_range(store, bucket, torch.zeros(high - low))
+        first_owned = ranges.setdefault((low, high), owned)
         for field in ("decayed", "undecayed", "counted", "boxes", "norm_group", "replicas"):
-            assert getattr(same, field) == getattr(part, field), field
-        assert torch.equal(same.weights, part.weights)
-    return found
+            assert getattr(first_owned, field) == getattr(owned, field), field
+        assert torch.equal(first_owned.weights, owned.weights)
+    return ranges
 
 
-def marked(parts: dict[tuple[int, int], OwnedRange], numel: int, ranges) -> torch.Tensor:
-    """Count how often each element of a bucket is in the given ranges of its parts."""
-    found = torch.zeros(numel)
-    for (low, _), part in parts.items():
-        for start, stop in ranges(part):
-            found[low + start : low + stop] += 1
-    return found
+def count_elements(
+    owned_ranges: dict[tuple[int, int], OwnedRange], numel: int, select
+) -> torch.Tensor:
+    """Count how often each element of a bucket lies in the selected sub-ranges."""
+    counts = torch.zeros(numel)
+    for (low, _), owned in owned_ranges.items():
+        for start, stop in select(owned):
+            counts[low + start : low + stop] += 1
+    return counts
 
 
 @pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
-def test_owned_ranges_name_every_element_once_and_no_padding(
+def test_owned_ranges_cover_every_element_once_without_padding(
     strategy: str, outer: str, instances: int
 ):
-    repeated = LANES if strategy == "no_shard" else instances if outer == "no_shard" else 1
+    num_replicas = DP_RANKS if strategy == "no_shard" else instances if outer == "no_shard" else 1
     for rank in range(MODEL_RANKS):
         stores = stores_of_dp_ranks(rank, strategy, outer, instances)
         for index, bucket in enumerate(stores[0].buckets):
             numel = bucket.numel
-            wanted = {key: torch.zeros(numel) for key in ("decayed", "undecayed", "counted", "box")}
+            expected = {
+                key: torch.zeros(numel) for key in ("decayed", "undecayed", "counted", "box")
+            }
             for handle, member in bucket.blocks[0].members():
                 if handle.name == "down":
                     continue
                 kind = "decayed" if handle.sharding.weight_decay else "undecayed"
-                wanted[kind][member.start : member.stop] = 1
+                expected[kind][member.start : member.stop] = 1
                 for box in stores[0].boxes(handle):
                     span = slice(member.start + box.start, member.start + box.start + box.numel)
-                    wanted["box"][span] = 1
-                    # Whole weights count on the first rank, kv heads on the first of a pair.
-                    first = {"norm": rank == 0, "down.bias": rank == 0, "k": rank % 2 == 0}
-                    wanted["counted"][span] = first.get(box.name, True)
-            found = parts_of(stores, index)
-            assert len(found) == LANES // repeated
+                    expected["box"][span] = 1
+                    # Replicated weights count on rank 0, kv heads on the first rank of a pair.
+                    counts_here = {"norm": rank == 0, "down.bias": rank == 0, "k": rank % 2 == 0}
+                    expected["counted"][span] = counts_here.get(box.name, True)
+            owned_ranges = owned_ranges_of(stores, index)
+            assert len(owned_ranges) == DP_RANKS // num_replicas
             for key in ("decayed", "undecayed", "counted"):
-                got = marked(found, numel, lambda part, key=key: getattr(part, key))
-                assert torch.equal(got, wanted[key]), (bucket.index, key)
-            boxes = marked(
-                found,
+                counts = count_elements(
+                    owned_ranges, numel, lambda owned, key=key: getattr(owned, key)
+                )
+                assert torch.equal(counts, expected[key]), (bucket.index, key)
+            boxes = count_elements(
+                owned_ranges,
                 numel,
-                lambda part: [(b.start, b.start + b.box.numel) for b in part.boxes],
+                lambda owned: [(b.start, b.start + b.box.numel) for b in owned.boxes],
             )
-            assert torch.equal(boxes, wanted["box"])
-            cut = strategy != "no_shard"
+            assert torch.equal(boxes, expected["box"])
+            sharded = strategy != "no_shard"
             expert = bucket.handles[0].sharding.expert
-            for part in found.values():
-                assert part.replicas == (repeated if cut else 1)
-                assert part.norm_group == (
-                    "world" if cut else "expert_model" if expert else "model"
+            for owned in owned_ranges.values():
+                assert owned.replicas == (num_replicas if sharded else 1)
+                assert owned.norm_group == (
+                    "world" if sharded else "expert_model" if expert else "model"
                 )
 
 
@@ -248,21 +254,21 @@ def test_owned_boxes_are_views_with_correct_values_and_replicas(
     strategy: str, outer: str, instances: int
 ):
     holders: dict[tuple, list[int]] = {}
-    told: dict[tuple, set[tuple[int, ...]]] = {}
-    for place in range(MODEL_RANKS):
-        for store in stores_of_dp_ranks(place, strategy, outer, instances):
+    declared_ranks: dict[tuple, set[tuple[int, ...]]] = {}
+    for model_rank in range(MODEL_RANKS):
+        for store in stores_of_dp_ranks(model_rank, strategy, outer, instances):
             for bucket in store.buckets:
                 low, high = bucket.owned_range
-                part = owned_range(store, bucket, torch.zeros(high - low))
-                for placed in part.boxes:
-                    values = placed.of(part.weights)
-                    assert torch.equal(values, initial(placed))
-                    assert values.data_ptr() == part.weights[placed.start :].data_ptr()
-                    key = (placed.name, placed.offsets, placed.sizes)
+                owned = owned_range(store, bucket, torch.zeros(high - low))
+                for box in owned.boxes:
+                    values = box.of(owned.weights)
+                    assert torch.equal(values, initial(box))
+                    assert values.data_ptr() == owned.weights[box.start :].data_ptr()
+                    key = (box.name, box.offsets, box.sizes)
                     holders.setdefault(key, []).append(store.groups.rank)
-                    told.setdefault(key, set()).add(placed.replica_ranks)
+                    declared_ranks.setdefault(key, set()).add(box.replica_ranks)
     for key, ranks in holders.items():
-        assert told[key] == {tuple(sorted(ranks))}, key
+        assert declared_ranks[key] == {tuple(sorted(ranks))}, key
 
 
 @pytest.mark.parametrize(("strategy", "outer", "instances"), LAYOUTS)
@@ -270,30 +276,30 @@ def test_chunks_cover_every_element_with_value_and_replicas(
     strategy: str, outer: str, instances: int
 ):
     holders: dict[tuple, list[int]] = {}
-    told: dict[tuple, set[tuple[int, ...]]] = {}
+    declared_ranks: dict[tuple, set[tuple[int, ...]]] = {}
     covered: dict[tuple[int, str], int] = {}
-    for place in range(MODEL_RANKS):
-        stores = stores_of_dp_ranks(place, strategy, outer, instances)
+    for model_rank in range(MODEL_RANKS):
+        stores = stores_of_dp_ranks(model_rank, strategy, outer, instances)
         for store in stores:
             sharded = strategy == "optim_grads_params"
             for handle in store.handles.values():
-                held = store.chunks(handle)
-                assert sum(h.tensor.numel() for h in held) <= handle.param.numel()
-                for found in held:
-                    assert torch.equal(found.tensor, initial(found))
+                chunks = store.chunks(handle)
+                assert sum(h.tensor.numel() for h in chunks) <= handle.param.numel()
+                for chunk in chunks:
+                    assert torch.equal(chunk.tensor, initial(chunk))
                     base = handle.block.data.untyped_storage().data_ptr()
-                    assert found.tensor.untyped_storage().data_ptr() == base
-                    key = (found.name, *found.box)
+                    assert chunk.tensor.untyped_storage().data_ptr() == base
+                    key = (chunk.name, *chunk.box)
                     holders.setdefault(key, []).append(store.groups.rank)
-                    told.setdefault(key, set()).add(found.replica_ranks)
-                    at = (place, handle.name)
-                    covered[at] = covered.get(at, 0) + found.tensor.numel()
-        times = instances if sharded else LANES
+                    declared_ranks.setdefault(key, set()).add(chunk.replica_ranks)
+                    weight = (model_rank, handle.name)
+                    covered[weight] = covered.get(weight, 0) + chunk.tensor.numel()
+        num_copies = instances if sharded else DP_RANKS
         for handle in stores[0].handles.values():
-            whole = sum(box.numel for box in stores[0].boxes(handle))
-            assert covered.get((place, handle.name), 0) == times * whole, handle.name
+            numel = sum(box.numel for box in stores[0].boxes(handle))
+            assert covered.get((model_rank, handle.name), 0) == num_copies * numel, handle.name
     for key, ranks in holders.items():
-        assert told[key] == {tuple(sorted(ranks))}, key
+        assert declared_ranks[key] == {tuple(sorted(ranks))}, key
 
 
 def test_sharded_weights_are_grouped_by_unit_and_may_be_empty():
@@ -321,24 +327,26 @@ def test_single_rank_stores_full_weights_for_any_strategy():
     assert not store.sharded
 
 
-def test_buckets_never_span_parts_and_shared_weights_lie_alone():
+def test_buckets_never_span_model_chunks_or_mix_tied_weights():
     grid = RankGrid(world_size=4, pp=2)
     for options in ({}, {"strategy": "optim_grads_params"}):
         layouts = []
         for rank, order in ((0, ("tied", "a", "b", "c")), (2, ("c", "tied", "b", "a"))):
             store = WeightStore(pretended_groups(grid, rank))
-            for part in (1, 0):  # not the order in which they run
-                with store.model_chunk(part), store.unit("layer"):
-                    for name in order[2 * part : 2 * part + 2]:
+            for model_chunk in (1, 0):  # declared in the reverse of the execution order
+                with store.model_chunk(model_chunk), store.unit("layer"):
+                    for name in order[2 * model_chunk : 2 * model_chunk + 2]:
                         stages = (0, 1) if name == "tied" else ()
                         shape = (5, 7) if name == "tied" else (3, 2 + rank)
                         store.declare(WeightSharding.of(name, shape, stages=stages), NORMAL)
             store.materialize(Storage(**options))  # type: ignore[arg-type]
-            found = [(b.model_chunk, sorted(h.name for h in b.handles)) for b in store.buckets]
-            first, second = sorted(order[:2]), sorted(order[2:])
-            alone = [(0, [name]) for name in first if name != "tied"]
-            assert sorted(found) == sorted([(1, second), *alone, (0, ["tied"])])
-            assert [part for part, _ in found] == [1, 0, 0]
+            bucket_weights = [
+                (b.model_chunk, sorted(h.name for h in b.handles)) for b in store.buckets
+            ]
+            first_chunk, second_chunk = sorted(order[:2]), sorted(order[2:])
+            untied = [(0, [name]) for name in first_chunk if name != "tied"]
+            assert sorted(bucket_weights) == sorted([(1, second_chunk), *untied, (0, ["tied"])])
+            assert [model_chunk for model_chunk, _ in bucket_weights] == [1, 0, 0]
             (bucket,) = [b for b in store.buckets if b.handles[0].name == "tied"]
             layouts.append((bucket.blocks[0].layout, bucket.owned_range))
         assert layouts[0] == layouts[1]
@@ -358,7 +366,7 @@ def test_invalid_model_chunks_are_reported():
         pass
 
 
-def test_a_store_without_weights_is_materialised_once():
+def test_empty_store_is_materialised_once():
     store = WeightStore(ProcessGroupCollection.single())
     store.materialize()
     assert store.buckets == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core configs on both sides of the borders of what they accept."""
+"""Core configs just below and just above each limit of their fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.core.transformer import (
 )
 
 ATTENTION = AttentionConfig(num_attention_heads=12, num_query_groups=4, kv_channels=6)
-LATENT = LatentAttentionConfig(
+MLA = LatentAttentionConfig(
     num_attention_heads=4,
     q_lora_rank=None,
     kv_lora_rank=8,
@@ -35,51 +35,57 @@ MLP = MLPConfig(ffn_hidden_size=12)
 ROUTER = RouterConfig(topk=2)
 GROUPED = RouterConfig(topk=4, num_groups=4, group_topk=2)
 MOE = MoEConfig(num_experts=8, ffn_hidden_size=12)
-DELTA = GatedDeltaNetConfig(num_key_heads=4, num_value_heads=8, key_channels=4, value_channels=6)
+DELTA_NET = GatedDeltaNetConfig(
+    num_key_heads=4, num_value_heads=8, key_channels=4, value_channels=6
+)
 MAMBA = Mamba2Config(num_heads=12, head_channels=6, state_channels=5, num_groups=4)
-ONE = {"num_groups": 2, "group_topk": 1}
+TOP_GROUP = {"num_groups": 2, "group_topk": 1}
 GPT = GPTConfig(num_layers=2, hidden_size=24, vocab_size=31, attention=ATTENTION, mlp=MLP)
 EXPERTS = dataclasses.replace(GPT, mlp=None, moe=MOE, ffn_pattern="EE")
-HYBRID = dataclasses.replace(GPT, ffn_pattern="", num_layers=4, pattern="G-*-", delta_net=DELTA)
+HYBRID = dataclasses.replace(GPT, ffn_pattern="", num_layers=4, pattern="G-*-", delta_net=DELTA_NET)
 HEADWISE = {"mode": "headwise"}
 GRID = (RankGrid, {"world_size": 8})
 ROPE = (RopeConfig, {})
-RATE = (LearningRateSchedule, {"max_lr": 1.0, "decay_samples": 10})
-FALL = (
+LEARNING_RATE = (LearningRateSchedule, {"max_lr": 1.0, "decay_samples": 10})
+WSD = (
     LearningRateSchedule,
-    {**RATE[1], "style": "wsd", "warmup_samples": 3, "wsd_decay_samples": 4},
+    {**LEARNING_RATE[1], "style": "wsd", "warmup_samples": 3, "wsd_decay_samples": 4},
 )
-DECAY = (WeightDecaySchedule, {"start": 0.0, "end": 1.0, "ramp_samples": 4, "style": "linear"})
-ORDER = (make_schedule, {"name": "1f1b", "stages": 4, "microbatches": 8})
-CHUNKS = (make_schedule, {**ORDER[1], "name": "interleaved", "chunks": 2})
+WEIGHT_DECAY = (
+    WeightDecaySchedule,
+    {"start": 0.0, "end": 1.0, "ramp_samples": 4, "style": "linear"},
+)
+SCHEDULE = (make_schedule, {"name": "1f1b", "stages": 4, "microbatches": 8})
+INTERLEAVED = (make_schedule, {**SCHEDULE[1], "name": "interleaved", "chunks": 2})
 
 
-def problems(made: Any, changes: dict[str, Any]) -> list[str]:
-    """Return what a config says of itself with other fields, on the ranks among the changes.
+def list_problems(target: Any, changes: dict[str, Any]) -> list[str]:
+    """Return the problems that a config reports after changes to its fields and parallel sizes.
 
     Args:
-        made: a config with `problems`, or what raises them and its arguments.
-        changes: fields, and arguments of `problems`.
+        target: a config with a method `problems`, or (callable, arguments) where the callable
+            raises ValueError with the problems.
+        changes: new values of fields or arguments; all other keys are arguments of `problems`.
     """
-    if isinstance(made, tuple):
-        build, arguments = made
+    if isinstance(target, tuple):
+        build, arguments = target
         try:
             build(**{**arguments, **changes})
         except ValueError as error:
             return str(error).split("; ")
         return []
-    names = {field.name for field in dataclasses.fields(made)}
+    names = {field.name for field in dataclasses.fields(target)}
     fields = {name: value for name, value in changes.items() if name in names}
     ranks = {name: value for name, value in changes.items() if name not in names}
-    if isinstance(made, RouterConfig):
+    if isinstance(target, RouterConfig):
         ranks = {"num_experts": 8, **ranks}
-    elif isinstance(made, AttentionConfig | LatentAttentionConfig | MLPConfig):
+    elif isinstance(target, AttentionConfig | LatentAttentionConfig | MLPConfig):
         ranks = {"tp": 1, **ranks}
-    return dataclasses.replace(made, **fields).problems(**ranks)
+    return dataclasses.replace(target, **fields).problems(**ranks)
 
 
-BORDERS = [
-    # what is made, changes that are one problem, part of it, changes up to the border
+LIMITS = [
+    # config, changes just beyond a limit, text of the one problem, changes just within the limit
     (ATTENTION, {"kv_channels": 0}, "use >= 1", {"kv_channels": 1}),
     (ATTENTION, {"num_query_groups": 0}, "use >= 1", {"num_query_groups": 1}),
     (ATTENTION, {"num_attention_heads": 0}, "use >= 1", {"num_query_groups": 12}),
@@ -95,21 +101,21 @@ BORDERS = [
     (ATTENTION, {"engine": "a2a", "cp": 8}, "12 query heads", {"engine": "p2p", "cp": 8}),
     (ATTENTION, {"engine": "ring", "dropout": 0.5}, "'ring'", {"engine": "all_gather"}),
     (ATTENTION, {"engine": "ring", "dropout": 1.0}, "1.0", {"engine": "a2a", "cp": 12}),
-    (LATENT, {"num_attention_heads": 0, "tp": 2}, "use >= 1", {"num_attention_heads": 1}),
-    (LATENT, {"q_lora_rank": 0}, "use >= 1", {"q_lora_rank": 1}),
-    (LATENT, {"kv_lora_rank": 0}, "use >= 1", {"kv_lora_rank": 1}),
-    (LATENT, {"nope_channels": 0}, "use >= 1", {"nope_channels": 1}),
-    (LATENT, {"rope_channels": 0}, "use >= 1", {"rope_channels": 1}),
-    (LATENT, {"value_channels": 0}, "use >= 1", {"value_channels": 1}),
-    (LATENT, {"tp": 3}, "num-attention-heads 4", {"tp": 4}),
-    (LATENT, {"dropout": -0.01}, "attention-dropout -0.01", {"dropout": 0.0}),
-    (LATENT, {"dropout": 1.0}, "attention-dropout 1.0", {"dropout": 0.99}),
-    (LATENT, {"scale_factor": 0.0}, "softmax scale", {"scale_factor": 0.01}),
-    (LATENT, {"scale_factor": math.nan}, "softmax scale", {"scale_factor": 9.0}),
-    (LATENT, {"norm_epsilon": 0.0}, "norm epsilon", {"norm_epsilon": 1e-9}),
-    (LATENT, {"engine": "a2a", "cp": 3}, "4 query heads", {"engine": "a2a", "cp": 4}),
-    (LATENT, {"engine": "a2a", "cp": 4, "tp": 2}, "2 query", {"engine": "a2a", "cp": 2, "tp": 2}),
-    (LATENT, {"engine": "ring", "dropout": 1.0}, "1.0", {"engine": "p2p", "cp": 3}),
+    (MLA, {"num_attention_heads": 0, "tp": 2}, "use >= 1", {"num_attention_heads": 1}),
+    (MLA, {"q_lora_rank": 0}, "use >= 1", {"q_lora_rank": 1}),
+    (MLA, {"kv_lora_rank": 0}, "use >= 1", {"kv_lora_rank": 1}),
+    (MLA, {"nope_channels": 0}, "use >= 1", {"nope_channels": 1}),
+    (MLA, {"rope_channels": 0}, "use >= 1", {"rope_channels": 1}),
+    (MLA, {"value_channels": 0}, "use >= 1", {"value_channels": 1}),
+    (MLA, {"tp": 3}, "num-attention-heads 4", {"tp": 4}),
+    (MLA, {"dropout": -0.01}, "attention-dropout -0.01", {"dropout": 0.0}),
+    (MLA, {"dropout": 1.0}, "attention-dropout 1.0", {"dropout": 0.99}),
+    (MLA, {"scale_factor": 0.0}, "softmax scale", {"scale_factor": 0.01}),
+    (MLA, {"scale_factor": math.nan}, "softmax scale", {"scale_factor": 9.0}),
+    (MLA, {"norm_epsilon": 0.0}, "norm epsilon", {"norm_epsilon": 1e-9}),
+    (MLA, {"engine": "a2a", "cp": 3}, "4 query heads", {"engine": "a2a", "cp": 4}),
+    (MLA, {"engine": "a2a", "cp": 4, "tp": 2}, "2 query", {"engine": "a2a", "cp": 2, "tp": 2}),
+    (MLA, {"engine": "ring", "dropout": 1.0}, "1.0", {"engine": "p2p", "cp": 3}),
     (MLP, {"ffn_hidden_size": 0}, "ffn-hidden-size 0", {"ffn_hidden_size": 1}),
     (MLP, {"tp": 8}, "ffn-hidden-size 12", {"tp": 12}),
     (MLP, {"activation": "relu"}, "'relu'", {"activation": "relu", "gated": False}),
@@ -127,7 +133,7 @@ BORDERS = [
     (GROUPED, {"num_groups": 0}, "moe-router-num-groups 0", {"num_groups": 2}),
     (GROUPED, {"num_groups": 3}, "moe-router-num-groups 3", {"num_experts": 12}),
     (GROUPED, {"num_groups": 16}, "num-groups 16", {"num_groups": 1, "group_topk": 1}),
-    (GROUPED, {**ONE, "topk": 5}, "group-topk 1 of 2", ONE),
+    (GROUPED, {**TOP_GROUP, "topk": 5}, "group-topk 1 of 2", TOP_GROUP),
     (GROUPED, {"group_topk": 0}, "moe-router-group-topk 0", {"group_topk": 4}),
     (GROUPED, {"group_topk": 5}, "moe-router-group-topk 5", {"group_topk": 4}),
     (GROUPED, {"topk": 5}, "group-topk 2 of 4 groups of 2", {"topk": 4}),
@@ -145,16 +151,16 @@ BORDERS = [
     (MOE, {"shared_ffn_hidden_size": 0}, "shared expert", {"shared_ffn_hidden_size": 1}),
     (MOE, {"shared_ffn_hidden_size": 4, "tp": 8}, "shared", {"shared_ffn_hidden_size": 8, "tp": 8}),
     (MOE, {"shared_gate": True}, "gate", {"shared_gate": True, "shared_ffn_hidden_size": 4}),
-    (DELTA, {"num_key_heads": 0}, "linear-num-key-heads 0", {"num_key_heads": 1}),
-    (DELTA, {"num_value_heads": 0}, "linear-num-value-heads 0", {"num_value_heads": 4}),
-    (DELTA, {"key_channels": 0}, "linear-key-head-dim 0", {"key_channels": 1}),
-    (DELTA, {"value_channels": 0}, "linear-value-head-dim 0", {"value_channels": 1}),
-    (DELTA, {"conv_width": 0}, "linear-conv-kernel-dim 0", {"conv_width": 1}),
-    (DELTA, {"num_key_heads": 3}, "linear-num-key-heads 3", {"num_key_heads": 8}),
-    (DELTA, {"tp": 8}, "linear-num-key-heads 4", {"tp": 4}),
-    (DELTA, {"mode": "ring"}, "'ring'", {"mode": "segments", "cp": 3}),
-    (DELTA, {"mode": "ring", "tp": 8}, "linear-num-key-heads 4", {"cp": 3}),
-    (DELTA, {**HEADWISE, "cp": 4, "tp": 2}, "2 key", {**HEADWISE, "cp": 4}),
+    (DELTA_NET, {"num_key_heads": 0}, "linear-num-key-heads 0", {"num_key_heads": 1}),
+    (DELTA_NET, {"num_value_heads": 0}, "linear-num-value-heads 0", {"num_value_heads": 4}),
+    (DELTA_NET, {"key_channels": 0}, "linear-key-head-dim 0", {"key_channels": 1}),
+    (DELTA_NET, {"value_channels": 0}, "linear-value-head-dim 0", {"value_channels": 1}),
+    (DELTA_NET, {"conv_width": 0}, "linear-conv-kernel-dim 0", {"conv_width": 1}),
+    (DELTA_NET, {"num_key_heads": 3}, "linear-num-key-heads 3", {"num_key_heads": 8}),
+    (DELTA_NET, {"tp": 8}, "linear-num-key-heads 4", {"tp": 4}),
+    (DELTA_NET, {"mode": "ring"}, "'ring'", {"mode": "segments", "cp": 3}),
+    (DELTA_NET, {"mode": "ring", "tp": 8}, "linear-num-key-heads 4", {"cp": 3}),
+    (DELTA_NET, {**HEADWISE, "cp": 4, "tp": 2}, "2 key", {**HEADWISE, "cp": 4}),
     (MAMBA, {"num_heads": 0}, "mamba-num-heads 0", {"num_heads": 4}),
     (MAMBA, {"head_channels": 0}, "mamba-head-dim 0", {"head_channels": 1}),
     (MAMBA, {"state_channels": 0}, "mamba-state-dim 0", {"state_channels": 1}),
@@ -216,48 +222,48 @@ BORDERS = [
     (GRID, {"ep": 3}, "ep=3", {"ep": 8}),
     (GRID, {"tp": 2, "etp": 1, "instances": 8}, "dp=4", {"tp": 2, "instances": 4}),
     (GRID, {"ep": 2, "instances": 8}, "edp=4", {"ep": 2, "instances": 4}),
-    (RATE, {"min_lr": -0.01}, "min -0.01", {"min_lr": 0.0}),
-    (RATE, {"min_lr": 1.01}, "min 1.01", {"min_lr": 1.0}),
-    (RATE, {"max_lr": math.inf}, "max inf", {"max_lr": 1e9}),
-    (RATE, {"init_lr": -0.01}, "starts at -0.01", {"init_lr": 0.0}),
-    (RATE, {"init_lr": 1.01}, "starts at 1.01", {"init_lr": 1.0}),
-    (RATE, {"warmup_samples": -1}, "warm-up of -1", {"decay_samples": 1}),
-    (RATE, {"warmup_samples": 10}, "warm-up of 10", {"warmup_samples": 9}),
-    (FALL, {"wsd_decay_samples": 0}, "over 0", {"wsd_decay_samples": 1}),
-    (FALL, {"wsd_decay_samples": 8}, "over 8", {"wsd_decay_samples": 7}),
-    (FALL, {"wsd_decay_samples": None}, "needs", {"style": "cosine"}),
-    (DECAY, {"start": -0.01}, "from -0.01", {"start": 0.0}),
-    (DECAY, {"start": 1.01}, "from 1.01", {"start": 1.0}),
-    (DECAY, {"end": math.inf}, "to inf", {"end": 1e9}),
-    (DECAY, {"ramp_samples": 0}, "over 0", {"ramp_samples": 1}),
-    (DECAY, {"style": "constant"}, "differ", {"style": "constant", "end": 0.0}),
-    (ORDER, {"stages": 0}, "stages 0", {"stages": 1}),
-    (ORDER, {"microbatches": 0}, "microbatches 0", {"microbatches": 1}),
-    (ORDER, {"chunks": 0}, "chunks 0", {"chunks": 1}),
-    (ORDER, {"weight_delay": 0}, "weight delay 0", {"name": "zb-h1", "weight_delay": 0}),
-    (ORDER, {"group_size": 1}, "group size 1", {"name": "forward", "group_size": 1}),
-    (CHUNKS, {"group_size": 0}, "group size 0", {"group_size": 4}),
-    (CHUNKS, {"chunks": 1}, "one chunk", {"name": "1f1b", "chunks": 1}),
-    (CHUNKS, {"stages": 1}, "one stage", {"stages": 2}),
-    (CHUNKS, {"stages": 1, "group_size": 9}, "one stage", {"group_size": 8}),
-    (CHUNKS, {"name": "forward", "stages": 1}, "one stage", {"name": "forward"}),
-    (CHUNKS, {"group_size": 9}, "too large", {"group_size": 8}),
-    (CHUNKS, {"group_size": 3}, "too small", {"group_size": 4}),
-    (CHUNKS, {"microbatches": 3, "group_size": 2}, "too small", {"microbatches": 3}),
-    (CHUNKS, {"group_size": 5}, "leave 3", {"microbatches": 9, "group_size": 5}),
+    (LEARNING_RATE, {"min_lr": -0.01}, "min -0.01", {"min_lr": 0.0}),
+    (LEARNING_RATE, {"min_lr": 1.01}, "min 1.01", {"min_lr": 1.0}),
+    (LEARNING_RATE, {"max_lr": math.inf}, "max inf", {"max_lr": 1e9}),
+    (LEARNING_RATE, {"init_lr": -0.01}, "starts at -0.01", {"init_lr": 0.0}),
+    (LEARNING_RATE, {"init_lr": 1.01}, "starts at 1.01", {"init_lr": 1.0}),
+    (LEARNING_RATE, {"warmup_samples": -1}, "warm-up of -1", {"decay_samples": 1}),
+    (LEARNING_RATE, {"warmup_samples": 10}, "warm-up of 10", {"warmup_samples": 9}),
+    (WSD, {"wsd_decay_samples": 0}, "over 0", {"wsd_decay_samples": 1}),
+    (WSD, {"wsd_decay_samples": 8}, "over 8", {"wsd_decay_samples": 7}),
+    (WSD, {"wsd_decay_samples": None}, "needs", {"style": "cosine"}),
+    (WEIGHT_DECAY, {"start": -0.01}, "from -0.01", {"start": 0.0}),
+    (WEIGHT_DECAY, {"start": 1.01}, "from 1.01", {"start": 1.0}),
+    (WEIGHT_DECAY, {"end": math.inf}, "to inf", {"end": 1e9}),
+    (WEIGHT_DECAY, {"ramp_samples": 0}, "over 0", {"ramp_samples": 1}),
+    (WEIGHT_DECAY, {"style": "constant"}, "differ", {"style": "constant", "end": 0.0}),
+    (SCHEDULE, {"stages": 0}, "stages 0", {"stages": 1}),
+    (SCHEDULE, {"microbatches": 0}, "microbatches 0", {"microbatches": 1}),
+    (SCHEDULE, {"chunks": 0}, "chunks 0", {"chunks": 1}),
+    (SCHEDULE, {"weight_delay": 0}, "weight delay 0", {"name": "zb-h1", "weight_delay": 0}),
+    (SCHEDULE, {"group_size": 1}, "group size 1", {"name": "forward", "group_size": 1}),
+    (INTERLEAVED, {"group_size": 0}, "group size 0", {"group_size": 4}),
+    (INTERLEAVED, {"chunks": 1}, "one chunk", {"name": "1f1b", "chunks": 1}),
+    (INTERLEAVED, {"stages": 1}, "one stage", {"stages": 2}),
+    (INTERLEAVED, {"stages": 1, "group_size": 9}, "one stage", {"group_size": 8}),
+    (INTERLEAVED, {"name": "forward", "stages": 1}, "one stage", {"name": "forward"}),
+    (INTERLEAVED, {"group_size": 9}, "too large", {"group_size": 8}),
+    (INTERLEAVED, {"group_size": 3}, "too small", {"group_size": 4}),
+    (INTERLEAVED, {"microbatches": 3, "group_size": 2}, "too small", {"microbatches": 3}),
+    (INTERLEAVED, {"group_size": 5}, "leave 3", {"microbatches": 9, "group_size": 5}),
 ]
 
 
-@pytest.mark.parametrize(("made", "over", "named", "up_to"), BORDERS)
-def test_only_values_beyond_a_limit_are_a_problem(made, over, named, up_to):
-    found = problems(made, over)
-    assert len(found) == 1, found
-    assert named in found[0]
-    assert problems(made, up_to) == []
+@pytest.mark.parametrize(("config", "invalid", "message", "valid"), LIMITS)
+def test_only_values_beyond_a_limit_are_reported(config, invalid, message, valid):
+    problems = list_problems(config, invalid)
+    assert len(problems) == 1, problems
+    assert message in problems[0]
+    assert list_problems(config, valid) == []
 
 
 @pytest.mark.parametrize(
-    ("made", "changes", "named"),
+    ("config", "changes", "messages"),
     [
         (GPT, {"vocab_size": 0}, ["vocab_size is 0", "vocab_size 0 is less"]),
         (HYBRID, {"pattern": "G*+-"}, ["both '*' and '+'", "has '+'"]),
@@ -265,14 +271,14 @@ def test_only_values_beyond_a_limit_are_a_problem(made, over, named, up_to):
         (ATTENTION, {"dropout": 1.0, "engine": "ring", "window": 0}, ["1.0", "window 0"]),
     ],
 )
-def test_what_one_field_makes_wrong_is_named_in_order(made, changes, named):
-    found = problems(made, changes)
-    assert len(found) == len(named), found
-    assert all(part in problem for part, problem in zip(named, found, strict=True))
+def test_several_problems_are_listed_in_order(config, changes, messages):
+    problems = list_problems(config, changes)
+    assert len(problems) == len(messages), problems
+    assert all(text in problem for text, problem in zip(messages, problems, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("router", "adds"),
+    ("router", "adds_loss"),
     [
         ({"balance": "none", "aux_loss_coeff": 0.1}, False),
         ({"balance": "aux_loss", "aux_loss_coeff": 0.0}, False),
@@ -280,13 +286,13 @@ def test_what_one_field_makes_wrong_is_named_in_order(made, changes, named):
         ({"z_loss_coeff": 0.01}, True),
     ],
 )
-def test_routers_add_to_the_loss_by_a_coefficient_above_zero(router, adds):
+def test_routers_add_losses_only_with_positive_coefficients(router, adds_loss):
     moe = dataclasses.replace(MOE, router=dataclasses.replace(ROUTER, **router))
-    assert dataclasses.replace(EXPERTS, moe=moe).has_auxiliary_losses is adds
+    assert dataclasses.replace(EXPERTS, moe=moe).has_auxiliary_losses is adds_loss
     assert not GPT.has_auxiliary_losses
 
 
-def test_depths_have_blocks_from_the_first_on():
+def test_mtp_blocks_exist_only_with_mtp_layers():
     assert (GPT.mtp_blocks, dataclasses.replace(GPT, mtp_num_layers=1).mtp_blocks) == ("", "*-")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CpuGraph against running the function again."""
+"""Replays of a CpuGraph against another call of the captured function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.cpu_graph import CaptureError, CpuGraph
 from tests.support.ranks import run_ranks
 
 X, WEIGHT = torch.randn(3, 8), torch.randn(8, 8)
-PLACES, COUNTS = torch.tensor([0, 2]), torch.zeros(4, dtype=torch.int64)
+INDICES, COUNTS = torch.tensor([0, 2]), torch.zeros(4, dtype=torch.int64)
 
 
 def products() -> tuple[torch.Tensor, ...]:
@@ -29,7 +29,7 @@ def views() -> tuple[torch.Tensor, ...]:
     return left.mT, right.reshape(-1), left.unsqueeze(0).expand(2, 3, 4).reshape(6, 4)
 
 
-def several_results() -> tuple[torch.Tensor, ...]:
+def multiple_outputs() -> tuple[torch.Tensor, ...]:
     return (*torch.native_layer_norm(X, (8,), None, None, 1e-5), *X.topk(2), *X.max(0))
 
 
@@ -38,27 +38,27 @@ def dtypes() -> tuple[torch.Tensor, ...]:
     return low.float() + 1, (X * 4).long() // 3, X.gt(0).where(X > -1, False), low.sum(-1)
 
 
-def places() -> tuple[torch.Tensor, ...]:
-    kept = torch.zeros(4, 8)
-    kept.index_copy_(0, PLACES + 1, X[:2])
-    kept[PLACES] += 1
-    return kept, F.embedding(PLACES, X), X.index_select(0, PLACES), torch.arange(3) * X.sum()
+def indexing() -> tuple[torch.Tensor, ...]:
+    rows = torch.zeros(4, 8)
+    rows.index_copy_(0, INDICES + 1, X[:2])
+    rows[INDICES] += 1
+    return rows, F.embedding(INDICES, X), X.index_select(0, INDICES), torch.arange(3) * X.sum()
 
 
 def constants() -> tuple[torch.Tensor, ...]:
-    """Made of numbers of Python, and written to."""
+    """Create tensors from Python numbers and write to them."""
     return torch.tensor(1.0).add_(X.sum()), X.new_tensor([1.0, 2.0]).mul_(X.mean())
 
 
 def irregular_signatures() -> tuple[torch.Tensor, ...]:
-    """Functions of torch whose defaults or names are not the operation's."""
-    values, at = torch.empty(8), torch.empty(8, dtype=torch.int64)
-    torch.max(X, 0, out=(values, at))
-    whole = (X * 9).long()
-    return F.mse_loss(X, X * 2), whole << 1, whole >> 1, values, at, X.softmax(-1)
+    """Call torch functions whose defaults or names differ from the operator's."""
+    values, indices = torch.empty(8), torch.empty(8, dtype=torch.int64)
+    torch.max(X, 0, out=(values, indices))
+    integers = (X * 9).long()
+    return F.mse_loss(X, X * 2), integers << 1, integers >> 1, values, indices, X.softmax(-1)
 
 
-def no_elements() -> tuple[torch.Tensor, ...]:
+def empty_tensors() -> tuple[torch.Tensor, ...]:
     return X[:0].softmax(-1), X[:0].topk(0)[0]
 
 
@@ -67,16 +67,16 @@ def no_elements() -> tuple[torch.Tensor, ...]:
     [
         products,
         views,
-        several_results,
+        multiple_outputs,
         dtypes,
-        places,
+        indexing,
         constants,
         irregular_signatures,
-        no_elements,
+        empty_tensors,
     ],
 )
 @torch.no_grad()
-def test_a_replay_has_the_bits_of_the_function(
+def test_replay_is_bitwise_equal_to_the_function(
     function: Callable[[], tuple[torch.Tensor, ...]],
 ) -> None:
     graph, results = CpuGraph(), []
@@ -84,38 +84,38 @@ def test_a_replay_has_the_bits_of_the_function(
     before = [t.clone() for t in results]
     for _ in range(3):
         X.normal_()
-        PLACES.copy_(torch.randperm(3)[:2])
+        INDICES.copy_(torch.randperm(3)[:2])
         graph.replay()
-        found = [t.clone() for t in results]
-        wanted = function()
-        for a, b in zip(found, wanted, strict=True):
+        actual = [t.clone() for t in results]
+        expected = function()
+        for a, b in zip(actual, expected, strict=True):
             assert a.dtype is b.dtype
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    if function is not no_elements:
-        assert not all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
+    if function is not empty_tensors:
+        assert not all(torch.equal(a, b) for a, b in zip(before, actual, strict=True))
 
 
 READS: dict[str, Callable[[], object]] = {
     "item": lambda: X.sum().item(),
-    "a condition": lambda: bool(X.sum() > 0),
+    "condition": lambda: bool(X.sum() > 0),
     "tolist": lambda: COUNTS.tolist(),
     "numpy": lambda: X.numpy(),
     "nonzero": lambda: X.nonzero(),
     "equal": lambda: torch.equal(X, WEIGHT),
-    "a mask": lambda: X[X > 0],
+    "boolean mask": lambda: X[X > 0],
     "dlpack": lambda: X.__dlpack__(),
-    "repeats": lambda: X.repeat_interleave(PLACES.new_tensor([1, 0, 2]), 0),
+    "repeats": lambda: X.repeat_interleave(INDICES.new_tensor([1, 0, 2]), 0),
 }
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_what_the_host_reads_is_refused(kind: str) -> None:
+def test_reading_a_value_on_the_host_is_refused(kind: str) -> None:
     with pytest.raises(CaptureError, match="gives the host a value"):
         CpuGraph().capture(READS[kind])
-    READS[kind]()  # and nothing stays of that
+    READS[kind]()  # the failed capture has left no interception behind
 
 
-def test_a_graph_records_once_and_to_its_end() -> None:
+def test_graph_captures_once_and_replays_only_after_capture() -> None:
     graph = CpuGraph()
     with pytest.raises(CaptureError, match="before capture has ended"):
         graph.replay()
@@ -132,24 +132,24 @@ def test_random_numbers_are_refused() -> None:
         CpuGraph().capture(lambda: torch.empty(3).normal_())
 
 
-def refused_on_a_rank(rank: int, world: int) -> str:
-    with pytest.raises(CaptureError) as found:
+def capture_all_reduce(rank: int, world: int) -> str:
+    with pytest.raises(CaptureError) as error:
         CpuGraph().capture(lambda: torch.distributed.all_reduce(torch.ones(1)))
     torch.distributed.barrier()
-    return str(found.value)
+    return str(error.value)
 
 
 def test_a_collective_is_refused() -> None:
-    for message in run_ranks(refused_on_a_rank, 2):
+    for message in run_ranks(capture_all_reduce, 2):
         assert "is a collective" in message
 
 
 @torch.no_grad()
-def test_a_part_that_is_called_at_each_replay() -> None:
-    """It follows values, and what comes before and after it is recorded."""
+def test_eager_calls_run_again_at_each_replay() -> None:
+    """An eager call reads current values; the operations before and after it are recorded."""
     x, length, out, calls = torch.ones(4), torch.tensor([2]), torch.empty(1), []
 
-    def part() -> None:
+    def eager_sum() -> None:
         calls.append(length.tolist()[0])
         out.copy_(doubled[: calls[-1]].sum())
 
@@ -158,9 +158,9 @@ def test_a_part_that_is_called_at_each_replay() -> None:
     def run() -> None:
         nonlocal doubled
         doubled = x * 2
-        graph.call(part)
-        again = graph.call_for(lambda: doubled[: length.item()].sum())
-        results.extend((out + 1, again + 1))
+        graph.call(eager_sum)
+        eager_value = graph.call_for(lambda: doubled[: length.item()].sum())
+        results.extend((out + 1, eager_value + 1))
 
     doubled = x
     graph.capture(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device layer: the choice and its errors, no-ops on a CPU, memory figures that move."""
+"""The device layer: device choice and its errors, no-ops on a CPU, peak memory, graph pools."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ from megatron.core import device as devices
 CPU = torch.device("cpu")
 
 
-def test_auto_follows_what_torch_sees(monkeypatch):
+def test_auto_falls_back_to_cpu_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.choose_device("auto") == CPU
     assert devices.choose_device("cpu") == CPU
@@ -64,8 +64,8 @@ def test_pin_does_not_copy_on_a_cpu():
     assert devices.pin(tensor, CPU) is tensor
 
 
-def test_peak_memory_is_this_process_alone():
-    """A child of a large parent starts small, and its peak stays after the memory is given back."""
+def test_peak_memory_excludes_the_parent_process():
+    """The child of a large parent starts with a small peak, which stays after memory is freed."""
     script = (
         "import torch; from megatron.core.device import peak_memory_bytes as peak\n"
         "cpu = torch.device('cpu'); before = peak(cpu)\n"
@@ -73,20 +73,20 @@ def test_peak_memory_is_this_process_alone():
         "print(before, peak(cpu))"
     )
     ballast = torch.ones(192 << 18)  # 192 MiB in this process
-    here = devices.peak_memory_bytes(CPU)
-    done = subprocess.run(
+    parent_peak = devices.peak_memory_bytes(CPU)
+    child = subprocess.run(
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
     )
-    before, after = map(int, done.stdout.split())
-    assert here > ballast.nbytes
+    before, after = map(int, child.stdout.split())
+    assert parent_peak > ballast.nbytes
     assert 56 << 20 < after - before < 128 << 20
 
 
-class Pools:
-    """What torch does about pools of CUDA graphs: one that has lost its last graph is dead."""
+class FakeGraphPools:
+    """Imitate torch's pools of CUDA graphs: a pool that lost its last graph must not be reused."""
 
     def __init__(self, monkeypatch):
-        self.graphs_in, self.captured, self.streams = {}, [], []
+        self.graphs_in, self.pools_used, self.streams = {}, [], []
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.handle)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {}))
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
@@ -99,30 +99,30 @@ class Pools:
     def graph(self, graph, *, pool, stream, capture_error_mode):
         assert pool not in self.graphs_in or self.graphs_in[pool], "the pool is dead"
         self.graphs_in.setdefault(pool, weakref.WeakSet()).add(graph)
-        self.captured.append(pool)
+        self.pools_used.append(pool)
         self.streams.append(stream)
         yield
 
 
-def test_graphs_share_a_pool_until_the_last_of_them_is_gone(monkeypatch):
-    pools, memory = Pools(monkeypatch), devices.GraphMemory()
+def test_graphs_share_a_pool_until_the_last_graph_is_freed(monkeypatch):
+    pools, memory = FakeGraphPools(monkeypatch), devices.GraphMemory()
     gpu = torch.device("cuda", 0)
 
-    def captured(memory):
+    def capture_graph(memory):
         recorder = devices.CudaRecorder(gpu, "graphs", memory=memory)
         recorder.capture(lambda: None)
         return recorder
 
-    graphs = [captured(memory) for _ in range(3)]
-    assert len(set(pools.captured)) == 1
+    graphs = [capture_graph(memory) for _ in range(3)]
+    assert len(set(pools.pools_used)) == 1
     del graphs[0]
-    graphs.append(captured(memory))
-    assert len(set(pools.captured)) == 1
+    graphs.append(capture_graph(memory))
+    assert len(set(pools.pools_used)) == 1
     graphs.clear()
-    graphs = [captured(memory) for _ in range(2)]
-    assert len(set(pools.captured)) == 2
-    graphs.append(captured(None))
-    assert len(set(pools.captured)) == 3
-    # torch has a workspace of cuBLAS for each stream.
+    graphs = [capture_graph(memory) for _ in range(2)]
+    assert len(set(pools.pools_used)) == 2
+    graphs.append(capture_graph(None))
+    assert len(set(pools.pools_used)) == 3
+    # torch allocates a cuBLAS workspace for each stream: graphs that share memory share a stream.
     assert len(set(pools.streams)) == 2
     assert pools.streams[-1] is not pools.streams[0]

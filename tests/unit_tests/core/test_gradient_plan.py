@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sums of a weight's gradient: each kind of weight against what its layers do."""
+"""Gradient reductions of each kind of weight, against a count of the contributing ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = Shard(axis="tp", dim=0)
 
 
 def steps(sharding: WeightSharding, grid: RankGrid = GRID) -> tuple[GradientStep, ...]:
-    """Return the sums after the lanes."""
+    """Return the reductions that follow the data-parallel reduction."""
     return gradient_plan(sharding, grid).steps
 
 
@@ -52,14 +52,14 @@ def test_axis_without_gradient_rule_is_refused():
 
 
 def test_replicas_of_kv_heads_are_summed_over_their_sub_group():
-    def fused(pieces: int) -> WeightSharding:
-        few = (Shard(axis="tp", dim=0, count=pieces),)
+    def fused(num_kv_shards: int) -> WeightSharding:
+        kv_shards = (Shard(axis="tp", dim=0, count=num_kv_shards),)
         return WeightSharding(
             name="qkv",
             sub_weights=(
                 SubWeight(name="q", shape=(16, 3), shards=(ROWS,)),
-                SubWeight(name="k", shape=(4, 3), shards=few),
-                SubWeight(name="v", shape=(4, 3), shards=few),
+                SubWeight(name="k", shape=(4, 3), shards=kv_shards),
+                SubWeight(name="v", shape=(4, 3), shards=kv_shards),
             ),
         )
 
@@ -68,7 +68,7 @@ def test_replicas_of_kv_heads_are_summed_over_their_sub_group():
     assert steps(fused(1)) == (GradientStep("tp/4", ("k", "v")),)
 
 
-def test_a_segment_that_nothing_cuts_takes_the_declared_sum():
+def test_unsharded_sub_weight_uses_the_declared_reduction():
     sharding = WeightSharding(
         name="projection",
         sub_weights=(
@@ -109,12 +109,12 @@ class ForgetsExperts(RankGrid):
 
 def test_expert_gradient_over_wrong_rank_count_is_refused():
     expert = WeightSharding.of("e", (8, 3), Shard(axis="ep", dim=0), expert=True)
-    for grid, reached in (
+    for grid, num_reached in (
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=8), 8),  # a factor of ep · etp / tp
         (ForgetsExperts(world_size=16, tp=4, cp=2, etp=1, ep=2), 2),
     ):
         with pytest.raises(
-            ValueError, match=f"would be summed over {reached} of 4 data-parallel ranks"
+            ValueError, match=f"would be summed over {num_reached} of 4 data-parallel ranks"
         ):
             gradient_plan(expert, grid)
 
@@ -123,11 +123,11 @@ def test_loss_factor_leaves_context_parallel_ranks_out():
     assert loss_factor(RankGrid(world_size=24, tp=2, gtp=2, cp=3), 5) == 1.0 / (2 * 2 * 5)
 
 
-# --- against a count of the ranks whose tokens reach a weight -------------------------------------
+# --- against a count of the ranks whose tokens contribute to a gradient ---------------------------
 
 
-def degrees_of(world: int) -> Iterator[RankGrid]:
-    """Yield every grid of so many ranks without generalised tensor parallelism."""
+def grids_of_world(world: int) -> Iterator[RankGrid]:
+    """Yield every grid of `world` ranks without generalised tensor parallelism."""
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     for pp, tp, cp, etp, ep in itertools.product(divisors, repeat=5):
         if world % (pp * tp * cp) == 0 and world % (pp * etp * ep) == 0:
@@ -135,9 +135,9 @@ def degrees_of(world: int) -> Iterator[RankGrid]:
 
 
 def weights_of_layers(grid: RankGrid) -> list[tuple[WeightSharding, str | None]]:
-    """Return each kind of weight of a layer with experts, and the group whose tokens come to it.
+    """Return each kind of weight of an MoE layer, and the group whose tokens its layer gathers.
 
-    Inside of an expert block every rank of a stage has tokens of its own.
+    Inside an expert block every rank of a stage has its own tokens.
     """
     experts = (grid.ep * 2, grid.etp * 3, 2)
     fused = [
@@ -161,10 +161,15 @@ def weights_of_layers(grid: RankGrid) -> list[tuple[WeightSharding, str | None]]
     ]
 
 
-def miscounted(plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid: RankGrid) -> int:
-    """Count the weights in whose gradient, on some rank, the tokens of some rank of the stage are
-    not exactly once, or which other ranks' pieces are added to."""
-    found = 0
+def num_miscounted_weights(
+    plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid: RankGrid
+) -> int:
+    """Count the weights with a wrong gradient on some rank.
+
+    A gradient is wrong if a rank of the stage contributes its tokens never or more than once, or
+    if the plan adds up different regions of the weight.
+    """
+    num_wrong = 0
     groups: dict[str | None, dict[int, list[int]]] = {
         None: {rank: [rank] for rank in range(grid.world_size)}
     }
@@ -172,35 +177,37 @@ def miscounted(plan_of: Callable[[WeightSharding, RankGrid], GradientPlan], grid
         groups[name] = {rank: ranks for ranks in grid.named_ranks(name) for rank in ranks}
     for sharding, tokens in weights_of_layers(grid):
         plan = plan_of(sharding, grid)
-        held = {rank: Counter(groups[tokens][rank]) for rank in range(grid.world_size)}
-        boxes = {r: local_boxes(sharding, grid, grid.coordinates(r)) for r in held}
-        right = plan.num_ranks_reached * grid.tp * grid.pp == grid.world_size
+        sources = {rank: Counter(groups[tokens][rank]) for rank in range(grid.world_size)}
+        boxes = {r: local_boxes(sharding, grid, grid.coordinates(r)) for r in sources}
+        correct = plan.num_ranks_reached * grid.tp * grid.pp == grid.world_size
         for name in (plan.data_group, *(step.group for step in plan.steps)):
             for ranks in grid.named_ranks(name):
-                right &= all(_places(boxes[rank]) == _places(boxes[ranks[0]]) for rank in ranks)
-            held = {r: sum((held[other] for other in groups[name][r]), Counter()) for r in held}
+                correct &= all(_regions(boxes[rank]) == _regions(boxes[ranks[0]]) for rank in ranks)
+            sources = {
+                r: sum((sources[peer] for peer in groups[name][r]), Counter()) for r in sources
+            }
         stage = grid.world_size // grid.pp
-        for rank, seen in held.items():
-            first = rank // stage * stage
-            right &= seen == Counter(range(first, first + stage))
-        found += not right
-    return found
+        for rank, counts in sources.items():
+            first_rank = rank // stage * stage
+            correct &= counts == Counter(range(first_rank, first_rank + stage))
+        num_wrong += not correct
+    return num_wrong
 
 
-def _places(boxes: list) -> list[tuple]:
+def _regions(boxes: list) -> list[tuple]:
     return [(box.name, box.offsets, box.sizes) for box in boxes]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 16])
-def test_the_tokens_of_every_rank_reach_a_weight_once(world: int):
-    grids = list(degrees_of(world))
+def test_tokens_of_every_rank_reach_a_weight_once(world: int):
+    grids = list(grids_of_world(world))
     kinds = {(grid.etp != grid.tp, grid.edp > 1, grid.ep > 1) for grid in grids}
     assert len(kinds) == 8 or world < 4
     for grid in grids:
-        assert miscounted(gradient_plan, grid) == 0, grid
+        assert num_miscounted_weights(gradient_plan, grid) == 0, grid
 
 
-#: Faults of the plan: (code, faulty code).
+#: Planted bugs: (code of `gradient_plan`, replacement).
 PLAN_BUGS = (
     ('"expert_dp" if sharding.expert else "dense_dp"', '"dense_dp"'),
     ('"expert_dp" if sharding.expert else "dense_dp"', '"expert_dp"'),
@@ -215,18 +222,18 @@ PLAN_BUGS = (
 )
 
 
-def faulty(rank: int, world: int) -> int:
-    """Return on how many grids this rank's fault miscounts or refuses a weight."""
+def count_detecting_grids(rank: int, world: int) -> int:
+    """Return on how many grids this rank's planted bug miscounts a weight or raises."""
     apply(planted("megatron.core.weight_sharding", "gradient_plan", *PLAN_BUGS[rank]))
-    dead = 0
-    for grid in degrees_of(4):
+    detected = 0
+    for grid in grids_of_world(4):
         try:
-            dead += miscounted(gradient_plan, grid) > 0
+            detected += num_miscounted_weights(gradient_plan, grid) > 0
         except ValueError:
-            dead += 1
-    return dead
+            detected += 1
+    return detected
 
 
 def test_a_faulty_plan_miscounts_or_is_refused():
-    with start_ranks(faulty, len(PLAN_BUGS), init=False) as ranks:
+    with start_ranks(count_detecting_grids, len(PLAN_BUGS), init=False) as ranks:
         assert all(ranks.values(timeout=30.0)), PLAN_BUGS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial values: any box equals the slice of the whole, the numbers are the defined ones."""
+"""Initial values: a box equals the slice of the full tensor, and values follow their definition."""
 
 import hashlib
 import itertools
@@ -15,7 +15,9 @@ NORMAL = InitSpec.normal(0.02)
 MASK = (1 << 64) - 1
 
 
-def whole(shape, spec=NORMAL, *, seed=7, name="decoder.blocks.0.query.weight", dtype=torch.float32):
+def full_tensor(
+    shape, spec=NORMAL, *, seed=7, name="decoder.blocks.0.query.weight", dtype=torch.float32
+):
     return fill_(
         torch.full(shape, math.nan, dtype=dtype),
         spec,
@@ -42,59 +44,72 @@ def quantiles():
     inverse = statistics.NormalDist().inv_cdf
     knots = [inverse(i / 4096) for i in range(1, 4096)]
     inner = math.fsum((a * a + a * b + b * b) / 3 for a, b in itertools.pairwise(knots))
-    last = knots[-1]  # unit variance: inner + 2/3 (last^2 + last*end + end^2) = 4096
-    end = -last / 2 + math.sqrt(last * last / 4 - last * last + 1.5 * (4096 - inner))
+    last_knot = knots[-1]  # unit variance: inner + 2/3 (last^2 + last*end + end^2) = 4096
+    end = -last_knot / 2 + math.sqrt(
+        last_knot * last_knot / 4 - last_knot * last_knot + 1.5 * (4096 - inner)
+    )
     return [-end, *knots, end]
 
 
 def defined_normal(seed, name, index, knots):
     bits = defined_bits(seed, name, index)
-    cell, place = bits >> 52, (bits >> 33) & ((1 << 19) - 1)
-    return knots[cell] + (knots[cell + 1] - knots[cell]) * place / (1 << 19)
+    cell, fraction = bits >> 52, (bits >> 33) & ((1 << 19) - 1)
+    return knots[cell] + (knots[cell + 1] - knots[cell]) * fraction / (1 << 19)
 
 
-def test_splitmix_is_the_published_generator():
+def test_splitmix_matches_the_published_outputs():
     # First outputs of SplitMix64 seeded with 1234567, as its reference implementation prints them.
-    state, found = 1234567, []
+    state, outputs = 1234567, []
     for _ in range(3):
         state = (state + 0x9E3779B97F4A7C15) & MASK
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-        found.append(z ^ (z >> 31))
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+        outputs.append(z ^ (z >> 31))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_normal_values_are_the_closed_form():
+def test_normal_values_match_the_closed_form():
     knots = quantiles()
-    got = whole((300, 41), InitSpec.normal(1.0), seed=-5, name="head.weight").double().flatten()
-    wanted = [defined_normal(-5, "head.weight", i, knots) for i in range(300 * 41)]
+    actual = (
+        full_tensor((300, 41), InitSpec.normal(1.0), seed=-5, name="head.weight").double().flatten()
+    )
+    expected = [defined_normal(-5, "head.weight", i, knots) for i in range(300 * 41)]
     # Each knot is rounded to 2^-22 and the interpolation floors once: two units are the worst case.
-    assert (got - torch.tensor(wanted, dtype=torch.float64)).abs().max() <= 2.0 * 2.0**-22
+    assert (actual - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 2.0 * 2.0**-22
 
 
-def test_uniform_values_are_the_closed_form():
-    got = whole((64, 33), InitSpec.uniform(-0.25, 0.5), seed=3, name="dt_bias").double().flatten()
-    wanted = [
+def test_uniform_values_match_the_closed_form():
+    actual = (
+        full_tensor((64, 33), InitSpec.uniform(-0.25, 0.5), seed=3, name="dt_bias")
+        .double()
+        .flatten()
+    )
+    expected = [
         (defined_bits(3, "dt_bias", i) >> 40) / (1 << 24) * 0.75 - 0.25 for i in range(64 * 33)
     ]
-    assert (got - torch.tensor(wanted, dtype=torch.float64)).abs().max() <= 2.0**-25
-    assert got.min() >= -0.25
-    assert got.max() < 0.5
+    assert (actual - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 2.0**-25
+    assert actual.min() >= -0.25
+    assert actual.max() < 0.5
 
 
-def test_values_are_frozen():
-    """A run started years ago must start alike today: this digest never changes."""
-    bits = whole((257, 129), InitSpec.normal(0.02), seed=1234).view(torch.int32).numpy().tobytes()
+def test_values_match_the_frozen_digest():
+    """An old run must be reproducible from its seed: this digest never changes."""
+    bits = (
+        full_tensor((257, 129), InitSpec.normal(0.02), seed=1234)
+        .view(torch.int32)
+        .numpy()
+        .tobytes()
+    )
     assert hashlib.sha256(bits).hexdigest()[:16] == "22e6bdf89f4857c8"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("spec", [NORMAL, InitSpec.uniform(-1.0, 2.0)], ids=["normal", "uniform"])
-def test_any_box_is_the_slice_of_the_whole(spec, dtype):
+def test_box_equals_the_slice_of_the_full_tensor(spec, dtype):
     shape = (67, 1021)  # 68,407 elements: three chunks of unequal height
-    full = whole(shape, spec, dtype=dtype)
+    full = full_tensor(shape, spec, dtype=dtype)
     assert not full.isnan().any()
-    for first, sizes in [
+    for offsets, sizes in [
         ((0, 0), (1, 1)),
         ((66, 1020), (1, 1)),
         ((3, 17), (61, 500)),
@@ -107,53 +122,53 @@ def test_any_box_is_the_slice_of_the_whole(spec, dtype):
             seed=7,
             name="decoder.blocks.0.query.weight",
             shape=shape,
-            offsets=first,
+            offsets=offsets,
         )
-        rows, columns = (slice(f, f + s) for f, s in zip(first, sizes, strict=True))
+        rows, columns = (slice(f, f + s) for f, s in zip(offsets, sizes, strict=True))
         assert torch.equal(box, full[rows, columns])
 
 
-def test_boxes_of_one_and_four_dimensions_and_long_rows():
-    for shape, first, sizes in [
+def test_boxes_of_any_rank_equal_the_slice_of_the_full_tensor():
+    for shape, offsets, sizes in [
         ((40_000,), (35_000,), (5_000,)),
         ((3, 5, 7, 11), (1, 2, 0, 3), (2, 3, 7, 5)),
         ((2, 3, 40_000), (1, 1, 1), (1, 2, 39_990)),  # a row longer than one chunk
         ((5, 1, 3), (2, 0, 1), (3, 1, 2)),
     ]:
-        full = whole(shape)
+        full = full_tensor(shape)
         box = fill_(
             torch.full(sizes, math.nan),
             NORMAL,
             seed=7,
             name="decoder.blocks.0.query.weight",
             shape=shape,
-            offsets=first,
+            offsets=offsets,
         )
         assert torch.equal(
-            box, full[tuple(slice(f, f + s) for f, s in zip(first, sizes, strict=True))]
+            box, full[tuple(slice(f, f + s) for f, s in zip(offsets, sizes, strict=True))]
         )
         assert torch.equal(
-            full.flatten(), whole((math.prod(shape),))
+            full.flatten(), full_tensor((math.prod(shape),))
         )  # only the linear index counts
 
 
-def test_strided_destinations_and_neighbours():
+def test_strided_fill_leaves_neighbours_untouched():
     buffer = torch.full((50, 90), 9.0)
     fill_(buffer[5:45, 10:80:2].t(), NORMAL, seed=7, name="w", shape=(35, 40), offsets=(0, 0))
-    assert torch.equal(buffer[5:45, 10:80:2].t(), whole((35, 40), name="w"))
+    assert torch.equal(buffer[5:45, 10:80:2].t(), full_tensor((35, 40), name="w"))
     untouched = int((buffer == 9.0).sum())
     assert untouched == 50 * 90 - 35 * 40
 
 
-def test_half_precision_is_the_rounded_fp32():
-    full = whole((129, 65))
+def test_half_precision_values_are_the_rounded_fp32_values():
+    full = full_tensor((129, 65))
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(whole((129, 65), dtype=dtype), full.to(dtype))
+        assert torch.equal(full_tensor((129, 65), dtype=dtype), full.to(dtype))
 
 
-def test_moments_and_tails():
+def test_normal_moments_and_tails_match_the_distribution():
     count = 1 << 21
-    values = whole((count // 512, 512), InitSpec.normal(1.0)).double()
+    values = full_tensor((count // 512, 512), InitSpec.normal(1.0)).double()
     sigma = 1 / math.sqrt(count)  # standard error of the mean; 5 sigma bounds throughout
     assert values.mean().abs() < 5 * sigma
     assert (values.pow(2).mean() - 1).abs() < 5 * sigma * math.sqrt(2)
@@ -168,24 +183,26 @@ def test_moments_and_tails():
 
 def test_no_correlation_between_names_seeds_rows_and_columns():
     count = 1 << 18
-    reference = whole((512, 512), InitSpec.normal(1.0)).double()
-    others = [
-        whole((512, 512), InitSpec.normal(1.0), name="decoder.blocks.1.query.weight").double(),
-        whole((512, 512), InitSpec.normal(1.0), seed=8).double(),
-        whole((512, 512), InitSpec.normal(1.0), seed=7 + (1 << 32)).double(),
+    reference = full_tensor((512, 512), InitSpec.normal(1.0)).double()
+    variants = [
+        full_tensor(
+            (512, 512), InitSpec.normal(1.0), name="decoder.blocks.1.query.weight"
+        ).double(),
+        full_tensor((512, 512), InitSpec.normal(1.0), seed=8).double(),
+        full_tensor((512, 512), InitSpec.normal(1.0), seed=7 + (1 << 32)).double(),
         reference.roll(1, 0),
         reference.roll(1, 1),
         reference.t(),
     ]
-    for other in others:
-        assert ((reference * other).mean()).abs() < 5 / math.sqrt(count)
+    for variant in variants:
+        assert ((reference * variant).mean()).abs() < 5 / math.sqrt(count)
 
 
-def test_constant_scalar_and_empty():
-    assert torch.equal(whole((3, 4), InitSpec.constant(1.5)), torch.full((3, 4), 1.5))
-    scalar = whole(())
-    assert scalar.item() == whole((1,)).item() != 0.0
-    assert whole((0, 5)).shape == (0, 5)
+def test_constant_scalar_and_empty_tensors_are_filled():
+    assert torch.equal(full_tensor((3, 4), InitSpec.constant(1.5)), torch.full((3, 4), 1.5))
+    scalar = full_tensor(())
+    assert scalar.item() == full_tensor((1,)).item() != 0.0
+    assert full_tensor((0, 5)).shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +219,7 @@ def test_boxes_outside_the_tensor_are_refused(out, shape, offsets):
         fill_(out, NORMAL, seed=1, name="q.weight", shape=shape, offsets=offsets)
 
 
-def test_bad_specs_are_refused():
+def test_invalid_specs_are_refused():
     with pytest.raises(ValueError, match="std is -1"):
         InitSpec.normal(-1.0)
     with pytest.raises(ValueError, match=r"\[2.0, 2.0\)"):
@@ -213,7 +230,7 @@ def test_bad_specs_are_refused():
         InitSpec("zipf")
 
 
-def test_rates_of_decay_are_logarithms_of_uniform_numbers() -> None:
+def test_decay_rates_are_logs_of_uniform_values() -> None:
     spec = InitSpec.log_of_uniform(1.0, 16.0)
     plain = fill_(
         torch.empty(5000, dtype=torch.float64),
@@ -225,8 +242,8 @@ def test_rates_of_decay_are_logarithms_of_uniform_numbers() -> None:
     )
     drawn = fill_(torch.empty(5000), spec, seed=1, name="A", shape=(5000,), offsets=(0,))
     assert torch.equal(drawn, plain.log().float())
-    part = fill_(torch.empty(7), spec, seed=1, name="A", shape=(5000,), offsets=(4990,))
-    assert torch.equal(part, drawn[4990:4997])
+    tail = fill_(torch.empty(7), spec, seed=1, name="A", shape=(5000,), offsets=(4990,))
+    assert torch.equal(tail, drawn[4990:4997])
 
 
 def test_softplus_of_step_bias_is_log_uniform() -> None:

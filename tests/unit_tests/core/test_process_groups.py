@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank grid against enumeration by brute force, and the groups that are made from it."""
+"""The rank grid against brute-force enumeration, and the process groups created from it."""
 
 from __future__ import annotations
 
@@ -25,63 +25,65 @@ from megatron.core.process_groups import (
 from tests.support.ranks import run_ranks
 
 
-def random_grid(source: random.Random) -> RankGrid:
+def random_grid(rng: random.Random) -> RankGrid:
     """Draw a grid of up to a few dozen ranks whose dense and expert products both divide."""
-    tp, gtp, cp, dp, pp = (source.choice((1, 1, 2, 3)) for _ in range(5))
+    tp, gtp, cp, dp, pp = (rng.choice((1, 1, 2, 3)) for _ in range(5))
     world = tp * gtp * cp * dp * pp
-    inside = world // pp
-    etp = source.choice([n for n in range(1, inside + 1) if inside % n == 0])
-    ep = source.choice([n for n in range(1, inside // etp + 1) if (inside // etp) % n == 0])
-    left = inside // etp // ep
-    egtp = source.choice([n for n in range(1, left + 1) if left % n == 0])
-    both = math.gcd(dp, left // egtp)
-    instances = source.choice([n for n in range(1, both + 1) if both % n == 0])
+    ranks_per_stage = world // pp
+    etp = rng.choice([n for n in range(1, ranks_per_stage + 1) if ranks_per_stage % n == 0])
+    ep = rng.choice(
+        [n for n in range(1, ranks_per_stage // etp + 1) if (ranks_per_stage // etp) % n == 0]
+    )
+    expert_ranks = ranks_per_stage // etp // ep
+    egtp = rng.choice([n for n in range(1, expert_ranks + 1) if expert_ranks % n == 0])
+    max_instances = math.gcd(dp, expert_ranks // egtp)
+    instances = rng.choice([n for n in range(1, max_instances + 1) if max_instances % n == 0])
     sizes = {"tp": tp, "gtp": gtp, "cp": cp, "pp": pp, "etp": etp, "ep": ep, "egtp": egtp}
     return RankGrid(world_size=world, instances=instances, **sizes)
 
 
-def enumerated(grid: RankGrid, order: tuple[str, ...]) -> list[dict[str, int]]:
+def enumerate_ranks(grid: RankGrid, order: tuple[str, ...]) -> list[dict[str, int]]:
     """Number the ranks with nested loops, the first axis of `order` in the innermost."""
     loops = itertools.product(*(range(grid.size(axis)) for axis in reversed(order)))
     return [dict(zip(reversed(order), point, strict=True)) for point in loops]
 
 
-def joined(order: tuple[str, ...]) -> tuple[str, ...]:
-    """Name the two data axes of a factorisation by their common name."""
-    data = "dp" if order == DENSE_AXES else "edp"
-    return (*(axis for axis in order if not axis.startswith(data)), data)
+def merge_data_axes(order: tuple[str, ...]) -> tuple[str, ...]:
+    """Replace the inner and the outer data axis of a factorisation by their merged axis."""
+    data_axis = "dp" if order == DENSE_AXES else "edp"
+    return (*(axis for axis in order if not axis.startswith(data_axis)), data_axis)
 
 
 def brute_force_groups(grid: RankGrid, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
     """Group the ranks that agree on every axis outside `axes`."""
-    both = {"dp": ["dp_inner", "dp_outer"], "edp": ["edp_inner", "edp_outer"]}
-    axes = tuple(single for axis in axes for single in both.get(axis, [axis]))
+    inner_and_outer = {"dp": ["dp_inner", "dp_outer"], "edp": ["edp_inner", "edp_outer"]}
+    axes = tuple(single for axis in axes for single in inner_and_outer.get(axis, [axis]))
     order = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, point in enumerate(enumerated(grid, order)):
+    for rank, point in enumerate(enumerate_ranks(grid, order)):
         groups.setdefault(tuple(point[a] for a in order if a not in axes), []).append(rank)
     return {tuple(members) for members in groups.values()}
 
 
 def test_grid_equals_brute_force_enumeration():
-    source = random.Random(1)
+    rng = random.Random(1)
     for _ in range(40):
-        grid = random_grid(source)
+        grid = random_grid(rng)
         for order in (DENSE_AXES, EXPERT_AXES):
-            for rank, point in enumerate(enumerated(grid, order)):
+            for rank, point in enumerate(enumerate_ranks(grid, order)):
                 assert {a: grid.coordinates(rank)[a] for a in order} == point
                 assert grid.rank_of(**point) == rank
-                whole = {axis: grid.coordinates(rank)[axis] for axis in joined(order)}
-                assert grid.rank_of(**whole) == rank
+                merged = {axis: grid.coordinates(rank)[axis] for axis in merge_data_axes(order)}
+                assert grid.rank_of(**merged) == rank
             for count in (0, 1, 2, 3):
-                axes = tuple(source.sample(source.choice((order, joined(order))), count))
+                axes = tuple(rng.sample(rng.choice((order, merge_data_axes(order))), count))
                 assert {tuple(g) for g in grid.ranks(axes)} == brute_force_groups(grid, axes)
 
 
-def test_groups_partition_the_world_and_group_of_finds_ones_own():
-    source = random.Random(2)
+def test_groups_partition_the_world_and_contain_their_ranks():
+    rng = random.Random(2)
     for _ in range(20):
-        grid = random_grid(source)
+        grid = random_grid(rng)
         for name, axes in GROUP_AXES.items():
             groups = grid.ranks(axes)
             assert groups == grid.named_ranks(name)
@@ -94,7 +96,7 @@ def test_groups_partition_the_world_and_group_of_finds_ones_own():
                 )
 
 
-def test_worked_example_of_eight_ranks():
+def test_groups_of_eight_ranks_match_the_worked_example():
     grid = RankGrid(world_size=8, tp=2, pp=2)
     assert grid.dp == 2
     assert grid.ranks(("tp",)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -109,8 +111,8 @@ def test_hybrid_sharding_splits_dp_into_inner_and_outer_axes():
     assert grid.named_ranks("shard")[0] == [0, 2, 4, 6]
     assert grid.named_ranks("replicate")[0] == [0, 8]
     assert grid.named_ranks("dense_dp")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
-    at = grid.coordinates(11)
-    assert (at["dp"], at["dp_inner"], at["dp_outer"]) == (5, 1, 1)
+    coordinates = grid.coordinates(11)
+    assert (coordinates["dp"], coordinates["dp_inner"], coordinates["dp_outer"]) == (5, 1, 1)
     assert grid.rank_of(tp=1, dp=5) == grid.rank_of(tp=1, dp_inner=1, dp_outer=1) == 11
     for instances, text in (
         (3, "3 optimizer instances do not divide dp=8: use a divisor of 8"),
@@ -123,15 +125,15 @@ def test_hybrid_sharding_splits_dp_into_inner_and_outer_axes():
 
 
 def test_without_instances_the_outer_axis_has_one_rank():
-    source = random.Random(4)
+    rng = random.Random(4)
     for _ in range(20):
-        drawn = random_grid(source)
-        grid = dataclasses.replace(drawn, instances=1)
-        for inner, whole in (("shard", "dense_dp"), ("expert_shard", "expert_dp")):
-            assert grid.named_ranks(inner) == grid.named_ranks(whole)
+        hybrid_grid = random_grid(rng)
+        grid = dataclasses.replace(hybrid_grid, instances=1)
+        for inner, merged in (("shard", "dense_dp"), ("expert_shard", "expert_dp")):
+            assert grid.named_ranks(inner) == grid.named_ranks(merged)
         assert all(len(members) == 1 for members in grid.named_ranks("replicate"))
         for name in ("dense_dp", "dp_cp", "dp", "edp", "expert_dp", "world"):
-            assert grid.named_ranks(name) == drawn.named_ranks(name)
+            assert grid.named_ranks(name) == hybrid_grid.named_ranks(name)
 
 
 def test_expert_tp_defaults_to_dense_tp():
@@ -141,17 +143,17 @@ def test_expert_tp_defaults_to_dense_tp():
     assert grid.ranks(("ep",)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_both_factorisations_agree_on_the_pipeline():
-    source = random.Random(3)
+def test_dense_and_expert_grids_agree_on_pipeline_groups():
+    rng = random.Random(3)
     for _ in range(20):
-        grid = random_grid(source)
+        grid = random_grid(rng)
         assert set(map(tuple, grid.ranks(("pp",)))) == {
             tuple(grid.rank_of(**point, pp=stage) for stage in range(grid.pp))
-            for point in enumerated(grid, EXPERT_AXES[:-1])
+            for point in enumerate_ranks(grid, EXPERT_AXES[:-1])
         }
 
 
-def test_every_problem_of_a_layout_is_named_at_once():
+def test_all_problems_of_a_grid_are_reported_together():
     with pytest.raises(ValueError) as caught:
         RankGrid(world_size=12, tp=5, cp=2, etp=7)
     text = str(caught.value)
@@ -164,9 +166,9 @@ def test_every_problem_of_a_layout_is_named_at_once():
     assert "pp size is -1" in str(caught.value)
 
 
-def test_questions_without_an_answer_are_errors():
+def test_invalid_queries_raise_value_errors():
     grid = RankGrid(world_size=4, tp=2)
-    for ask, text in (
+    for query, text in (
         (lambda: grid.size("xp"), "unknown axis 'xp'"),
         (lambda: grid.ranks(("tp", "ep")), "mix the dense and the expert grid"),
         (lambda: grid.coordinates(4), "outside the world of 4"),
@@ -176,10 +178,10 @@ def test_questions_without_an_answer_are_errors():
         (lambda: Group("tp", (0,), 1), "local rank 1 of 1"),
     ):
         with pytest.raises(ValueError, match=text):
-            ask()
+            query()
 
 
-def test_tied_groups_are_the_ends_of_each_pipeline():
+def test_tied_groups_join_first_and_last_stages():
     assert RankGrid(world_size=12, tp=2, pp=3).named_ranks("tied") == [
         [0, 8],
         [1, 9],
@@ -198,8 +200,8 @@ def test_single_process_has_all_groups_without_distributed():
         groups["other"]
 
 
-def groups_on_four_ranks(rank: int, world: int) -> None:
-    """Check every group by what a sum over it gives; then replicas and refusals."""
+def check_groups_on_four_ranks(rank: int, world: int) -> None:
+    """Check every group by an all-reduce over it, then replica groups and errors."""
     for grid in (
         RankGrid(world_size=4, tp=2, pp=2, etp=1, ep=2),
         RankGrid(world_size=4, tp=2, gtp=2),
@@ -213,7 +215,7 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             assert groups[name].rank == members.index(rank)
             total = all_reduce(torch.tensor([2.0**rank]), groups[name])
             assert total.item() == sum(2.0**r for r in members), name
-        if grid.pp > 1:  # what goes back waits for nothing that goes forward
+        if grid.pp > 1:  # backward transfers must not queue behind forward transfers
             assert groups["pp"].ranks == groups["pp_backward"].ranks
             assert groups["pp"].handle is not groups["pp_backward"].handle
         stages = grid.group_of(rank, ("pp",))
@@ -230,23 +232,23 @@ def groups_on_four_ranks(rank: int, world: int) -> None:
             assert groups["tp"].handle is groups["tp_cp"].handle
             assert groups["dense_dp"].handle is groups["shard"].handle
             assert groups["shard_gather"].handle is groups["gtp_gather"].handle
-    _replicas_and_refusals(rank)
+    _check_replica_groups_and_errors(rank)
 
 
-def _replicas_and_refusals(rank: int) -> None:
+def _check_replica_groups_and_errors(rank: int) -> None:
     grid = RankGrid(world_size=4, tp=4)
-    few = ProcessGroupCollection.create(grid, rank=rank, names=("tp",))
+    tp_groups = ProcessGroupCollection.create(grid, rank=rank, names=("tp",))
     with pytest.raises(ValueError, match="no group 'dp': this collection has tp"):
-        few["dp"]
-    every = ProcessGroupCollection.create(grid, rank=rank)
-    pair = every["tp/2"]
+        tp_groups["dp"]
+    groups = ProcessGroupCollection.create(grid, rank=rank)
+    pair = groups["tp/2"]
     assert (pair.name, pair.ranks, pair.rank) == ("tp/2", ((0, 1), (2, 3))[rank // 2], rank % 2)
     assert all_reduce(torch.tensor([2.0**rank]), pair).item() == (3.0, 12.0)[rank // 2]
-    assert every["tp/4"].handle is every["tp"].handle
-    assert (every["tp/4"].name, every["tp/4"].ranks) == ("tp/4", every["tp"].ranks)
+    assert groups["tp/4"].handle is groups["tp"].handle
+    assert (groups["tp/4"].name, groups["tp/4"].ranks) == ("tp/4", groups["tp"].ranks)
     for name in ("tp/1", "tp/3", "cp/2"):
         with pytest.raises(ValueError, match=f"no group '{name}': this collection has dense_dp"):
-            every[name]
+            groups[name]
     with pytest.raises(ValueError, match=r"unknown group 'tp/3': one of .*, tied, tp/2, tp/4"):
         grid.named_ranks("tp/3")
     with pytest.raises(ValueError, match="the grid is for 2 ranks but the world has 4"):
@@ -255,12 +257,12 @@ def _replicas_and_refusals(rank: int) -> None:
         ProcessGroupCollection.create(grid, rank=rank, names=("nobody",))
 
 
-def test_groups_on_four_ranks():
-    run_ranks(groups_on_four_ranks, 4)
+def test_created_groups_reduce_over_their_ranks():
+    run_ranks(check_groups_on_four_ranks, 4)
 
 
-def test_nccl_runs_what_layers_wait_for_at_high_priority(monkeypatch):
-    """tp, cp and ep go before gathers of weights and reductions of gradients; gloo has no such
+def test_nccl_groups_on_the_critical_path_have_high_priority(monkeypatch):
+    """tp, cp and ep have priority over weight gathers and gradient reductions; gloo has no such
     option."""
     options = {}
 
@@ -278,18 +280,20 @@ def test_nccl_runs_what_layers_wait_for_at_high_priority(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", new_group)
     grid = RankGrid(world_size=8, tp=2, ep=2)
-    made = {}
+    priorities = {}
     for backend in ("nccl", "gloo"):
         options.clear()
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
         ProcessGroupCollection.create(grid, rank=0, names=("tp", "etp_ep", "dense_dp"))
-        made[backend] = {
-            ranks: [option is not None and option.is_high_priority_stream for option in each]
-            for ranks, each in options.items()
+        priorities[backend] = {
+            ranks: [
+                option is not None and option.is_high_priority_stream for option in group_options
+            ]
+            for ranks, group_options in options.items()
         }
     tensor, experts, gradients = (
         tuple(grid.group_of(0, axes)) for axes in (("tp",), ("etp", "ep"), ("gtp", "cp", "dp"))
     )
-    assert made["nccl"][tensor] == made["nccl"][experts] == [True]
-    assert made["nccl"][gradients] == [False]
-    assert not any(any(each) for each in made["gloo"].values())
+    assert priorities["nccl"][tensor] == priorities["nccl"][experts] == [True]
+    assert priorities["nccl"][gradients] == [False]
+    assert not any(any(group_options) for group_options in priorities["gloo"].values())

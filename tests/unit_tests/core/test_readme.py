@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of megatron-core's README, run word for word: on one rank and on two, stopped and
-resumed, against an uninterrupted run and against an optimizer of torch."""
+"""The program of megatron-core's README, run verbatim on one rank and on two: a resumed run against
+an uninterrupted run, and both against torch's AdamW."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.ranks import start_ranks
 
 README = Path(__file__).parents[3] / "megatron_core/README.md"
-STEPS, SAVED = 8, 4
+STEPS, SAVED_STEP = 8, 4
 
 
-def follow(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Run the README's program in a folder; return the state that it ends with."""
+def run_program(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Run the README's program in a folder and return its final state."""
     os.chdir(folder)
     names = runpy.run_path("train.py")
     assert names["optimizer"].steps == STEPS
@@ -46,12 +46,12 @@ def run_readme(world: int, folder: Path) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with start_ranks(follow, world, str(folder), env=address, init=False) as ranks:
+    with start_ranks(run_program, world, str(folder), env=address, init=False) as ranks:
         return ranks.values(timeout=60)
 
 
-def trained_by_torch(config: Any) -> dict[str, torch.Tensor]:
-    """Return the weights that the README's steps lead to, by an optimizer of torch's."""
+def train_with_torch(config: Any) -> dict[str, torch.Tensor]:
+    """Train the README's model with torch's AdamW and return its weights."""
     model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
     parameters = list(model.parameters())
     adam = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
@@ -68,18 +68,24 @@ def trained_by_torch(config: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_readme_resumes_bit_for_bit(tmp_path: Path, world: int) -> None:
+def test_readme_program_resumes_bit_for_bit(tmp_path: Path, world: int) -> None:
     whole = run_readme(world, tmp_path / "whole")
     (tmp_path / "resumed/checkpoints").mkdir(parents=True)
-    name = f"checkpoints/iter_{SAVED:07d}"
+    name = f"checkpoints/iter_{SAVED_STEP:07d}"
     shutil.copytree(tmp_path / "whole" / name, tmp_path / "resumed" / name)
     resumed = run_readme(world, tmp_path / "resumed")
-    wanted = trained_by_torch(whole[0]["config"])
-    for one, other in zip(whole, resumed, strict=True):
-        assert (one["first"], other["first"], one["sharded"]) == (0, SAVED, world > 1)
-        assert "optimizer.steps" in {name for name, _, _ in one["state"]}
-        for (*place, value), (*same_place, again) in zip(one["state"], other["state"], strict=True):
-            assert place == same_place
-            assert torch.equal(value, again), place
-        for name, weight in wanted.items():
-            assert float((one["weights"][name] - weight).abs().max()) < 2e-5, name
+    expected = train_with_torch(whole[0]["config"])
+    for whole_rank, resumed_rank in zip(whole, resumed, strict=True):
+        assert (whole_rank["first"], resumed_rank["first"], whole_rank["sharded"]) == (
+            0,
+            SAVED_STEP,
+            world > 1,
+        )
+        assert "optimizer.steps" in {name for name, _, _ in whole_rank["state"]}
+        for (*key, value), (*resumed_key, resumed_value) in zip(
+            whole_rank["state"], resumed_rank["state"], strict=True
+        ):
+            assert key == resumed_key
+            assert torch.equal(value, resumed_value), key
+        for name, weight in expected.items():
+            assert float((whole_rank["weights"][name] - weight).abs().max()) < 2e-5, name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of strangers: what is read, what is refused, and that nothing is written through a link."""
+"""Untrusted files: which files are read, which are refused, and no write through a link."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ from megatron.core.untrusted_files import (
 )
 
 
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
 
 
-def a_link_out(path: Path) -> None:
+def make_outside_link(path: Path) -> None:
     (path.parent.parent / "outside").write_text("secret")
     path.symlink_to(path.parent.parent / "outside")
 
 
-def a_sparse_file(path: Path) -> None:
+def make_sparse_file(path: Path) -> None:
     path.touch()
     os.truncate(path, 200 << 30)
 
 
-ODD: dict[str, Callable[[Path], object]] = {
+UNSAFE_FILES: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
-    "socket": a_socket,
+    "socket": make_socket,
     "folder": Path.mkdir,
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "link out": a_link_out,
+    "link outside": make_outside_link,
     "link to nothing": lambda path: path.symlink_to("nothing"),
     "link to itself": lambda path: path.symlink_to(path.name),
-    "200 GiB of nothing": a_sparse_file,
+    "200 GiB sparse file": make_sparse_file,
 }
 
 
-@pytest.mark.parametrize("case", ODD)
-def test_what_is_no_bounded_regular_file_is_not_read(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", UNSAFE_FILES)
+def test_reading_refuses_all_but_bounded_regular_files(case: str, tmp_path: Path) -> None:
     folder = tmp_path / "f"
     folder.mkdir()
-    ODD[case](folder / "a.json")
+    UNSAFE_FILES[case](folder / "a.json")
     with pytest.raises(OSError) as caught:
         read_json(folder / "a.json")
     assert "a.json" in str(caught.value)
 
 
-def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+def test_user_named_file_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "f").mkdir()
-    a_link_out(tmp_path / "f" / "a")
+    make_outside_link(tmp_path / "f" / "a")
     assert read_text(tmp_path / "f" / "a", 6, follow_links=True) == "secret"
     with pytest.raises(UnsafeFileError, match="6 bytes"):
         read_regular(tmp_path / "f" / "a", 5, follow_links=True)
 
 
-def test_links_of_the_hubs_cache_and_inside_a_folder(tmp_path: Path) -> None:
+def test_links_to_hub_blobs_and_within_a_folder_are_read(tmp_path: Path) -> None:
     model = tmp_path / "models--a--b"
     snapshot = model / "snapshots" / "123" / "inner"
     (model / "blobs").mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_links_of_the_hubs_cache_and_inside_a_folder(tmp_path: Path) -> None:
             read_json(snapshot / name)
 
 
-def test_names_and_texts_that_are_none(tmp_path: Path) -> None:
+def test_invalid_names_and_invalid_utf8_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsafeFileError):
         read_regular(tmp_path / "a\0b", 10)
     with pytest.raises(FileNotFoundError):
@@ -116,11 +116,11 @@ def test_json_with_too_many_values_is_refused_before_parsing(value: str) -> None
     for form in (text, text.encode()):
         with pytest.raises(ValueError, match=f"its {len(text)} characters hold more values"):
             parse_json(form)
-    few = text[: text.index(",", 1_000_000)] + "]"
-    assert len(parse_json(few)) > 100_000
+    shorter = text[: text.index(",", 1_000_000)] + "]"
+    assert len(parse_json(shorter)) > 100_000
 
 
-def test_large_json_of_names_and_texts_is_read() -> None:
+def test_large_json_index_and_vocabulary_are_read() -> None:
     names = {f"model.layers.{i}.mlp.down_proj.weight": "model-1.safetensors" for i in range(90_000)}
     assert parse_json(json.dumps(names)) == names
     vocabulary = {f"token{i}": i for i in range(250_000)}
@@ -129,7 +129,7 @@ def test_large_json_of_names_and_texts_is_read() -> None:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a link in a folder, and the file outside that it leads to."""
+    """Return a link in a folder and its target outside the folder."""
     (tmp_path / "f").mkdir()
     target = tmp_path / "precious"
     target.write_text("precious")
@@ -184,7 +184,7 @@ def test_atomic_write_replaces_a_link_not_its_target(linked: tuple[Path, Path]) 
 
 @pytest.mark.parametrize("case", ["pipe", "socket", "folder"])
 def test_only_regular_files_are_written_to(case: str, tmp_path: Path) -> None:
-    ODD[case](tmp_path / "a")
+    UNSAFE_FILES[case](tmp_path / "a")
     for mode in ("a", "r+", "a+", "x"):
         with pytest.raises(OSError):
             open_to_write(tmp_path / "a", mode)
@@ -192,7 +192,7 @@ def test_only_regular_files_are_written_to(case: str, tmp_path: Path) -> None:
         open_lock(tmp_path / "a")
 
 
-def test_a_file_of_two_names_is_not_changed(tmp_path: Path) -> None:
+def test_file_with_two_hard_links_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     os.link(tmp_path / "precious", tmp_path / "a")
     for mode in ("a", "r+", "a+"):
@@ -203,7 +203,7 @@ def test_a_file_of_two_names_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_folders_below_the_named_one_are_no_links(tmp_path: Path) -> None:
+def test_links_below_the_root_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "elsewhere").mkdir()
     root = tmp_path / "root"

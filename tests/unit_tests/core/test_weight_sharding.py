@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the elements of a weight lie, against brute force over every rank and every element."""
+"""Layout of sharded weights, against brute force over every rank and every element."""
 
 from __future__ import annotations
 
@@ -42,40 +42,43 @@ GRIDS = (
 )
 
 
-def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
-    """Draw one description of every kind that models have; those that do not fit are left out."""
+def random_shardings(rng: random.Random, grid: RankGrid) -> list[WeightSharding]:
+    """Draw one sharding of every kind that models use and keep the ones valid on the grid."""
     tp, ep = grid.tp, grid.ep
-    heads = source.choice([n for n in (1, 2, 4, 8) if n % tp == 0 or tp % n == 0])
-    width = source.choice((1, 3, 4))
-    rows = source.randint(1, 5)
-    pieces = min(heads, tp)
+    heads = rng.choice([n for n in (1, 2, 4, 8) if n % tp == 0 or tp % n == 0])
+    width = rng.choice((1, 3, 4))
+    rows = rng.randint(1, 5)
+    num_kv_shards = min(heads, tp)
 
-    def part(name, size, *cuts, **more):
-        return SubWeight(name=name, shape=(size, width), shards=cuts, **more)
+    def sub_weight(name, size, *shards, **options):
+        return SubWeight(name=name, shape=(size, width), shards=shards, **options)
 
     def tp_rows(count=None):
         return Shard(axis="tp", dim=0, count=count)
 
     expert = (Shard(axis="ep", dim=0), Shard(axis="etp", dim=0))
-    drawn = [
+    shardings = [
         WeightSharding.of("vector", (rows,)),
-        WeightSharding.of("vocabulary", (source.randint(1, 40), width), tp_rows()),
+        WeightSharding.of("vocabulary", (rng.randint(1, 40), width), tp_rows()),
         WeightSharding.of(
-            "padded", (source.randint(1, 40), width), tp_rows(), row_multiple=source.randint(2, 5)
+            "padded", (rng.randint(1, 40), width), tp_rows(), row_multiple=rng.randint(2, 5)
         ),
         WeightSharding.of("row", (rows, tp * width), Shard(axis="tp", dim=1)),
         WeightSharding.of("stem", (rows, 3, 2 * tp, 2), Shard(axis="tp", dim=2)),
         WeightSharding(
             name="qkv",
             sub_weights=(
-                part("q", 2 * tp * heads, tp_rows()),
-                part("k", heads * rows, tp_rows(pieces)),
-                part("v", heads * rows, tp_rows(pieces)),
+                sub_weight("q", 2 * tp * heads, tp_rows()),
+                sub_weight("k", heads * rows, tp_rows(num_kv_shards)),
+                sub_weight("v", heads * rows, tp_rows(num_kv_shards)),
             ),
         ),
         WeightSharding(
             name="interleaved",
-            sub_weights=(part("a", tp * 2 * rows, tp_rows()), part("b", tp * 4, tp_rows())),
+            sub_weights=(
+                sub_weight("a", tp * 2 * rows, tp_rows()),
+                sub_weight("b", tp * 4, tp_rows()),
+            ),
             interleave=2 * tp,
         ),
         WeightSharding.of("experts", (ep * grid.etp * rows, width), *expert, expert=True),
@@ -89,85 +92,91 @@ def descriptions(source: random.Random, grid: RankGrid) -> list[WeightSharding]:
         WeightSharding.of("tied", (tp * 3, width), tp_rows(), stages=(0, grid.pp - 1)),
         WeightSharding.of("gathered", (7, width), gtp=True),
     ]
-    return [d for d in drawn if not check(d, grid)]
+    return [d for d in shardings if not check(d, grid)]
 
 
 def elements(box: LocalBox) -> list[tuple[tuple[int, ...], int]]:
-    """List (logical index, place in the local tensor) of every element of a box."""
+    """List (logical index, index into the flat local tensor) of every element of a box."""
     ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
     return [(index, box.start + i) for i, index in enumerate(itertools.product(*ranges))]
 
 
-def cases():
-    """Yield every grid with random descriptions on it."""
-    source = random.Random(5)
+def grids_and_shardings():
+    """Yield every grid with random shardings on it."""
+    rng = random.Random(5)
     for grid in GRIDS:
         for _ in range(4):
-            for sharding in descriptions(source, grid):
+            for sharding in random_shardings(rng, grid):
                 yield grid, sharding
 
 
-def holders(grid: RankGrid, sharding: WeightSharding) -> dict[str, dict[tuple[int, ...], list]]:
-    """Map every logical tensor's elements to the (rank, counted) that hold them."""
-    found: dict[str, dict[tuple[int, ...], list]] = {s.name: {} for s in sharding.sub_weights}
+def element_owners(
+    grid: RankGrid, sharding: WeightSharding
+) -> dict[str, dict[tuple[int, ...], list]]:
+    """Map the elements of every sub-weight to the (rank, counted) pairs that hold them."""
+    owners: dict[str, dict[tuple[int, ...], list]] = {s.name: {} for s in sharding.sub_weights}
     for rank in range(grid.world_size):
-        at = grid.coordinates(rank)
-        if sharding.stages and at["pp"] not in sharding.stages:
+        coordinates = grid.coordinates(rank)
+        if sharding.stages and coordinates["pp"] not in sharding.stages:
             continue
-        taken = []
-        boxes = local_boxes(sharding, grid, at)
+        local_indices = []
+        boxes = local_boxes(sharding, grid, coordinates)
         for box in boxes:
-            for index, place in elements(box):
-                found[box.name].setdefault(index, []).append((rank, box.counted))
-                taken.append(place)
+            for index, local_index in elements(box):
+                owners[box.name].setdefault(index, []).append((rank, box.counted))
+                local_indices.append(local_index)
         numel = math.prod(local_shape(sharding, grid))
-        assert len(set(taken)) == len(taken), "two elements in one place"
-        assert all(0 <= place < numel for place in taken)
+        assert len(set(local_indices)) == len(local_indices), "two elements share a local index"
+        assert all(0 <= local_index < numel for local_index in local_indices)
         assert [b.start for b in boxes] == sorted(b.start for b in boxes)
-    return found
+    return owners
 
 
 def test_ranks_hold_each_element_equally_and_count_it_once():
     kinds = Counter()
-    for grid, sharding in cases():
+    for grid, sharding in grids_and_shardings():
         kinds[sharding.name] += 1
-        stages = len(set(sharding.stages)) or 1
-        lanes = math.prod(grid.size(a) for a in sharding.data_axes)
-        for segment in sharding.sub_weights:
-            held = holders(grid, sharding)[segment.name]
-            assert set(held) == set(itertools.product(*map(range, segment.shape)))
-            copies = {len(ranks) for ranks in held.values()}
-            ranks_of_weight = grid.world_size // grid.pp * (stages if sharding.stages else grid.pp)
-            cuts = math.prod(segment.num_shards(a, grid) for a in sharding.axes)
-            assert copies == {ranks_of_weight // cuts}
-            # Without stages every stage has a weight of its own under this name: one count each.
-            times = lanes * (1 if sharding.stages else grid.pp)
-            for ranks in held.values():
-                assert sum(counted for _, counted in ranks) == times
-    assert len(kinds) == 11, f"kinds that never fitted a grid: {kinds}"
+        num_stages = len(set(sharding.stages)) or 1
+        num_data_ranks = math.prod(grid.size(a) for a in sharding.data_axes)
+        for sub_weight in sharding.sub_weights:
+            owners = element_owners(grid, sharding)[sub_weight.name]
+            assert set(owners) == set(itertools.product(*map(range, sub_weight.shape)))
+            copies = {len(ranks) for ranks in owners.values()}
+            ranks_of_weight = (
+                grid.world_size // grid.pp * (num_stages if sharding.stages else grid.pp)
+            )
+            num_shards = math.prod(sub_weight.num_shards(a, grid) for a in sharding.axes)
+            assert copies == {ranks_of_weight // num_shards}
+            # Without stages every pipeline stage has a separate weight of this name, counted once.
+            num_counted = num_data_ranks * (1 if sharding.stages else grid.pp)
+            for ranks in owners.values():
+                assert sum(counted for _, counted in ranks) == num_counted
+    assert len(kinds) == 11, f"some kinds never fit a grid: {kinds}"
 
 
-def test_replica_ranks_are_those_with_identical_boxes():
-    several = 0
-    for grid, sharding in cases():
+def test_replica_ranks_hold_identical_boxes():
+    num_replicated = 0
+    for grid, sharding in grids_and_shardings():
         boxes = {}
         for rank in range(grid.world_size):
-            at = grid.coordinates(rank)
-            for segment in sharding.sub_weights:
-                own = [b for b in local_boxes(sharding, grid, at) if b.name == segment.name]
-                stage = "any" if sharding.stages else at["pp"]
-                known = not sharding.stages or at["pp"] in sharding.stages
-                boxes[rank, segment.name] = known and (
+            coordinates = grid.coordinates(rank)
+            for sub_weight in sharding.sub_weights:
+                rank_boxes = [
+                    b for b in local_boxes(sharding, grid, coordinates) if b.name == sub_weight.name
+                ]
+                stage = "any" if sharding.stages else coordinates["pp"]
+                is_owner = not sharding.stages or coordinates["pp"] in sharding.stages
+                boxes[rank, sub_weight.name] = is_owner and (
                     stage,
-                    [(b.offsets, b.sizes) for b in own],
+                    [(b.offsets, b.sizes) for b in rank_boxes],
                 )
         for (rank, name), content in boxes.items():
             if not content or not content[1]:
                 continue
-            same = tuple(r for r in range(grid.world_size) if boxes[r, name] == content)
-            several += len(same) > 1
-            assert replica_ranks(sharding, name, grid=grid, rank=rank) == same
-    assert several > 100
+            replicas = tuple(r for r in range(grid.world_size) if boxes[r, name] == content)
+            num_replicated += len(replicas) > 1
+            assert replica_ranks(sharding, name, grid=grid, rank=rank) == replicas
+    assert num_replicated > 100
 
 
 def test_data_sharding_leaves_only_model_parallel_replicas():
@@ -188,13 +197,13 @@ def test_hybrid_sharding_replicates_over_outer_ranks():
     assert plain == placement("optim_grads_params", "no_shard")
     assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=plain.weight) == (1, 5)
     assert replica_ranks(expert, "e", grid=grid, rank=1, sharded=plain.weight) == (1, 5)
-    both = placement("optim_grads_params", "optim")
-    assert (both.weight, both.gradient) == (plain.weight, plain.gradient)
-    assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=both.optimizer) == (1,)
-    assert replica_ranks(expert, "e", grid=grid, rank=1, sharded=both.optimizer) == (1,)
+    hybrid = placement("optim_grads_params", "optim")
+    assert (hybrid.weight, hybrid.gradient) == (plain.weight, plain.gradient)
+    assert replica_ranks(dense, "w", grid=grid, rank=1, sharded=hybrid.optimizer) == (1,)
+    assert replica_ranks(expert, "e", grid=grid, rank=1, sharded=hybrid.optimizer) == (1,)
 
 
-def test_the_stages_of_sharding_add_one_role_each():
+def test_each_strategy_shards_one_more_role():
     roles = [placement(name) for name in STRATEGIES]
     assert [(bool(p.optimizer), bool(p.gradient), bool(p.weight)) for p in roles] == [
         (False, False, False),
@@ -227,18 +236,18 @@ def test_values_placed_by_boxes_match_slices_used_by_layers():
         for box in local_boxes(sharding, grid, grid.coordinates(rank)):
             rows = {"q": query, "k": key}[box.name][box.offsets[0] :][: box.sizes[0]]
             local[box.start : box.start + box.numel] = rows.flatten()
-        wanted = torch.cat([query.chunk(4)[rank], key.chunk(2)[rank // 2]]).flatten()
-        assert torch.equal(local, wanted)
+        expected = torch.cat([query.chunk(4)[rank], key.chunk(2)[rank // 2]]).flatten()
+        assert torch.equal(local, expected)
 
 
-def test_interleaved_units_hold_their_share_of_every_segment():
+def test_interleaved_units_hold_rows_of_every_sub_weight():
     grid = RankGrid(world_size=2, tp=2)
-    cut = (Shard(axis="tp", dim=0),)
+    rows = (Shard(axis="tp", dim=0),)
     sharding = WeightSharding(
         name="qkv",
         sub_weights=(
-            SubWeight(name="q", shape=(8,), shards=cut),
-            SubWeight(name="k", shape=(4,), shards=cut),
+            SubWeight(name="q", shape=(8,), shards=rows),
+            SubWeight(name="k", shape=(4,), shards=rows),
         ),
         interleave=4,
     )
@@ -250,7 +259,7 @@ def test_interleaved_units_hold_their_share_of_every_segment():
 AT = RankGrid(world_size=1).coordinates(0)
 
 
-def test_shapes_and_padding():
+def test_local_shapes_include_padding():
     grid = RankGrid(world_size=4, tp=4)
     rows = Shard(axis="tp", dim=0)
     for sharding, shape in (
@@ -267,36 +276,42 @@ def test_shapes_and_padding():
     assert local_boxes(only_padding, grid, {**AT, "tp": 3}) == []
 
 
-def test_ranges_of_boxes_hold_exactly_the_elements_between():
-    source = random.Random(11)
+def test_range_boxes_hold_exactly_the_elements_in_range():
+    rng = random.Random(11)
     for _ in range(400):
-        shape = tuple(source.randint(1, 5) for _ in range(source.randint(1, 4)))
-        sizes = tuple(source.randint(1, n) for n in shape)
-        offsets = tuple(source.randint(0, n - m) for n, m in zip(shape, sizes, strict=True))
-        first = source.randint(0, 9)
-        box = LocalBox(name="w", shape=shape, box=Box(offsets, sizes), start=first, counted=True)
-        start, stop = sorted(source.randint(0, first + box.numel + 5) for _ in range(2))
-        found = range_boxes([box], start, stop)
-        assert len(found) <= max(1, 2 * len(shape) - 1)
-        wanted = [(i, at - start) for i, at in elements(box) if start <= at < stop]
-        assert sorted(e for b in found for e in elements(b)) == sorted(wanted)
-        assert [b.start for b in found] == sorted(b.start for b in found)
-        assert all(b.counted and b.shape == shape for b in found)
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
+        sizes = tuple(rng.randint(1, n) for n in shape)
+        offsets = tuple(rng.randint(0, n - m) for n, m in zip(shape, sizes, strict=True))
+        box_start = rng.randint(0, 9)
+        box = LocalBox(
+            name="w", shape=shape, box=Box(offsets, sizes), start=box_start, counted=True
+        )
+        start, stop = sorted(rng.randint(0, box_start + box.numel + 5) for _ in range(2))
+        boxes = range_boxes([box], start, stop)
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        expected = [
+            (i, local_index - start)
+            for i, local_index in elements(box)
+            if start <= local_index < stop
+        ]
+        assert sorted(e for b in boxes for e in elements(b)) == sorted(expected)
+        assert [b.start for b in boxes] == sorted(b.start for b in boxes)
+        assert all(b.counted and b.shape == shape for b in boxes)
 
 
-def test_shards_are_equal_aligned_and_reach_the_end():
-    source = random.Random(12)
+def test_shard_ranges_are_equal_aligned_and_cover_all():
+    rng = random.Random(12)
     for _ in range(200):
-        numel, parts, quantum = source.randint(0, 99), source.randint(1, 7), source.randint(1, 9)
-        shards = [shard_range(numel, parts, i, quantum=quantum) for i in range(parts)]
+        numel, num_shards, quantum = rng.randint(0, 99), rng.randint(1, 7), rng.randint(1, 9)
+        shards = [shard_range(numel, num_shards, i, quantum=quantum) for i in range(num_shards)]
         size = shards[0][1]
-        assert shards == [(i * size, (i + 1) * size) for i in range(parts)]
+        assert shards == [(i * size, (i + 1) * size) for i in range(num_shards)]
         assert size % quantum == 0
-        assert parts * size >= numel > parts * (size - quantum) or size == 0 == numel
+        assert num_shards * size >= numel > num_shards * (size - quantum) or size == 0 == numel
 
 
-def test_memory_of_the_strategies():
-    grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=4)  # 4 lanes, 2 expert lanes
+def test_memory_bytes_match_each_strategy():
+    grid = RankGrid(world_size=8, tp=2, cp=2, etp=1, ep=4)  # dp x cp 4, edp 2
     dense = WeightSharding.of("w", (10, 6), Shard(axis="tp", dim=0))  # 30 elements a rank
     expert = WeightSharding.of("e", (8, 6), Shard(axis="ep", dim=0), expert=True)  # 12 a rank
     for name, on_dense, on_expert in (
@@ -305,14 +320,14 @@ def test_memory_of_the_strategies():
         ("optim_grads", 30 * 2 + Fraction(30 * 16, 4), 12 * 2 + Fraction(12 * 16, 2)),
         ("optim_grads_params", Fraction(30 * 18, 4), Fraction(12 * 18, 2)),
     ):
-        placed = placement(name)
-        assert memory_bytes(dense, grid, placed, weight_bytes=2) == on_dense
-        assert memory_bytes(expert, grid, placed, weight_bytes=2) == on_expert
+        strategy_placement = placement(name)
+        assert memory_bytes(dense, grid, strategy_placement, weight_bytes=2) == on_dense
+        assert memory_bytes(expert, grid, strategy_placement, weight_bytes=2) == on_expert
     inner = Placement(weight=("cp",))
     assert memory_bytes(dense, grid, inner, weight_bytes=2) == 30 * (1 + 4 + 12)
 
 
-def test_every_fault_of_a_description_is_listed():
+def test_all_problems_of_a_sharding_are_listed():
     grid = RankGrid(world_size=4, tp=4)
     sharding = WeightSharding(
         name="bad",
@@ -328,7 +343,7 @@ def test_every_fault_of_a_description_is_listed():
         gradient={"tp": "whole"},  # type: ignore[dict-item]
     )
     text = "\n".join(check(sharding, grid))
-    for part in (
+    for problem in (
         "axis: axis 'ep' is not one of",
         "dim: no dimension 2 in shape (8, 6)",
         "parts: 3 shards do not divide the 4 ranks of tp",
@@ -338,20 +353,20 @@ def test_every_fault_of_a_description_is_listed():
         "twice: sharded 2 times over tp",
         "bad: gradient on tp is 'whole'",
     ):
-        assert part in text
+        assert problem in text
 
 
 @pytest.mark.parametrize(("rows", "units"), [(6, 4), (8, 6), (12, 8)])
 def test_units_that_do_not_interleave_evenly_are_refused(rows: int, units: int):
-    cut = (Shard(axis="tp", dim=0),)
+    shards = (Shard(axis="tp", dim=0),)
     sharding = WeightSharding(
-        name="w", sub_weights=(SubWeight(name="a", shape=(rows,), shards=cut),), interleave=units
+        name="w", sub_weights=(SubWeight(name="a", shape=(rows,), shards=shards),), interleave=units
     )
     (problem,) = check(sharding, RankGrid(world_size=4, tp=4))
     assert f"a: {rows} rows in 4 shards do not interleave by {units} units evenly" in problem
 
 
-def test_stacked_segments_must_be_cut_alike_inside():
+def test_stacked_sub_weights_must_shard_inner_dims_alike():
     across = SubWeight(name="across", shape=(4, 8), shards=(Shard(axis="tp", dim=1),))
     along = SubWeight(name="along", shape=(4, 8), shards=(Shard(axis="tp", dim=0),))
     sharding = WeightSharding(name="w", sub_weights=(across, along))

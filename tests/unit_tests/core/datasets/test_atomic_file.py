@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file appears whole or not at all, and a failed write leaves nothing."""
+"""Atomic writes: a file appears complete or not at all, and a failed write leaves no file."""
 
 import pytest
 
 from megatron.core.datasets.atomic_file import atomic_write
 
 
-def interrupted(path):
+def write_and_interrupt(path):
     with atomic_write(path) as stream:
         stream.write(b"half")
         raise KeyboardInterrupt
 
 
-def test_content_appears_at_the_end(tmp_path):
+def test_content_appears_only_when_the_write_ends(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with atomic_write(path) as stream:
@@ -23,11 +23,11 @@ def test_content_appears_at_the_end(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("before", [[], ["file"]])
-def test_an_interrupted_write_changes_nothing(tmp_path, before):
-    for name in before:
+@pytest.mark.parametrize("existing", [[], ["file"]])
+def test_an_interrupted_write_changes_nothing(tmp_path, existing):
+    for name in existing:
         (tmp_path / name).write_bytes(b"old")
     with pytest.raises(KeyboardInterrupt):
-        interrupted(tmp_path / "file")
-    assert [path.name for path in tmp_path.iterdir()] == before
-    assert all((tmp_path / name).read_bytes() == b"old" for name in before)
+        write_and_interrupt(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == existing
+    assert all((tmp_path / name).read_bytes() == b"old" for name in existing)

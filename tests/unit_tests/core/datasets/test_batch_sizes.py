@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch sizes over a run, against a walk from step to step, and what ranks read by them."""
+"""Batch sizes over a run, against a step-by-step walk, and the samples that ranks read by them."""
 
 import random
 
@@ -8,18 +8,19 @@ import pytest
 
 from megatron.core.datasets.batch_sizes import BatchSizes
 from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, PrefetchedBatches, SingleOrder
-from tests.unit_tests.core.datasets.test_samplers import Numbers
+from tests.unit_tests.core.datasets.test_samplers import NumberedSamples
 
-#: 6, 6 (beyond the threshold of 10), 4 for 12 and 16, 9 from 20 on.
+#: Steps of 6 and 6 samples (beyond the threshold of 10), of 4 at 12 and 16, and of 9 from 20 on.
 UNEVEN = BatchSizes(((0, 6), (10, 4), (20, 9)))
 
 
 def consumed_after_steps(sizes: BatchSizes, steps: int) -> list[int]:
     """Return the samples consumed after each step, looking up the last threshold each time."""
-    found = [0]
+    consumed = [0]
     for _ in range(steps):
-        found.append(found[-1] + [size for first, size in sizes.stages if first <= found[-1]][-1])
-    return found
+        past = [size for threshold, size in sizes.stages if threshold <= consumed[-1]]
+        consumed.append(consumed[-1] + past[-1])
+    return consumed
 
 
 def test_batch_size_changes_at_first_step_after_threshold():
@@ -27,35 +28,38 @@ def test_batch_size_changes_at_first_step_after_threshold():
     assert [UNEVEN.at(n) for n in (0, 9, 10, 12, 19, 20, 10**12)] == [6, 6, 4, 4, 4, 9, 9]
 
 
-def test_steps_and_samples_are_those_of_a_walk():
-    draw = random.Random(3)
+def test_steps_and_samples_match_a_step_by_step_walk():
+    rng = random.Random(3)
     for _ in range(200):
-        thresholds = sorted(draw.sample(range(1, 60), draw.randrange(5)))
-        sizes = BatchSizes(tuple((t, draw.randrange(1, 20)) for t in (0, *thresholds)))
-        seen = consumed_after_steps(sizes, 30)
-        assert [sizes.samples(i) for i in range(31)] == seen
-        later = range(0, 31 - 4, 3)
-        assert [sizes.samples(4, begin=seen[i]) for i in later] == [seen[i + 4] for i in later]
-        for n in range(seen[-1]):
-            assert sizes.steps(n) == max(i for i, end in enumerate(seen) if end <= n)
+        thresholds = sorted(rng.sample(range(1, 60), rng.randrange(5)))
+        sizes = BatchSizes(tuple((t, rng.randrange(1, 20)) for t in (0, *thresholds)))
+        consumed = consumed_after_steps(sizes, 30)
+        assert [sizes.samples(i) for i in range(31)] == consumed
+        begins = range(0, 31 - 4, 3)
+        assert [sizes.samples(4, begin=consumed[i]) for i in begins] == [
+            consumed[i + 4] for i in begins
+        ]
+        for n in range(consumed[-1]):
+            assert sizes.steps(n) == max(i for i, end in enumerate(consumed) if end <= n)
 
 
 @pytest.mark.parametrize(
     ("start", "increment", "samples", "size"),
     [(16, 16, 5859375, 1536), (4, 2, 30, 12), (3, 5, 7, 13), (4, 1, 3, 12), (8, 4, 100, 8)],
 )
-def test_a_ramp_has_its_increments_at_even_distances(start, increment, samples, size):
-    """Megatron's: the increments so far are consumed / (samples / increments), rounded down."""
+def test_ramp_increments_are_evenly_spaced_in_samples(start, increment, samples, size):
+    """As in Megatron: the number of increments is floor(consumed / (samples / increments))."""
     sizes, count = BatchSizes.ramp(start, increment, samples=samples, size=size), size - start
     for n in [*range(min(samples + 9, 200)), samples - 1, samples, samples + 1]:
-        so_far = n * (count // increment) // samples  # exact where Megatron divides in floats
-        assert sizes.at(n) == (size if n >= samples else start + so_far * increment), n
+        # Exact in integers; Megatron divides in floats.
+        num_increments = n * (count // increment) // samples
+        assert sizes.at(n) == (size if n >= samples else start + num_increments * increment), n
 
 
 @pytest.mark.parametrize(
     "stages", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (8, 4)), ((0, 0),)]
 )
-def test_sizes_that_are_none_are_refused(stages):
+def test_invalid_batch_size_stages_are_refused(stages):
     with pytest.raises(ValueError, match="batch size"):
         BatchSizes(stages)
 
@@ -63,41 +67,42 @@ def test_sizes_that_are_none_are_refused(stages):
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_ranks_read_each_step_at_its_batch_size(kind, workers):
-    """Steps of 6, 6, 4, 4, 9, 9 on 2 lanes in microbatches of 2, with fillers; from each step
-    on."""
+    """Steps of 6, 6, 4, 4, 9, 9 on 2 data-parallel ranks in microbatches of 2, with padding
+    microbatches; started at each step."""
     ends = consumed_after_steps(UNEVEN, 6)
     order = CyclicOrder(13, seed=7) if kind == "cyclic" else SingleOrder(38)
-    whole = order.indices(0, 38)
-    for first in range(6):
-        runs = []
-        for lane in range(2):
-            run = GPTBatches(
-                Numbers(13 if kind == "cyclic" else 38),
+    expected = order.indices(0, 38)
+    for first_step in range(6):
+        readers = []
+        for dp_rank in range(2):
+            reader = GPTBatches(
+                NumberedSamples(13 if kind == "cyclic" else 38),
                 micro_batch_size=2,
-                data_parallel_rank=lane,
+                data_parallel_rank=dp_rank,
                 data_parallel_size=2,
-                consumed_samples=ends[first],
+                consumed_samples=ends[first_step],
                 order=order,
                 batch_sizes=UNEVEN,
             )
-            runs.append(PrefetchedBatches(run, workers=workers) if workers else run)
-        for begin, end in zip(ends[first:], ends[first + 1 :], strict=False):
-            seen, ids, fillers = [], [], []
+            readers.append(PrefetchedBatches(reader, workers=workers) if workers else reader)
+        for begin, end in zip(ends[first_step:], ends[first_step + 1 :], strict=False):
+            samples, ids, padding_ids = [], [], []
             for _ in range(-(-(end - begin) // 4)):
-                for run in runs:
-                    assert run.consumed_samples < end
-                    batch = next(run)
+                for reader in readers:
+                    assert reader.consumed_samples < end
+                    batch = next(reader)
                     if batch.is_padding:
-                        fillers.append(batch.sample_ids.tolist())
+                        padding_ids.append(batch.sample_ids.tolist())
                         assert not batch.loss_mask.any()
                     else:
-                        seen += batch.tokens[:, 0].tolist()
+                        samples += batch.tokens[:, 0].tolist()
                         ids += batch.sample_ids.tolist()
-            assert seen == whole[begin:end].tolist()
+            assert samples == expected[begin:end].tolist()
             assert ids == list(range(begin, end))
-            # 6 are blocks of 2 2 2, and 9 of 2 2 2 2 1, which lane 0 has alone.
-            assert fillers == {6: [[end - 1] * 2], 4: [], 9: [[end - 1]]}[end - begin]
-            assert {run.consumed_samples for run in runs} == {end}
-        for run in runs if workers else ():
-            run.close()
-    assert np.unique(whole).size == (13 if kind == "cyclic" else 38)
+            # A step of 6 has blocks of 2 2 2, one of 9 has 2 2 2 2 1: rank 0 reads the last block
+            # alone.
+            assert padding_ids == {6: [[end - 1] * 2], 4: [], 9: [[end - 1]]}[end - begin]
+            assert {reader.consumed_samples for reader in readers} == {end}
+        for reader in readers if workers else ():
+            reader.close()
+    assert np.unique(expected).size == (13 if kind == "cyclic" else 38)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blends against the greedy rule written out, and their proportions at every prefix."""
+"""Blends against a plain greedy algorithm, and their proportions at every prefix."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ WEIGHTS = [[1.0], [0.3, 0.7], [0.5, 0.5], [0.2, 0.0, 0.5, 0.3], (np.ones(7) / 7)
 
 
 def greedy(weights, size):
-    """Apply the rule with an array per step."""
-    drawn, chosen, numbers = np.zeros(len(weights)), [], []
+    """Draw each sample from the data set that is furthest behind its weight."""
+    counts, chosen, sample_indices = np.zeros(len(weights)), [], []
     for step in range(size):
-        pick = int(np.argmax(np.array(weights) * max(step, 1) - drawn))
+        pick = int(np.argmax(np.array(weights) * max(step, 1) - counts))
         chosen.append(pick)
-        numbers.append(int(drawn[pick]))
-        drawn[pick] += 1
-    return chosen, numbers
+        sample_indices.append(int(counts[pick]))
+        counts[pick] += 1
+    return chosen, sample_indices
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -32,9 +32,9 @@ def greedy(weights, size):
 def test_choices_follow_the_greedy_rule(monkeypatch, weights, block):
     monkeypatch.setattr("megatron.core.datasets.blend._STEPS_AT_ONCE", block)
     arrays = blend_by_weight(weights, 500)
-    chosen, numbers = greedy(weights, 500)
+    chosen, sample_indices = greedy(weights, 500)
     assert arrays["dataset_index"].tolist() == chosen
-    assert arrays["dataset_sample_index"].tolist() == numbers
+    assert arrays["dataset_sample_index"].tolist() == sample_indices
     assert arrays["dataset_index"].dtype == np.int16
     assert arrays["dataset_sample_index"].dtype == np.int64
 
@@ -47,12 +47,12 @@ def test_no_prefix_overdraws_by_a_whole_sample(weights):
     assert (counts - shares).max() < 1
 
 
-def test_everything_is_drawn_once_in_proportion():
+def test_blend_everything_draws_each_sample_once_in_proportion():
     sizes = [5, 0, 200, 31]
     arrays = blend_everything(sizes)
-    for part, size in enumerate(sizes):
-        numbers = arrays["dataset_sample_index"][arrays["dataset_index"] == part]
-        assert numbers.tolist() == list(range(size))
+    for number, size in enumerate(sizes):
+        sample_indices = arrays["dataset_sample_index"][arrays["dataset_index"] == number]
+        assert sample_indices.tolist() == list(range(size))
     half = np.bincount(arrays["dataset_index"][:118], minlength=4)
     assert np.abs(half - np.array(sizes) / 2).max() < 2
 
@@ -64,57 +64,57 @@ def test_impossible_weights_are_refused(weights):
 
 
 @pytest.fixture
-def parts(tmp_path):
+def datasets(tmp_path):
     """Two data sets: ids below 1000 and from 1000 on."""
     config = GPTDatasetConfig(sequence_length=4, seed=1, cache_dir=str(tmp_path / "cache"))
-    data = []
+    built = []
     for number in range(2):
         with IndexedDatasetWriter(tmp_path / f"{number}", np.uint16) as writer:
             writer.add_document(np.arange(400) + 1000 * number)
         source = IndexedDataset(tmp_path / f"{number}")
-        data.append(GPTDataset(source, config, sequences=range(1), num_samples=60))
-    return data
+        built.append(GPTDataset(source, config, sequences=range(1), num_samples=60))
+    return built
 
 
-def test_rows_come_from_the_chosen_part(parts):
-    blend = BlendedDataset(parts, weights=[1, 3], num_samples=80)
+def test_rows_come_from_the_chosen_dataset(datasets):
+    blend = BlendedDataset(datasets, weights=[1, 3], num_samples=80)
     rows = blend.batch(np.arange(79, -1, -1))[::-1]
-    chosen, numbers = greedy([0.25, 0.75], 80)
-    for row, part, number in zip(rows, chosen, numbers, strict=True):
-        np.testing.assert_array_equal(row, parts[part].batch([number])[0])
+    chosen, sample_indices = greedy([0.25, 0.75], 80)
+    for row, dataset_index, sample_index in zip(rows, chosen, sample_indices, strict=True):
+        np.testing.assert_array_equal(row, datasets[dataset_index].batch([sample_index])[0])
     assert rows.min() < 1000 < rows.max()
     assert len(blend) == 80
     assert blend.read(np.arange(80)).loss_mask.shape == (80, 4)
-    again = BlendedDataset(parts, weights=[1, 3], num_samples=80)
-    assert blend.fingerprint == again.fingerprint
-    other = BlendedDataset(parts, weights=[3, 1], num_samples=80)
-    assert blend.fingerprint != other.fingerprint
+    same_blend = BlendedDataset(datasets, weights=[1, 3], num_samples=80)
+    assert blend.fingerprint == same_blend.fingerprint
+    swapped_blend = BlendedDataset(datasets, weights=[3, 1], num_samples=80)
+    assert blend.fingerprint != swapped_blend.fingerprint
 
 
-def test_a_longer_blend_keeps_samples_and_proportions(parts):
-    blend = BlendedDataset(parts, weights=[2, 2], num_samples=80)
+def test_a_longer_blend_keeps_samples_and_proportions(datasets):
+    blend = BlendedDataset(datasets, weights=[2, 2], num_samples=80)
     longer = blend.extended(500)
     assert len(longer) == 500
-    chosen, numbers = greedy([0.5, 0.5], 500)
+    chosen, sample_indices = greedy([0.5, 0.5], 500)
     rows = longer.batch(np.arange(500))
     np.testing.assert_array_equal(rows[:80], blend.batch(np.arange(80)))
-    whole = [part.extended(251) for part in parts]
-    for row, part, number in zip(rows, chosen, numbers, strict=True):
-        np.testing.assert_array_equal(row, whole[part].batch([number])[0])
+    extended = [dataset.extended(251) for dataset in datasets]
+    for row, dataset_index, sample_index in zip(rows, chosen, sample_indices, strict=True):
+        np.testing.assert_array_equal(row, extended[dataset_index].batch([sample_index])[0])
     assert blend.extended(80) is blend
-    everything = BlendedDataset(parts)
+    everything = BlendedDataset(datasets)
     with pytest.raises(ValueError, match="build it with weights to have more"):
         everything.extended(len(everything) + 1)
 
 
-def test_impossible_blends_are_refused(parts):
+def test_impossible_blends_are_refused(datasets):
     with pytest.raises(ValueError, match=r"draws 150 samples of .*1, which gives"):
-        BlendedDataset(parts, weights=[1, 3], num_samples=200)
+        BlendedDataset(datasets, weights=[1, 3], num_samples=200)
     with pytest.raises(ValueError, match="1 blend weights for 2 data sets"):
-        BlendedDataset(parts, weights=[1], num_samples=2)
+        BlendedDataset(datasets, weights=[1], num_samples=2)
     with pytest.raises(ValueError, match="or neither of them"):
-        BlendedDataset(parts, weights=[1, 3])
-    blend = BlendedDataset(parts)
-    assert len(blend) == sum(len(part) for part in parts)
+        BlendedDataset(datasets, weights=[1, 3])
+    blend = BlendedDataset(datasets)
+    assert len(blend) == sum(len(dataset) for dataset in datasets)
     with pytest.raises(IndexError, match="train blend"):
         blend.batch([len(blend)])

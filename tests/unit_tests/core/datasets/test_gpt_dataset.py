@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples against tokens laid out in a line by hand, and what is refused."""
+"""Samples against windows of the concatenated documents, and requests that are refused."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ EOD = 0
 
 @pytest.fixture
 def source(tmp_path):
-    """Data of 40 documents of 0 to 29 tokens, each ending with EOD; all other tokens differ."""
+    """A data set of 40 documents of 0 to 29 tokens that end with EOD; other tokens are unique."""
     rng = np.random.default_rng(3)
     lengths = rng.integers(0, 30, 40)
     tokens = np.arange(1, lengths.sum() + 1)
@@ -28,35 +28,35 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("num_samples", [None, 3, 200])
 @pytest.mark.parametrize("sequence_length", [1, 7, 64])
-def test_samples_are_windows_of_the_shuffled_line(source, num_samples, sequence_length):
+def test_samples_are_windows_of_the_shuffled_documents(source, num_samples, sequence_length):
     config = dataclasses.replace(CONFIG, sequence_length=sequence_length)
-    data = GPTDataset(source, config, sequences=range(4, 33), num_samples=num_samples)
-    line = np.concatenate([source.get(d) for d in data.document_index.tolist()])
-    rows = data.batch(np.arange(len(data)))
+    dataset = GPTDataset(source, config, sequences=range(4, 33), num_samples=num_samples)
+    line = np.concatenate([source.get(d) for d in dataset.document_index.tolist()])
+    rows = dataset.batch(np.arange(len(dataset)))
     assert rows.dtype == np.int64
-    for row, number in zip(rows, data.shuffle_index.tolist(), strict=True):
+    for row, number in zip(rows, dataset.shuffle_index.tolist(), strict=True):
         start = number * sequence_length
         np.testing.assert_array_equal(row, line[start : start + sequence_length + 1])
-    assert sorted(data.shuffle_index.tolist()) == list(range(len(data)))
-    assert set(data.document_index.tolist()) == set(range(4, 33))
+    assert sorted(dataset.shuffle_index.tolist()) == list(range(len(dataset)))
+    assert set(dataset.document_index.tolist()) == set(range(4, 33))
 
 
-def passes(source, sequences, *, sequence_length, count):
-    """Return the windows of further passes, sample by sample, each of a sample or more."""
+def further_epochs(source, sequences, *, sequence_length, count):
+    """Return the samples of `count` further epochs; an epoch repeats data shorter than a sample."""
     rows = []
     tokens = sum(len(source.get(d)) for d in sequences)
     epochs = -(-(sequence_length + 1) // tokens)
     for number in range(1, count + 1):
-        random = np.random.RandomState([CONFIG.seed, number])
+        rng = np.random.RandomState([CONFIG.seed, number])
         documents = np.tile(np.array(sequences), epochs)
-        random.shuffle(documents)
+        rng.shuffle(documents)
         line = np.concatenate([source.get(d) for d in documents.tolist()])
         windows = [
             line[start : start + sequence_length + 1]
             for start in range(0, len(line) - sequence_length, sequence_length)
         ]
         order = np.arange(len(windows))
-        random.shuffle(order)
+        rng.shuffle(order)
         rows += [windows[i].tolist() for i in order]
     return rows
 
@@ -64,49 +64,51 @@ def passes(source, sequences, *, sequence_length, count):
 @pytest.mark.parametrize(
     ("sequence_length", "num_samples"),
     [(7, None), (7, 20), (7, 200), (900, 2)],
-    ids=["one pass", "a part", "epochs", "longer than the data"],
+    ids=["one epoch", "part of an epoch", "epochs", "longer than the data"],
 )
-def test_a_longer_data_set_keeps_its_samples(source, tmp_path, sequence_length, num_samples):
+def test_extended_dataset_keeps_its_samples(source, tmp_path, sequence_length, num_samples):
     config = dataclasses.replace(
         CONFIG, sequence_length=sequence_length, cache_dir=str(tmp_path / "cache")
     )
-    begun = {"sequences": range(4, 33), "num_samples": num_samples}
-    first = GPTDataset(source, config, **begun)
-    kept = first.batch(np.arange(len(first))).tolist()
-    more = passes(source, range(4, 33), sequence_length=sequence_length, count=3)
-    assert first.extended(len(first)) is first
-    once = first.extended(len(first) + len(more) // 3)
-    assert once.batch(np.arange(len(once))).tolist() == kept + more[: len(more) // 3]
+    arguments = {"sequences": range(4, 33), "num_samples": num_samples}
+    dataset = GPTDataset(source, config, **arguments)
+    rows = dataset.batch(np.arange(len(dataset))).tolist()
+    further_rows = further_epochs(source, range(4, 33), sequence_length=sequence_length, count=3)
+    assert dataset.extended(len(dataset)) is dataset
+    extended = dataset.extended(len(dataset) + len(further_rows) // 3)
+    extended_rows = extended.batch(np.arange(len(extended))).tolist()
+    assert extended_rows == rows + further_rows[: len(further_rows) // 3]
+    size = len(dataset) + len(further_rows)
     for longer in (
-        first.extended(len(first) + len(more)),
-        once.extended(len(first) + len(more)),
-        GPTDataset(source, config, **begun).extended(len(first) + len(more)),  # from the cache
+        dataset.extended(size),
+        extended.extended(size),
+        GPTDataset(source, config, **arguments).extended(size),  # from the cache
     ):
-        assert longer.batch(np.arange(len(longer))).tolist() == kept + more
-        assert longer.fingerprint not in (first.fingerprint, once.fingerprint)
+        assert longer.batch(np.arange(len(longer))).tolist() == rows + further_rows
+        assert longer.fingerprint not in (dataset.fingerprint, extended.fingerprint)
 
 
 def test_one_sample_equals_its_row_of_a_batch(source):
-    data = GPTDataset(source, CONFIG, sequences=range(40), num_samples=100)
-    rows = data.batch([3, 99, 3])
-    sample = data[99]
+    dataset = GPTDataset(source, CONFIG, sequences=range(40), num_samples=100)
+    rows = dataset.batch([3, 99, 3])
+    sample = dataset[99]
     np.testing.assert_array_equal(sample.tokens, rows[1, :-1])
     np.testing.assert_array_equal(sample.labels, rows[1, 1:])
     assert sample.loss_mask.tolist() == [1.0] * 7
     np.testing.assert_array_equal(rows[0], rows[2])
-    assert data.batch([]).shape == (0, 8)
+    assert dataset.batch([]).shape == (0, 8)
 
 
 def test_loss_is_masked_where_the_input_ends_a_document(source):
     config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
-    data = GPTDataset(source, config, sequences=range(40), num_samples=100)
-    rows = data.batch(np.arange(100))
-    mask = data.loss_mask(rows)
+    dataset = GPTDataset(source, config, sequences=range(40), num_samples=100)
+    rows = dataset.batch(np.arange(100))
+    mask = dataset.loss_mask(rows)
     assert mask.dtype == np.float32
     assert mask.shape == (100, 7)
     masked = 0
-    for row, line in zip(rows.tolist(), mask.tolist(), strict=True):
-        for token, weight in zip(row, line, strict=False):
+    for row, weights in zip(rows.tolist(), mask.tolist(), strict=True):
+        for token, weight in zip(row, weights, strict=False):
             assert weight == (0.0 if token == EOD else 1.0)
             masked += token == EOD
     assert masked > 0
@@ -114,12 +116,12 @@ def test_loss_is_masked_where_the_input_ends_a_document(source):
 
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
-def test_document_ends_follow_the_option(source, positions, attention):
+def test_eod_resets_positions_and_document_ids_if_enabled(source, positions, attention):
     config = dataclasses.replace(
         CONFIG, eod_token=EOD, reset_position_ids=positions, reset_attention_mask=attention
     )
-    data = GPTDataset(source, config, sequences=range(40), num_samples=100)
-    rows = data.read(np.arange(100))
+    dataset = GPTDataset(source, config, sequences=range(40), num_samples=100)
+    rows = dataset.read(np.arange(100))
     assert (rows.positions is not None, rows.document_ids is not None) == (positions, attention)
     ends = rows.tokens[:, :-2] == EOD  # the next input begins a document
     assert ends.any()
@@ -131,7 +133,7 @@ def test_document_ends_follow_the_option(source, positions, attention):
         assert equal
         equal = bool((rows.positions[:, 1:][ends] == 0).all())
         assert equal
-    batch = next(GPTBatches(data, micro_batch_size=100))
+    batch = next(GPTBatches(dataset, micro_batch_size=100))
     assert (batch.cu_seqlens is not None) == attention
     if attention:
         np.testing.assert_array_equal(batch.document_ids.numpy(), rows.document_ids)
@@ -140,22 +142,22 @@ def test_document_ends_follow_the_option(source, positions, attention):
 
 def test_ranks_together_read_samples_in_order(source):
     config = dataclasses.replace(CONFIG, eod_token=EOD, eod_mask_loss=True)
-    data = GPTDataset(source, config, sequences=range(40), num_samples=24)
-    rows = data.batch(range(24))
-    for lane in range(2):
-        lane_batches = GPTBatches(
-            data, micro_batch_size=3, data_parallel_rank=lane, data_parallel_size=2
+    dataset = GPTDataset(source, config, sequences=range(40), num_samples=24)
+    rows = dataset.batch(range(24))
+    for dp_rank in range(2):
+        batches = GPTBatches(
+            dataset, micro_batch_size=3, data_parallel_rank=dp_rank, data_parallel_size=2
         )
-        for step, batch in zip(range(4), lane_batches, strict=False):
-            first = 6 * step + 3 * lane
-            assert batch.sample_ids.tolist() == [first, first + 1, first + 2]
-            np.testing.assert_array_equal(batch.tokens.numpy(), rows[first : first + 3])
+        for step, batch in zip(range(4), batches, strict=False):
+            start = 6 * step + 3 * dp_rank
+            assert batch.sample_ids.tolist() == [start, start + 1, start + 2]
+            np.testing.assert_array_equal(batch.tokens.numpy(), rows[start : start + 3])
             np.testing.assert_array_equal(
-                batch.loss_mask.numpy(), data.loss_mask(rows[first : first + 3])
+                batch.loss_mask.numpy(), dataset.loss_mask(rows[start : start + 3])
             )
 
 
-def test_seed_and_length_change_the_samples(source):
+def test_seed_changes_the_samples(source):
     def rows(**changes):
         config = dataclasses.replace(CONFIG, **changes)
         return GPTDataset(source, config, sequences=range(40), num_samples=50).batch(range(50))
@@ -164,38 +166,43 @@ def test_seed_and_length_change_the_samples(source):
     assert not np.array_equal(rows(), rows(seed=6))
 
 
-def test_fingerprint_names_the_sequence_of_samples(source, tmp_path):
-    def name(sequences=range(40), num_samples=50, **changes):
+def test_fingerprint_identifies_the_sequence_of_samples(source, tmp_path):
+    def fingerprint(sequences=range(40), num_samples=50, **changes):
         config = dataclasses.replace(CONFIG, **changes)
         return GPTDataset(source, config, sequences=sequences, num_samples=num_samples).fingerprint
 
-    assert name() == name(cache_dir=str(tmp_path / "cache"), vocab_size=10_000)
-    others = [name(range(39)), name(num_samples=51), name(seed=6), name(sequence_length=8)]
-    assert len({name(), *others}) == 5
+    assert fingerprint() == fingerprint(cache_dir=str(tmp_path / "cache"), vocab_size=10_000)
+    changed = [
+        fingerprint(range(39)),
+        fingerprint(num_samples=51),
+        fingerprint(seed=6),
+        fingerprint(sequence_length=8),
+    ]
+    assert len({fingerprint(), *changed}) == 5
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
-def test_a_token_outside_the_vocabulary_is_named(tmp_path, bad):
+def test_token_outside_the_vocabulary_is_named_in_the_error(tmp_path, bad):
     with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
         writer.add_document([1, 2, 3, 4], [2, 2])
         writer.add_document([5, 6, 7, bad, 9], [1, 4])
         writer.add_document([10] * 6)
     config = GPTDatasetConfig(sequence_length=2, seed=1, vocab_size=50)
-    data = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(5))
+    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(5))
     message = f"token id {bad} at position 2 of document 1 .sequence 3. .* vocabulary size 50"
     with pytest.raises(ValueError, match=message):
-        data.batch(range(len(data)))
+        dataset.batch(range(len(dataset)))
     unchecked = dataclasses.replace(config, vocab_size=None)
-    data = GPTDataset(IndexedDataset(tmp_path / "data"), unchecked, sequences=range(5))
-    assert bad in data.batch(range(len(data)))
+    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), unchecked, sequences=range(5))
+    assert bad in dataset.batch(range(len(dataset)))
 
 
-def test_the_largest_token_of_the_vocabulary_passes(tmp_path):
+def test_largest_token_of_the_vocabulary_is_accepted(tmp_path):
     with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
         writer.add_document([49] * 10)
     config = GPTDatasetConfig(sequence_length=2, seed=1, vocab_size=50)
-    data = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(1))
-    equal = bool((data.batch(range(len(data))) == 49).all())
+    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), config, sequences=range(1))
+    equal = bool((dataset.batch(range(len(dataset))) == 49).all())
     assert equal
 
 
@@ -224,7 +231,7 @@ def test_impossible_requests_are_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("indices", [[-1], [0, 1000]])
-def test_samples_that_do_not_exist_are_refused(source, indices):
-    data = GPTDataset(source, CONFIG, sequences=range(40))
+def test_sample_indices_out_of_range_are_refused(source, indices):
+    dataset = GPTDataset(source, CONFIG, sequences=range(40))
     with pytest.raises(IndexError, match="of the train split"):
-        data.batch(indices)
+        dataset.batch(indices)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index caches: found again, never half-written, rebuilt when damaged, built by many at once."""
+"""Index caches: reused, never half-written, rebuilt when damaged, built by concurrent threads."""
 
 import json
 import logging
@@ -32,21 +32,21 @@ class Builder:
 
 
 def check(arrays: dict[str, np.ndarray]) -> None:
-    for name, wanted in Builder()().items():
-        assert arrays[name].dtype == wanted.dtype
-        np.testing.assert_array_equal(arrays[name], wanted)
+    for name, expected in Builder()().items():
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(arrays[name], expected)
 
 
-def one(folder: Path, ending: str) -> Path:
+def only_file(folder: Path, ending: str) -> Path:
     (path,) = folder.glob(f"*{ending}")
     return path
 
 
-def test_second_use_reads_what_the_first_wrote(tmp_path):
+def test_second_use_loads_the_cached_arrays(tmp_path):
     build, cache = Builder(), IndexCache(tmp_path / "new" / "folder")
-    first = cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    check(first)
-    assert not first["rows"].flags.writeable  # mapped: the builder keeps no copy of its own
+    arrays = cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
+    check(arrays)
+    assert not arrays["rows"].flags.writeable  # memory-mapped: the builder keeps no separate copy
     check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 1
     assert not list(cache.folder.glob("*.tmp"))
@@ -76,37 +76,37 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def other_shape(path: Path) -> None:
+def wrong_shape(path: Path) -> None:
     np.save(path, np.arange(3))
 
 
-def pickled(path: Path) -> None:
+def pickled_objects(path: Path) -> None:
     np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
-def open_header(path: Path) -> None:
+def unclosed_header(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"}", b"(", 1))
 
 
-def bad_type(path: Path) -> None:
+def invalid_dtype(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"'<i8'", b"'<,8'", 1))
 
 
-def no_name(path: Path) -> None:
+def broken_key(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"'descr'", b"'de\ncr'", 1))
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(truncate, flip_last_bit, empty, other_shape, pickled, Path.unlink),
-        *(open_header, bad_type, no_name),
+        *(truncate, flip_last_bit, empty, wrong_shape, pickled_objects, Path.unlink),
+        *(unclosed_header, invalid_dtype, broken_key),
     ],
 )
 def test_a_damaged_array_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)
     cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    damage(one(tmp_path, "rows.npy"))
+    damage(only_file(tmp_path, "rows.npy"))
     with caplog.at_level(logging.WARNING):
         check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
@@ -120,17 +120,17 @@ def test_a_cache_file_cannot_run_code(tmp_path, caplog):
     cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
     canary = tmp_path / "canary"
     program = f"cos\nsystem\n(S'touch {canary}'\ntR."  # a pickle that calls os.system
-    one(cache.folder, "rows.npy").write_bytes(program.encode())
+    only_file(cache.folder, "rows.npy").write_bytes(program.encode())
     check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert "is damaged" in caplog.text
     assert not canary.exists()
 
 
-def garbage(text: str) -> str:
+def truncated_json(text: str) -> str:
     return text[:-1]
 
 
-def other_description(text: str) -> str:
+def different_description(text: str) -> str:
     manifest = json.loads(text)
     return json.dumps({**manifest, "description": "another"})
 
@@ -139,39 +139,46 @@ def no_arrays(text: str) -> str:
     return json.dumps({"description": json.loads(text)["description"]})
 
 
-def a_list(text: str) -> str:
+def list_as_manifest(text: str) -> str:
     return "[]"
 
 
-def a_name(text: str) -> str:
+def string_as_arrays(text: str) -> str:
     return json.dumps({**json.loads(text), "arrays": "rows"})
 
 
-def fewer_arrays(text: str) -> str:
+def missing_array(text: str) -> str:
     manifest = json.loads(text)
     del manifest["arrays"]["rows"]
     return json.dumps(manifest)
 
 
-def objects(text: str) -> str:
+def object_dtype(text: str) -> str:
     return text.replace("<i8", "O")
 
 
-def open_dtype(text: str) -> str:
+def unclosed_dtype(text: str) -> str:
     return text.replace("<i8", "i8,(")
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *(garbage, other_description, no_arrays, a_list, a_name, fewer_arrays),
-        *(objects, open_dtype),
+        *(
+            truncated_json,
+            different_description,
+            no_arrays,
+            list_as_manifest,
+            string_as_arrays,
+            missing_array,
+        ),
+        *(object_dtype, unclosed_dtype),
     ],
 )
 def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)
     cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    path = one(tmp_path, ".json")
+    path = only_file(tmp_path, ".json")
     path.write_text(damage(path.read_text()))
     with caplog.at_level(logging.WARNING):
         check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
@@ -179,17 +186,17 @@ def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage)
     assert "is damaged" in caplog.text
 
 
-def test_an_entry_without_its_manifest_does_not_exist(tmp_path, caplog):
-    # What a builder killed before its last file leaves behind.
+def test_entry_without_a_manifest_is_rebuilt_silently(tmp_path, caplog):
+    # A builder that is killed before it writes its last file leaves an entry without a manifest.
     build, cache = Builder(), IndexCache(tmp_path)
     cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    one(tmp_path, ".json").unlink()
+    only_file(tmp_path, ".json").unlink()
     check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
     assert not caplog.records
 
 
-def test_a_folder_that_cannot_be_written_costs_a_log_line(tmp_path, caplog):
+def test_unwritable_cache_folder_is_logged_and_skipped(tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     build, cache = Builder(), IndexCache(tmp_path / "file")
     check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
@@ -198,22 +205,22 @@ def test_a_folder_that_cannot_be_written_costs_a_log_line(tmp_path, caplog):
 
 
 class SlowBuilder(Builder):
-    """Take long enough for others to come while it builds."""
+    """A builder that takes long enough for other threads to arrive while it builds."""
 
     def __call__(self) -> dict[str, np.ndarray]:
         time.sleep(0.05)
         return super().__call__()
 
 
-def test_many_builders_at_once_build_once(tmp_path, caplog):
+def test_concurrent_builders_build_once(tmp_path, caplog):
     build = SlowBuilder()
     with ThreadPoolExecutor(8) as pool:
-        uses = [
+        futures = [
             pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build, names=NAMES)
             for _ in range(40)
         ]
-    for use in uses:
-        check(use.result())
+    for future in futures:
+        check(future.result())
     assert build.calls == 1
     assert not caplog.records
     assert not list(tmp_path.glob("*.tmp"))
@@ -221,14 +228,14 @@ def test_many_builders_at_once_build_once(tmp_path, caplog):
 
 def test_damaged_cache_entry_is_rebuilt_and_logged_once(tmp_path, caplog):
     IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder(), names=NAMES)
-    truncate(one(tmp_path, "rows.npy"))
+    truncate(only_file(tmp_path, "rows.npy"))
     build = SlowBuilder()
     with ThreadPoolExecutor(4) as pool:
-        uses = [
+        futures = [
             pool.submit(IndexCache(tmp_path).load_or_build, "kind", DESCRIPTION, build, names=NAMES)
             for _ in range(4)
         ]
-    for use in uses:
-        check(use.result())
+    for future in futures:
+        check(future.result())
     assert build.calls == 1
     assert len(caplog.records) == 1

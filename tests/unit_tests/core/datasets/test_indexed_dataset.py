@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The .bin/.idx format byte for byte, its writer, and every way a file can be damaged."""
+"""The .bin/.idx format byte for byte, its writer, and damaged files."""
 
 import re
 import struct
@@ -36,7 +36,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_bytes_are_those_of_the_format(tmp_path):
+def test_written_bytes_match_the_format(tmp_path):
     prefix = write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B)
     index = (
         b"MMIDIDX\x00\x00"
@@ -58,9 +58,9 @@ def test_every_token_type_has_its_code_and_reads_back(tmp_path, code, dtype):
     with IndexedDatasetWriter(tmp_path / "data", dtype) as writer:
         writer.add_document(np.array([3, 1, 2], dtype=dtype))
     assert idx_path(tmp_path / "data").read_bytes()[17] == code
-    data = IndexedDataset(tmp_path / "data")
-    assert data.dtype == dtype
-    assert data.get(0).tolist() == [3, 1, 2]
+    dataset = IndexedDataset(tmp_path / "data")
+    assert dataset.dtype == dtype
+    assert dataset.get(0).tolist() == [3, 1, 2]
 
 
 def test_big_endian_input_is_stored_little_endian(tmp_path):
@@ -69,14 +69,14 @@ def test_big_endian_input_is_stored_little_endian(tmp_path):
     assert bin_path(tmp_path / "data").read_bytes() == b"\x01\x00\x02\x01"
 
 
-def test_batched_documents_give_the_bytes_of_single_ones(tmp_path):
+def test_batched_writes_equal_single_document_writes(tmp_path):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 9, 50)
     tokens = rng.integers(0, 60000, lengths.sum())
     single, batched = tmp_path / "single", tmp_path / "batched"
     with IndexedDatasetWriter(single, np.uint16) as writer:
-        for piece in np.split(tokens, np.cumsum(lengths)[:-1]):
-            writer.add_document(piece)
+        for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+            writer.add_document(document)
     with IndexedDatasetWriter(batched, np.uint16) as writer:
         half = int(lengths[:20].sum())
         writer.add_documents(tokens[:half], lengths[:20])
@@ -86,21 +86,21 @@ def test_batched_documents_give_the_bytes_of_single_ones(tmp_path):
     assert bin_path(single).read_bytes() == bin_path(batched).read_bytes()
 
 
-def test_reading_parts_of_sequences(tmp_path):
-    data = IndexedDataset(write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B))
-    assert (len(data), data.num_documents, data.num_tokens) == (4, 2, 9)
-    assert data.get(0, 1).tolist() == [2, 3]
-    assert data.get(0, 1, length=1).tolist() == [2]
-    assert data.get(3, 2).tolist() == []
-    assert data.locate(5) == (1, 2, 0)
-    assert data.locate(4) == (0, 1, 1)
+def test_get_reads_slices_of_sequences(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B))
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (4, 2, 9)
+    assert dataset.get(0, 1).tolist() == [2, 3]
+    assert dataset.get(0, 1, length=1).tolist() == [2]
+    assert dataset.get(3, 2).tolist() == []
+    assert dataset.locate(5) == (1, 2, 0)
+    assert dataset.locate(4) == (0, 1, 1)
     for index, offset, length in [(4, 0, 1), (-1, 0, 1), (0, 4, None), (0, 1, 3), (0, -1, 1)]:
         with pytest.raises(IndexError):
-            data.get(index, offset, length=length)
-    assert not data.get(0).flags.writeable
+            dataset.get(index, offset, length=length)
+    assert not dataset.get(0).flags.writeable
 
 
-def test_an_interrupted_writer_leaves_the_older_pair_alone(tmp_path):
+def test_interrupted_writer_keeps_the_old_files(tmp_path):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -115,7 +115,7 @@ def test_an_interrupted_writer_leaves_the_older_pair_alone(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_writer_that_cannot_finish_leaves_the_older_pair_alone(tmp_path, monkeypatch):
+def test_failed_writer_keeps_the_old_files(tmp_path, monkeypatch):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -131,19 +131,19 @@ def test_a_writer_that_cannot_finish_leaves_the_older_pair_alone(tmp_path, monke
 
 def test_overwrite_removes_old_index_before_publishing_tokens(tmp_path, monkeypatch):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
-    seen = []
+    published = []
 
     def watch(temporary: Path, target: Path) -> None:
-        seen.append((target.name, idx_path(prefix).exists()))
+        published.append((target.name, idx_path(prefix).exists()))
         publish(temporary, target)
 
     monkeypatch.setattr("megatron.core.datasets.indexed_dataset.publish", watch)
     write(prefix, DOCUMENTS_B)
-    assert seen == [("data.bin", False), ("data.idx", False)]
+    assert published == [("data.bin", False), ("data.idx", False)]
     assert IndexedDataset(prefix).get(0).tolist() == [6, 7]
 
 
-def test_nothing_is_visible_under_its_name_before_the_end(tmp_path):
+def test_files_appear_only_after_the_writer_closes(tmp_path):
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_document([1, 2])
         assert not bin_path(tmp_path / "data").exists()
@@ -154,7 +154,7 @@ def test_nothing_is_visible_under_its_name_before_the_end(tmp_path):
 @pytest.mark.parametrize("bad", [-1, 65536])
 def test_a_token_that_would_wrap_around_is_refused(tmp_path, bad):
     with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
-        # The bad id lies behind the first converted block: nothing of its call may remain.
+        # The bad id lies after the first converted block: no token of this call may be written.
         tokens = np.append(np.zeros(70_000, dtype=np.int64), bad)
         with pytest.raises(ValueError, match="do not fit uint16"):
             writer.add_document(tokens)
@@ -174,7 +174,7 @@ def test_lengths_that_do_not_match_the_tokens_are_refused(tmp_path):
         IndexedDatasetWriter(tmp_path / "other", np.complex64)
 
 
-def test_token_type_follows_the_vocabulary():
+def test_token_type_depends_on_the_vocabulary_size():
     assert token_type_for(65499) == np.uint16
     assert token_type_for(65500) == np.int32
 
@@ -183,32 +183,32 @@ def test_multimodal_modes_are_read(tmp_path):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     with open(idx_path(prefix), "ab") as stream:
         stream.write(b"\x00\x01")
-    data = IndexedDataset(prefix)
-    assert data.modes.tolist() == [0, 1]
-    assert data.documents.tolist() == [0, 2]
+    dataset = IndexedDataset(prefix)
+    assert dataset.modes.tolist() == [0, 1]
+    assert dataset.documents.tolist() == [0, 2]
 
 
-def test_an_empty_data_set_opens(tmp_path):
-    data = IndexedDataset(write(tmp_path / "data", []))
-    assert (len(data), data.num_documents, data.num_tokens) == (0, 0, 0)
+def test_empty_dataset_can_be_opened(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "data", []))
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
 
 
-def test_fingerprint_follows_index_and_tokens(tmp_path):
-    prints = {
+def test_fingerprint_depends_on_index_and_tokens(tmp_path):
+    fingerprints = {
         IndexedDataset(write(tmp_path / f"{number}", documents)).fingerprint
         for number, documents in enumerate([[[[1, 2, 3]]], [[[1, 2], [3]]], [[[1, 2, 4]]]])
     }
-    assert len(prints) == 3
-    same = IndexedDataset(write(tmp_path / "same", [[[1, 2, 3]]])).fingerprint
-    assert same in prints
+    assert len(fingerprints) == 3
+    repeated = IndexedDataset(write(tmp_path / "same", [[[1, 2, 3]]])).fingerprint
+    assert repeated in fingerprints
 
 
-def put(at: int, form: str, *values: int):
-    """Return a fault: overwrite numbers of the index."""
+def overwrite(offset: int, layout: str, *values: int):
+    """Return a fault that overwrites numbers of the index."""
 
     def fault(index: bytes) -> bytes:
-        packed = struct.pack(form, *values)
-        return index[:at] + packed + index[at + len(packed) :]
+        packed_values = struct.pack(layout, *values)
+        return index[:offset] + packed_values + index[offset + len(packed_values) :]
 
     return fault
 
@@ -219,25 +219,31 @@ INDEX_FAULTS = {
     "header cut": (lambda index: index[:20], "at byte 20: end of file; expected a header"),
     "lists cut": (lambda index: index[:-1], "at byte 18: .*a file of 105 bytes; expected 106"),
     "lists too long": (lambda index: index + b"abc", "a file of 109 bytes; expected 106"),
-    "wrong magic": (put(0, "<B", 0x50), "at byte 0: magic .*check the prefix"),
-    "wrong version": (put(9, "<Q", 2), "at byte 9: version 2; expected 1"),
-    "wrong token type": (put(17, "<B", 9), "at byte 17: token type 9; expected one of"),
-    "huge count": (put(18, "<Q", (1 << 64) - 1), "at byte 18: 18446744073709551615 sequences"),
-    "huge document count": (put(26, "<Q", 1 << 61), "at byte 18: .*document entries"),
-    "negative length": (put(38, "<i", -2), "at byte 38: sequence 1 has -2 tokens"),
-    "offset outside": (put(58, "<q", 1 << 60), "at byte 58: sequence 1 starts at byte 1152"),
-    "negative offset": (put(50, "<q", -2), "at byte 50: sequence 0 starts at byte -2"),
-    "offset not rising": (put(66, "<q", 4), "at byte 66: sequence 2 starts at byte 4"),
-    "lengths past the end": (put(46, "<i", 100), r"data\.bin: at byte 18: .*truncated"),
-    "lengths before the end": (put(46, "<i", 1), r"data\.bin: at byte 16: .*another index"),
-    "documents start late": (put(82, "<q", 1), r"at byte 82: .*\[1, 4\]; expected \[0, 4\]"),
-    "documents end early": (put(98, "<q", 3), r"at byte 82: .*\[0, 3\]; expected \[0, 4\]"),
-    "documents fall": (put(90, "<q", 5), "at byte 98: document 2 starts at sequence 4, before"),
+    "wrong magic": (overwrite(0, "<B", 0x50), "at byte 0: magic .*check the prefix"),
+    "wrong version": (overwrite(9, "<Q", 2), "at byte 9: version 2; expected 1"),
+    "wrong token type": (overwrite(17, "<B", 9), "at byte 17: token type 9; expected one of"),
+    "huge count": (
+        overwrite(18, "<Q", (1 << 64) - 1),
+        "at byte 18: 18446744073709551615 sequences",
+    ),
+    "huge document count": (overwrite(26, "<Q", 1 << 61), "at byte 18: .*document entries"),
+    "negative length": (overwrite(38, "<i", -2), "at byte 38: sequence 1 has -2 tokens"),
+    "offset outside": (overwrite(58, "<q", 1 << 60), "at byte 58: sequence 1 starts at byte 1152"),
+    "negative offset": (overwrite(50, "<q", -2), "at byte 50: sequence 0 starts at byte -2"),
+    "offset not rising": (overwrite(66, "<q", 4), "at byte 66: sequence 2 starts at byte 4"),
+    "lengths past the end": (overwrite(46, "<i", 100), r"data\.bin: at byte 18: .*truncated"),
+    "lengths before the end": (overwrite(46, "<i", 1), r"data\.bin: at byte 16: .*another index"),
+    "documents start late": (overwrite(82, "<q", 1), r"at byte 82: .*\[1, 4\]; expected \[0, 4\]"),
+    "documents end early": (overwrite(98, "<q", 3), r"at byte 82: .*\[0, 3\]; expected \[0, 4\]"),
+    "documents fall": (
+        overwrite(90, "<q", 5),
+        "at byte 98: document 2 starts at sequence 4, before",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", INDEX_FAULTS)
-def test_a_damaged_index_is_one_clear_line(tmp_path, name):
+def test_damaged_index_error_is_one_clear_line(tmp_path, name):
     fault, message = INDEX_FAULTS[name]
     prefix = write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B)
     idx_path(prefix).write_bytes(fault(idx_path(prefix).read_bytes()))
@@ -250,7 +256,7 @@ def test_a_damaged_index_is_one_clear_line(tmp_path, name):
 
 
 def rising_in_int64(entries: list[int]) -> bool:
-    """Return whether no difference of neighbours is negative after wrapping around."""
+    """Return whether no difference of neighbours is negative after int64 overflow."""
     return all((b - a) % (1 << 64) < 1 << 63 for a, b in pairwise(entries))
 
 
@@ -258,22 +264,24 @@ def rising_in_int64(entries: list[int]) -> bool:
 def test_documents_whose_differences_wrap_are_refused(tmp_path, monkeypatch, block):
     monkeypatch.setattr("megatron.core.datasets.indexed_dataset._CHECKED_AT_ONCE", block)
     prefix = write(tmp_path / "data", [[[number]] for number in range(4)])
-    sound = idx_path(prefix).read_bytes()
+    valid_index = idx_path(prefix).read_bytes()
     top = 1 << 63
     for entries in ([0, top - 1, -top, -1, 4], [0, 4, top - 1, -2, 4], [0, 3, 2, 4, 4]):
         wraps = entries != [0, 3, 2, 4, 4]
         assert rising_in_int64(entries) is wraps
-        fall = next(i for i in range(1, 5) if entries[i] < entries[i - 1])
-        idx_path(prefix).write_bytes(sound[:-40] + struct.pack("<5q", *entries))
-        with pytest.raises(ValueError, match=f"document {fall} starts at sequence {entries[fall]}"):
+        decrease = next(i for i in range(1, 5) if entries[i] < entries[i - 1])
+        idx_path(prefix).write_bytes(valid_index[:-40] + struct.pack("<5q", *entries))
+        with pytest.raises(
+            ValueError, match=f"document {decrease} starts at sequence {entries[decrease]}"
+        ):
             IndexedDataset(prefix)
     for entries in ([0, 0, 0, 4, 4], [0, 4, 4, 4, 4]):
-        idx_path(prefix).write_bytes(sound[:-40] + struct.pack("<5q", *entries))
+        idx_path(prefix).write_bytes(valid_index[:-40] + struct.pack("<5q", *entries))
         assert IndexedDataset(prefix).documents.tolist() == entries
 
 
 @pytest.mark.parametrize("change", [-2, -1, 2])
-def test_tokens_of_another_size_are_refused(tmp_path, change):
+def test_token_file_of_the_wrong_size_is_refused(tmp_path, change):
     prefix = write(tmp_path / "data", DOCUMENTS_A + DOCUMENTS_B)
     tokens = bin_path(prefix).read_bytes()
     bin_path(prefix).write_bytes((tokens + b"xx")[: len(tokens) + change])
@@ -282,7 +290,7 @@ def test_tokens_of_another_size_are_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx"])
-def test_a_missing_file_is_named(tmp_path, ending):
+def test_missing_file_is_named_in_the_error(tmp_path, ending):
     prefix = write(tmp_path / "data", DOCUMENTS_A)
     (tmp_path / f"data.{ending}").unlink()
     with pytest.raises(ValueError, match=rf"data\.{ending}: no such file"):
@@ -290,7 +298,7 @@ def test_a_missing_file_is_named(tmp_path, ending):
 
 
 @pytest.mark.parametrize("fault_at", [0, 1, 6, 7, 10])
-def test_checks_reach_past_the_first_block(tmp_path, monkeypatch, fault_at):
+def test_index_checks_cover_every_block(tmp_path, monkeypatch, fault_at):
     monkeypatch.setattr("megatron.core.datasets.indexed_dataset._CHECKED_AT_ONCE", 3)
     prefix = write(tmp_path / "data", [[[number]] for number in range(11)])
     IndexedDataset(prefix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index arrays against a slow and obvious construction: lay all tokens out in a line and count."""
+"""Index arrays against a slow reference that enumerates every token."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ GOLDEN_SAMPLES = [
 GOLDEN_SHUFFLE = [11, 12, 4, 3, 7, 2, 1, 9, 5, 0, 8, 13, 6, 10]
 
 
-def slow_indices(lengths, documents, *, seq, seed, num_samples):
+def reference_indices(lengths, documents, *, seq, seed, num_samples):
     """Build the three arrays with one step per token and per draw."""
     per_epoch = sum(int(lengths[d]) for d in documents)
     epochs = 1
@@ -43,28 +43,30 @@ def slow_indices(lengths, documents, *, seq, seed, num_samples):
     before_last = ((epochs - 1) * per_epoch - 1) // seq
     if epochs > 1:
         separate = num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq))
-    random = np.random.RandomState(seed)
-    line = [d for _ in range(epochs) for d in documents]
+    rng = np.random.RandomState(seed)
+    document_order = [d for _ in range(epochs) for d in documents]
     if separate:
-        early, late = np.array(line[: -len(documents)]), np.array(documents)
-        random.shuffle(early)
-        random.shuffle(late)
-        line = [*early.tolist(), *late.tolist()]
+        early, late = np.array(document_order[: -len(documents)]), np.array(documents)
+        rng.shuffle(early)
+        rng.shuffle(late)
+        document_order = [*early.tolist(), *late.tolist()]
     else:
-        order = np.array(line)
-        random.shuffle(order)
-        line = order.tolist()
-    tokens = [(place, t) for place, d in enumerate(line) for t in range(int(lengths[d]))]
+        order = np.array(document_order)
+        rng.shuffle(order)
+        document_order = order.tolist()
+    tokens = [
+        (position, t) for position, d in enumerate(document_order) for t in range(int(lengths[d]))
+    ]
     starts = [(0, 0)] + [tokens[k * seq] for k in range(1, total + 1)]
     order = np.arange(total)
     if separate:
         early, late = order[:before_last].copy(), order[before_last:].copy()
-        random.shuffle(early)
-        random.shuffle(late)
+        rng.shuffle(early)
+        rng.shuffle(late)
         order = np.concatenate([early, late])
     else:
-        random.shuffle(order)
-    return line, starts, order.tolist(), epochs, separate
+        rng.shuffle(order)
+    return document_order, starts, order.tolist(), epochs, separate
 
 
 CASES = [
@@ -86,19 +88,19 @@ CASES = [
 
 @pytest.mark.parametrize(("_name", "lengths", "documents", "seq", "seed", "samples"), CASES)
 @pytest.mark.parametrize("block", [1, 3, 1 << 15])
-def test_arrays_equal_the_slow_construction(
+def test_index_arrays_match_the_reference(
     monkeypatch, _name, lengths, documents, seq, seed, samples, block
 ):
     monkeypatch.setattr("megatron.core.datasets.gpt_dataset._POSITIONS_AT_ONCE", block)
     lengths = np.array(lengths, dtype=np.int32)
-    line, starts, order, epochs, separate = slow_indices(
+    line, starts, order, epochs, separate = reference_indices(
         lengths, list(documents), seq=seq, seed=seed, num_samples=samples
     )
     plan = plan_epochs(int(lengths[list(documents)].sum()), seq, samples)
-    random = np.random.RandomState(seed)
-    document_index = build_document_index(np.array(documents), plan, random)
+    rng = np.random.RandomState(seed)
+    document_index = build_document_index(np.array(documents), plan, rng)
     sample_index = build_sample_index(lengths, document_index, plan, sequence_length=seq)
-    shuffle_index = build_shuffle_index(plan, random)
+    shuffle_index = build_shuffle_index(plan, rng)
     assert (plan.num_epochs, plan.separate_final_epoch) == (epochs, separate)
     assert document_index.tolist() == line
     assert sample_index.tolist() == [list(start) for start in starts]
@@ -118,28 +120,28 @@ def test_cases_cover_both_kinds_of_final_epoch():
 
 
 def test_a_case_begins_with_an_empty_sequence():
-    # Its line starts before its first token; without such a case that rule would go untested.
+    # The first sample then starts before the first token; no other case tests this rule.
     _, lengths, documents, seq, seed, samples = next(c for c in CASES if c[0].startswith("first"))
-    line, starts, *_ = slow_indices(
+    line, starts, *_ = reference_indices(
         lengths, list(documents), seq=seq, seed=seed, num_samples=samples
     )
     assert lengths[line[0]] == 0
     assert starts[0] == (0, 0)
 
 
-def test_the_last_label_needs_one_token_more():
+def test_last_label_needs_one_extra_token():
     assert plan_epochs(12, 4, 3).num_epochs == 2
     assert plan_epochs(13, 4, 3).num_epochs == 1
 
 
-def test_index_arrays_of_a_fixed_seed():
-    # Written down once, so that a change of the random stream cannot pass unseen.
+def test_index_arrays_match_the_golden_values():
+    # Golden values, so that a change of the random stream cannot go unnoticed.
     lengths = np.array([3, 5, 2, 6, 4], dtype=np.int32)
     plan = plan_epochs(20, 4, 12)
-    random = np.random.RandomState(1234)
-    document_index = build_document_index(np.arange(5), plan, random)
+    rng = np.random.RandomState(1234)
+    document_index = build_document_index(np.arange(5), plan, rng)
     sample_index = build_sample_index(lengths, document_index, plan, sequence_length=4)
-    shuffle_index = build_shuffle_index(plan, random)
+    shuffle_index = build_shuffle_index(plan, rng)
     assert document_index.tolist() == GOLDEN_DOCUMENTS
     assert sample_index.tolist() == GOLDEN_SAMPLES
     assert shuffle_index.tolist() == GOLDEN_SHUFFLE
@@ -151,8 +153,8 @@ def test_too_few_tokens_are_refused(tokens, samples):
         plan_epochs(tokens, 4, samples)
 
 
-def test_positions_that_need_64_bits_get_them():
-    # One sequence as long as int32 allows: its offsets still fit, with a label they would not.
+def test_sample_index_uses_int64_where_int32_would_overflow():
+    # One sequence as long as int32 allows: its offsets fit, but offset + 1 (the label) overflows.
     lengths = np.array([2**31 - 1], dtype=np.int32)
     plan = plan_epochs(2**31 - 1, 2**28, None)
     index = build_sample_index(lengths, np.array([0], dtype=np.int32), plan, sequence_length=2**28)

@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
 
 
-def test_data_paths():
+def test_data_path_is_parsed_with_and_without_weights():
     assert parse_data_path(["a"]) == DataPath(("a",), None)
     assert parse_data_path(["a", "b"]) == DataPath(("a", "b"), None)
     assert parse_data_path(["30", "a", "0.7", "b"]) == DataPath(("a", "b"), (30.0, 0.7))
@@ -46,8 +46,8 @@ def test_impossible_data_paths_are_refused(words):
 )
 def test_splits_are_ranges_in_file_order(text, sizes):
     ranges = split_ranges(100, parse_split(text))
-    assert [len(cut) for cut in ranges] == sizes
-    assert [number for cut in ranges for number in cut] == list(range(100))
+    assert [len(split_range) for split_range in ranges] == sizes
+    assert [number for split_range in ranges for number in split_range] == list(range(100))
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,-1", "0,0,0", "1,1,1,1", "nan", "inf,1", "99;1"])
@@ -84,19 +84,19 @@ def test_a_split_without_documents_is_refused(prefixes):
     assert has_split(sources, parse_split("90,5,5"), 2)
 
 
-def test_blend_by_weight_and_by_size(prefixes):
+def test_blend_draws_by_weight_or_by_size(prefixes):
     weighted = build_split(DataPath(prefixes, (3.0, 1.0)), CONFIG, num_samples=400)
     assert isinstance(weighted, BlendedDataset)
     assert np.bincount(weighted.dataset_index).tolist() == [300, 100]
     by_size = build_split(DataPath(prefixes, None), CONFIG, num_samples=400)
     assert np.bincount(by_size.dataset_index).tolist() == [99, 301]  # of 49 and 149
-    once = build_split(DataPath(prefixes, None), CONFIG)
-    assert np.bincount(once.dataset_index).tolist() == [(200 - 1) // 4, (600 - 1) // 4]
+    single_pass = build_split(DataPath(prefixes, None), CONFIG)
+    assert np.bincount(single_pass.dataset_index).tolist() == [(200 - 1) // 4, (600 - 1) // 4]
     with pytest.raises(ValueError, match="say how many samples"):
         build_split(DataPath(prefixes, (3.0, 1.0)), CONFIG)
 
 
-#: Of megatron-core 0.16.1: samples, which data set each is drawn from, and a digest of its tokens.
+#: From megatron-core 0.16.1: data sets, split, samples, data set of each sample, digest of tokens.
 BLENDS = [
     ("ab", 0, 40, "1010110110110101101101101101011011011011", "775478c7fb9a721f"),
     ("ab", 0, 70, "1010110110110101101101101101011011011011010110110110101101101101101011",
@@ -107,21 +107,19 @@ BLENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("names", "which", "size", "drawn", "digest"), BLENDS)
-def test_a_blend_without_weights_is_that_of_megatron_core(
-    tmp_path, names, which, size, drawn, digest
-):
-    for name, count, (least, step, spread) in [("a", 31, (5, 7, 11)), ("b", 40, (3, 5, 23))]:
-        lengths = least + step * np.arange(count) % spread
+@pytest.mark.parametrize(("names", "which", "size", "choices", "digest"), BLENDS)
+def test_blend_without_weights_matches_megatron_core(tmp_path, names, which, size, choices, digest):
+    for name, count, (shortest, step, spread) in [("a", 31, (5, 7, 11)), ("b", 40, (3, 5, 23))]:
+        lengths = shortest + step * np.arange(count) % spread
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             writer.add_documents(np.arange(lengths.sum()) + 1000 * (name == "b"), lengths)
     path = DataPath(tuple(str(tmp_path / name) for name in names), None)
     name, shares = ("train", "valid")[which], parse_split("80,20,0")
     blend = build_split(path, CONFIG, name=name, shares=shares, which=which, num_samples=size)
-    assert "".join(map(str, blend.dataset_index)) == drawn
+    assert "".join(map(str, blend.dataset_index)) == choices
     tokens = blend.batch(range(size))[:, :-1]
     assert hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()[:16] == digest
-    # There it ends after one pass, here it goes on.
+    # Megatron-core ends after one epoch; this blend continues.
     longer = build_split(path, CONFIG, name=name, shares=shares, which=which, num_samples=500)
     assert len(longer.batch(range(500))) == 500
 

@@ -30,10 +30,10 @@ from tests.unit_tests.training.graphed_runs import (
     STEPS,
     WARMUP,
     WITHOUT_DROPOUT,
-    carried_out,
-    data,
+    build_step,
     prepare_too_early,
-    step_of,
+    run_steps,
+    step_batches,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
@@ -82,7 +82,7 @@ def test_replays_are_eager_steps_bit_by_bit(
 ):
     found = []
     for recorder in (None, CudaRecorder(device, "graphs")):
-        step = step_of(
+        step = build_step(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
             graph=recorder,
@@ -91,7 +91,7 @@ def test_replays_are_eager_steps_bit_by_bit(
             dtype=dtype,
             device=device,
         )
-        found.append(carried_out(step, documents=documents))
+        found.append(run_steps(step, documents=documents))
     eager, recorded = found
     assert step.forward_backward.replays == len(REPLAYED)
     assert step.forward_backward.eager_steps == STEPS - len(REPLAYED)
@@ -102,7 +102,7 @@ def test_replays_are_eager_steps_bit_by_bit(
 
 
 def test_graph_replay_allocates_nothing_and_capture_runs_nothing(device):
-    step = step_of(
+    step = build_step(
         ProcessGroupCollection.single(),
         DataParallelConfig(),
         graph=CudaRecorder(device, "graphs"),
@@ -110,8 +110,8 @@ def test_graph_replay_allocates_nothing_and_capture_runs_nothing(device):
     )
     run = step.forward_backward
     for i in range(WARMUP):
-        step(data(0, i, device=device), lr=1e-3, weight_decay=0.0)
-    batches = data(0, 10, device=device)
+        step(step_batches(0, i, device=device), lr=1e-3, weight_decay=0.0)
+    batches = step_batches(0, 10, device=device)
     factors = step.loss_factors(batches)
     slots = {n: h.main_grad.fill_(7.0) for n, h in step.model.store.handles.items()}
     run._record(batches, factors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same small run carried out eagerly and by replays, with odd steps in it."""
+"""A small eager or replayed run with skipped, shorter and evaluated steps."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MODEL = GPTConfig(
     hidden_dropout=0.1,
     init_std=0.2,
 )
-#: The same without dropout, whose masks are most of its operations.
+#: The same model without dropout: drawing the masks is most of its operations.
 WITHOUT_DROPOUT = replace(
     MODEL, hidden_dropout=0.0, attention=replace(MODEL.attention, dropout=0.0)
 )
-#: Both recurrences, whose tables of whole rows come from the host.
+#: Both recurrent block types; the host builds their index tables for whole rows.
 HYBRID = replace(
     WITHOUT_DROPOUT,
     num_layers=6,
@@ -68,7 +68,7 @@ EXPERTS = replace(
         shared_ffn_hidden_size=8,
     ),
 )
-#: Steps before the recording; the last of them is skipped for its loss, so it syncs no weights.
+#: Eager steps before the recording. The last is skipped for its loss, so it syncs no weights.
 WARMUP, STEPS = 3, 9
 SKIPPED, SHORTER, EVALUATED = (2, 4), (5,), (1, 4, 6)
 REPLAYED = (3, 4, 6, 7, 8)
@@ -76,13 +76,13 @@ REPLAYED = (3, 4, 6, 7, 8)
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run showed.
+    """Losses, weights and collectives of one run on one rank.
 
     Args:
-        losses: of steps and evaluations, in order.
-        weights: what this rank holds at the end, by weight and place.
-        launched: reductions started in backward, by step.
-        gathers: of weights stored in shards, and how many of them ahead of need.
+        losses: losses of steps and evaluations, in order.
+        weights: this rank's chunks after the last step, by weight name and chunk index.
+        launched: number of reductions started in backward, for each step.
+        gathers: number of weight gathers, and number of prefetched gathers.
     """
 
     losses: list[float]
@@ -93,58 +93,58 @@ class RunResult:
 
 @cache
 def whole_rows(device: torch.device) -> SequenceLayout:
-    """Return the layout of rows of one document, one for all steps as in training."""
+    """Return the layout of single-document rows; as in training, all steps share one object."""
     return SequenceLayout.of_rows(12, device=device)
 
 
-def data(
-    lane: int, step: int, *, documents: bool = False, device: torch.device | str = "cpu"
+def step_batches(
+    dp_rank: int, step: int, *, documents: bool = False, device: torch.device | str = "cpu"
 ) -> list[Microbatch]:
-    """Return the microbatches of a step: two, or one where it is shorter."""
-    made = [
-        microbatch(seed=9, dp_rank=lane, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
+    """Return the microbatches of a step: one for steps in SHORTER, otherwise two."""
+    batches = [
+        microbatch(seed=9, dp_rank=dp_rank, index=2 * step + i, batch=2, sequence=12, vocabulary=37)
         for i in range(1 if step in SHORTER else 2)
     ]
     layout = whole_rows(torch.device(device))
     if documents:
         cut = 3 + step % 5
-        places = torch.arange(12, device=device).expand(2, 12)
-        ids = (places >= cut).long()
-        rows = {"positions": places - cut * ids, "document_ids": ids}
+        positions = torch.arange(12, device=device).expand(2, 12)
+        ids = (positions >= cut).long()
+        rows = {"positions": positions - cut * ids, "document_ids": ids}
         layout = SequenceLayout.of_rows(12, device=device, **rows)
-    found = []
-    for b in made:
-        parts = (x.to(device) for x in (b.tokens, b.labels, b.loss_mask))
-        found.append(Microbatch(*parts, layout.with_samples(b.sample_ids.to(device))))
-    return found
+    microbatches = []
+    for b in batches:
+        fields = (x.to(device) for x in (b.tokens, b.labels, b.loss_mask))
+        microbatches.append(Microbatch(*fields, layout.with_samples(b.sample_ids.to(device))))
+    return microbatches
 
 
-def of_rank(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[Microbatch]:
-    """Return this context-parallel rank's part of microbatches."""
-    group, found = groups["cp"], []
+def shard_batches(batches: list[Microbatch], groups: ProcessGroupCollection) -> list[Microbatch]:
+    """Return this context-parallel rank's shard of each microbatch."""
+    group, shards = groups["cp"], []
     for b in batches:
         layout = SequenceLayout.make(SequenceSharding.of(12, group.size), group.rank, rows=2)
-        parts = (layout.local(x) for x in (b.tokens, b.labels, b.loss_mask))
-        found.append(Microbatch(*parts, layout.with_samples(b.layout.sample_ids)))
-    return found
+        fields = (layout.local(x) for x in (b.tokens, b.labels, b.loss_mask))
+        shards.append(Microbatch(*fields, layout.with_samples(b.layout.sample_ids)))
+    return shards
 
 
-def step_of(
+def build_step(
     groups: ProcessGroupCollection,
     config: DataParallelConfig,
     *,
     graph: Recorder | None = None,
     granularity: str | None = None,
     model: GPTConfig = MODEL,
-    **place: object,
+    **model_options: object,
 ) -> TrainStep:
-    """Return a step of Adam with clipping and a loss scale that grows on the way.
+    """Build a training step: Adam with clipping and a loss scale that grows during the run.
 
     Args:
-        place: dtype and device of the model.
+        model_options: dtype, device and backend of the model.
     """
     storage = config.storage(bucket_bytes=2000)
-    model = GPTModel(model, groups, seed=3, storage=storage, **place)
+    model = GPTModel(model, groups, seed=3, storage=storage, **model_options)
     model.decoder.set_recompute(
         Recompute(granularity=granularity, method="uniform", num_layers=1)
         if granularity == "full"
@@ -161,13 +161,13 @@ def step_of(
     return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
 
 
-def carried_out(step: TrainStep, *, documents: bool = False) -> RunResult:
-    """Run the steps, skipping some for their loss, evaluating between others."""
-    lane, losses, launched = step.groups["samples"].rank, [], []
+def run_steps(step: TrainStep, *, documents: bool = False) -> RunResult:
+    """Run all steps; those in SKIPPED are skipped by a loss limit, those in EVALUATED evaluate."""
+    dp_rank, losses, launched = step.groups["samples"].rank, [], []
 
     def batches_of(index: int) -> list[Microbatch]:
-        found = data(lane, index, **options)
-        return of_rank(found, step.groups) if step.groups["cp"].size > 1 else found
+        batches = step_batches(dp_rank, index, **options)
+        return shard_batches(batches, step.groups) if step.groups["cp"].size > 1 else batches
 
     options = {"documents": documents, "device": step.engine.store.device}
     for i in range(STEPS):
@@ -180,40 +180,42 @@ def carried_out(step: TrainStep, *, documents: bool = False) -> RunResult:
             losses.append(step.evaluate(batches_of(50 + i)))
     store = step.model.store
     step.engine.start_param_sync(force_sync=True)
-    held = {
-        (name, i): box.tensor.clone()
+    weights = {
+        (name, i): chunk.tensor.clone()
         for name, handle in store.handles.items()
-        for i, box in enumerate(store.chunks(handle))
+        for i, chunk in enumerate(store.chunks(handle))
     }
     counts = [gatherer.counts for gatherer in step.engine.gatherers if gatherer.reshards]
     gathers = sum(count.gathers for count in counts), sum(count.prefetched for count in counts)
-    return RunResult(losses, held, launched, gathers)
+    return RunResult(losses, weights, launched, gathers)
 
 
 def prepare_too_early(recording: StepRecording) -> None:
-    """Stand in for `prepare` where it must not: leave the first gather under way."""
+    """Replace `prepare` and leave the first gather in flight, which a capture must refuse."""
     gatherer = gatherer_of(recording.engine)
     recording.engine.start_param_sync()
     assert gatherer.in_flight
     gatherer.pool.trim()
 
 
-def pretended() -> tuple[CaptureRules, TapeRecorder]:
-    """Return a GPU with the rules of a capture, and what records on it."""
+def simulated_gpu() -> tuple[CaptureRules, TapeRecorder]:
+    """Return a simulated GPU with the rules of stream capture, and a recorder for it."""
     tape = OpTape()
     rules = CaptureRules(tape.paused)
     return rules, TapeRecorder(tape, rules.begin, rules.end)
 
 
-def both(
+def run_eager_and_recorded(
     groups: ProcessGroupCollection, config: DataParallelConfig, **options: object
 ) -> tuple[RunResult, RunResult, TrainStep]:
-    """Return what the run shows eagerly and recorded, and the latter's step; the recorded one on a
-    device that refuses what CUDA refuses."""
+    """Run eagerly and recorded; return both results and the recorded run's step.
+
+    The recorded run uses a simulated device that refuses the operations which CUDA refuses.
+    """
     documents = bool(options.pop("documents", False))
-    eager = carried_out(step_of(groups, config, **options), documents=documents)
-    rules, recorder = pretended()
+    eager = run_steps(build_step(groups, config, **options), documents=documents)
+    rules, recorder = simulated_gpu()
     with rules.enforced(), simulated(groups, rules):
-        step = step_of(groups, config, graph=recorder, **options)
-        recorded = carried_out(step, documents=documents)
+        step = build_step(groups, config, graph=recorder, **options)
+        recorded = run_steps(step, documents=documents)
     return eager, recorded, step

@@ -21,6 +21,6 @@ def small_config(more: str = "", *, without: tuple[str, ...] = ()) -> Config:
         without: flags of ARGUMENTS to leave out, `--train-iters`.
     """
     words = ARGUMENTS.split()
-    kept = [w for i, w in enumerate(words) if w not in without and words[i - 1] not in without]
-    words = last_wins([*kept, *more.split()])
+    remaining = [w for i, w in enumerate(words) if w not in without and words[i - 1] not in without]
+    words = last_wins([*remaining, *more.split()])
     return parse_command_line(Config, words, prog="p", description="d").config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers on threads of their own: order, failures, and that a stalled one delays nobody."""
+"""Metric writers on background threads: order, failures, and a stalled writer delays no caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.monitoring.metrics import Background, Metrics
 
 
 class Collector:
-    """Keeps what it is given; waits for `gate` before each event."""
+    """Record the events written to it; wait for `gate` before each event."""
 
     def __init__(self, gate=None):
         self.seen, self.closed, self.gate = [], False, gate
@@ -26,20 +26,22 @@ class Collector:
         self.closed = True
 
 
-def test_everything_arrives_in_order_before_close_returns():
-    kept = Collector()
-    writer = Background("x", lambda: kept, warn=pytest.fail)
+def test_events_are_written_in_order_before_close_returns():
+    collector = Collector()
+    writer = Background("x", lambda: collector, warn=pytest.fail)
     for i in range(50):
         writer.write("train", i, {"a": float(i)})
     writer.close()
-    assert kept.seen == [("train", i, {"a": float(i)}) for i in range(50)]
-    assert kept.closed
+    assert collector.seen == [("train", i, {"a": float(i)}) for i in range(50)]
+    assert collector.closed
 
 
-def test_stalled_writer_blocks_nobody_and_is_reported_once():
+def test_stalled_writer_blocks_no_caller_and_is_reported_once():
     gate, warnings = threading.Event(), []
-    kept = Collector(gate)
-    writer = Background("server", lambda: kept, warn=warnings.append, capacity=5, close_seconds=0.2)
+    collector = Collector(gate)
+    writer = Background(
+        "server", lambda: collector, warn=warnings.append, capacity=5, close_seconds=0.2
+    )
     for i in range(2000):
         writer.write("train", i, {})  # returns, although the gate is closed
     assert writer.dropped >= 2000 - 6
@@ -67,22 +69,22 @@ def test_several_stalled_writers_share_one_time_limit():
     gate.set()
 
 
-@pytest.mark.parametrize("where", ["connect", "write"])
-def test_a_failure_on_the_thread_is_one_line(where):
+@pytest.mark.parametrize("failing_call", ["connect", "write"])
+def test_writer_thread_failure_is_one_warning(failing_call):
     class Broken(Collector):
         def write(self, kind, iteration, values):
             raise SystemExit("no\nserver")
 
-    def make():
-        if where == "connect":
+    def connect():
+        if failing_call == "connect":
             raise OSError("no\nserver")
         return Broken()
 
     warnings = []
-    writer = Background("x", make, warn=warnings.append)
+    writer = Background("x", connect, warn=warnings.append)
     for i in range(3):
         writer.write("train", i, {})
         time.sleep(0.02)
     writer.close()
-    error = "OSError" if where == "connect" else "SystemExit"
+    error = "OSError" if failing_call == "connect" else "SystemExit"
     assert warnings == [f"metrics: x is disabled: {error}: no server; training continues"]

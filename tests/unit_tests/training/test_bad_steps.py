@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a spike, what a second computation says, and which machine a suspect step blames."""
+"""Loss spikes, verdicts of a second computation, and faulty hosts found by a suspect step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), 
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("step_anomaly", "expected"),
     [
         (anomaly(verdict="transient"), "NaN or Inf loss of rank 1 on host1; the step computed once "
          "more is sound and was used: transient, watch that machine"),
@@ -87,13 +87,13 @@ def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), 
         (anomaly("determinism", "undecided"), "changes with every computation, that of rank 1"),
     ],
 )  # fmt: skip
-def test_a_line_says_what_was_wrong_and_what_came_of_it(found, said):
-    text = anomaly_text(7, found, ranks_text(HOSTS), limit=4.0)
+def test_anomaly_line_states_cause_and_outcome(step_anomaly, expected):
+    text = anomaly_text(7, step_anomaly, ranks_text(HOSTS), limit=4.0)
     assert text.startswith("iteration 7: ")
-    assert said in text
+    assert expected in text
 
 
-def test_many_ranks_make_a_short_line():
+def test_long_rank_list_is_abbreviated():
     text = ranks_text({rank: f"host{rank}" for rank in range(1000)})
     assert text.startswith("of rank 0 on host0, rank 1 on host1, ")
     assert "and 992 more" in text
@@ -104,11 +104,11 @@ def make_suspect(iteration=3, hosts=None, values=(NAN, NAN)):
     return SuspectStep(iteration, hosts or {"1": "a"}, "nan", values)
 
 
-def test_the_note_survives_and_damage_is_no_note(tmp_path):
+def test_suspect_step_round_trips_and_damaged_file_is_ignored(tmp_path):
     assert read_suspect_step(str(tmp_path)) is None
-    odd = SuspectStep(3, {"1": "a"}, "spike", (0.1 + 0.2, math.inf))
-    write_suspect_step(str(tmp_path), odd)
-    assert read_suspect_step(str(tmp_path)) == odd
+    suspect = SuspectStep(3, {"1": "a"}, "spike", (0.1 + 0.2, math.inf))
+    write_suspect_step(str(tmp_path), suspect)
+    assert read_suspect_step(str(tmp_path)) == suspect
     for damage in ("", "[]", "{}", '{"iteration": 3, "hosts": 4}'):
         (tmp_path / "suspect_step.json").write_text(damage)
         assert read_suspect_step(str(tmp_path)) is None
@@ -117,7 +117,7 @@ def test_the_note_survives_and_damage_is_no_note(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("noted", "now", "code"),
+    ("recorded", "hosts", "code"),
     [
         (None, {"1": "a"}, 16),
         (make_suspect(2, {"1": "b"}), {"1": "a"}, 16),  # another step
@@ -126,37 +126,43 @@ def test_the_note_survives_and_damage_is_no_note(tmp_path):
         (make_suspect(3, {"1": "b"}), {"1": "a"}, 17),
     ],
 )
-def test_who_is_to_blame(noted, now, code):
-    assert judge(noted, make_suspect(3, now)).code == code
+def test_same_fault_on_another_host_has_its_own_exit_code(recorded, hosts, code):
+    assert judge(recorded, make_suspect(3, hosts)).code == code
 
 
-@pytest.mark.parametrize(("second", "words"), [(8.0, "with the same"), (8.5, "not with the same")])
-def test_the_bits_of_two_machines_are_compared(second, words):
-    noted = SuspectStep(3, {"1": "b"}, "spike", (8.0, 8.0))
-    found = judge(noted, SuspectStep(3, {"1": "a"}, "spike", (second, second)))
-    assert f"before that on b, {words} bits" in str(found)
+@pytest.mark.parametrize(
+    ("second", "expected"), [(8.0, "with the same"), (8.5, "not with the same")]
+)
+def test_values_from_two_hosts_are_compared_bit_by_bit(second, expected):
+    recorded = SuspectStep(3, {"1": "b"}, "spike", (8.0, 8.0))
+    stop = judge(recorded, SuspectStep(3, {"1": "a"}, "spike", (second, second)))
+    assert f"before that on b, {expected} bits" in str(stop)
 
 
-def noting(tmp_path, monkeypatch, host):
-    """Return a save folder's note, and what is kept when it turns out."""
+def suspect_file_recorder(tmp_path, monkeypatch, host):
+    """Return the suspect-step file of a save folder, with its messages and recorded verdicts."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
-    said, kept = [], []
+    messages, verdicts = [], []
 
-    def record(noted, verdict, hosts, *, loss):
-        kept.append((noted.iteration, verdict, hosts, loss))
+    def record(suspect, verdict, hosts, *, loss):
+        verdicts.append((suspect.iteration, verdict, hosts, loss))
 
-    return SuspectStepFile(str(tmp_path), Solo(), say=said.append, record=record), said, kept
+    return (
+        SuspectStepFile(str(tmp_path), Solo(), say=messages.append, record=record),
+        messages,
+        verdicts,
+    )
 
 
 def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeypatch):
     write_suspect_step(str(tmp_path), make_suspect(3, {"1": "a", "2": "c"}))
-    step, said, kept = noting(tmp_path, monkeypatch, "c")
-    step.clear(2, 1.5)
-    assert kept == []
-    step.clear(3, 1.5)
-    step.clear(3, 1.5)
-    assert kept == [(3, "persistent", {1: "a"}, 1.5)], "c is in use and the step is sound"
-    assert "on a it was not, twice (nan): persistent, listed in" in said[0]
+    suspect_file, messages, verdicts = suspect_file_recorder(tmp_path, monkeypatch, "c")
+    suspect_file.clear(2, 1.5)
+    assert verdicts == []
+    suspect_file.clear(3, 1.5)
+    suspect_file.clear(3, 1.5)
+    assert verdicts == [(3, "persistent", {1: "a"}, 1.5)], "c is in use and the step is sound"
+    assert "on a it was not, twice (nan): persistent, listed in" in messages[0]
     assert read_suspect_step(str(tmp_path)) is None
     (entry,) = read_faulty_hosts(str(tmp_path))
     assert (entry["host"], entry["rank"], entry["iteration"]) == ("a", 1, 3)
@@ -172,12 +178,12 @@ def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeyp
     assert stop.value.code == ExitCode.RESTART_ELSEWHERE
 
 
-def test_a_step_that_is_sound_on_the_same_machine_lists_none(tmp_path, monkeypatch):
+def test_step_valid_on_the_same_host_lists_no_faulty_host(tmp_path, monkeypatch):
     write_suspect_step(str(tmp_path), make_suspect())
-    step, said, kept = noting(tmp_path, monkeypatch, "a")
-    step.clear(3, 1.5)
-    assert kept == [(3, "transient", {1: "a"}, 1.5)]
-    assert "on the same machines it was not" in said[0]
+    suspect_file, messages, verdicts = suspect_file_recorder(tmp_path, monkeypatch, "a")
+    suspect_file.clear(3, 1.5)
+    assert verdicts == [(3, "transient", {1: "a"}, 1.5)]
+    assert "on the same machines it was not" in messages[0]
     assert not (tmp_path / "faulty_hosts.json").exists()
     assert not (tmp_path / "suspect_step.json").exists()
 
@@ -192,33 +198,33 @@ def test_faulty_host_list_appends_and_rejects_damaged_file(tmp_path):
         refuse_faulty_hosts(str(tmp_path), Solo())
 
 
-class Played:
-    """Decisions about steps, and what came of them."""
+class FaultsRecorder:
+    """Run `Faults` on chosen outcomes; record its messages, events, saves and cleared steps."""
 
-    def __init__(self, flags: str = "", back: Progress | None = None, save=None) -> None:
-        self.said, self.events, self.saves, self.acquitted = [], [], [], []
+    def __init__(self, flags: str = "", restored: Progress | None = None, save=None) -> None:
+        self.messages, self.events, self.saves, self.cleared = [], [], [], []
         self.faults = Faults(
             config=small_config(f"--save s {flags}"),
-            say=self.said.append,
+            say=self.messages.append,
             log=FaultLog(
                 save,
                 record=lambda kind, iteration, values: self.events.append(
                     (kind, iteration, values)
                 ),
-                warn=self.said.append,
+                warn=self.messages.append,
             ),
             host_of=lambda rank: f"host{rank}",
             save=lambda progress: self.saves.append(progress.iteration),
             judge=lambda suspect: RunStopped(ExitCode.RESTART_ELSEWHERE, str(suspect)),
-            clear=lambda iteration, loss: self.acquitted.append((iteration, loss)),
-            roll_back=lambda: back,
+            clear=lambda iteration, loss: self.cleared.append((iteration, loss)),
+            roll_back=lambda: restored,
         )
 
 
 def test_valid_step_clears_suspects_silently():
-    played = Played()
-    played.faults.on_step_computed(Progress(iteration=4), Outcome(), math.inf)
-    assert (played.said, played.events, played.acquitted) == ([], [], [(5, 2.0)])
+    recorder = FaultsRecorder()
+    recorder.faults.on_step_computed(Progress(iteration=4), Outcome(), math.inf)
+    assert (recorder.messages, recorder.events, recorder.cleared) == ([], [], [(5, 2.0)])
 
 
 @pytest.mark.parametrize(
@@ -232,25 +238,29 @@ def test_valid_step_clears_suspects_silently():
 )
 @pytest.mark.parametrize("kind", ["nan", "inf_norm", "spike"])
 def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, flags, stops):
-    played = Played(flags)
+    recorder = FaultsRecorder(flags)
     outcome = Outcome(anomaly(kind, verdict, values=(8.0, 8.0)))
     if stops:
         with pytest.raises(RunStopped, match=f"'1': 'host1'.*kind='{kind}'"):
-            played.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
+            recorder.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
     else:
-        played.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
-    assert played.saves == ([4] if stops else []), "the state before the step"
-    assert ("the step was skipped" in played.said[0]) == (verdict == "reproduced" and not stops)
-    more = {"loss": 8.0, "limit": 4.0} if kind == "spike" else {}
-    assert played.events == [("fault", 5, {kind: 1.0, verdict: 1.0, "first_rank": 1.0, **more})]
-    assert played.acquitted == ([(5, 2.0)] if verdict == "transient" else [])
+        recorder.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
+    assert recorder.saves == ([4] if stops else []), "the state before the step"
+    assert ("the step was skipped" in recorder.messages[0]) == (
+        verdict == "reproduced" and not stops
+    )
+    spike_values = {"loss": 8.0, "limit": 4.0} if kind == "spike" else {}
+    assert recorder.events == [
+        ("fault", 5, {kind: 1.0, verdict: 1.0, "first_rank": 1.0, **spike_values})
+    ]
+    assert recorder.cleared == ([(5, 2.0)] if verdict == "transient" else [])
 
 
 def test_fault_record_has_host_names_and_exact_values(tmp_path):
-    played = Played(save=str(tmp_path))
+    recorder = FaultsRecorder(save=str(tmp_path))
     for values in ((NAN, 0.1), (math.inf,)):
         outcome = Outcome(anomaly(verdict="transient", ranks=(0, 1), values=values))
-        played.faults.on_step_computed(Progress(iteration=4), outcome, math.inf)
+        recorder.faults.on_step_computed(Progress(iteration=4), outcome, math.inf)
     lines = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00", "+00:00"]
     assert lines[0] == {
@@ -264,24 +274,24 @@ def test_fault_record_has_host_names_and_exact_values(tmp_path):
     assert lines[1]["values"] == lines[1]["bits"] == ["inf"]
 
 
-def test_a_fault_that_cannot_be_noted_ends_no_run(tmp_path):
-    played = Played(save=str(tmp_path / "absent"))
-    played.faults.on_step_computed(Progress(), Outcome(anomaly()), math.inf)
-    assert "cannot be noted in" in played.said[1]
-    assert len(played.events) == 1
+def test_unwritable_fault_log_does_not_stop_the_run(tmp_path):
+    recorder = FaultsRecorder(save=str(tmp_path / "absent"))
+    recorder.faults.on_step_computed(Progress(), Outcome(anomaly()), math.inf)
+    assert "cannot be noted in" in recorder.messages[1]
+    assert len(recorder.events) == 1
 
 
-def test_rolling_back_keeps_the_position_in_the_data():
-    back = Progress(iteration=2, consumed_samples=12, update_samples=12, recent_losses=[1.0])
-    played = Played("--rollback-after-bad-steps 2", back)
+def test_rollback_keeps_the_data_position():
+    restored = Progress(iteration=2, consumed_samples=12, update_samples=12, recent_losses=[1.0])
+    recorder = FaultsRecorder("--rollback-after-bad-steps 2", restored)
     progress = Progress(iteration=6, consumed_samples=36, update_samples=24)
-    for bad in (0, 1, 3):
-        progress.consecutive_bad_steps = bad
-        played.faults.on_step_end(progress, Outcome())
+    for num_bad_steps in (0, 1, 3):
+        progress.consecutive_bad_steps = num_bad_steps
+        recorder.faults.on_step_end(progress, Outcome())
     assert progress.rollbacks == 0
     progress.consecutive_bad_steps = 2
-    played.faults.on_step_end(progress, Outcome())
+    recorder.faults.on_step_end(progress, Outcome())
     assert (progress.iteration, progress.consumed_samples) == (6, 36)
     assert (progress.update_samples, progress.rollbacks) == (12, 1)
     assert progress.recent_losses == [1.0]
-    assert played.events == [("fault", 6, {"rolled_back_to": 2.0})]
+    assert recorder.events == [("fault", 6, {"rolled_back_to": 2.0})]

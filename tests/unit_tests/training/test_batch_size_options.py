@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that change the global batch during a run: what they say, and what they go with."""
+"""Options that change the global batch size during a run: their schedules and their conflicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit_tests.training.small_config import small_config
 STEPS = "--step-batch-size-schedule 0:6 240:12 0.6K:18"
 
 
-def test_thresholds_are_tokens_and_numbers_have_suffixes():
+def test_schedule_thresholds_are_tokens_with_suffixes():
     run = resolve(small_config(STEPS), 2)
     assert run.batch_sizes.stages == ((0, 6), (12, 12), (30, 18))
     assert run.config.training.global_batch_size == 18
@@ -27,29 +27,29 @@ def test_thresholds_are_tokens_and_numbers_have_suffixes():
     assert resolve(large, 1).batch_sizes.stages == ((0, 6), (10**10, 12), (75 * 10**9, 18))
 
 
-def test_a_ramp_ends_with_the_global_batch():
+def test_rampup_ends_at_the_global_batch_size():
     run = resolve(small_config("--global-batch-size 18 --rampup-batch-size 6 6 30"), 2)
     assert run.batch_sizes.stages == ((0, 6), (15, 12), (30, 18))
     assert resolve(run.config, 2) == run
 
 
-@pytest.mark.parametrize("given", [STEPS, "--global-batch-size 18 --rampup-batch-size 6 6 30"])
-def test_samples_and_iterations_of_a_run_and_its_schedule_agree(given):
-    by_steps = resolve(small_config(f"{given} --lr-warmup-iters 3 --lr-decay-iters 7"), 1)
-    at = [by_steps.batch_sizes.samples(i) for i in range(11)]
-    assert (by_steps.warmup_samples, by_steps.decay_samples) == (at[3], at[7])
-    samples = f"--train-samples {at[10] + 5} --lr-warmup-samples {at[3]}"
-    samples += f" --lr-decay-samples {at[7]}"
-    by_samples = resolve(small_config(f"{given} {samples}", without=("--train-iters",)), 1)
+@pytest.mark.parametrize("flags", [STEPS, "--global-batch-size 18 --rampup-batch-size 6 6 30"])
+def test_lr_schedule_agrees_in_samples_and_iterations(flags):
+    by_steps = resolve(small_config(f"{flags} --lr-warmup-iters 3 --lr-decay-iters 7"), 1)
+    consumed = [by_steps.batch_sizes.samples(i) for i in range(11)]
+    assert (by_steps.warmup_samples, by_steps.decay_samples) == (consumed[3], consumed[7])
+    samples = f"--train-samples {consumed[10] + 5} --lr-warmup-samples {consumed[3]}"
+    samples += f" --lr-decay-samples {consumed[7]}"
+    by_samples = resolve(small_config(f"{flags} {samples}", without=("--train-iters",)), 1)
     assert by_samples.train_iters == 10
-    rates = [[learning_rate_schedule(r).lr(n) for n in at] for r in (by_steps, by_samples)]
+    rates = [[learning_rate_schedule(r).lr(n) for n in consumed] for r in (by_steps, by_samples)]
     assert rates[0] == rates[1]
     wsd = "--lr-decay-style WSD --lr-decay-iters 9 --lr-wsd-decay-iters 4"
-    assert resolve(small_config(f"{given} {wsd}"), 1).wsd_decay_samples == at[9] - at[5]
+    assert resolve(small_config(f"{flags} {wsd}"), 1).wsd_decay_samples == consumed[9] - consumed[5]
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "expected"),
     [
         (f"{STEPS} --global-batch-size 12", "--global-batch-size 12"),
         (f"{STEPS} --global-batch-size 18 --rampup-batch-size 6 6 9", "--rampup-batch-size"),
@@ -68,13 +68,13 @@ def test_samples_and_iterations_of_a_run_and_its_schedule_agree(given):
         ("--eval-global-batch-size 0", "--eval-global-batch-size"),
     ],
 )
-def test_what_is_no_schedule_is_refused(options, named):
-    with pytest.raises(ValueError, match=named):
+def test_invalid_batch_size_schedule_is_refused(options, expected):
+    with pytest.raises(ValueError, match=expected):
         small_config(options)
 
 
 @pytest.mark.parametrize(
-    ("options", "world", "named"),
+    ("options", "world", "expected"),
     [
         ("--step-batch-size-schedule 0:6 240:15", 2, "--step-batch-size-schedule 15"),
         ("--global-batch-size 18 --rampup-batch-size 9 9 30", 2, "--rampup-batch-size 9"),
@@ -90,13 +90,13 @@ def test_what_is_no_schedule_is_refused(options, named):
         ),
     ],
 )
-def test_every_size_has_to_go_with_the_layout(options, world, named):
-    assert any(named in problem for problem in check(small_config(options), world))
+def test_batch_size_that_does_not_fit_the_layout_is_reported(options, world, expected):
+    assert any(expected in problem for problem in check(small_config(options), world))
 
 
-def test_a_batch_of_evaluations_is_the_last_one_of_training():
+def test_eval_batch_defaults_to_the_final_training_batch():
     run = resolve(small_config(f"{STEPS} --eval-micro-batch-size 9"), 1)
-    found = run.evaluation
-    assert (found.samples, found.micro_batch_size, found.rounds) == (18, 9, 2)
+    evaluation = run.evaluation
+    assert (evaluation.samples, evaluation.micro_batch_size, evaluation.rounds) == (18, 9, 2)
     run = resolve(small_config("--global-batch-size 12 --eval-global-batch-size 30"), 2)
     assert (run.evaluation.samples, run.evaluation.rounds, run.num_microbatches) == (30, 5, 2)

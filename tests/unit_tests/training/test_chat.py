@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations to ids and masks: against transformers, by hand, and what is refused."""
+"""Conversations encoded to ids and masks: against transformers, by hand, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.training.data.chat import (
 )
 from tests.support.conversations import encode_conversation
 
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Grüße? 日本"},
     {"role": "assistant", "content": "Hello, wörld 語"},
@@ -50,50 +50,50 @@ def folder(tmp_path_factory):
     """Return a tokenizer's folder: byte-level BPE with the special tokens of chats."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(["hello more fine assistant user"] * 3, trainer)
+    tokenizer.train_from_iterator(["hello more fine assistant user"] * 3, trainer)
     path = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(path / "tokenizer.json"))
+    tokenizer.save(str(path / "tokenizer.json"))
     config = {"eos_token": {"content": "<|im_end|>"}, "chat_template": MARKED}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
 
 @pytest.mark.parametrize("source", [*BUILT_IN.values(), MARKED], ids=[*BUILT_IN, "marked"])
-def test_ids_and_mask_are_those_of_transformers(folder, source):
+def test_ids_and_mask_match_transformers(folder, source):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(
+    hf_tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>"
     )
-    wanted = theirs.apply_chat_template(
-        TALK,
+    expected = hf_tokenizer.apply_chat_template(
+        CONVERSATION,
         chat_template=source,
         return_dict=True,
         return_assistant_tokens_mask="endgeneration" in source,
     )
     template = ChatTemplate(source, {"eos_token": "<|im_end|>"})
-    ids, mask = encode_conversation(TALK, HuggingFaceTokenizer(folder), template)
-    assert ids == wanted["input_ids"]
+    ids, mask = encode_conversation(CONVERSATION, HuggingFaceTokenizer(folder), template)
+    assert ids == expected["input_ids"]
     assert 0 < sum(mask) < len(mask) == len(ids)
     if "endgeneration" in source:
-        assert mask == wanted["assistant_masks"]
+        assert mask == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, None])
-def test_the_mask_is_the_answers_and_their_ends(folder, name):
-    """The marked template (None) and the search by prefixes come to the same spans."""
+def test_mask_covers_answers_and_their_end_tokens(folder, name):
+    """The marked template (None) and the prefix search give the same spans."""
     tokenizer = HuggingFaceTokenizer(folder)
     template = read_chat_template(name, tokenizer_model=folder)
-    ids, mask = encode_conversation(TALK, tokenizer, template)
+    ids, mask = encode_conversation(CONVERSATION, tokenizer, template)
     learnt = tokenizer._tokenizer.decode(
         [i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False
     )
@@ -103,7 +103,7 @@ def test_the_mask_is_the_answers_and_their_ends(folder, name):
 
 
 def test_tokenizer_without_end_text_still_ends_turns():
-    ids, mask = encode_conversation(TALK[1:3], ByteTokenizer(), read_chat_template("plain"))
+    ids, mask = encode_conversation(CONVERSATION[1:3], ByteTokenizer(), read_chat_template("plain"))
     text = "user: Grüße? 日本\nassistant: ".encode()
     answer = [*"Hello, wörld 語".encode(), 256]
     assert ids == [*text, *answer]
@@ -111,7 +111,7 @@ def test_tokenizer_without_end_text_still_ends_turns():
 
 
 class _Subwords:
-    """A tokenizer that merges pairs of characters from the left and knows no offsets."""
+    """A tokenizer that merges pairs of characters from the left and has no offsets."""
 
     vocab_size, eod, fingerprint = 1 << 16, 0, "pairs"
 
@@ -139,26 +139,28 @@ def test_token_across_turn_boundary_is_learnt_without_offsets():
         ([{"role": ["user"], "content": "x"}], "unknown role"),
         ([{"role": "user", "content": None}], "content is no text"),
         ([{"role": "user", "content": "a\ue0f1b"}], "a reserved character"),
-        ([*TALK, TALK[0]], "a system message is not the first"),
-        (TALK[2:], "the assistant speaks first"),
-        (TALK[:2], "no assistant message"),
+        ([*CONVERSATION, CONVERSATION[0]], "a system message is not the first"),
+        (CONVERSATION[2:], "the assistant speaks first"),
+        (CONVERSATION[:2], "no assistant message"),
     ],
 )
-def test_a_malformed_conversation_has_a_reason(messages, reason):
+def test_malformed_conversation_states_the_reason(messages, reason):
     with pytest.raises(MalformedConversation) as caught:
         encode_conversation(messages, ByteTokenizer(), read_chat_template("chatml"))
     assert caught.value.reason == reason
 
 
-def test_a_template_may_refuse():
+def test_template_refusal_is_a_malformed_conversation():
     template = ChatTemplate("{{ raise_exception('roles must\nalternate') }}")
     with pytest.raises(MalformedConversation, match="refuses it: roles must alternate"):
-        encode_conversation(TALK, ByteTokenizer(), template)
+        encode_conversation(CONVERSATION, ByteTokenizer(), template)
     with pytest.raises(MalformedConversation, match="refuses it"):
-        encode_conversation(TALK, ByteTokenizer(), ChatTemplate("{{ messages[9].content }}"))
+        encode_conversation(
+            CONVERSATION, ByteTokenizer(), ChatTemplate("{{ messages[9].content }}")
+        )
     with pytest.raises(MalformedConversation) as caught:
         encode_conversation(
-            [TALK[1], {"role": "assistant", "content": ""}],
+            [CONVERSATION[1], {"role": "assistant", "content": ""}],
             ByteTokenizer(),
             ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
         )
@@ -168,18 +170,18 @@ def test_a_template_may_refuse():
 def test_a_template_that_is_not_prefix_stable_is_an_error():
     source = "{% for m in messages %}{{ m.content }}{{ '!' if loop.last }}{% endfor %}"
     with pytest.raises(ValueError, match=r"message 2 differently.*give --chat-template another"):
-        encode_conversation(TALK, ByteTokenizer(), ChatTemplate(source))
+        encode_conversation(CONVERSATION, ByteTokenizer(), ChatTemplate(source))
 
 
-def test_where_templates_come_from(folder, tmp_path):
+def test_template_sources_are_tried_in_order(folder, tmp_path):
     assert read_chat_template(None, tokenizer_model=folder).source == MARKED
     assert read_chat_template(None, tokenizer_model=folder / "tokenizer.json").source == MARKED
     (tmp_path / "chat_template.jinja").write_text("of the file")
     named = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "second"}]
     config = {"chat_template": named, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = read_chat_template(None, tokenizer_model=tmp_path)
-    assert (found.source, found.special_tokens["bos_token"]) == ("of the file", "<s>")
+    template = read_chat_template(None, tokenizer_model=tmp_path)
+    assert (template.source, template.special_tokens["bos_token"]) == ("of the file", "<s>")
     (tmp_path / "chat_template.jinja").rename(tmp_path / "mine.txt")
     assert read_chat_template(None, tokenizer_model=tmp_path).source == "first"
     assert read_chat_template(str(tmp_path / "mine.txt")).source == "of the file"
@@ -187,7 +189,7 @@ def test_where_templates_come_from(folder, tmp_path):
     assert len(prints) == 4
 
 
-def test_templates_that_are_none(tmp_path):
+def test_invalid_template_sources_are_errors(tmp_path):
     with pytest.raises(ValueError, match="no such file; give a file or one of chatml, llama3"):
         read_chat_template("chatlm")
     with pytest.raises(ValueError, match="has no chat template: give --chat-template"):
@@ -216,12 +218,12 @@ def test_templates_that_are_none(tmp_path):
         "{{ lipsum() }}",
     ],
 )
-def test_a_template_cannot_reach_out_of_its_sandbox(source):
+def test_template_cannot_escape_its_sandbox(source):
     with pytest.raises(MalformedConversation, match="refuses it"):
-        encode_conversation(TALK, ByteTokenizer(), ChatTemplate(source))
+        encode_conversation(CONVERSATION, ByteTokenizer(), ChatTemplate(source))
 
 
-# What a template can be, and whose fault that is: a refused conversation, or the template's.
+# Templates that must fail, by kind: the source and a part of the expected message.
 HOSTILE = {
     "division": ("{{ 1 / 0 }}", "division by zero (line 1)"),
     "modulo": ("\n{{ 1 % 0 }}", "(line 2)"),
@@ -254,7 +256,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_template_ends_with_one_line(case):
+def test_hostile_template_fails_with_one_line(case):
     source, reason = HOSTILE[case]
     limits = TemplateLimits(cpu_seconds=0.5, seconds=60, memory_bytes=64 << 20)
     template = ChatTemplate(source, name="the template T", limits=limits)
@@ -267,7 +269,7 @@ def test_a_hostile_template_ends_with_one_line(case):
     template.close()
 
 
-def test_work_that_python_cannot_interrupt_is_stopped():
+def test_uninterruptible_computation_is_stopped():
     source = (
         "{% set ns = namespace(a=9) %}{% for i in range(60) %}{% set ns.a = ns.a * ns.a %}"
         "{% endfor %}"
@@ -277,28 +279,34 @@ def test_work_that_python_cannot_interrupt_is_stopped():
     pid = template.pid
     with pytest.raises(ValueError, match=r"too much time|CPU time"):
         template.render([])
-    assert not _runs(pid)
+    assert not _is_running(pid)
 
 
-def test_a_template_that_never_answers_is_ended():
+def test_unresponsive_template_process_is_killed():
     template = ChatTemplate("{{ messages | length }}", limits=TemplateLimits(seconds=2))
     template.check()
     pid = template.pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(ValueError, match=r"no text within 2 s"):
         template.render([])
-    assert not _runs(pid)
+    assert not _is_running(pid)
     template = ChatTemplate("{{ messages | length }}")
     assert template.render([]) == "0"
 
 
-def test_one_refusal_costs_no_other_conversation():
+def test_refusal_affects_only_its_conversation():
     source = "{% for m in messages %}{{ 1 // (m.content | int) }}{% endfor %}"
     template = ChatTemplate(source)
     talks = [[{"role": "user", "content": digit}] for digit in "10110"]
-    found = template.render_all(talks, [[Prefix(0, prompt=True)]] * 5)
-    assert [isinstance(f, TemplateRefusal) for f in found] == [False, True, False, False, True]
-    assert (found[2].text, found[2].lengths) == ("1", (0,))
+    outcomes = template.render_all(talks, [[Prefix(0, prompt=True)]] * 5)
+    assert [isinstance(outcome, TemplateRefusal) for outcome in outcomes] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert (outcomes[2].text, outcomes[2].lengths) == ("1", (0,))
     pid = template.pid
     assert template.render([]) == ""
     assert template.pid == pid  # a refusal ends nothing
@@ -308,10 +316,10 @@ def test_one_refusal_costs_no_other_conversation():
     assert template.pid != pid
 
 
-def test_the_process_of_a_template_has_no_file_and_no_torch():
+def test_template_process_has_no_open_file_and_no_torch():
     template = ChatTemplate("")
-    with open(os.devnull) as kept:
-        os.set_inheritable(kept.fileno(), True)
+    with open(os.devnull) as open_file:
+        os.set_inheritable(open_file.fileno(), True)
         template.check()
     pid = template.pid
     assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
@@ -320,7 +328,7 @@ def test_the_process_of_a_template_has_no_file_and_no_torch():
     assert "Max open files            3 " in Path(f"/proc/{pid}/limits").read_text()
 
 
-def test_the_process_of_a_template_ends_with_a_killed_parent():
+def test_template_process_exits_when_parent_is_killed():
     code = (
         "import os, sys, time\n"
         "from megatron.training.data.chat import ChatTemplate\n"
@@ -338,20 +346,20 @@ def test_the_process_of_a_template_ends_with_a_killed_parent():
     try:
         with parent.stdout:
             pid = int(parent.stdout.readline())
-        assert _runs(pid)
+        assert _is_running(pid)
         parent.kill()
         parent.wait()
         for _ in range(600):
-            if not _runs(pid):
+            if not _is_running(pid):
                 break
             time.sleep(0.1)
-        assert not _runs(pid)
+        assert not _is_running(pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)
 
 
-def test_a_forked_process_renders_with_a_process_of_its_own():
+def test_forked_process_starts_its_own_template_process():
     template = ChatTemplate("{{ messages | length }}")
     assert template.render([]) == "0"
     pid = template.pid
@@ -365,8 +373,8 @@ def test_a_forked_process_renders_with_a_process_of_its_own():
     assert template.pid == pid
 
 
-def _runs(pid):
-    """Say whether there is a process that has not ended."""
+def _is_running(pid):
+    """Return whether the process exists and has not exited."""
     if pid is None:
         return False
     try:
@@ -376,7 +384,7 @@ def _runs(pid):
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 10000000000 }}", "{{ 9 ** 9 ** 9 }}"])
-def test_a_template_cannot_fill_the_memory_by_a_product(source):
+def test_large_products_and_powers_are_refused(source):
     with pytest.raises(TemplateRefusal, match=r"product|power"):
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
 

@@ -43,7 +43,7 @@ CONFIG = GPTConfig(
 def talks(tmp_path):
     """Write 40 conversations, and return their prefix, ids and masks."""
     random = np.random.default_rng(11)
-    found = []
+    conversations = []
     prefix = str(tmp_path / "talks")
     with (
         IndexedDatasetWriter(prefix, np.uint16) as tokens,
@@ -56,8 +56,8 @@ def talks(tmp_path):
             learnt[-1] = 1
             tokens.add_document(ids)
             mask.add_document(learnt)
-            found.append((ids.tolist(), learnt.tolist()))
-    return prefix, found
+            conversations.append((ids.tolist(), learnt.tolist()))
+    return prefix, conversations
 
 
 def _run(prefix: str, world: int = 1, flags: str = "") -> ResolvedRun:
@@ -76,11 +76,11 @@ def _step(groups: ProcessGroupCollection, **options) -> TrainStep:
 def _train_packed(
     step: TrainStep, prefix: str, world: int = 1
 ) -> tuple[float, StepReport, torch.Tensor]:
-    """Return the loss before a step, the step's report, and what the rows held, [rows, s + 1]."""
+    """Return the loss before a step, the step's report, and the packed rows, [rows, s + 1]."""
     run = _run(prefix, world)
-    data = build_data_sets(run, VOCABULARY)
-    lanes = step.groups["dense_dp"]
-    batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
+    data_sets = build_data_sets(run, VOCABULARY)
+    dp_group = step.groups["dense_dp"]
+    batches = training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0)
     cpu = torch.device("cpu")
     microbatches = take(batches, run.num_microbatches, cpu, layouts=Layouts(step.groups["cp"], cpu))
     before = step.evaluate(microbatches)
@@ -89,26 +89,26 @@ def _train_packed(
     return before, report, torch.cat(rows)
 
 
-def _alone(rows: torch.Tensor, talks: list) -> list[Microbatch]:
-    """Return the conversations that some rows hold, each as a microbatch of its own."""
-    known = {tuple(ids): learnt for ids, learnt in talks}
-    assert len(known) == len(talks)
-    found = []
+def _separate_microbatches(rows: torch.Tensor, talks: list) -> list[Microbatch]:
+    """Return the conversations of packed rows, each as a separate microbatch."""
+    mask_by_ids = {tuple(ids): learnt for ids, learnt in talks}
+    assert len(mask_by_ids) == len(talks)
+    microbatches = []
     for row in rows.tolist():
-        at = 0
-        while at < len(row) and row[at] != 60:
-            (ids,) = [k for k in known if tuple(row[at : at + len(k)]) == k]
-            at += len(ids)
+        offset = 0
+        while offset < len(row) and row[offset] != 60:
+            (ids,) = [k for k in mask_by_ids if tuple(row[offset : offset + len(k)]) == k]
+            offset += len(ids)
             tokens = torch.tensor([ids])
-            found.append(
+            microbatches.append(
                 Microbatch(
                     tokens=tokens[:, :-1],
                     labels=tokens[:, 1:],
-                    loss_mask=torch.tensor([known[ids][1:]], dtype=torch.float32),
+                    loss_mask=torch.tensor([mask_by_ids[ids][1:]], dtype=torch.float32),
                     layout=SequenceLayout.of_rows(len(ids) - 1, sample_ids=torch.zeros(1).long()),
                 )
             )
-    return found
+    return microbatches
 
 
 def _weights(step: TrainStep) -> dict[str, torch.Tensor]:
@@ -116,23 +116,23 @@ def _weights(step: TrainStep) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.covers("fine-tuning on chats")
-def test_a_step_on_packed_rows_is_a_step_on_their_conversations(talks):
+def test_packed_step_equals_step_on_separate_conversations(talks):
     prefix, conversations = talks
     single = ProcessGroupCollection.single()
     packed, alone = _step(single), _step(single)
     start = _weights(packed)
     before, report, rows = _train_packed(packed, prefix)
-    parts = _alone(rows, conversations)
-    assert len(parts) > ROWS + 3
-    wanted_before = alone.evaluate(parts)
-    wanted = alone(parts, lr=0.5, weight_decay=0.0)
-    assert before == pytest.approx(wanted_before, rel=1e-5)
-    assert report.loss == pytest.approx(wanted.loss, rel=1e-5)
-    assert report.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
-    theirs = _weights(alone)
-    for name, mine in _weights(packed).items():
-        moved = theirs[name] - start[name]
-        assert_close_by_metric(name, mine, theirs[name], whole=moved)
+    microbatches = _separate_microbatches(rows, conversations)
+    assert len(microbatches) > ROWS + 3
+    expected_before = alone.evaluate(microbatches)
+    expected = alone(microbatches, lr=0.5, weight_decay=0.0)
+    assert before == pytest.approx(expected_before, rel=1e-5)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert report.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    expected_weights = _weights(alone)
+    for name, weight in _weights(packed).items():
+        update = expected_weights[name] - start[name]
+        assert_close_by_metric(name, weight, expected_weights[name], whole=update)
 
 
 def _on_ranks(rank: int, world: int, prefix: str) -> tuple[float, float, float]:
@@ -148,8 +148,8 @@ def _on_ranks(rank: int, world: int, prefix: str) -> tuple[float, float, float]:
 def test_layouts_agree_on_packed_rows(talks, world):
     prefix, _ = talks
     before, report, _ = _train_packed(_step(ProcessGroupCollection.single()), prefix)
-    for found in run_ranks(_on_ranks, world, prefix):
-        assert found == pytest.approx((before, report.loss, report.grad_norm), rel=1e-5)
+    for actual in run_ranks(_on_ranks, world, prefix):
+        assert actual == pytest.approx((before, report.loss, report.grad_norm), rel=1e-5)
 
 
 def test_conversation_packing_is_logged(talks):
@@ -163,14 +163,14 @@ def test_conversation_packing_is_logged(talks):
     assert two.identity["kind"] == "sft"
 
 
-def test_order_goes_on_where_it_stopped(talks):
+def test_sample_order_resumes_at_consumed_samples(talks):
     run = _run(talks[0], flags="--train-iters 9")
-    data = build_data_sets(run, VOCABULARY)
+    data_sets = build_data_sets(run, VOCABULARY)
     single = ProcessGroupCollection.single()["dense_dp"]
-    whole = training_batches(data, run, dp_group=single, consumed_samples=0)
-    rest = training_batches(data, run, dp_group=single, consumed_samples=20)
+    whole = training_batches(data_sets, run, dp_group=single, consumed_samples=0)
+    resumed = training_batches(data_sets, run, dp_group=single, consumed_samples=20)
     tokens = [next(whole).tokens.tolist() for _ in range(20)]
-    assert [next(rest).tokens.tolist() for _ in range(10)] == tokens[10:20]
+    assert [next(resumed).tokens.tolist() for _ in range(10)] == tokens[10:20]
     assert len({str(rows) for rows in tokens}) == 20
     for a, b in itertools.pairwise(tokens):
         assert a != b

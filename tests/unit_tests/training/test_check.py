@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems between options: each one found, all at once, none invented."""
+"""Conflicts between options: each one is reported, all together, without false reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit_tests.training.small_config import small_config
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "message"),
+    ("flags", "world", "message"),
     [
         ("--tensor-model-parallel-size 3", 4, "does not divide the world of 4"),
         (
@@ -125,20 +125,20 @@ from tests.unit_tests.training.small_config import small_config
         ("--split 0,0", 1, "--split '0,0': give up to three numbers"),
     ],
 )
-def test_each_problem_is_reported_by_itself(more, world, message):
-    problems = check(small_config(more), world)
+def test_each_problem_is_reported_once(flags, world, message):
+    problems = check(small_config(flags), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):
         raise ValueError(problems[0])
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_together():
     text = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 21"
     problems = check(small_config(f"{text} --schedule-on-load restart --lr-warmup-iters 99"), 6)
     assert len(problems) == 5, problems
 
 
-def test_a_valid_config_has_none():
+def test_valid_config_has_no_problems():
     assert check(small_config(), 1) == []
     text = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 12"
     assert check(small_config(text), 4) == []
@@ -146,14 +146,14 @@ def test_a_valid_config_has_none():
     assert check(small_config(multi_query), 3) == []
 
 
-def test_samples_only_flags_go_with_train_samples():
+def test_iteration_flags_are_refused_with_train_samples():
     config = small_config("--train-samples 50 --lr-decay-iters 5", without=("--train-iters",))
     assert check(config, 1) == [
         "--lr-decay-iters cannot be combined with --train-samples: use --lr-decay-samples"
     ]
 
 
-def test_fewer_samples_than_one_derived_batch_are_none_at_all():
+def test_fewer_samples_than_one_batch_are_a_problem():
     config = small_config("--train-samples 11", without=("--train-iters",))
     assert check(config, 1) == []
     (problem,) = check(config, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options on both sides of the border at which they begin to contradict each other."""
+"""Options on both sides of the limit at which they begin to contradict each other."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DELTA = f"{PATTERN} G*-- --num-layers 4 --linear-num-key-heads 2 --linear-num-va
 PROFILE = "--profile --profile-step-start 1 --profile-step-end 2"
 
 
-def problems(more: str, world: int) -> list[str]:
+def problems(flags: str, world: int) -> list[str]:
     """Check a small config, of samples instead of iterations if it says so."""
-    without = ("--train-iters",) if "--train-samples" in more else ()
-    return check(small_config(more, without=without), world)
+    without = ("--train-iters",) if "--train-samples" in flags else ()
+    return check(small_config(flags, without=without), world)
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "named"),
+    ("flags", "world", "expected"),
     [
         ("--attention-backend triton --attention-dropout 0.1", 1, "--attention-dropout 0.1"),
         ("--recompute-granularity full --recompute-num-layers 1", 1, "--recompute-method"),
@@ -122,14 +122,14 @@ def problems(more: str, world: int) -> list[str]:
         (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 2 {EACH} 1", 2, "5 layers"),
     ],
 )
-def test_value_beyond_the_limit_is_one_problem(more, world, named):
-    found = problems(more, world)
-    assert len(found) == 1, found
-    assert named in found[0]
+def test_value_beyond_the_limit_is_one_problem(flags, world, expected):
+    reported = problems(flags, world)
+    assert len(reported) == 1, reported
+    assert expected in reported[0]
 
 
 @pytest.mark.parametrize(
-    ("more", "world"),
+    ("flags", "world"),
     [
         ("--attention-backend triton --attention-dropout 0", 1),
         ("--attention-backend reference --attention-dropout 0.1", 1),
@@ -199,8 +199,8 @@ def test_value_beyond_the_limit_is_one_problem(more, world, named):
         (f"{PP} 2 --num-layers 4 {FIRST} 3 {EACH} 1", 2),
     ],
 )
-def test_value_at_the_limit_is_accepted(more, world):
-    assert problems(more, world) == []
+def test_value_at_the_limit_is_accepted(flags, world):
+    assert problems(flags, world) == []
 
 
 def test_schedule_without_train_iters_is_one_problem():

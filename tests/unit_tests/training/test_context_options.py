@@ -32,7 +32,7 @@ CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "problem"),
+    ("flags", "world", "problem"),
     [
         (
             f"{CP} 3 --seq-length 24",
@@ -105,20 +105,20 @@ CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
         ),
     ],
 )
-def test_what_cannot_be_cut_is_named(more: str, world: int, problem: str):
-    assert check(small_config(more), world) == [problem]
+def test_invalid_context_parallel_sizes_are_reported(flags: str, world: int, problem: str):
+    assert check(small_config(flags), world) == [problem]
 
 
-@pytest.mark.parametrize("wrong", [f"{CP} 0", "--window-size 0", "--window-size -1"])
-def test_values_that_are_no_sizes(wrong):
-    with pytest.raises(ValueError, match=f"{wrong.split()[0]} is .*: it must be above 0"):
-        small_config(wrong)
+@pytest.mark.parametrize("flag", [f"{CP} 0", "--window-size 0", "--window-size -1"])
+def test_sizes_must_be_above_zero(flag):
+    with pytest.raises(ValueError, match=f"{flag.split()[0]} is .*: it must be above 0"):
+        small_config(flag)
 
 
-def test_all_that_is_wrong_is_named_at_once():
-    wrong = f"{CP} 4 --cp-comm-type a2a --attention-backend triton --attention-dropout 0"
-    found = check(small_config(wrong), 6)
-    assert [text.split(":")[0].split(" is ")[0].split(" does ")[0] for text in found] == [
+def test_all_problems_are_reported_together():
+    flags = f"{CP} 4 --cp-comm-type a2a --attention-backend triton --attention-dropout 0"
+    problems = check(small_config(flags), 6)
+    assert [problem.split(":")[0].split(" is ")[0].split(" does ")[0] for problem in problems] == [
         f"{CP} 4",
         "--seq-length 20",
         f"--attention-backend triton has no effect with {CP} 4, which uses the kernel of its "
@@ -127,7 +127,7 @@ def test_all_that_is_wrong_is_named_at_once():
     ]
 
 
-def test_ranks_that_share_samples_are_no_data_parallel_ones():
+def test_context_parallel_ranks_are_not_data_parallel_ranks():
     run = resolve(small_config(f"{CP} 2 {TP} 2 --global-batch-size 12"), 8)
     assert (run.data_parallel_size, run.num_microbatches) == (2, 2)
     assert rank_grid(run) == RankGrid(world_size=8, tp=2, cp=2)
@@ -155,7 +155,7 @@ def test_options_are_checked_without_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_log_says_which_engine_and_why():
+def test_log_names_context_engine_and_reason():
     assert context_line(resolve(small_config(), 1)) is None
     assert context_words(small_config()) == ""
     run = resolve(small_config(f"{CP} 2 {TP} 2"), 4)
@@ -167,79 +167,81 @@ def test_the_log_says_which_engine_and_why():
     )
     assert line.endswith("each rank has 10 of the 20 tokens of a sample")
     assert "not a2a: 3 query heads do not divide over 2" in line
-    asked = context_line(resolve(small_config(f"{CP} 2 --cp-comm-type a2a"), 2))
-    assert asked is not None
-    assert asked.startswith("context parallel 2 by a2a: a2a was asked for")
+    requested_line = context_line(resolve(small_config(f"{CP} 2 --cp-comm-type a2a"), 2))
+    assert requested_line is not None
+    assert requested_line.startswith("context parallel 2 by a2a: a2a was asked for")
 
 
 # --- microbatches ---------------------------------------------------------------------------------
 
 
 def batch(documents: bool, length: int = 12) -> GPTBatch:
-    """Return two rows, one of them of two documents."""
+    """Return two rows; with `documents`, the second row has two documents."""
     tokens = torch.arange(2 * (length + 1)).view(2, -1)
-    more = {}
+    document_fields = {}
     if documents:
         ids = torch.zeros(2, length, dtype=torch.int32)
         ids[1, 5:] = 1
         positions = torch.arange(length).repeat(2, 1)
         positions[1, 5:] -= 5
-        more = {"document_ids": ids, "positions": positions}
+        document_fields = {"document_ids": ids, "positions": positions}
     mask = torch.rand(2, length)
-    return GPTBatch(tokens=tokens, loss_mask=mask, sample_ids=torch.arange(2) + 7, **more)
+    return GPTBatch(
+        tokens=tokens, loss_mask=mask, sample_ids=torch.arange(2) + 7, **document_fields
+    )
 
 
-def parts(rank: int, world: int, documents: bool):
-    """Return this rank's part of a batch."""
+def local_fields(rank: int, world: int, documents: bool):
+    """Return this rank's shard of a batch."""
     torch.manual_seed(3)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     assert groups["samples"].size == 1
     layouts = Layouts(groups["cp"], torch.device("cpu"))
-    first = microbatch(batch(documents), torch.device("cpu"), layouts=layouts)
-    # Rows of one document have one layout, so that what is worked out stays.
+    local = microbatch(batch(documents), torch.device("cpu"), layouts=layouts)
+    # Single-document rows share one layout object, so its cached tables are reused.
     assert (layouts.of(batch(documents)) is layouts.of(batch(documents))) == (not documents)
-    assert first.layout.sample_ids.tolist() == [7, 8]
-    assert first.without_dropout.sample_ids is None, "samples come with training alone"
-    layout = first.layout
-    return first.tokens, first.labels, first.loss_mask, layout.positions, layout.documents
+    assert local.layout.sample_ids.tolist() == [7, 8]
+    assert local.without_dropout.sample_ids is None, "samples come with training alone"
+    layout = local.layout
+    return local.tokens, local.labels, local.loss_mask, layout.positions, layout.documents
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_each_rank_takes_its_columns(documents):
+def test_each_rank_gets_its_zigzag_columns(documents):
     torch.manual_seed(3)
     whole = batch(documents)
     for rank, (tokens, labels, mask, positions, bounds) in enumerate(
-        run_ranks(parts, 2, documents)
+        run_ranks(local_fields, 2, documents)
     ):
-        own = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
-        assert torch.equal(tokens, whole.input_ids[:, own])
-        assert torch.equal(labels, whole.labels[:, own])
-        assert torch.equal(mask, whole.loss_mask[:, own])
+        columns = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
+        assert torch.equal(tokens, whole.input_ids[:, columns])
+        assert torch.equal(labels, whole.labels[:, columns])
+        assert torch.equal(mask, whole.loss_mask[:, columns])
         if documents:
-            assert torch.equal(positions, whole.positions[:, own].t())
+            assert torch.equal(positions, whole.positions[:, columns].t())
             assert bounds == ((0, 12), (0, 5, 12))
         else:
-            assert positions.tolist() == own
+            assert positions.tolist() == columns
             assert bounds is None
 
 
 def test_whole_row_documents_use_blocks_or_mask_by_cost():
-    device, one = torch.device("cpu"), Group.single("cp")
-    many, few = {"block_heads": 64}, {"block_heads": 1}
+    device, group = torch.device("cpu"), Group.single("cp")
+    many_heads, one_head = {"block_heads": 64}, {"block_heads": 1}
     documents = batch(True, 80)
     assert worth_blocks(3, rows=2, length=80, heads=64)
     assert not worth_blocks(3, rows=2, length=80, heads=1)
-    assert Layouts(one, device, **many).of(batch(False)).documents is None
-    for options in ({}, few):
-        layout = Layouts(one, device, **options).of(documents)
+    assert Layouts(group, device, **many_heads).of(batch(False)).documents is None
+    for options in ({}, one_head):
+        layout = Layouts(group, device, **options).of(documents)
         assert layout.documents is None
         assert torch.equal(layout.document_ids, documents.document_ids.t())
-    layout = Layouts(one, device, **many).of(documents)
+    layout = Layouts(group, device, **many_heads).of(documents)
     assert layout.documents == ((0, 80), (0, 5, 80))
     assert layout.document_ids is None
-    made = microbatch(documents, device, layouts=Layouts(one, device, **many))
-    assert torch.equal(made.tokens, documents.input_ids)
-    assert torch.equal(made.labels, documents.labels)
+    local = microbatch(documents, device, layouts=Layouts(group, device, **many_heads))
+    assert torch.equal(local.tokens, documents.input_ids)
+    assert torch.equal(local.labels, documents.labels)
 
 
 @pytest.mark.parametrize(
@@ -251,20 +253,20 @@ def test_whole_row_documents_use_blocks_or_mask_by_cost():
         ("--cuda-graph-impl full_iteration", "cuda", False),
     ],
 )
-def test_fused_attention_on_a_gpu_takes_where_documents_begin(words, device, expected):
-    """A CUDA graph replays any documents, by their ids alone."""
+def test_fused_gpu_attention_needs_document_bounds(words, device, expected):
+    """A CUDA graph needs no bounds: it replays any documents by their ids."""
     assert needs_bounds(small_config(words), torch.device(device)) == expected
 
 
-@pytest.mark.parametrize("kind", ["row", "documents", "auto"])
-def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
-    place = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
+@pytest.mark.parametrize("cut", ["row", "documents", "auto"])
+def test_log_compares_attention_balance_of_both_cuts(cut):
+    context = SimpleNamespace(groups=ProcessGroupCollection.single(), device=torch.device("cpu"))
     packed = "--reset-attention-mask --micro-batch-size 1"
     ring = f"{CP} 2 {packed} --cp-comm-type p2p"
-    run = resolve(small_config(f"{ring} --context-parallel-cut {kind}"), 2)
+    run = resolve(small_config(f"{ring} --context-parallel-cut {cut}"), 2)
     model = gpt_config(run.config, 61)
-    cuts = packed_cuts(run, place, model)
-    # Two rows that are uneven by row: documents of three quarters and a quarter.
+    cuts = packed_cuts(run, context, model)
+    # Uneven when split by row: documents of three quarters and a quarter of the row.
     ids = torch.zeros(1, 8192, dtype=torch.int32)
     ids[:, 6144:] = 1
     uneven = GPTBatch(
@@ -277,61 +279,66 @@ def test_the_log_says_how_evenly_either_cut_shares_attention_out(kind):
     line = cut_line(cuts, [uneven, uneven])
     assert "first 2 microbatches the slowest rank has 1.60 x" in line
     assert "1.00 x by documents, with 0.0% padding" in line
-    assert line.endswith(f": {'row' if kind == 'row' else 'documents'}")
+    assert line.endswith(f": {'row' if cut == 'row' else 'documents'}")
     mixed = cut_line(cuts, [uneven, even, even])
-    wanted = {"row": "row", "documents": "documents", "auto": "1 of them are split by documents"}
-    assert mixed.endswith(f": {wanted[kind]}")
+    expected = {"row": "row", "documents": "documents", "auto": "1 of them are split by documents"}
+    assert mixed.endswith(f": {expected[cut]}")
     assert cut_line(cuts, []) is None
-    # A document of which nothing is gained does not pay for padding.
+    # One-token documents have no imbalance to save, so "auto" does not accept their padding.
     short = dataclasses.replace(uneven, document_ids=torch.arange(8192).view(1, -1).int())
     assert (cuts.choice(documents_of(short.document_ids.numpy())).cut is None) == (
-        kind != "documents"
+        cut != "documents"
     )
-    # An engine that cuts heads is even by row, too.
-    heads = resolve(small_config(f"{CP} 2 {packed} --cp-comm-type a2a"), 2)
-    assert packed_cuts(heads, place, model).choice([(0, 6144, 8192)]).row.imbalance == 1.0
-    line = cut_line(packed_cuts(heads, place, model), [uneven])
+    # An engine that shards heads is balanced by row, too.
+    head_sharded = resolve(small_config(f"{CP} 2 {packed} --cp-comm-type a2a"), 2)
+    assert packed_cuts(head_sharded, context, model).choice([(0, 6144, 8192)]).row.imbalance == 1.0
+    line = cut_line(packed_cuts(head_sharded, context, model), [uneven])
     assert "1.00 x the mean attention pairs by row" in line
     assert line.endswith("; auto: row")
-    for fewer in (packed, f"{CP} 2"):
-        world = 2 if CP in fewer else 1
-        assert packed_cuts(resolve(small_config(fewer), world), place, model) is None
+    for flags in (packed, f"{CP} 2"):
+        world = 2 if CP in flags else 1
+        assert packed_cuts(resolve(small_config(flags), world), context, model) is None
     recurrent = dataclasses.replace(model, attention=None)
-    assert packed_cuts(run, place, recurrent) is None
+    assert packed_cuts(run, context, recurrent) is None
 
 
 # --- operations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "window"), [(7, None), (7, 3), (7, 7), (7, 9), (1, 1)])
-def test_a_window_s_square_is_twice_the_pairs_it_shows(length, window):
+def test_visible_square_counts_windowed_attention_pairs(length, window):
     pairs = sum(min(q + 1, window or length) for q in range(length))
-    # The triangle is counted as half of the square: without half of the diagonal, as for n^2.
+    # The triangle counts as half of the square, without half of the diagonal, as for n^2.
     assert visible_square(length, window) == 2 * pairs - min(length, window or length)
 
 
-def test_a_window_leaves_fewer_operations():
+def test_window_reduces_counted_flops():
     run = resolve(small_config("--window-size 5 --global-batch-size 6"), 1)
     model = gpt_config(run.config, 128)
     shape = {"vocab_size": 128, "seq_length": 20, "samples": 6}
     unlimited = dataclasses.replace(
         model, attention=dataclasses.replace(model.attention, window=None)
     )
-    whole, seen = training_flops(unlimited, **shape), training_flops(model, **shape)
+    unlimited_flops, windowed_flops = (
+        training_flops(unlimited, **shape),
+        training_flops(model, **shape),
+    )
     squares = 20**2 - 5 * (2 * 20 - 5)
-    assert whole - seen == 6 * model.num_layers * model.hidden_size * squares * 6
+    assert (
+        unlimited_flops - windowed_flops == 6 * model.num_layers * model.hidden_size * squares * 6
+    )
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
-    assert 6 * speed.flops_per_sample == seen
+    assert 6 * speed.flops_per_sample == windowed_flops
     # Documents of the whole sample's length are the sample.
-    assert speed.flops(samples=6, squares=6 * 5 * (2 * 20 - 5)) == seen
-    two = dataclasses.replace(batch(True))
-    assert squared_lengths(two, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
-    assert squared_lengths(two) == 144 + 25 + 49
+    assert speed.flops(samples=6, squares=6 * 5 * (2 * 20 - 5)) == windowed_flops
+    two_rows = dataclasses.replace(batch(True))
+    assert squared_lengths(two_rows, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
+    assert squared_lengths(two_rows) == 144 + 25 + 49
 
 
-def test_an_instance_cuts_over_context_parallel_ranks_too():
-    more = "--num-distributed-optimizer-instances 2 --seq-length 32"
-    more += " --data-parallel-sharding-strategy optim_grads_params"
-    alone = check(small_config(more), 2)
-    assert any("nothing is sharded" in problem for problem in alone)
-    assert check(small_config(f"{more} --context-parallel-size 2"), 4) == []
+def test_instances_shard_over_context_parallel_ranks():
+    flags = "--num-distributed-optimizer-instances 2 --seq-length 32"
+    flags += " --data-parallel-sharding-strategy optim_grads_params"
+    problems = check(small_config(flags), 2)
+    assert any("nothing is sharded" in problem for problem in problems)
+    assert check(small_config(f"{flags} --context-parallel-size 2"), 4) == []

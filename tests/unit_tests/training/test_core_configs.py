@@ -87,10 +87,10 @@ def _gpt(flags: str = "") -> GPTConfig:
     ],
 )
 def test_a_flag_reaches_the_model(flags, path, value):
-    def look(config):
+    def look(value):
         for name in path.split("."):
-            config = getattr(config, name)
-        return config
+            value = getattr(value, name)
+        return value
 
     assert look(_gpt(flags)) == value
     assert _gpt(flags) != _gpt()
@@ -98,18 +98,18 @@ def test_a_flag_reaches_the_model(flags, path, value):
     assert GPTConfig.from_json(changed.to_json()) == changed
 
 
-def test_llama_scaling_context():
+def test_llama_rope_scaling_context_reaches_the_model():
     flags = "--use-rope-scaling --rope-scaling-original-max-position 4096"
     assert _gpt(flags).rope.scaling.original_max_position == 4096
 
 
-def test_dtypes():
+def test_precision_flags_choose_the_weight_dtype():
     assert weight_dtype(small_config()) == torch.float32
     assert weight_dtype(small_config("--bf16")) == torch.bfloat16
     assert weight_dtype(small_config("--fp16")) == torch.float16
 
 
-def test_optimizer():
+def test_optimizer_flags_reach_the_core():
     flags = (
         "--optimizer sgd --sgd-momentum 0.5 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
         "--clip-grad 0.5 --log-num-zeros-in-grad"
@@ -132,7 +132,7 @@ def test_optimizer():
     }
 
 
-def test_muon():
+def test_muon_flags_reach_the_core():
     flags = (
         "--optimizer dist_muon --muon-momentum 0.8 --muon-use-nesterov --muon-num-ns-steps 6 "
         "--muon-scale-mode rms --muon-extra-scale-factor 0.5 --no-muon-split-qkv "
@@ -156,13 +156,13 @@ def test_muon():
     assert optimizer_config(whole).muon == MuonConfig(split_matrices="whole")
 
 
-def test_offload():
+def test_offload_fraction_defaults_to_all_of_the_state():
     assert optimizer_config(small_config("--optimizer-cpu-offload")).offload_fraction == 1.0
-    some = small_config("--optimizer-cpu-offload --optimizer-offload-fraction 0.25")
-    assert optimizer_config(some).offload_fraction == 0.25
+    quarter = small_config("--optimizer-cpu-offload --optimizer-offload-fraction 0.25")
+    assert optimizer_config(quarter).offload_fraction == 0.25
 
 
-def test_optimizer_groups_and_state():
+def test_lr_groups_and_state_dtypes_reach_the_core():
     flags = (
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95 --lr 1e-3 "
         "--lr-group head.*=3 *.bias=0 --weight-decay-group *norm*=0.5 --decoupled-lr 5e-4"
@@ -210,12 +210,12 @@ def test_decoupled_lr_decays_to_its_own_minimum():
         ("--lr-group a --weight-decay-group b", "--lr-group a: give .*; --weight-decay-group b: "),
     ],
 )
-def test_optimizer_options_that_cannot_be(flags: str, message: str):
+def test_invalid_optimizer_options_are_refused(flags: str, message: str):
     with pytest.raises(ValueError, match=message):
         small_config(flags)
 
 
-def test_loss_scales():
+def test_loss_scale_flags_choose_the_scaler():
     assert loss_scaler(small_config("--bf16")) == ConstantLossScaler(1.0)
     assert loss_scaler(small_config("--fp16 --loss-scale 128")) == ConstantLossScaler(128.0)
     flags = (
@@ -242,13 +242,13 @@ def test_loss_scales():
         ("--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear", 48, 0.55),
     ],
 )
-def test_learning_rates(flags, samples, rate):
-    more = f"--lr 1.0 --min-lr 0.1 --global-batch-size 6 {flags}"
-    run = resolve(small_config(more), 1)
+def test_learning_rate_follows_its_schedule(flags, samples, rate):
+    all_flags = f"--lr 1.0 --min-lr 0.1 --global-batch-size 6 {flags}"
+    run = resolve(small_config(all_flags), 1)
     assert learning_rate_schedule(run).lr(samples) == pytest.approx(rate)
 
 
-def test_weight_decay():
+def test_weight_decay_follows_its_schedule():
     flags = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear"
     schedule = weight_decay_schedule(resolve(small_config(f"{flags} --global-batch-size 6"), 1))
     assert schedule.weight_decay(30) == pytest.approx(0.2)
@@ -256,18 +256,18 @@ def test_weight_decay():
     assert plain.weight_decay(3) == 0.4
 
 
-def test_data_parallel():
+def test_data_parallel_flags_reach_the_core():
     run = resolve(small_config("--use-distributed-optimizer --overlap-grad-reduce"), 2)
     config = data_parallel_config(run.config)
     assert (config.strategy, config.overlap_grad_reduce) == ("optim", True)
     config = data_parallel_config(resolve(small_config(), 2).config)
     assert (config.strategy, config.overlap_grad_reduce) == ("no_shard", False)
     assert config.fsdp_all_gather_in_start_param_sync
-    more = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather --bf16 "
-    more += "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
-    more += "--no-fsdp-all-gather-in-start-param-sync --param-gather-prefetch-bytes 4096 "
-    more += "--grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation --check-weight-gather"
-    run = resolve(small_config(more), 4)
+    flags = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather --bf16 "
+    flags += "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+    flags += "--no-fsdp-all-gather-in-start-param-sync --param-gather-prefetch-bytes 4096 "
+    flags += "--grad-reduce-in-bf16 --reduce-scatter-with-fp32-accumulation --check-weight-gather"
+    run = resolve(small_config(flags), 4)
     assert rank_grid(run) == RankGrid(world_size=4, instances=2)
     assert data_parallel_config(run.config) == DataParallelConfig(
         strategy="optim_grads_params",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus is text of this Python, the same each time, and every file is accounted for."""
+"""The corpus is the text of this Python's library, repeatable, with every file accounted for."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from megatron.training.quickstart import build_corpus, standard_library
 
 @pytest.fixture
 def library(tmp_path):
-    """A folder like a standard library, with all that can be in one."""
+    """Create a folder like a standard library, with every kind of file found in one."""
     folder = tmp_path / "lib"
     for name, content in {
         "b.py": b"b = 1\n",
@@ -45,19 +45,19 @@ def test_every_file_is_a_document_or_accounted_for(tmp_path, library):
 
 
 def test_order_is_shuffled_and_repeatable(tmp_path, library):
-    first, again, other = (tmp_path / name for name in ["first", "again", "other"])
-    build_corpus(first, library=library)
-    build_corpus(again, library=library)
-    build_corpus(other, library=library, seed=5)
-    assert first.read_bytes() == again.read_bytes()
-    assert documents(first) != documents(other)
-    assert sorted(documents(first)) == sorted(documents(other))
+    corpus, same_seed, other_seed = (tmp_path / name for name in ["first", "again", "other"])
+    build_corpus(corpus, library=library)
+    build_corpus(same_seed, library=library)
+    build_corpus(other_seed, library=library, seed=5)
+    assert corpus.read_bytes() == same_seed.read_bytes()
+    assert documents(corpus) != documents(other_seed)
+    assert sorted(documents(corpus)) == sorted(documents(other_seed))
     in_order = [topics[name] for name in sorted(topics)]
-    assert [text for text in documents(first) if text in topics.values()] != in_order
+    assert [text for text in documents(corpus) if text in topics.values()] != in_order
 
 
-def test_the_last_documents_resemble_the_others(tmp_path):
-    # The validation split is cut from the end: it must not be all of one kind.
+def test_validation_tail_resembles_the_corpus(tmp_path):
+    # The validation split is the end of the corpus: its documents must not be all of one kind.
     build_corpus(tmp_path / "corpus.jsonl")
     texts = documents(tmp_path / "corpus.jsonl")
     assert len(texts) > 600

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log's line on data parallelism: what is in effect, and the bytes that are really there."""
+"""The data-parallel log line: its strategy, and its sizes against the allocated tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.progress_state import Progress
 from tests.support.ranks import run_ranks
 
 
-def built_model(
+def build_model(
     groups: ProcessGroupCollection,
     offload: float = 0.0,
     split: StageSplit | None = None,
@@ -68,9 +68,9 @@ def built_model(
     return model, engine, optimizer
 
 
-def built(groups: ProcessGroupCollection, **options: Any) -> tuple[DataParallel, Optimizer]:
-    """Return the engine and optimizer of `built_model`."""
-    return built_model(groups, **options)[1:]
+def build_engine(groups: ProcessGroupCollection, **options: Any) -> tuple[DataParallel, Optimizer]:
+    """Return the engine and optimizer of `build_model`."""
+    return build_model(groups, **options)[1:]
 
 
 def bytes_in(line: str) -> list[float]:
@@ -78,31 +78,31 @@ def bytes_in(line: str) -> list[float]:
     return [1e6 * float(number) for number in re.findall(r"([\d.]+) MB", line)]
 
 
-def lines(rank: int, world: int) -> list[str]:
-    """Hold the sizes of every strategy to the tensors that there are; return the lines."""
+def check_lines(rank: int, world: int) -> list[str]:
+    """Check the sizes in each strategy's line against the allocated tensors; return the lines."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    found = []
+    lines = []
     for strategy in STRATEGIES:
-        engine, optimizer = built(groups, strategy=strategy)
+        engine, optimizer = build_engine(groups, strategy=strategy)
         line = data_parallel_line(engine, optimizer)
         weights = sum(b.data.nbytes for b in engine.store.buckets)
-        kept = {b.gradients.untyped_storage().data_ptr(): b for b in engine.buckets}
-        gradients = sum(b.gradients.untyped_storage().nbytes() for b in kept.values())
+        buckets_by_storage = {b.gradients.untyped_storage().data_ptr(): b for b in engine.buckets}
+        gradients = sum(b.gradients.untyped_storage().nbytes() for b in buckets_by_storage.values())
         states = [t for r in optimizer.ranges for t in r.named_tensors().values()]
         state = sum(t.nbytes for t in states)
         assert bytes_in(line)[1:4] == pytest.approx([weights, gradients, state], abs=6e3), line
-        found.append(line)
-    engine, optimizer = built(groups, strategy="optim")
+        lines.append(line)
+    engine, optimizer = build_engine(groups, strategy="optim")
     engine.placement = placement("no_shard")
     with pytest.raises(ValueError, match="but optim was requested"):
         data_parallel_line(engine, optimizer)
     hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
     settings = {"strategy": "optim_grads_params", "outer": "optim", "overlap_param_gather": True}
-    return [*found, data_parallel_line(*built(hybrid, **settings))]
+    return [*lines, data_parallel_line(*build_engine(hybrid, **settings))]
 
 
-def test_the_line_says_what_is_in_effect_and_how_much_is_there():
-    plain, optim, grads, params, hybrid = run_ranks(lines, 4)[0]
+def test_data_parallel_line_states_strategy_and_sizes():
+    plain, optim, grads, params, hybrid = run_ranks(check_lines, 4)[0]
     assert plain.startswith("data parallel: no_shard over 4 ranks; 1 bucket of up to 0.")
     assert optim.startswith("data parallel: optim over 4 ranks; ")
     assert "gathered" not in optim
@@ -118,12 +118,12 @@ def test_the_line_says_what_is_in_effect_and_how_much_is_there():
 
 
 def gathered_bytes(rank: int, world: int, tied: bool) -> tuple[list[float], float]:
-    """Train over gtp; return the bytes of gathered weights that are said, and those there were."""
+    """Train over gtp; return the reported bytes of gathered weights, and the measured peak."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=world), rank=rank)
-    model, engine, optimizer = built_model(groups, tied=tied, vocabulary=640)
+    model, engine, optimizer = build_model(groups, tied=tied, vocabulary=640)
     line = data_parallel_line(engine, optimizer)
-    said = [line[: line.index(" of gathered weights")].split("at most ")[-1]]
-    hook = GatheredBytes(engine, said.append)
+    reported = [line[: line.index(" of gathered weights")].split("at most ")[-1]]
+    hook = GatheredBytes(engine, reported.append)
     for step in range(3):
         tokens = torch.arange(2 * 8).view(2, 8) * (step + 1) % 64
         engine.begin_step(1)
@@ -131,38 +131,37 @@ def gathered_bytes(rank: int, world: int, tied: bool) -> tuple[list[float], floa
         engine.finish()
         engine.start_param_sync()
         hook.on_step_end(Progress(), None)  # type: ignore[arg-type]
-    (gatherer,) = (found for found in engine.gatherers if found.reshards)
-    return [bytes_in(line)[-1] for line in said], float(gatherer.counts.peak_bytes)
+    (gatherer,) = (g for g in engine.gatherers if g.reshards)
+    return [bytes_in(line)[-1] for line in reported], float(gatherer.counts.peak_bytes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_line_says_the_bytes_that_are_gathered_at_a_time(tied: bool):
-    said, peak = run_ranks(gathered_bytes, 2, tied)[0]
-    assert said[-1] == pytest.approx(peak, abs=6e3)
-    # The tied weight is needed after the last layer as well, where none is declared next to it.
-    assert len(said) == 1 + tied
+def test_data_parallel_line_states_peak_gathered_bytes(tied: bool):
+    reported, peak = run_ranks(gathered_bytes, 2, tied)[0]
+    assert reported[-1] == pytest.approx(peak, abs=6e3)
+    # The head uses the tied weight again after the last layer, where no gather was predicted.
+    assert len(reported) == 1 + tied
 
 
 def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:
-    """Return the line of a pipeline of 2 and 1 layers, and this stage's bytes of weights and
-    state."""
+    """Return the line of a pipeline of 2 and 1 layers, and this stage's weight and state bytes."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    engine, optimizer = built(groups, split=StageSplit.even(3, world, last_layers=1))
+    engine, optimizer = build_engine(groups, split=StageSplit.even(3, world, last_layers=1))
     weights = sum(bucket.data.nbytes for bucket in engine.store.buckets)
     line = data_parallel_line(engine, optimizer)
     return line, [weights, sum(optimizer.state_bytes(on_host=host) for host in (False, True))]
 
 
 def test_data_parallel_line_reports_maximum_over_stages():
-    (line, (weights, state)), (other, (less, _)) = run_ranks(stage_lines, 2)
-    assert line == other
-    assert less < 0.8 * weights, "the first stage has more"
+    (line, (weights, state)), (last_line, (last_weights, _)) = run_ranks(stage_lines, 2)
+    assert line == last_line
+    assert last_weights < 0.8 * weights, "the first stage has more"
     assert "; per rank at most " in line
     assert bytes_in(line)[1] == pytest.approx(weights, abs=6e3)
     assert bytes_in(line)[3] == pytest.approx(state, abs=6e3)
 
 
-#: Layouts of four ranks on which experts have other lanes than dense weights.
+#: Layouts of four ranks in which experts and dense weights have different data-parallel groups.
 LAYOUTS = {
     "optim over 1 rank of dense weights and 4 of experts": {"tp": 4, "etp": 1},
     "optim over 2 ranks of dense weights and 4 of experts": {"tp": 2, "etp": 1},
@@ -175,29 +174,31 @@ LAYOUTS = {
 }
 
 
-def expert_lines(rank: int, world: int) -> None:
-    """Hold the line to the lanes, and its sizes to the tensors that there are."""
+def check_expert_lines(rank: int, world: int) -> None:
+    """Check the line against the data-parallel groups and the allocated tensors."""
     for scope, degrees in LAYOUTS.items():
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        engine, optimizer = built(groups, experts=4, strategy="optim")
+        engine, optimizer = build_engine(groups, experts=4, strategy="optim")
         line = data_parallel_line(engine, optimizer)
         assert line.startswith(f"data parallel: {scope}; "), line
         buckets = engine.store.buckets
-        lanes = {b.handles[0].sharding.expert: b.group.size * b.outer.size for b in buckets}
-        assert lanes == {False: groups["dense_dp"].size, True: groups["expert_dp"].size}
+        dp_sizes = {b.handles[0].sharding.expert: b.group.size * b.outer.size for b in buckets}
+        assert dp_sizes == {False: groups["dense_dp"].size, True: groups["expert_dp"].size}
         state = sum(optimizer.state_bytes(on_host=host) for host in (False, True))
         weights = sum(bucket.data.nbytes for bucket in buckets)
-        found = bytes_in(line)
-        assert [found[1], found[3]] == pytest.approx([weights, state], abs=6e3), line
+        sizes = bytes_in(line)
+        assert [sizes[1], sizes[3]] == pytest.approx([weights, state], abs=6e3), line
 
 
 def test_data_parallel_line_names_expert_ranks_if_different():
-    run_ranks(expert_lines, 4)
+    run_ranks(check_expert_lines, 4)
 
 
 def test_data_parallel_line_names_flags_without_effect():
     groups = ProcessGroupCollection.single()
-    engine, optimizer = built(groups, strategy="optim_grads_params", overlap_grad_reduce=False)
+    engine, optimizer = build_engine(
+        groups, strategy="optim_grads_params", overlap_grad_reduce=False
+    )
     line = data_parallel_line(engine, optimizer)
     flag = "--data-parallel-sharding-strategy optim_grads_params"
     assert f"one rank, so that {flag} has nothing to do; 1 bucket of" in line
@@ -220,10 +221,10 @@ def test_data_parallel_line_names_flags_without_effect():
     assert "one rank; 1 bucket of" in data_parallel_line(engine, optimizer)
 
 
-def test_the_line_tells_host_memory_from_the_device_s():
+def test_data_parallel_line_separates_host_and_device_state():
     sizes = {}
     for share in (0.0, 0.25, 1.0):
-        engine, optimizer = built(ProcessGroupCollection.single(), offload=share)
+        engine, optimizer = build_engine(ProcessGroupCollection.single(), offload=share)
         line = data_parallel_line(engine, optimizer)
         sizes[share] = bytes_in(line)[3:]
         assert ("of optimizer state on the device and " in line) == (share > 0.0)
@@ -234,14 +235,14 @@ def test_the_line_tells_host_memory_from_the_device_s():
     assert sizes[1.0] == pytest.approx([0, 12 * count], abs=6e3)
 
 
-def test_communicators_of_nccl_are_counted_with_their_memory():
+def test_nccl_communicators_are_counted_with_their_memory():
     handles = [object(), object()]
-    made = {name: Group(name, (0, 1), 0, handles[i % 2]) for i, name in enumerate("abc")}
-    groups = ProcessGroupCollection(RankGrid(world_size=2), 0, made)
+    members = {name: Group(name, (0, 1), 0, handles[i % 2]) for i, name in enumerate("abc")}
+    groups = ProcessGroupCollection(RankGrid(world_size=2), 0, members)
     line = communicators_line(groups, torch.device("cuda", 0), {"NCCL_MAX_NCHANNELS": "8"})
-    taken = 3 * 8 * 2 * ((4 << 20) + 5312 * 1024)
+    num_bytes = 3 * 8 * 2 * ((4 << 20) + 5312 * 1024)
     assert line is not None
     assert "3 of NCCL" in line
-    assert f"{taken / 1e6:,.2f} MB" in line
+    assert f"{num_bytes / 1e6:,.2f} MB" in line
     assert communicators_line(groups, torch.device("cpu"), {}) is None
     assert communicators_line(ProcessGroupCollection.single(), torch.device("cuda", 0), {}) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps against eager ones, bit for bit, on a pretended GPU with a capture's rules."""
+"""Recorded steps against eager steps, bit for bit, on a simulated GPU with capture rules."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.unit_tests.training.graphed_runs import (
     STEPS,
     WARMUP,
     WITHOUT_DROPOUT,
-    both,
-    carried_out,
-    data,
+    build_step,
     prepare_too_early,
-    pretended,
-    step_of,
+    run_eager_and_recorded,
+    run_steps,
+    simulated_gpu,
+    step_batches,
     whole_rows,
 )
 
@@ -67,7 +67,7 @@ def assert_equal_runs(eager, recorded, step) -> None:
 @pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents):
     with one_thread():
-        found = both(
+        found = run_eager_and_recorded(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
             granularity=granularity,
@@ -82,7 +82,9 @@ def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents)
 
 def test_hybrid_of_whole_rows_replays_bits_of_eager_steps():
     with one_thread():
-        found = both(ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID)
+        found = run_eager_and_recorded(
+            ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID
+        )
     assert_equal_runs(*found)
     assert whole_rows(torch.device("cpu")).num_maps == 1, "tables were made for other rows too"
 
@@ -94,7 +96,7 @@ def test_experts_are_replayed_with_other_routes(granularity, factor):
         EXPERTS, moe=dataclasses.replace(EXPERTS.moe, capacity_factor=factor)
     )
     with one_thread(), products_of_a_gpu():
-        found = both(
+        found = run_eager_and_recorded(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
             model=model,
@@ -113,7 +115,9 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
     """Compare on the ranks of a grid."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     for config in configs:
-        eager, recorded, step = both(groups, DataParallelConfig(**config), model=WITHOUT_DROPOUT)
+        eager, recorded, step = run_eager_and_recorded(
+            groups, DataParallelConfig(**config), model=WITHOUT_DROPOUT
+        )
         assert_equal_runs(eager, recorded, step)
         if any(gatherer.reshards for gatherer in step.engine.gatherers):
             assert recorded.gathers == eager.gathers, config
@@ -151,7 +155,9 @@ def context_cases(rank: int, world: int, engines: list[str]) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     for engine in engines:
         backend = dataclasses.replace(LOCAL, context_engine=engine)
-        found = both(groups, DataParallelConfig(), model=WITHOUT_DROPOUT, backend=backend)
+        found = run_eager_and_recorded(
+            groups, DataParallelConfig(), model=WITHOUT_DROPOUT, backend=backend
+        )
         assert_equal_runs(*found)
 
 
@@ -171,14 +177,14 @@ def refusals(rank: int, world: int) -> None:
         ({"debug": True}, "debug compares orders on the host"),
     ):
         with pytest.raises(ValueError, match=message):
-            step_of(groups, DataParallelConfig(**CUT, **more), graph=TapeRecorder(OpTape()))
+            build_step(groups, DataParallelConfig(**CUT, **more), graph=TapeRecorder(OpTape()))
 
 
 def gtp_refusals(rank: int, world: int) -> None:
     """Weights over gtp are gathered ahead without being asked for: their first ones too."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
     with pytest.raises(ValueError, match="set fsdp_all_gather_in_start_param_sync to False"):
-        step_of(groups, DataParallelConfig(), graph=TapeRecorder(OpTape()))
+        build_step(groups, DataParallelConfig(), graph=TapeRecorder(OpTape()))
 
 
 def test_overlap_across_graph_boundary_is_refused():
@@ -190,15 +196,15 @@ def early_gather(rank: int, world: int) -> None:
     """Record a step whose first gather is under way, past the refusal."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     config = DataParallelConfig(**CUT, **WITHOUT_EARLY)
-    rules, recorder = pretended()
+    rules, recorder = simulated_gpu()
     with rules.enforced(), simulated(groups, rules):
-        step = step_of(groups, config, graph=recorder)
+        step = build_step(groups, config, graph=recorder)
         step.engine.config = dataclasses.replace(config, fsdp_all_gather_in_start_param_sync=True)
         with (
             mock.patch.object(StepRecording, "prepare", prepare_too_early),
             pytest.raises(CaptureError, match="on the other side of a capture's border"),
         ):
-            carried_out(step)
+            run_steps(step)
     assert (recorder.captures, step.forward_backward.replays) == (1, 0)
 
 
@@ -209,15 +215,15 @@ def test_an_early_gather_cannot_be_recorded():
 def other_order(rank: int, world: int) -> None:
     """Run the layers the other way round from the step on that is to be recorded."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    rules, recorder = pretended()
+    rules, recorder = simulated_gpu()
     with rules.enforced(), simulated(groups, rules):
-        step = step_of(groups, DataParallelConfig(**CUT), graph=recorder)
+        step = build_step(groups, DataParallelConfig(**CUT), graph=recorder)
         for i in range(WARMUP):
-            step(data(rank, 10 + i), lr=1e-3, weight_decay=0.0)
+            step(step_batches(rank, 10 + i), lr=1e-3, weight_decay=0.0)
         blocks = step.model.decoder.blocks
         step.model.decoder.blocks = torch.nn.ModuleList([*blocks[2:], *blocks[:2]])
         with pytest.raises(ValueError, match="needed weights in another order than the one before"):
-            step(data(rank, 20), lr=1e-3, weight_decay=0.0)
+            step(step_batches(rank, 20), lr=1e-3, weight_decay=0.0)
     assert (recorder.captures, recorder.tape.replays) == (1, 0)
 
 
@@ -226,16 +232,16 @@ def test_an_order_that_changes_in_the_recording_is_an_error():
 
 
 def test_weights_needed_in_changing_orders_are_an_error():
-    step = step_of(
+    step = build_step(
         ProcessGroupCollection.single(), DataParallelConfig(), graph=TapeRecorder(OpTape())
     )
     graph = step.forward_backward
     graph.eager_steps, graph._planned = WARMUP + PATIENCE - 1, False
-    step(data(0, 0), lr=1e-2, weight_decay=0.0)
+    step(step_batches(0, 0), lr=1e-2, weight_decay=0.0)
     assert graph.recorder.captures == 0
     graph._planned = False
     with pytest.raises(ValueError, match=r"after 7 steps layers still need.*drop --cuda-graph"):
-        step(data(0, 0), lr=1e-2, weight_decay=0.0)
+        step(step_batches(0, 0), lr=1e-2, weight_decay=0.0)
 
 
 def test_a_recorder_of_cuda_graphs_needs_a_gpu():
@@ -245,10 +251,10 @@ def test_a_recorder_of_cuda_graphs_needs_a_gpu():
 
 def test_what_a_step_returns_outlives_the_next_replay():
     recorder = TapeRecorder(OpTape())
-    step = step_of(ProcessGroupCollection.single(), DataParallelConfig(), graph=recorder)
+    step = build_step(ProcessGroupCollection.single(), DataParallelConfig(), graph=recorder)
     totals, copies = [], []
     for i in range(WARMUP + 2):
-        batches = data(0, 10 + i)
+        batches = step_batches(0, 10 + i)
         totals.append(step.forward_backward(batches, step.loss_factors(batches)))
         copies.append(totals[-1].item())
     assert step.forward_backward.replays == 2
@@ -278,7 +284,7 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
         step.replayer = replayer = Replayer(reruns, engine=step.engine, world=world)
         found = []
         for i in (0, 1, 3, 6, 7):
-            report = step(data(0, i), lr=1e-2, weight_decay=0.0)
+            report = step(step_batches(0, i), lr=1e-2, weight_decay=0.0)
             assert report.anomaly is None
             found.append((int(replayer.checksum.sum), float(replayer.checksum.norm)))
         assert (replayer.compared, replayer.differed) == (5, 0)
@@ -286,10 +292,10 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
 
     with one_thread():
         single = ProcessGroupCollection.single()
-        eager = checksums_of(step_of(single, DataParallelConfig()))
-        rules, recorder = pretended()
+        eager = checksums_of(build_step(single, DataParallelConfig()))
+        rules, recorder = simulated_gpu()
         with rules.enforced():
-            step = step_of(single, DataParallelConfig(), graph=recorder)
+            step = build_step(single, DataParallelConfig(), graph=recorder)
             recorded = checksums_of(step)
     assert recorded == eager
     assert len(set(eager)) == 5
@@ -297,7 +303,7 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
 
 
 def test_layout_inputs_keep_addresses_and_copy_new_values():
-    first, second = (padded(data(0, i, documents=True), i) for i in (0, 7))
+    first, second = (padded(step_batches(0, i, documents=True), i) for i in (0, 7))
     inputs = StepInputs(first, torch.ones(2))
     layouts = [m.layout for m in inputs.microbatches]
     names = ("positions", "document_ids", "sample_ids", "padding")
@@ -322,21 +328,21 @@ def padded(batches: list[Microbatch], count: int) -> list[Microbatch]:
 
 
 def test_steps_with_and_without_padding_are_of_other_forms():
-    inputs = StepInputs(padded(data(0, 0), 2), torch.ones(2))
-    assert inputs.fit(padded(data(0, 0), 5))
-    assert not inputs.fit(data(0, 0))
+    inputs = StepInputs(padded(step_batches(0, 0), 2), torch.ones(2))
+    assert inputs.fit(padded(step_batches(0, 0), 5))
+    assert not inputs.fit(step_batches(0, 0))
 
 
 def test_blocks_of_other_documents_do_not_fit():
-    first, same, other = (by_blocks(data(0, i, documents=True)) for i in (0, 5 * 2, 1))
+    first, same, other = (by_blocks(step_batches(0, i, documents=True)) for i in (0, 5 * 2, 1))
     inputs = StepInputs(first, torch.ones(2))
     assert inputs.fit(same)
     assert not inputs.fit(other)
-    assert not inputs.fit(data(0, 0, documents=True))
+    assert not inputs.fit(step_batches(0, 0, documents=True))
 
 
 def test_inputs_keep_their_addresses_and_take_every_field():
-    first, second = data(0, 0, documents=True), data(1, 7, documents=True)
+    first, second = step_batches(0, 0, documents=True), step_batches(1, 7, documents=True)
     inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
     others = ("layout", "mtp_targets", "share")  # the last is in the factors
     fields = [f.name for f in dataclasses.fields(first[0]) if f.name not in others]
@@ -368,12 +374,12 @@ def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:
 
 
 def test_mtp_targets_keep_addresses_and_copy_new_values():
-    first, second = (with_ahead(padded(data(i, 7 * i), i)) for i in range(2))
+    first, second = (with_ahead(padded(step_batches(i, 7 * i), i)) for i in range(2))
     inputs = StepInputs(first, torch.ones(2))
     kept = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]
     addresses = [x.data_ptr() for x in kept]
     assert inputs.fit(second)
-    assert not inputs.fit(data(1, 7))
+    assert not inputs.fit(step_batches(1, 7))
     inputs.take(second, torch.ones(2))
     given = [x for m in second for x in tensors_of(m.mtp_targets)]
     assert len(given) == 2 * 4
@@ -390,8 +396,8 @@ def test_mtp_targets_keep_addresses_and_copy_new_values():
 
 
 def test_steps_of_another_form_do_not_fit():
-    inputs = StepInputs(data(0, 0), torch.ones(2))
-    plain, packed = data(0, 1), data(0, 1, documents=True)
+    inputs = StepInputs(step_batches(0, 0), torch.ones(2))
+    plain, packed = step_batches(0, 1), step_batches(0, 1, documents=True)
     assert inputs.fit(plain)
     assert not inputs.fit(plain[:1])
     assert not inputs.fit(packed)

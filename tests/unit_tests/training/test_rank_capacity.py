@@ -25,9 +25,9 @@ from tests.support.ranks import run_ranks
 from tests.unit_tests.training.graphed_runs import (
     EXPERTS,
     REPLAYED,
-    both,
-    data,
-    step_of,
+    build_step,
+    run_eager_and_recorded,
+    step_batches,
 )
 
 DISPATCHERS = ("allgather", "alltoall")
@@ -42,7 +42,7 @@ def watched_step(
     groups: ProcessGroupCollection, *, model: GPTConfig = EXPERTS, **options: Any
 ) -> TrainStep:
     """Return a step that finds tokens without room."""
-    step = step_of(groups, DataParallelConfig(), model=model, **options)
+    step = build_step(groups, DataParallelConfig(), model=model, **options)
     names = step.model.config.router_names
     step.capacities = CapacityCheck(capacities_of(step.model), names, world=groups["world"])
     return step
@@ -53,7 +53,7 @@ def replayed(rank: int, world: int, grid: dict[str, int], dispatcher: str) -> li
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     with one_thread(), products_of_a_gpu():
         options = {"model": EXPERTS, "backend": backend_of(dispatcher, 1.9)}
-        eager, recorded, step = both(groups, DataParallelConfig(), **options)
+        eager, recorded, step = run_eager_and_recorded(groups, DataParallelConfig(), **options)
     assert step.forward_backward.replays == len(REPLAYED)
     assert recorded.losses == eager.losses
     assert len(set(eager.losses)) == len(eager.losses)
@@ -95,25 +95,25 @@ def overflowing(rank: int, world: int) -> list[str]:
         wide = watched_step(groups, backend=backend_of(dispatcher, None))
         options = {"lr": 1e-2, "weight_decay": 0.0}
         for each in (step, wide):
-            assert each(data(rank, 0), **options).applied
+            assert each(step_batches(rank, 0), **options).applied
             (bias,) = (r.expert_bias for r in routers_of(each.model))
             bias.copy_(torch.tensor([0.0, 0.0, 0.0, 9.0, 9.0, 9.0]))
         before = weights_of(step)
         with pytest.raises(ValueError, match="no weight has changed") as error:
-            step(data(rank, 1), **options)
+            step(step_batches(rank, 1), **options)
         found.append(str(error.value))
         assert all(torch.equal(*pair) for pair in zip(before, weights_of(step), strict=True))
         ((_, capacity),) = capacities_of(step.model)
         capacity.factor = 2.0
         for i in (1, 2):
-            reports = [each(data(rank, i), **options) for each in (step, wide)]
+            reports = [each(step_batches(rank, i), **options) for each in (step, wide)]
             assert [report.applied for report in reports] == [True, True]
             assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-5)
         # NaN may be routed anywhere: such a step is a bad one, and no overflow.
         capacity.factor = 0.5
         with torch.no_grad():
             next(step.model.parameters()).fill_(torch.nan)
-        assert not step(data(rank, 3), **options).applied
+        assert not step(step_batches(rank, 3), **options).applied
         assert all_reduce(step.capacities.count(), groups["world"]) > 0.0
     return found
 
@@ -136,7 +136,7 @@ def evaluated(rank: int, world: int) -> list[tuple[Counter[str], Counter[str]]]:
     often, and without."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=2), rank=rank)
     model = dataclasses.replace(EXPERTS, ffn_pattern="EE")
-    batches, found = data(rank, 0), []
+    batches, found = step_batches(rank, 0), []
     for dispatcher in DISPATCHERS:
         losses, reads = {}, {}
         for factor in (None, 2.0, 0.8):

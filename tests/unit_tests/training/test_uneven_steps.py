@@ -30,7 +30,7 @@ from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
-from tests.unit_tests.training.graphed_runs import step_of as graphed_step
+from tests.unit_tests.training.graphed_runs import build_step as graphed_step
 
 SEQUENCE, VOCABULARY, MICRO, STEPS = 12, 37, 2, 2
 DENSE = GPTConfig(
@@ -143,7 +143,7 @@ CASES = (
 )
 
 
-def step_of(groups: ProcessGroupCollection, case: Case) -> TrainStep:
+def build_step(groups: ProcessGroupCollection, case: Case) -> TrainStep:
     """Return a step of plain SGD that keeps its gradients."""
     config = DataParallelConfig(strategy=case.strategy)
     split = StageSplit.from_pattern("*-*|-", 2) if case.pp > 1 else None
@@ -191,7 +191,7 @@ def train_cases(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
 def _divided(rank: int, case: Case) -> dict:
     grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    step, lanes = step_of(groups, case), groups["samples"]
+    step, lanes = build_step(groups, case), groups["samples"]
     division = Division(samples=case.samples, micro_batch_size=MICRO, data_parallel_size=lanes.size)
 
     def fresh() -> GPTBatches:
@@ -236,7 +236,7 @@ def _divided(rank: int, case: Case) -> dict:
 def single_process(case: Case) -> dict:
     """Compute the blocks of each step one after the other, cut by hand."""
     groups = ProcessGroupCollection.single()
-    step = step_of(groups, dataclasses.replace(case, pp=1, strategy="no_shard"))
+    step = build_step(groups, dataclasses.replace(case, pp=1, strategy="no_shard"))
     balance, losses, loads = balance_of(step, groups), [], []
 
     def blocks(first: int) -> list[Microbatch]:
@@ -301,7 +301,7 @@ def test_a_smaller_block_counts_by_its_samples(per_token):
     losses = []
     for samples in (5, 10):
         case = Case(1, samples, per_token=per_token)
-        step = step_of(ProcessGroupCollection.single(), case)
+        step = build_step(ProcessGroupCollection.single(), case)
         rows = torch.randint(0, VOCABULARY, (5, SEQUENCE + 1), generator=generator(6))
         mask, layout = torch.ones(5, SEQUENCE), SequenceLayout.of_rows(SEQUENCE)
         parts = [slice(0, 2), slice(2, 4), slice(4, 5)] if samples == 5 else [slice(0, 5)]
@@ -321,7 +321,7 @@ def test_padding_microbatch_is_not_routed_to_experts(monkeypatch):
         return whole(self, rows, runs)
 
     monkeypatch.setattr(ExpertMLPs, "forward", counted)
-    model = step_of(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
+    model = build_step(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
     tokens = torch.from_numpy(Rows().read(np.arange(2)).tokens)[:, :-1]
     layout = SequenceLayout.of_rows(SEQUENCE)
     filler = layout.with_padding(torch.ones(SEQUENCE, 2, dtype=torch.bool))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of data parallelism: each impossible combination is named, and no possible one."""
+"""Options of data parallelism: every invalid combination is reported, every valid one accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUT = f"{STRATEGY} optim_grads_params"
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "message"),
+    ("flags", "world", "message"),
     [
         (
             f"{CUT} {INSTANCES} 3",
@@ -75,14 +75,14 @@ CUT = f"{STRATEGY} optim_grads_params"
         ),
     ],
 )
-def test_each_problem_is_reported_by_itself(more, world, message):
-    problems = check(small_config(more), world)
+def test_each_problem_is_reported_once(flags, world, message):
+    problems = check(small_config(flags), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):
         raise ValueError(problems[0])
 
 
-def test_gathers_over_gtp_have_options_with_every_strategy():
+def test_gather_options_over_gtp_work_with_every_strategy():
     over_gtp = f"{GTP} 2 --check-weight-gather --param-gather-prefetch-bytes 64 {ONCE} step"
     for strategy in ("no_shard", "optim"):
         run = resolve(small_config(f"{over_gtp} {STRATEGY} {strategy}"), 2)
@@ -92,28 +92,36 @@ def test_gathers_over_gtp_have_options_with_every_strategy():
         assert config.gtp_reduce_scatter_per == "step"
 
 
-def test_all_problems_come_at_once():
-    more = f"{INSTANCES} 3 --outer-dp-sharding-strategy optim --overlap-param-gather "
-    more += "--reduce-scatter-with-fp32-accumulation"
-    more += " --optimizer-cpu-offload --optimizer muon --exp-avg-sq-dtype bf16 --log-straggler "
-    more += "--straggler-factor 1"
-    problems = check(small_config(more), 4)
+def test_all_problems_are_reported_together():
+    flags = f"{INSTANCES} 3 --outer-dp-sharding-strategy optim --overlap-param-gather "
+    flags += "--reduce-scatter-with-fp32-accumulation"
+    flags += " --optimizer-cpu-offload --optimizer muon --exp-avg-sq-dtype bf16 --log-straggler "
+    flags += "--straggler-factor 1"
+    problems = check(small_config(flags), 4)
     assert len(problems) == 9, problems
 
 
-def test_contradictions_of_one_section_are_named():
-    for more, message in (
+def test_contradictions_within_a_section_are_refused():
+    for flags, message in (
         (f"--use-distributed-optimizer {STRATEGY} no_shard", "contradicts"),
         (f"{INSTANCES} 0", "must be above 0"),
         ("--param-gather-prefetch-bytes -1", "must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
-            small_config(more)
+            small_config(flags)
 
 
-def test_the_core_takes_every_combination_that_has_no_problem():
-    fine, plain = 0, small_config("--bf16")
-    for strategy, outer, instances, gather, narrow, wide, ahead in itertools.product(
+def test_core_accepts_every_combination_without_problems():
+    num_valid, plain = 0, small_config("--bf16")
+    for (
+        strategy,
+        outer,
+        instances,
+        gather,
+        bf16_reduce,
+        fp32_accumulation,
+        prefetch_bytes,
+    ) in itertools.product(
         ("no_shard", "optim", "optim_grads", "optim_grads_params"),
         ("no_shard", "optim"),
         (1, 2),
@@ -128,23 +136,23 @@ def test_the_core_takes_every_combination_that_has_no_problem():
             num_distributed_optimizer_instances=instances,
             outer_dp_sharding_strategy=outer,
             overlap_param_gather=gather,
-            param_gather_prefetch_bytes=ahead,
-            grad_reduce_in_bf16=narrow,
-            reduce_scatter_with_fp32_accumulation=wide,
+            param_gather_prefetch_bytes=prefetch_bytes,
+            grad_reduce_in_bf16=bf16_reduce,
+            reduce_scatter_with_fp32_accumulation=fp32_accumulation,
         )
         config = dataclasses.replace(plain, data_parallel=chosen)
         problems = check(config, 4)
         run = resolve(config, 4)
         if problems:
             continue
-        fine += 1
+        num_valid += 1
         data_parallel_config(run.config)
         assert rank_grid(run) == RankGrid(world_size=4, instances=instances)
         assert resolve(run.config, 4) == run
         assert check(run.config, 4) == []
-    # no_shard has 2; optim and optim_grads go with 2 kinds of instances, optim_grads_params with 3,
-    # each with 3 ways of gathering and 3 of gradients
-    assert fine == 2 + (2 + 2 + 3) * 3 * 3
+    # no_shard has 2 valid combinations. optim and optim_grads allow 2 settings of instances,
+    # optim_grads_params 3; each combines with 3 settings of gathering and 3 of gradients.
+    assert num_valid == 2 + (2 + 2 + 3) * 3 * 3
 
 
 def test_distributed_optimizer_works_with_all_sharded_strategies():
@@ -156,12 +164,12 @@ def test_distributed_optimizer_works_with_all_sharded_strategies():
     assert not resolve(small_config(), 2).config.data_parallel.use_distributed_optimizer
 
 
-def test_registered_buffers_need_buffers_that_are_leased():
+def test_nccl_user_buffers_need_sharded_gradients():
     problems = check(small_config(f"--use-nccl-ub {STRATEGY} optim"), 4)
     assert len(problems) == 1
     assert "--use-nccl-ub" in problems[0]
     assert "optim_grads" in problems[0]
-    for fine in (f"{STRATEGY} optim_grads", f"{STRATEGY} optim_grads_params"):
-        config = small_config(f"--use-nccl-ub {fine}")
+    for strategy in (f"{STRATEGY} optim_grads", f"{STRATEGY} optim_grads_params"):
+        config = small_config(f"--use-nccl-ub {strategy}")
         assert check(config, 4) == []
         assert data_parallel_config(resolve(config, 4).config).use_nccl_ub

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the token files of each split come from, and options of data that contradict each other."""
+"""Sources of the token files of each split, and data options that contradict each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.data.vocabulary import describe_files
 from tests.unit_tests.training.small_config import small_config
 
 
-def test_one_path_is_cut_into_three():
+def test_one_data_path_is_split_three_ways():
     config = DataConfig(data_path=("1", "a", "3", "b"))
     path = DataPath(("a", "b"), (1.0, 3.0))
     assert read_paths(config) == {
@@ -27,10 +27,10 @@ def test_one_path_is_cut_into_three():
     assert prefixes(config) == ("a", "b")
 
 
-def test_a_file_holds_the_words_of_data_path(tmp_path):
+def test_data_args_file_holds_the_data_path_arguments(tmp_path):
     (tmp_path / "words").write_text("0.3 'a b'\n0.7 c\n")
-    found = read_paths(DataConfig(data_args_path=str(tmp_path / "words")))
-    assert found["train"].path == DataPath(("a b", "c"), (0.3, 0.7))
+    paths = read_paths(DataConfig(data_args_path=str(tmp_path / "words")))
+    assert paths["train"].path == DataPath(("a b", "c"), (0.3, 0.7))
     with pytest.raises(ValueError, match=r"--data-args-path .*absent cannot be read"):
         read_paths(DataConfig(data_args_path=str(tmp_path / "absent")))
     (tmp_path / "words").write_text("1 a b")
@@ -38,17 +38,17 @@ def test_a_file_holds_the_words_of_data_path(tmp_path):
         read_paths(DataConfig(data_args_path=str(tmp_path / "words")))
 
 
-def test_paths_of_each_split(tmp_path):
-    wanted = {
+def test_each_split_can_have_its_own_paths(tmp_path):
+    expected = {
         "train": SplitPath(path=DataPath(("a", "b"), (1.0, 2.0))),
         "valid": SplitPath(path=DataPath(("c", "a"), None)),
     }
     config = DataConfig(train_data_path=("1", "a", "2", "b"), valid_data_path=("c", "a"))
-    assert read_paths(config) == wanted
+    assert read_paths(config) == expected
     assert prefixes(config) == ("a", "b", "c")
     path = tmp_path / "paths.json"
     path.write_text(json.dumps({"train": [1, "a", 2, "b"], "valid": ["c", "a"], "test": None}))
-    assert read_paths(DataConfig(per_split_data_args_path=str(path))) == wanted
+    assert read_paths(DataConfig(per_split_data_args_path=str(path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_paths_of_each_split(tmp_path):
         ('{"train": ["a", 1]}', "the data path of train: data path 'a 1'"),
     ],
 )
-def test_a_file_of_paths_that_is_none(tmp_path, text, message):
+def test_invalid_per_split_paths_file_is_refused(tmp_path, text, message):
     path = tmp_path / "paths.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -90,10 +90,10 @@ def test_a_file_of_paths_that_is_none(tmp_path, text, message):
         ("--data-path a.txt", "preprocess_data --input a.txt --output-prefix a "),
     ],
 )
-def test_contradictions_are_named(flags, problem):
-    found = check(small_config(flags, without=("--data-path",)), 1)
-    assert len(found) == 1
-    assert problem in found[0]
+def test_contradicting_data_paths_are_reported(flags, problem):
+    problems = check(small_config(flags, without=("--data-path",)), 1)
+    assert len(problems) == 1
+    assert problem in problems[0]
 
 
 def test_mock_data_needs_no_path():
@@ -102,8 +102,8 @@ def test_mock_data_needs_no_path():
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_names_that_no_file_can_have_are_user_errors(name):
-    for read in (HuggingFaceTokenizer, IndexedDataset):
+def test_impossible_file_names_are_user_errors(name):
+    for open_path in (HuggingFaceTokenizer, IndexedDataset):
         with pytest.raises(ValueError, match=name[:1]):
-            read(name)
+            open_path(name)
     assert describe_files(name) == {}

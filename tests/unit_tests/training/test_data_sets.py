@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary and the data of a run: where they come from, and what identifies them."""
+"""The vocabulary and the data sets of a run: their sources, their order and their identity."""
 
 from __future__ import annotations
 
@@ -50,37 +50,41 @@ def _tokens(batches, count):
     return [next(batches).tokens.tolist() for _ in range(count)]
 
 
-def test_training_goes_on_where_it_stopped(prefix):
+def test_training_data_resumes_at_consumed_samples(prefix):
     run = _run(prefix)
-    data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("dense_dp")
-    whole = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 8)
-    rest = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=12), 4)
-    assert rest == whole[4:]
-    assert len(data.train) >= run.train_samples
+    data_sets = build_data_sets(run, VOCABULARY)
+    dp_group = Group.single("dense_dp")
+    whole = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 8)
+    resumed = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=12), 4)
+    assert resumed == whole[4:]
+    assert len(data_sets.train) >= run.train_samples
 
 
 def test_validation_repeats_samples_disjoint_from_training(prefix):
     run = _run(prefix)
-    data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("dense_dp")
-    first, second = (_tokens(validation_batches(data, run, dp_group=lanes), 4) for _ in range(2))
-    assert first == second
-    trained = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 20)
+    data_sets = build_data_sets(run, VOCABULARY)
+    dp_group = Group.single("dense_dp")
+    samples, repeated = (
+        _tokens(validation_batches(data_sets, run, dp_group=dp_group), 4) for _ in range(2)
+    )
+    assert samples == repeated
+    trained = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 20)
     highest = max(max(max(row) for row in batch) for batch in trained)
-    assert highest < 16 + 50 <= max(max(max(row) for row in batch) for batch in first) + 1
+    assert highest < 16 + 50 <= max(max(max(row) for row in batch) for batch in samples) + 1
 
 
-def test_no_validation_needs_no_data_for_it(prefix):
+def test_run_without_validation_builds_no_validation_set(prefix):
     run = _run(prefix, "--eval-interval 0 --split 1")
     assert build_data_sets(run, VOCABULARY).validation is None
 
 
 def test_cyclic_permutes_every_epoch(prefix):
     run = _run(prefix, "--dataloader-type cyclic --train-iters 40")
-    data = build_data_sets(run, VOCABULARY)
-    size = len(data.train)
-    batches = training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
+    data_sets = build_data_sets(run, VOCABULARY)
+    size = len(data_sets.train)
+    batches = training_batches(
+        data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0
+    )
     rows = [tuple(row) for batch in _tokens(batches, -(-2 * size // 3)) for row in batch]
     assert sorted(rows[:size]) == sorted(rows[size : 2 * size])
     assert rows[:size] != rows[size : 2 * size]
@@ -100,9 +104,9 @@ def test_cyclic_permutes_every_epoch(prefix):
         "--data-path 1 {0} 3 {1} --sft",
     ],
 )
-@pytest.mark.parametrize("begun", [4, 13], ids=["less than an epoch", "epochs"])
-def test_another_length_keeps_the_order(prefix, tmp_path, flags, begun):
-    """A run that was to have some steps of 6 samples and has more or fewer now, of 3 samples."""
+@pytest.mark.parametrize("initial_iters", [4, 13], ids=["less than an epoch", "epochs"])
+def test_changed_run_length_keeps_the_sample_order(prefix, tmp_path, flags, initial_iters):
+    """The run is resumed with another number of steps, and batches of 3 samples instead of 6."""
     names = (prefix, str(tmp_path / "chats"))
     for ending in (".bin", ".idx"):
         shutil.copy(prefix + ending, names[1] + ending)
@@ -113,63 +117,69 @@ def test_another_length_keeps_the_order(prefix, tmp_path, flags, begun):
     if "--mock-data" in flags:
         without = ("--data-path",)
 
-    def order(steps, batch, **kept):
+    def order(steps, batch, **saved):
         text = f"--data-path {prefix} --split 80,20 --eval-iters 2 {words} --train-iters {steps}"
         text = text.replace(f"--data-path {prefix}", "") if without else text
         config = small_config(f"{text} --global-batch-size {batch}", without=without)
         run = resolve(config, 1)
-        data = build_data_sets(run, VOCABULARY, **kept)
-        lanes = Group.single("dense_dp")
-        batches = training_batches(data, run, dp_group=lanes, consumed_samples=0)
-        samples = max(run.train_samples, kept.get("train_samples", 0))
+        data_sets = build_data_sets(run, VOCABULARY, **saved)
+        dp_group = Group.single("dense_dp")
+        batches = training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0)
+        samples = max(run.train_samples, saved.get("train_samples", 0))
         micro = run.config.training.micro_batch_size
         rows = [row for batch in _tokens(batches, samples // micro) for row in batch]
-        return rows[:samples], data
+        return rows[:samples], data_sets
 
-    first, data = order(begun, 6)
-    lengths = {"train": begun * 6, "valid": 12, "test": 12}
-    assert data.order_lengths == lengths
-    more, longer = order(80, 3, order_lengths=lengths)
-    assert more[: begun * 6] == first
-    still_more, _ = order(80, 3, order_lengths=lengths, train_samples=300)
-    assert still_more[:240] == more
-    assert len(still_more) == 300
-    fewer, _ = order(5, 3, order_lengths=lengths)
-    assert fewer == more[:15]
-    assert longer.order_lengths == lengths
-    assert longer.validation is not None
-    everything = np.arange(12)
-    expected = data.validation.read(everything).tokens
-    assert longer.validation.read(everything).tokens.tolist() == expected.tolist()
+    initial, initial_sets = order(initial_iters, 6)
+    lengths = {"train": initial_iters * 6, "valid": 12, "test": 12}
+    assert initial_sets.order_lengths == lengths
+    longer, longer_sets = order(80, 3, order_lengths=lengths)
+    assert longer[: initial_iters * 6] == initial
+    longest, _ = order(80, 3, order_lengths=lengths, train_samples=300)
+    assert longest[:240] == longer
+    assert len(longest) == 300
+    shorter, _ = order(5, 3, order_lengths=lengths)
+    assert shorter == longer[:15]
+    assert longer_sets.order_lengths == lengths
+    assert longer_sets.validation is not None
+    indices = np.arange(12)
+    expected = initial_sets.validation.read(indices).tokens
+    assert longer_sets.validation.read(indices).tokens.tolist() == expected.tolist()
     if flags in ("", "--data-path 1 {0} 3 {1}"):
-        assert order(80, 3)[0][: begun * 6] != first, "as without the length it began with"
+        assert order(80, 3)[0][: initial_iters * 6] != initial, (
+            "without order_lengths, the order would differ"
+        )
 
 
-def test_end_of_document_tokens_can_be_left_out_of_the_loss(prefix):
+def test_eod_tokens_can_be_masked_from_the_loss(prefix):
     plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
     for run, expected in ((plain, 0), (masked, 1)):
-        data = build_data_sets(run, VOCABULARY)
-        batches = training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
+        data_sets = build_data_sets(run, VOCABULARY)
+        batches = training_batches(
+            data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0
+        )
         batch = next(batches)
         zeros = int((batch.loss_mask == 0).sum())
         starts = int((batch.input_ids == 0).sum())
         assert zeros == expected * starts
 
 
-@pytest.mark.parametrize("sign", ["kind", "mask"])
+@pytest.mark.parametrize("marker", ["kind", "mask"])
 @pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
-def test_chats_are_refused_without_sft(prefix, tmp_path, flag, sign):
-    """In any split; without a description the mask tells that they are chats."""
+def test_chat_data_is_refused_without_sft(prefix, tmp_path, flag, marker):
+    """In any split; a mask file marks chats when the description is absent."""
     for ending in (".bin", ".idx"):
         shutil.copy(prefix + ending, tmp_path / f"chats{ending}")
     chats = str(tmp_path / "chats")
-    if sign == "kind":
+    if marker == "kind":
         (tmp_path / "chats.json").write_text('{"kind": "chat", "tokenizer": {}}')
     else:
         (tmp_path / "chats.mask.idx").touch()
-    words = f"1 {prefix} 1 {chats}"
-    shared = f"--data-path {words} --split 80,20"
-    paths = shared if flag == "--data-path" else f"--train-data-path {prefix} {flag} {words}"
+    mixture = f"1 {prefix} 1 {chats}"
+    shared_paths = f"--data-path {mixture} --split 80,20"
+    paths = (
+        shared_paths if flag == "--data-path" else f"--train-data-path {prefix} {flag} {mixture}"
+    )
     with pytest.raises(
         ValueError, match=f"^{chats} contains conversations.*--sft.*--allow-chat-as-te"
     ):
@@ -186,26 +196,26 @@ def test_a_missing_file_is_a_user_error(tmp_path):
 
 
 def test_data_identity_ignores_path_and_run_length(prefix, tmp_path):
-    here = build_data_sets(_run(prefix), VOCABULARY).identity
+    saved = build_data_sets(_run(prefix), VOCABULARY).identity
     for ending in (".bin", ".idx"):
         shutil.copy(prefix + ending, tmp_path / f"moved{ending}")
     moved = _run(str(tmp_path / "moved"), "--train-iters 20")
-    there = build_data_sets(moved, VOCABULARY).identity
-    assert compare_identity(json.loads(json.dumps(here)), there) == []
-    other = build_data_sets(_run(prefix, "--seed 7 --split 90,10"), VOCABULARY).identity
-    differences = compare_identity(here, other)
+    current = build_data_sets(moved, VOCABULARY).identity
+    assert compare_identity(json.loads(json.dumps(saved)), current) == []
+    changed = build_data_sets(_run(prefix, "--seed 7 --split 90,10"), VOCABULARY).identity
+    differences = compare_identity(saved, changed)
     assert len(differences) == 2
     assert "seed: 1234 in the checkpoint, 7 now" in differences
 
 
-def _written(prefix: str, **description) -> None:
+def _write_description(prefix: str, **description) -> None:
     with open(f"{prefix}.json", "w") as file:
         json.dump({"tokenizer": description}, file)
 
 
-def test_a_vocabulary_from_the_tokenizer(prefix):
-    found = read_vocabulary(small_config("--tokenizer-type byte").tokenizer, [prefix])
-    assert (found.size, found.eod, found.tokenizer["type"]) == (257, 256, "byte")
+def test_vocabulary_size_comes_from_the_tokenizer(prefix):
+    vocabulary = read_vocabulary(small_config("--tokenizer-type byte").tokenizer, [prefix])
+    assert (vocabulary.size, vocabulary.eod, vocabulary.tokenizer["type"]) == (257, 256, "byte")
     larger = read_vocabulary(
         small_config("--tokenizer-type byte --vocab-size 300").tokenizer, [prefix]
     )
@@ -218,17 +228,17 @@ def test_a_vocabulary_from_the_tokenizer(prefix):
         read_vocabulary(small_config("--tokenizer-type byte --vocab-size 100").tokenizer, [prefix])
 
 
-def test_a_vocabulary_from_the_token_files(prefix):
-    _written(prefix, vocab_size=211, eod=3, fingerprint="f")
-    found = read_vocabulary(small_config().tokenizer, [prefix])
-    assert (found.size, found.eod) == (211, 3)
+def test_vocabulary_size_comes_from_the_token_files(prefix):
+    _write_description(prefix, vocab_size=211, eod=3, fingerprint="f")
+    vocabulary = read_vocabulary(small_config().tokenizer, [prefix])
+    assert (vocabulary.size, vocabulary.eod) == (211, 3)
     with pytest.raises(ValueError, match="less than the 211 of the token files"):
         read_vocabulary(small_config("--vocab-size 100").tokenizer, [prefix])
     with pytest.raises(ValueError, match="written with another tokenizer"):
         read_vocabulary(small_config("--tokenizer-type byte").tokenizer, [prefix])
 
 
-def test_no_vocabulary_and_a_damaged_description(prefix):
+def test_missing_vocabulary_and_damaged_description_are_errors(prefix):
     with pytest.raises(ValueError, match="give --tokenizer-model, or --vocab-size"):
         read_vocabulary(small_config().tokenizer, [prefix])
     with open(f"{prefix}.json", "w") as file:
@@ -237,42 +247,44 @@ def test_no_vocabulary_and_a_damaged_description(prefix):
         read_vocabulary(small_config("--vocab-size 300").tokenizer, [prefix])
 
 
-def test_each_split_may_have_files_of_its_own(prefix, tmp_path):
+def test_each_split_can_have_its_own_files(prefix, tmp_path):
     for name, base in (("valid", 100), ("test", 200)):
         with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2")) as writer:
             writer.add_document(np.arange(base, base + 90))
     flags = f"--train-data-path {prefix} --valid-data-path {tmp_path}/valid --global-batch-size 6 "
     run = _run_without_data_path(f"{flags} --eval-iters 1 --test-data-path {tmp_path}/test")
-    data = build_data_sets(run, VOCABULARY)
-    lanes = Group.single("dense_dp")
+    data_sets = build_data_sets(run, VOCABULARY)
+    dp_group = Group.single("dense_dp")
     seen = {}
     for split in ("validation", "test"):
-        batch = next(validation_batches(data, run, dp_group=lanes, split=split))
+        batch = next(validation_batches(data_sets, run, dp_group=dp_group, split=split))
         seen[split] = (int(batch.tokens.min()), int(batch.tokens.max()))
     assert 100 <= seen["validation"][0] <= seen["validation"][1] < 190
     assert 200 <= seen["test"][0] <= seen["test"][1] < 290
-    whole = _tokens(training_batches(data, run, dp_group=lanes, consumed_samples=0), 20)
+    whole = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 20)
     assert max(max(max(row) for row in batch) for batch in whole) == 19 + 49
     run = _run_without_data_path(f"--train-data-path {prefix} --global-batch-size 6")
-    found = build_data_sets(run, VOCABULARY)
-    assert (found.validation, found.test) == (None, None)
-    assert found.notes == ("no validation: there is no --valid-data-path",)
+    train_only = build_data_sets(run, VOCABULARY)
+    assert (train_only.validation, train_only.test) == (None, None)
+    assert train_only.notes == ("no validation: there is no --valid-data-path",)
 
 
-def test_a_test_split_is_built_where_there_is_one(prefix):
+def test_test_split_is_built_if_it_has_documents(prefix):
     assert build_data_sets(_run(prefix, "--split 80,10,10"), VOCABULARY).test is not None
-    found = build_data_sets(_run(prefix, "--split 969,30,1"), VOCABULARY)
-    assert found.test is None
-    assert "--split 969,30,1 gives it no document" in found.notes[0]
-    never = build_data_sets(_run(prefix, "--split 80,10,10 --eval-interval 0"), VOCABULARY)
-    assert (never.test, never.notes) == (None, ())
+    empty_split = build_data_sets(_run(prefix, "--split 969,30,1"), VOCABULARY)
+    assert empty_split.test is None
+    assert "--split 969,30,1 gives it no document" in empty_split.notes[0]
+    without_eval = build_data_sets(_run(prefix, "--split 80,10,10 --eval-interval 0"), VOCABULARY)
+    assert (without_eval.test, without_eval.notes) == (None, ())
     assert build_data_sets(_run(prefix, "--split 80,20"), VOCABULARY).notes == ()
 
 
 def test_positions_and_document_ids_reset_by_option(prefix):
     run = _run(prefix, "--reset-position-ids --reset-attention-mask")
-    data = build_data_sets(run, VOCABULARY)
-    batch = next(training_batches(data, run, dp_group=Group.single("dense_dp"), consumed_samples=0))
+    data_sets = build_data_sets(run, VOCABULARY)
+    batch = next(
+        training_batches(data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
+    )
     ends = batch.input_ids[:, :-1] == 0
     assert ends.any()
     starts = batch.positions[:, 1:] == 0
@@ -283,7 +295,7 @@ def test_positions_and_document_ids_reset_by_option(prefix):
         build_data_sets(run, Vocabulary(size=300, eod=None, tokenizer={}))
 
 
-def test_mock_data_are_the_same_for_any_length_of_the_run():
+def test_mock_data_do_not_depend_on_the_run_length():
     runs = [
         _run_without_data_path(f"--mock-data --global-batch-size 6 --train-iters {n}")
         for n in (4, 9)
@@ -295,41 +307,43 @@ def test_mock_data_are_the_same_for_any_length_of_the_run():
     )
     assert short == long
     assert compare_identity(sets[0].identity, sets[1].identity) == []
-    other = build_data_sets(
+    smaller_vocabulary = build_data_sets(
         _run_without_data_path("--mock-data"), Vocabulary(size=99, eod=0, tokenizer={})
     )
-    assert compare_identity(sets[0].identity, other.identity) == [
+    assert compare_identity(sets[0].identity, smaller_vocabulary.identity) == [
         "vocab_size: 300 in the checkpoint, 99 now"
     ]
 
 
-def test_differences_name_the_files(prefix, tmp_path):
-    two = f"--train-data-path {prefix} {prefix} --eval-interval 0"
-    one = build_data_sets(_run_without_data_path(two), VOCABULARY).identity
+def test_identity_differences_name_the_files(prefix, tmp_path):
+    two_files = f"--train-data-path {prefix} {prefix} --eval-interval 0"
+    identity = build_data_sets(_run_without_data_path(two_files), VOCABULARY).identity
     with IndexedDatasetWriter(tmp_path / "changed", np.dtype("<u2")) as writer:
         writer.add_document(np.arange(90))
     text = f"--train-data-path {prefix} {tmp_path}/changed --eval-interval 0"
-    other = build_data_sets(_run_without_data_path(text), VOCABULARY).identity
-    assert compare_identity(one, other) == [f"data file 2, {tmp_path}/changed, has other content"]
-    saved = {k: v for k, v in one.items() if k != "paths"}  # as it was once written
-    assert compare_identity(saved, {**one, "files": one["files"][:1], "paths": [prefix]}) == [
-        f"2 data files in the checkpoint (unnamed), 1 now ({prefix})"
+    changed = build_data_sets(_run_without_data_path(text), VOCABULARY).identity
+    assert compare_identity(identity, changed) == [
+        f"data file 2, {tmp_path}/changed, has other content"
     ]
-    assert compare_identity(one, {**one, "weights": [1, 2], "kind": "sft"}) == [
+    without_paths = {k: v for k, v in identity.items() if k != "paths"}  # as it was once written
+    assert compare_identity(
+        without_paths, {**identity, "files": identity["files"][:1], "paths": [prefix]}
+    ) == [f"2 data files in the checkpoint (unnamed), 1 now ({prefix})"]
+    assert compare_identity(identity, {**identity, "weights": [1, 2], "kind": "sft"}) == [
         "weights: None in the checkpoint, [1, 2] now",
         "kind: None in the checkpoint, sft now",
     ]
 
 
-def test_reading_ahead_is_optional(prefix):
+def test_prefetching_is_optional_and_changes_no_sample(prefix):
     run, plain = _run(prefix, "--num-workers 3"), _run(prefix, "--num-workers 0")
-    data = build_data_sets(run, VOCABULARY)
-    made = [
+    data_sets = build_data_sets(run, VOCABULARY)
+    loaders = [
         read_ahead(
-            training_batches(data, r, dp_group=Group.single("dense_dp"), consumed_samples=0), r
+            training_batches(data_sets, r, dp_group=Group.single("dense_dp"), consumed_samples=0), r
         )
         for r in (run, plain)
     ]
-    assert [type(b) for b in made] == [PrefetchedBatches, GPTBatches]
-    assert _tokens(made[0], 6) == _tokens(made[1], 6)
-    made[0].close()
+    assert [type(b) for b in loaders] == [PrefetchedBatches, GPTBatches]
+    assert _tokens(loaders[0], 6) == _tokens(loaders[1], 6)
+    loaders[0].close()

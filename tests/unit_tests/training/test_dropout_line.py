@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of dropout and its attention kernel; guides and recipes turn dropout off."""
+"""Log lines on dropout and the attention kernel; guides and recipes turn dropout off."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ OFF = {"attention": "--attention-dropout 0", "hidden": "--hidden-dropout 0"}
         ("--attention-dropout 0 --hidden-dropout 0", "cuda", set(), False),
     ],
 )
-def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leaves_kernel):
+def test_log_names_active_dropout_and_its_kernel_cost(words, device, names, leaves_kernel):
     line = dropout_line(small_config(words), torch.device(device)) or ""
     assert {name for name, flag in OFF.items() if flag in line} == names
     assert bool(line) == bool(names)
@@ -61,7 +61,7 @@ def test_a_run_says_which_dropout_is_on_and_its_cost(words, device, names, leave
         ),
     ],
 )
-def test_a_run_on_a_gpu_names_its_attention_kernel(monkeypatch, words, kernel, reason):
+def test_gpu_run_names_its_attention_kernel(monkeypatch, words, kernel, reason):
     monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "_has_cudnn", lambda: True)
     config = small_config(f"--attention-dropout 0 {words}")
@@ -73,15 +73,15 @@ def test_a_run_on_a_gpu_names_its_attention_kernel(monkeypatch, words, kernel, r
 
 
 def test_guides_and_recipes_train_without_dropout():
-    """A command that describes a model turns dropout off; others take it from a checkpoint."""
-    seen = 0
+    """Commands that describe a model turn dropout off; the others read it from a checkpoint."""
+    num_commands = 0
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for command in re.findall(r"^\s*(?:torchrun|python) .*pretrain_\w+ --.*", text, re.M):
             if not re.search(r"--use-checkpoint-args|--load-hf|--config", command):
                 assert all(flag in command for flag in OFF.values()), f"{page.name}: {command}"
-                seen += 1
-    assert seen >= 4
+                num_commands += 1
+    assert num_commands >= 4
     recipes = list((ROOT / "examples").rglob("*.yaml"))
     assert recipes
     for recipe in recipes:

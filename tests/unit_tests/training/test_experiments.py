@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--experiment` finds what is in the checkout, and says what is wrong with any other name."""
+"""`--experiment` loads experiments of the checkout, and explains why it refuses another name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_unknown_experiment_is_refused_with_known_names():
         assert word in problem
 
 
-def test_without_a_checkout_there_are_no_experiments(tmp_path):
+def test_experiments_need_a_checkout(tmp_path):
     (problem,) = check_experiments(
         small_config("--experiment weight_average").experiments, tmp_path
     )
@@ -36,13 +36,13 @@ def test_without_a_checkout_there_are_no_experiments(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../tests", "weight_average/tests", "/etc", "weight-average", "."]
 )
-def test_a_name_is_no_path(name):
+def test_experiment_name_must_not_be_a_path(name):
     with pytest.raises(ValueError, match="is not the name of a folder"):
         small_config(f"--experiment {name}")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--experiment weight_average weight_average", "each name once"),
         ("--experiment-option weight_average.half_life_samples=8", "NAME of --experiment"),
@@ -55,13 +55,13 @@ def test_a_name_is_no_path(name):
         ),
     ],
 )
-def test_options_that_go_nowhere_are_refused(flags, said):
-    with pytest.raises(ValueError, match=said):
+def test_unused_experiment_options_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
         small_config(flags)
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("option", "message"),
     [
         ("half_life=8", "use one of half_life_samples"),
         ("half_life_samples=x", "expected a number"),
@@ -69,15 +69,15 @@ def test_options_that_go_nowhere_are_refused(flags, said):
         ("half_life_samples=0", "--experiment weight_average: half_life_samples 0.0"),
     ],
 )
-def test_options_of_an_experiment_are_read_as_flags_are(word, said):
+def test_experiment_options_are_validated_like_flags(option, message):
     flags = "--global-batch-size 6 --experiment weight_average --experiment-option weight_average."
-    flags += word
-    with pytest.raises(ValueError, match=said):
+    flags += option
+    with pytest.raises(ValueError, match=message):
         load_experiments(resolve(small_config(flags), 1))
 
 
 def test_experiment_is_importable_from_any_working_directory(tmp_path):
-    """In a process that has no path to the checkout but that of the installed packages."""
+    """The process finds the checkout only through the installed packages."""
     code = (
         "from tests.unit_tests.training.small_config import small_config\n"
         "from megatron.training.config.resolve import resolve\n"
@@ -85,11 +85,11 @@ def test_experiment_is_importable_from_any_working_directory(tmp_path):
         "import sys\n"
         f"sys.path.remove({str(ROOT)!r})\n"
         "flags = '--global-batch-size 6 --experiment weight_average'\n"
-        "(found,) = load_experiments(resolve(small_config(flags), 1))\n"
-        "assert found.hooks is not None and found.blocks is None\n"
+        "(experiment,) = load_experiments(resolve(small_config(flags), 1))\n"
+        "assert experiment.hooks is not None and experiment.blocks is None\n"
     )
     code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

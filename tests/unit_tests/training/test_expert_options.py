@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts and latent attention from their options to the core's configs, and what cannot be."""
+"""Options of experts and latent attention: the core's configs, and refused combinations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARED = "--moe-shared-expert-intermediate-size 40"
 
 
 @pytest.mark.parametrize(
-    ("text", "layers", "found"),
+    ("text", "layers", "pattern"),
     [
         ("1", 3, "EEE"),
         ("2", 5, "E-E-E"),
@@ -48,9 +48,9 @@ SHARED = "--moe-shared-expert-intermediate-size 40"
         ("(([1]))*2*2", 4, "EEEE"),
     ],
 )
-def test_texts_of_layers(text: str, layers: int, found: str):
-    assert read_frequency(text, layers) == found
-    assert read_frequency(write_frequency(found), layers) == found
+def test_moe_layer_freq_is_parsed_and_written(text: str, layers: int, pattern: str):
+    assert read_frequency(text, layers) == pattern
+    assert read_frequency(write_frequency(pattern), layers) == pattern
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_texts_of_layers(text: str, layers: int, found: str):
     ["0", "-1", "x", "", "[0]*", "[0]+", "[2,1]", "[0]1", "([0]", "[0])", "2*[0]", "[0]*-1"]
     + ["[0]*99999", "(" * 5000, "__import__('os')", "[1]*3;", "1.0", "[]"],
 )
-def test_texts_that_say_nothing_of_layers(text: str):
+def test_invalid_moe_layer_freq_is_refused(text: str):
     with pytest.raises(ValueError, match=r"is neither a number above 0 nor a list of 0 and 1"):
         read_frequency(text, 3)
 
 
-def test_a_text_of_other_layers():
+def test_moe_layer_freq_of_another_length_is_refused():
     with pytest.raises(ValueError, match=r"0,1 has 2 layers, --num-layers is 3: write a 0 or 1"):
         read_frequency("0,1", 3)
 
 
-def test_a_layer_pattern_says_which_layers_have_experts():
+def test_layer_pattern_chooses_the_expert_layers():
     pattern = "*-*E|*E*-"
     options = f"{EXPERTS} --num-layers 4 --hybrid-layer-pattern {pattern} {PP} 2"
     run = resolve(small_config(options), 2)
@@ -77,7 +77,7 @@ def test_a_layer_pattern_says_which_layers_have_experts():
     split = stage_split(run.config)
     assert split is not None
     assert split.ranges == ((0, 4), (4, 8))
-    # A checkpoint's options have no pattern, but say the same.
+    # A checkpoint's options hold the frequency instead of the pattern.
     assert run.config.experts.moe_layer_freq == "[0]*1+[1]*2+[0]*1"
     assert resolve(run.config, 2) == run
     assert check(small_config(f"{options} --moe-layer-freq 1"), 2) == [
@@ -87,10 +87,10 @@ def test_a_layer_pattern_says_which_layers_have_experts():
     assert check(small_config(f"{options} --moe-layer-freq 0,1,1,0"), 2) == []
 
 
-# --- what they become -----------------------------------------------------------------------------
+# --- configs of the core --------------------------------------------------------------------------
 
 
-def test_defaults_are_the_plainest_router():
+def test_router_defaults_match_the_core():
     run = resolve(small_config(f"{EXPERTS} --swiglu --ffn-hidden-size 72"), 1)
     model = gpt_config(run.config, 61)
     assert model.moe == MoEConfig(num_experts=8, ffn_hidden_size=72)
@@ -107,7 +107,7 @@ def test_defaults_are_the_plainest_router():
     assert gpt_config(resolve(small_config(), 1).config, 61).moe is None
 
 
-def test_every_option_of_routers_and_experts_reaches_the_model():
+def test_every_router_and_expert_option_reaches_the_model():
     options = (
         f"{EXPERTS} --swiglu --moe-ffn-hidden-size 24 --moe-layer-freq 0,1 --moe-router-topk 4 "
         "--moe-router-score-function sigmoid --moe-router-pre-softmax --moe-router-num-groups 4 "
@@ -150,30 +150,30 @@ def test_every_option_of_routers_and_experts_reaches_the_model():
     assert (chosen.dispatcher, chosen.overlap_shared_expert) == ("alltoall", False)
 
 
-def test_group_score_sums_as_many_experts_as_are_selected():
+def test_group_score_sums_the_experts_selected_per_group():
     options = f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk"
-    for best, topk, wanted in ((1, 3, 3), (2, 3, 1), (2, 1, 1)):
-        more = f"{options} {best} --moe-router-topk {topk} --moe-router-pre-softmax"
-        moe = gpt_config(resolve(small_config(more), 1).config, 61).moe
+    for best, topk, expected in ((1, 3, 3), (2, 3, 1), (2, 1, 1)):
+        flags = f"{options} {best} --moe-router-topk {topk} --moe-router-pre-softmax"
+        moe = gpt_config(resolve(small_config(flags), 1).config, 61).moe
         assert moe is not None
-        assert moe.router.group_candidates == wanted
+        assert moe.router.group_candidates == expected
 
 
-def test_the_expert_grid():
+def test_expert_parallel_sizes_reach_the_rank_grid():
     run = resolve(small_config(f"{EXPERTS} {TP} 2 {EP} 4 --global-batch-size 12"), 8)
     assert run.config.parallel.expert_tensor_parallel_size == 2
     assert rank_grid(run) == RankGrid(world_size=8, tp=2, etp=2, ep=4)
     # Samples and batches are those of the dense grid.
     assert (run.data_parallel_size, run.num_microbatches) == (4, 1)
-    one = resolve(small_config(f"{EXPERTS} {TP} 2 {ETP} 1 {EP} 4"), 8)
-    assert rank_grid(one) == RankGrid(world_size=8, tp=2, etp=1, ep=4)
-    assert rank_grid(one).edp == 2
+    without_etp = resolve(small_config(f"{EXPERTS} {TP} 2 {ETP} 1 {EP} 4"), 8)
+    assert rank_grid(without_etp) == RankGrid(world_size=8, tp=2, etp=1, ep=4)
+    assert rank_grid(without_etp).edp == 2
     dense = resolve(small_config(f"{TP} 2 {ETP} 1 {EP} 1"), 8)
     assert rank_grid(dense) == RankGrid(world_size=8, tp=2)
-    assert resolve(one.config, 8) == one
+    assert resolve(without_etp.config, 8) == without_etp
 
 
-def test_latent_attention():
+def test_latent_attention_flags_reach_the_model():
     options = (
         f"{LATENT} --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 "
         "--v-head-dim 14 --rotary-interleaved --attention-dropout 0.2"
@@ -199,7 +199,7 @@ def test_latent_attention():
     assert isinstance(gpt_config(resolve(small_config(), 1).config, 61).attention, AttentionConfig)
 
 
-def test_yarn_grows_what_rotates_and_the_softmax_scale():
+def test_yarn_scales_rotary_features_and_softmax():
     yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 40"
     model = gpt_config(resolve(small_config(f"{LATENT} {yarn}"), 1).config, 61)
     assert model.rope is not None
@@ -208,21 +208,21 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
     assert model.rope.scaling.magnitude == pytest.approx(plain)
     assert isinstance(model.attention, LatentAttentionConfig)
     assert model.attention.scale_factor == 1.0
-    both = f"{LATENT} {yarn} --mscale 0.707 --mscale-all-dim 0.5"
-    model = gpt_config(resolve(small_config(both), 1).config, 61)
+    scaled = f"{LATENT} {yarn} --mscale 0.707 --mscale-all-dim 0.5"
+    model = gpt_config(resolve(small_config(scaled), 1).config, 61)
     assert isinstance(model.attention, LatentAttentionConfig)
-    every, rotated = 0.05 * math.log(40) + 1, 0.0707 * math.log(40) + 1
-    assert model.attention.scale_factor == pytest.approx(every**2)
+    softmax_scale, rotary_scale = 0.05 * math.log(40) + 1, 0.0707 * math.log(40) + 1
+    assert model.attention.scale_factor == pytest.approx(softmax_scale**2)
     assert model.rope is not None
     assert model.rope.scaling is not None
-    assert model.rope.scaling.magnitude == pytest.approx(rotated / every)
+    assert model.rope.scaling.magnitude == pytest.approx(rotary_scale / softmax_scale)
 
 
-# --- what cannot be -------------------------------------------------------------------------------
+# --- refused combinations -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "problem"),
+    ("flags", "world", "problem"),
     [
         (
             f"--moe-router-topk 1 {SHARED}",
@@ -344,21 +344,21 @@ def test_yarn_grows_what_rotates_and_the_softmax_scale():
         (f"{LATENT} --qk-pos-emb-head-dim 7", 1, "(--qk-pos-emb-head-dim 7 x --rotary-percent 1.0"),
     ],
 )
-def test_unsupported_expert_options_name_the_fix(more: str, world: int, problem: str):
-    found = check(small_config(more), world)
-    assert problem in "; ".join(found)
-    assert len(found) == problem.count("; ") + 1, found
+def test_unsupported_expert_options_name_the_fix(flags: str, world: int, problem: str):
+    problems = check(small_config(flags), world)
+    assert problem in "; ".join(problems)
+    assert len(problems) == problem.count("; ") + 1, problems
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--num-experts 0", f"{EP} 0", "--moe-router-topk 0", "--kv-lora-rank 0"]
+    "flag", ["--num-experts 0", f"{EP} 0", "--moe-router-topk 0", "--kv-lora-rank 0"]
 )
-def test_values_that_are_no_sizes(wrong: str):
-    with pytest.raises(ValueError, match=f"{wrong.split()[0]} is .*: it must be above 0"):
-        small_config(wrong)
+def test_sizes_must_be_above_zero(flag: str):
+    with pytest.raises(ValueError, match=f"{flag.split()[0]} is .*: it must be above 0"):
+        small_config(flag)
 
 
-def test_values_of_megatron_that_are_not_here_are_answered():
+def test_unsupported_megatron_values_name_the_alternative():
     for words, reason in (
         ("--moe-token-dispatcher-type flex", "by torch's all-gather or all-to-all"),
         ("--moe-router-load-balancing-type sinkhorn", "a loss or a bias balances the load"),
@@ -378,11 +378,11 @@ def test_options_without_experts_are_checked_without_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_what_is_printed_of_experts_is_read_again(tmp_path):
+def test_printed_expert_options_are_read_back(tmp_path):
     pattern = "--hybrid-layer-pattern *-*E --moe-expert-capacity-factor 1.5"
     run = resolve(small_config(f"{EXPERTS} {pattern} {TP} 2 {ETP} 1 --q-lora-rank none"), 2)
-    known = options(Config)
-    (tmp_path / "run.yaml").write_text(write_options(flatten(run.config), known))
-    read = build(Config, read_options(tmp_path / "run.yaml", known))
+    schema = options(Config)
+    (tmp_path / "run.yaml").write_text(write_options(flatten(run.config), schema))
+    read = build(Config, read_options(tmp_path / "run.yaml", schema))
     assert read == run.config
     assert read.experts.moe_layer_freq == "[0]*1+[1]*1"

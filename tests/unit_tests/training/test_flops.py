@@ -38,34 +38,34 @@ def _products(model, vocab: int, tokens: int, seq: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "more",
+    "flags",
     [
         "",
         "--swiglu --ffn-hidden-size 40",
         "--group-query-attention --num-query-groups 2 --kv-channels 10",
     ],
 )
-def test_three_times_the_forward_products(more):
+def test_training_flops_are_three_times_the_forward(flags):
     seq, samples, vocab = 512, 3, 131
-    model = gpt_config(resolve(small_config(more), 1).config, vocab)
+    model = gpt_config(resolve(small_config(flags), 1).config, vocab)
     counted = 3 * _products(model, vocab, seq * samples, seq)
-    got = training_flops(model, vocab_size=vocab, seq_length=seq, samples=samples)
+    flops = training_flops(model, vocab_size=vocab, seq_length=seq, samples=samples)
     # The formula takes the triangle as exactly half of the square, without the half diagonal.
     heads = model.attention.num_attention_heads * model.attention.kv_channels
     diagonal = 3 * 2 * model.num_layers * heads * seq * samples
-    assert got == counted - diagonal
+    assert flops == counted - diagonal
 
 
-def test_flops_of_a_512_wide_model():
+def test_flops_of_a_512_wide_model_match_the_formula():
     """8 layers, hidden 512: 6 x parameters x tokens plus attention."""
-    more = (
+    flags = (
         "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --swiglu --ffn-hidden-size 1536"
     )
-    run = resolve(small_config(more + " --group-query-attention --num-query-groups 4"), 1)
+    run = resolve(small_config(flags + " --group-query-attention --num-query-groups 4"), 1)
     model = gpt_config(run.config, 8192)
     weights = 8 * (512 * 512 * 3 + 3 * 512 * 1536) + 512 * 8192
-    got = training_flops(model, vocab_size=8192, seq_length=512, samples=4)
-    assert got == 6 * weights * 2048 + 8 * 6 * 512 * 512 * 512 * 4
+    flops = training_flops(model, vocab_size=8192, seq_length=512, samples=4)
+    assert flops == 6 * weights * 2048 + 8 * 6 * 512 * 512 * 512 * 4
 
 
 EXPERTS = "--num-experts 8 --moe-layer-freq 0,1 --moe-router-topk 3 --moe-ffn-hidden-size 20"
@@ -74,7 +74,7 @@ LATENT = "--kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 --v-head-di
 
 
 @pytest.mark.parametrize(
-    "more",
+    "flags",
     [
         f"{EXPERTS} --swiglu",
         f"{EXPERTS} {SHARED}",
@@ -83,15 +83,15 @@ LATENT = "--kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 --v-head-di
         f"{EXPERTS} --swiglu --mtp-num-layers 2",
     ],
 )
-def test_product_weights_count_active_matrices_per_token(more):
-    run = resolve(small_config(f"--disable-bias-linear {more}"), 1)
+def test_product_weights_count_active_matrices_per_token(flags):
+    run = resolve(small_config(f"--disable-bias-linear {flags}"), 1)
     model = gpt_config(run.config, 131)
     weights = logical_weights(model)
     matrices = {name: math.prod(shape) for name, shape in weights.items() if len(shape) > 1}
     counted = sum(
         count * 3 // 8 if ".experts." in name else count for name, count in matrices.items()
     )
-    # The tied embedding is the head, once for the next token and once for each further one.
+    # The tied embedding is the head: one use for the next token, one for each MTP layer.
     counted += model.mtp_num_layers * 131 * model.hidden_size
     assert product_weights(model, 131) == counted
     total, active = parameters(model)
@@ -104,13 +104,13 @@ def test_latent_attention_flops_use_key_and_value_widths():
     run = resolve(small_config(f"--multi-latent-attention {LATENT} --disable-bias-linear"), 1)
     model = gpt_config(run.config, 131)
     assert flops_per_square(model) == 3 * 6 * (16 + 14) * 2
-    depths = resolve(small_config(f"{EXPERTS} --disable-bias-linear --mtp-num-layers 1"), 1)
-    assert flops_per_square(gpt_config(depths.config, 131)) == 3 * 6 * (8 + 8) * (2 + 1)
+    with_mtp = resolve(small_config(f"{EXPERTS} --disable-bias-linear --mtp-num-layers 1"), 1)
+    assert flops_per_square(gpt_config(with_mtp.config, 131)) == 3 * 6 * (8 + 8) * (2 + 1)
 
 
-def test_the_log_says_where_experts_are_and_what_a_token_uses():
-    assert expert_line(*_of("", 1)) is None
-    line = expert_line(*_of(f"{EXPERTS} --expert-model-parallel-size 4", 4))
+def test_expert_line_states_layout_and_active_parameters():
+    assert expert_line(*_run_and_model("", 1)) is None
+    line = expert_line(*_run_and_model(f"{EXPERTS} --expert-model-parallel-size 4", 4))
     assert line is not None
     assert line.startswith(
         "experts: 8 in 1 of 2 layers, a token goes to 3 by softmax, weights that sum to 1; expert "
@@ -119,41 +119,43 @@ def test_the_log_says_where_experts_are_and_what_a_token_uses():
         "token uses "
     )
     tp = "--expert-model-parallel-size 2 --tensor-model-parallel-size 2"
-    more = f"{EXPERTS} {SHARED} {tp} --moe-token-dispatcher-type alltoall"
-    more += " --moe-router-score-function sigmoid --moe-router-pre-softmax"
-    line = expert_line(*_of(more, 8))
+    flags = f"{EXPERTS} {SHARED} {tp} --moe-token-dispatcher-type alltoall"
+    flags += " --moe-router-score-function sigmoid --moe-router-pre-softmax"
+    line = expert_line(*_run_and_model(flags, 8))
     assert line is not None
     assert "a token goes to 3 and a shared one by sigmoid, weights as they are; expert" in line
     assert "expert parallel 2, expert tensor parallel 2, expert" in line
     assert "expert data parallel 2; tokens by alltoall: requested; rows per rank, dispatch" in line
     assert "allgather 120, alltoall 180; a token" in line
-    line = expert_line(*_of(EXPERTS, 2))
+    line = expert_line(*_run_and_model(EXPERTS, 2))
     assert line is not None
     assert "expert data parallel 2; all experts are on every rank, no token is sent;" in line
 
 
 def test_capacity_line_states_dependence_on_layout():
-    assert capacity_line(*_of("", 1)) is None
-    assert capacity_line(*_of(EXPERTS, 1)) is None
+    assert capacity_line(*_run_and_model("", 1)) is None
+    assert capacity_line(*_run_and_model(EXPERTS, 1)) is None
     limited = f"{EXPERTS} --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
-    line = capacity_line(*_of(f"{limited} --tensor-model-parallel-size 2 --micro-batch-size 1", 2))
+    line = capacity_line(
+        *_run_and_model(f"{limited} --tensor-model-parallel-size 2 --micro-batch-size 1", 2)
+    )
     assert line is not None
-    for part in (
+    for fragment in (
         "1.25 x",
         "by position",
         "--micro-batch-size 1",
         "--tensor-model-parallel-size 2",
         "--context-parallel-size 1",
     ):
-        assert part in line
+        assert fragment in line
 
 
-def _of(more: str, world: int):
-    run = resolve(small_config(f"--disable-bias-linear {more}"), world)
+def _run_and_model(flags: str, world: int):
+    run = resolve(small_config(f"--disable-bias-linear {flags}"), world)
     return run, gpt_config(run.config, 131)
 
 
-def test_peaks():
+def test_peak_flops_are_known_by_device_name():
     assert peak_flops("NVIDIA H200") == 989.5e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.5e12
@@ -163,7 +165,7 @@ def test_peaks():
     assert peak_flops(None) is None
 
 
-def test_masked_documents_cost_less_attention_by_their_squares():
+def test_document_masks_reduce_attention_flops():
     run = resolve(small_config("--global-batch-size 6"), 1)
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
     model, whole = run.config.model, speed.flops(samples=12, squares=0)
@@ -174,7 +176,7 @@ def test_masked_documents_cost_less_attention_by_their_squares():
     assert whole - halves == pytest.approx(2 * 6 * attention / 2)
 
 
-def test_squared_lengths_are_of_documents_and_none_without_masks():
+def test_squared_lengths_count_masked_documents_only():
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     whole = GPTBatch(tokens=tokens, loss_mask=torch.ones(2, 3), sample_ids=torch.arange(2))
     assert squared_lengths(whole) == 0
@@ -183,7 +185,7 @@ def test_squared_lengths_are_of_documents_and_none_without_masks():
 
 
 def test_hybrid_flops_count_weights_and_state_passes():
-    """Weights as they are shaped; states and their passes by hand."""
+    """Weights count by their shapes; state updates are counted by hand."""
     options = (
         "--num-layers 8 --hybrid-layer-pattern GE|M-*-GE/*-/*- --num-experts 4 "
         "--disable-bias-linear --attention-output-gate --position-embedding-type none "
@@ -199,17 +201,17 @@ def test_hybrid_flops_count_weights_and_state_passes():
         share = model.moe.router.topk / 4 if ".moe.experts." in name else 1.0
         uses = 1 + model.mtp_num_layers if name == "embedding.weight" else 1  # the head's, tied
         weights += share * uses * math.prod(shape)
-    # The way of a state through a token: decayed, read by the key, written, read by the query.
+    # Delta rule state per token: decayed, read by the key, written, read by the query.
     states = 2 * 4 * (6 * 5 * 7)
-    # Decayed, written, read.
+    # Mamba-2 state per token: decayed, written, read.
     states += 3 * (8 * 12 * 10)
     assert product_weights(model, vocab) == weights + states
     assert flops_per_square(model) == 3 * 6 * 2 * 8 * 3  # heads of 8 in a block and two depths
-    got = training_flops(model, vocab_size=vocab, seq_length=20, samples=3)
-    assert got == 6 * 60 * (weights + states) + 3 * flops_per_square(model) * 20**2
+    flops = training_flops(model, vocab_size=vocab, seq_length=20, samples=3)
+    assert flops == 6 * 60 * (weights + states) + 3 * flops_per_square(model) * 20**2
 
 
-def test_a_model_without_attention_sees_no_square():
+def test_model_without_attention_has_no_attention_flops():
     options = "--num-layers 2 --hybrid-layer-pattern MM --mamba-head-dim 12 --mamba-num-groups 2"
     config = small_config(options, without=("--num-attention-heads",))
     assert flops_per_square(gpt_config(resolve(config, 1).config, 61)) == 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No run takes a checkpoint of another program for an empty folder."""
+"""A run never treats a checkpoint of another program as an empty folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def write(root: Path, names: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def load(path: Path, **more: Any) -> Any:
-    return load_newest(str(path), lambda folder: folder.name, Solo(), **more)
+def load(path: Path, **options: Any) -> Any:
+    return load_newest(str(path), lambda folder: folder.name, Solo(), **options)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def load(path: Path, **more: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("tracker", [None, "7", "release"])
-def test_a_foreign_checkpoint_is_named_with_what_reads_it(
+def test_foreign_checkpoint_error_names_the_conversion(
     names, where, kind, tracker, tmp_path, capsys
 ):
     write(tmp_path, names)
@@ -64,7 +64,7 @@ def test_a_foreign_checkpoint_is_named_with_what_reads_it(
     assert "start from scratch" not in out
 
 
-def test_a_run_stops_before_it_starts_anew(tmp_path, capfd):
+def test_run_does_not_restart_from_scratch_on_foreign_load(tmp_path, capfd):
     write(tmp_path, {"theirs/.metadata": ""})
     words = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 16 "
     words += "--mock-data --vocab-size 32 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
@@ -76,8 +76,8 @@ def test_a_run_stops_before_it_starts_anew(tmp_path, capfd):
 
 
 def test_native_checkpoint_next_to_foreign_one_is_loaded(tmp_path):
-    place = {"shape": (3,), "offsets": (0,), "replica_ranks": (0,)}
-    chunk = TensorChunk(name="a", tensor=torch.ones(3), **place)
+    location = {"shape": (3,), "offsets": (0,), "replica_ranks": (0,)}
+    chunk = TensorChunk(name="a", tensor=torch.ones(3), **location)
     save_checkpoint(tmp_path, 5, [chunk], {}, coordinator=Solo())
     write(tmp_path, {".metadata": "", "iter_0000009/.metadata": ""})
     assert load(tmp_path)[1] == "iter_0000005"
@@ -87,6 +87,6 @@ def test_native_checkpoint_next_to_foreign_one_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"sharded_backend": 3}', "[" * 9999])
-def test_other_files_of_these_names_make_no_checkpoint(text, tmp_path):
+def test_other_metadata_files_are_not_checkpoints(text, tmp_path):
     write(tmp_path, {"metadata.json": text})
     assert load(tmp_path) is None

@@ -49,7 +49,7 @@ CUT = {"strategy": "optim_grads_params"}
 
 
 def assert_equal_runs(eager, recorded, step) -> None:
-    """See that most steps were replayed, and that nobody can tell."""
+    """Check that most steps were replayed, with the losses and weights of the eager run."""
     graph = step.forward_backward
     assert graph.replays == graph.recorder.tape.replays == len(REPLAYED)
     assert graph.eager_steps == STEPS - len(REPLAYED)
@@ -65,54 +65,54 @@ def assert_equal_runs(eager, recorded, step) -> None:
     ("granularity", "documents"), [(None, True), ("selective", False), ("full", False)]
 )
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_one_rank_is_replayed_to_the_bits_of_eager_steps(granularity, documents):
+def test_single_rank_replays_match_eager_steps_bitwise(granularity, documents):
     with one_thread():
-        found = run_eager_and_recorded(
+        runs = run_eager_and_recorded(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
             granularity=granularity,
             documents=documents,
         )
-    assert_equal_runs(*found)
-    # On a CPU only: the factor of the loss, and the range of tokens and labels, are read.
+    assert_equal_runs(*runs)
+    # Only the CPU syncs: it reads the loss factor, and the range of tokens and labels.
     read = 1 + 2 * len(("tokens", "labels"))
-    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
-    assert found[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
+    assert runs[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
+    assert runs[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
 
 
-def test_hybrid_of_whole_rows_replays_bits_of_eager_steps():
+def test_hybrid_whole_row_replays_match_eager_bitwise():
     with one_thread():
-        found = run_eager_and_recorded(
+        runs = run_eager_and_recorded(
             ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID
         )
-    assert_equal_runs(*found)
+    assert_equal_runs(*runs)
     assert whole_rows(torch.device("cpu")).num_maps == 1, "tables were made for other rows too"
 
 
 @pytest.mark.parametrize(("granularity", "factor"), [(None, None), ("full", 0.7)])
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_experts_are_replayed_with_other_routes(granularity, factor):
+def test_expert_replays_follow_changed_routing(granularity, factor):
     model = dataclasses.replace(
         EXPERTS, moe=dataclasses.replace(EXPERTS.moe, capacity_factor=factor)
     )
     with one_thread(), products_of_a_gpu():
-        found = run_eager_and_recorded(
+        runs = run_eager_and_recorded(
             ProcessGroupCollection.single(),
             DataParallelConfig(),
             model=model,
             granularity=granularity,
         )
-    assert_equal_runs(*found)
+    assert_equal_runs(*runs)
     read = 1 + 2 * len(("tokens", "labels"))
-    assert found[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
-    (router,) = routers_of(found[2].model)
+    assert runs[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
+    (router,) = routers_of(runs[2].model)
     microbatches = sum(1 if i in SHORTER else 2 for i in range(STEPS))
     recorded = 2  # a tape computes what it records
     assert router.counted[:6].sum() == 2 * 12 * 2 * (microbatches + recorded)
 
 
-def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
-    """Compare on the ranks of a grid."""
+def check_cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
+    """Compare recorded with eager runs on the ranks of a grid."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **grid), rank=rank)
     for config in configs:
         eager, recorded, step = run_eager_and_recorded(
@@ -126,74 +126,77 @@ def cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_two_ranks_are_replayed_with_their_collectives(strategy):
-    more = [{}] if strategy == "no_shard" else [{}, WITHOUT_EARLY]
+def test_data_parallel_replays_include_their_collectives(strategy):
+    settings = [{}] if strategy == "no_shard" else [{}, WITHOUT_EARLY]
     if strategy == "optim_grads":
-        more.append({"grad_dtype": torch.bfloat16, "fp32_accumulation": True})
-    run_ranks(cases, 2, {}, [{"strategy": strategy, **one} for one in more])
+        settings.append({"grad_dtype": torch.bfloat16, "fp32_accumulation": True})
+    run_ranks(check_cases, 2, {}, [{"strategy": strategy, **setting} for setting in settings])
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_hybrid_sharding_outer_gathers_are_in_the_graph():
-    configs = [{**CUT, **WITHOUT_EARLY, "outer": outer} for outer in ("optim", "no_shard")]
-    run_ranks(cases, 4, {"instances": 2}, configs)
+    configs = [
+        {**CUT, **WITHOUT_EARLY, "outer": outer_strategy}
+        for outer_strategy in ("optim", "no_shard")
+    ]
+    run_ranks(check_cases, 4, {"instances": 2}, configs)
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
 def test_weights_over_gtp_are_gathered_inside_the_graph():
     whole = {"strategy": "no_shard", "fsdp_all_gather_in_start_param_sync": False}
-    run_ranks(cases, 2, {"gtp": 2}, [whole, {"strategy": "optim", **WITHOUT_EARLY}])
+    run_ranks(check_cases, 2, {"gtp": 2}, [whole, {"strategy": "optim", **WITHOUT_EARLY}])
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_tensor_parallel_ranks_are_replayed():
-    run_ranks(cases, 2, {"tp": 2}, [{}])
+def test_tensor_parallel_replays_match_eager_steps():
+    run_ranks(check_cases, 2, {"tp": 2}, [{}])
 
 
-def context_cases(rank: int, world: int, engines: list[str]) -> None:
-    """Compare with sequences that are cut over the ranks, for each engine of attention."""
+def check_context_cases(rank: int, world: int, engines: list[str]) -> None:
+    """Compare with sequences sharded over the ranks, for each context-parallel engine."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     for engine in engines:
         backend = dataclasses.replace(LOCAL, context_engine=engine)
-        found = run_eager_and_recorded(
+        runs = run_eager_and_recorded(
             groups, DataParallelConfig(), model=WITHOUT_DROPOUT, backend=backend
         )
-        assert_equal_runs(*found)
+        assert_equal_runs(*runs)
 
 
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_ranks_that_share_sequences_are_replayed():
-    run_ranks(context_cases, 2, ["p2p", "all_gather", "a2a"])
+def test_context_parallel_replays_match_eager_steps():
+    run_ranks(check_context_cases, 2, ["p2p", "all_gather", "a2a"])
 
 
-# --- what cannot be recorded ----------------------------------------------------------------------
+# --- refused recordings ---------------------------------------------------------------------------
 
 
-def refusals(rank: int, world: int) -> None:
-    """See that settings which reach across the border of a step are refused."""
+def check_refusals(rank: int, world: int) -> None:
+    """Check that settings are refused whose work crosses the boundary of a step."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    for more, message in (
+    for settings, message in (
         ({"overlap_param_gather": True}, "set fsdp_all_gather_in_start_param_sync to False"),
         ({"debug": True}, "debug compares orders on the host"),
     ):
         with pytest.raises(ValueError, match=message):
-            build_step(groups, DataParallelConfig(**CUT, **more), graph=TapeRecorder(OpTape()))
+            build_step(groups, DataParallelConfig(**CUT, **settings), graph=TapeRecorder(OpTape()))
 
 
-def gtp_refusals(rank: int, world: int) -> None:
-    """Weights over gtp are gathered ahead without being asked for: their first ones too."""
+def check_gtp_refusals(rank: int, world: int) -> None:
+    """Weights over gtp are prefetched by default, the first of a step before the step begins."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
     with pytest.raises(ValueError, match="set fsdp_all_gather_in_start_param_sync to False"):
         build_step(groups, DataParallelConfig(), graph=TapeRecorder(OpTape()))
 
 
 def test_overlap_across_graph_boundary_is_refused():
-    run_ranks(refusals, 2)
-    run_ranks(gtp_refusals, 2)
+    run_ranks(check_refusals, 2)
+    run_ranks(check_gtp_refusals, 2)
 
 
-def early_gather(rank: int, world: int) -> None:
-    """Record a step whose first gather is under way, past the refusal."""
+def record_early_gather(rank: int, world: int) -> None:
+    """Record a step whose first gather is in flight, bypassing the check of the settings."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     config = DataParallelConfig(**CUT, **WITHOUT_EARLY)
     rules, recorder = simulated_gpu()
@@ -208,12 +211,12 @@ def early_gather(rank: int, world: int) -> None:
     assert (recorder.captures, step.forward_backward.replays) == (1, 0)
 
 
-def test_an_early_gather_cannot_be_recorded():
-    run_ranks(early_gather, 2)
+def test_gather_in_flight_cannot_be_recorded():
+    run_ranks(record_early_gather, 2)
 
 
-def other_order(rank: int, world: int) -> None:
-    """Run the layers the other way round from the step on that is to be recorded."""
+def record_reversed_layers(rank: int, world: int) -> None:
+    """Reorder the layers from the recorded step on."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     rules, recorder = simulated_gpu()
     with rules.enforced(), simulated(groups, rules):
@@ -227,11 +230,11 @@ def other_order(rank: int, world: int) -> None:
     assert (recorder.captures, recorder.tape.replays) == (1, 0)
 
 
-def test_an_order_that_changes_in_the_recording_is_an_error():
-    run_ranks(other_order, 2)
+def test_weight_order_that_changes_while_recording_is_an_error():
+    run_ranks(record_reversed_layers, 2)
 
 
-def test_weights_needed_in_changing_orders_are_an_error():
+def test_weight_order_that_never_settles_is_an_error():
     step = build_step(
         ProcessGroupCollection.single(), DataParallelConfig(), graph=TapeRecorder(OpTape())
     )
@@ -244,12 +247,12 @@ def test_weights_needed_in_changing_orders_are_an_error():
         step(step_batches(0, 0), lr=1e-2, weight_decay=0.0)
 
 
-def test_a_recorder_of_cuda_graphs_needs_a_gpu():
+def test_cuda_graph_recorder_needs_a_gpu():
     with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* on the cpu: leave"):
         CudaRecorder(torch.device("cpu"), "--cuda-graph-impl full_iteration")
 
 
-def test_what_a_step_returns_outlives_the_next_replay():
+def test_step_losses_outlive_the_next_replay():
     recorder = TapeRecorder(OpTape())
     step = build_step(ProcessGroupCollection.single(), DataParallelConfig(), graph=recorder)
     totals, copies = [], []
@@ -262,19 +265,19 @@ def test_what_a_step_returns_outlives_the_next_replay():
     assert len(set(copies)) == WARMUP + 2
 
 
-# --- its parts ------------------------------------------------------------------------------------
+# --- inputs of a recorded step --------------------------------------------------------------------
 
 
-def by_blocks(batches: list[Microbatch]) -> list[Microbatch]:
-    """Return microbatches whose layouts know documents by where they begin, and not by ids."""
-    found = []
+def with_document_bounds(batches: list[Microbatch]) -> list[Microbatch]:
+    """Return microbatches whose layouts hold document bounds instead of ids."""
+    blocked = []
     for b in batches:
         rows = {name: getattr(b.layout, name).t() for name in ("positions", "document_ids")}
         cut = SequenceSharding.of(b.tokens.shape[1], 1)
         layout = SequenceLayout.make(cut, 0, rows=2, **rows)
         layout = layout.with_samples(b.layout.sample_ids)
-        found.append(dataclasses.replace(b, layout=layout))
-    return found
+        blocked.append(dataclasses.replace(b, layout=layout))
+    return blocked
 
 
 def test_graph_replays_feed_gradients_to_checksum_comparison():
@@ -282,13 +285,13 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
         world = step.groups["world"]
         reruns = RerunPolicy("report_determinism_stats")
         step.replayer = replayer = Replayer(reruns, engine=step.engine, world=world)
-        found = []
+        checksums = []
         for i in (0, 1, 3, 6, 7):
             report = step(step_batches(0, i), lr=1e-2, weight_decay=0.0)
             assert report.anomaly is None
-            found.append((int(replayer.checksum.sum), float(replayer.checksum.norm)))
+            checksums.append((int(replayer.checksum.sum), float(replayer.checksum.norm)))
         assert (replayer.compared, replayer.differed) == (5, 0)
-        return found
+        return checksums
 
     with one_thread():
         single = ProcessGroupCollection.single()
@@ -303,62 +306,66 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
 
 
 def test_layout_inputs_keep_addresses_and_copy_new_values():
-    first, second = (padded(step_batches(0, i, documents=True), i) for i in (0, 7))
-    inputs = StepInputs(first, torch.ones(2))
+    recorded, replayed = (with_padding(step_batches(0, i, documents=True), i) for i in (0, 7))
+    inputs = StepInputs(recorded, torch.ones(2))
     layouts = [m.layout for m in inputs.microbatches]
     names = ("positions", "document_ids", "sample_ids", "padding")
     addresses = [getattr(x, n).data_ptr() for x in layouts for n in names]
-    assert inputs.fit(second)
-    inputs.take(second, torch.ones(2))
+    assert inputs.fit(replayed)
+    inputs.take(replayed, torch.ones(2))
     assert addresses == [getattr(x, n).data_ptr() for x in layouts for n in names]
-    for mine, given, before in zip(layouts, second, first, strict=True):
+    for layout, batch, old_batch in zip(layouts, replayed, recorded, strict=True):
         for name in names:
-            assert torch.equal(getattr(mine, name), getattr(given.layout, name)), name
-            assert not torch.equal(getattr(before.layout, name), getattr(given.layout, name)), name
+            assert torch.equal(getattr(layout, name), getattr(batch.layout, name)), name
+            assert not torch.equal(getattr(old_batch.layout, name), getattr(batch.layout, name)), (
+                name
+            )
 
 
-def padded(batches: list[Microbatch], count: int) -> list[Microbatch]:
-    """Return microbatches of which so many tokens are padding."""
+def with_padding(batches: list[Microbatch], num_padding: int) -> list[Microbatch]:
+    """Return microbatches whose first `num_padding` tokens are padding."""
 
     def marked(b: Microbatch) -> Microbatch:
-        mark = torch.arange(b.tokens.numel()).view_as(b.tokens.t()) < count
-        return dataclasses.replace(b, layout=b.layout.with_padding(mark))
+        padding = torch.arange(b.tokens.numel()).view_as(b.tokens.t()) < num_padding
+        return dataclasses.replace(b, layout=b.layout.with_padding(padding))
 
     return [marked(b) for b in batches]
 
 
-def test_steps_with_and_without_padding_are_of_other_forms():
-    inputs = StepInputs(padded(step_batches(0, 0), 2), torch.ones(2))
-    assert inputs.fit(padded(step_batches(0, 0), 5))
+def test_padding_changes_the_form_of_a_step():
+    inputs = StepInputs(with_padding(step_batches(0, 0), 2), torch.ones(2))
+    assert inputs.fit(with_padding(step_batches(0, 0), 5))
     assert not inputs.fit(step_batches(0, 0))
 
 
-def test_blocks_of_other_documents_do_not_fit():
-    first, same, other = (by_blocks(step_batches(0, i, documents=True)) for i in (0, 5 * 2, 1))
-    inputs = StepInputs(first, torch.ones(2))
-    assert inputs.fit(same)
-    assert not inputs.fit(other)
+def test_other_document_bounds_do_not_fit_the_recording():
+    recorded, same_documents, other_documents = (
+        with_document_bounds(step_batches(0, i, documents=True)) for i in (0, 5 * 2, 1)
+    )
+    inputs = StepInputs(recorded, torch.ones(2))
+    assert inputs.fit(same_documents)
+    assert not inputs.fit(other_documents)
     assert not inputs.fit(step_batches(0, 0, documents=True))
 
 
-def test_inputs_keep_their_addresses_and_take_every_field():
-    first, second = step_batches(0, 0, documents=True), step_batches(1, 7, documents=True)
-    inputs = StepInputs(first, torch.tensor([1.0, 2.0]))
-    others = ("layout", "mtp_targets", "share")  # the last is in the factors
-    fields = [f.name for f in dataclasses.fields(first[0]) if f.name not in others]
+def test_step_inputs_keep_addresses_and_copy_every_field():
+    recorded, replayed = step_batches(0, 0, documents=True), step_batches(1, 7, documents=True)
+    inputs = StepInputs(recorded, torch.tensor([1.0, 2.0]))
+    excluded = ("layout", "mtp_targets", "share")  # the last is in the factors
+    fields = [f.name for f in dataclasses.fields(recorded[0]) if f.name not in excluded]
     addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
-    assert inputs.fit(second)
-    inputs.take(second, torch.tensor([3.0, 4.0]))
+    assert inputs.fit(replayed)
+    inputs.take(replayed, torch.tensor([3.0, 4.0]))
     assert addresses == [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
-    for mine, given, before in zip(inputs.microbatches, second, first, strict=True):
+    for local, batch, old_batch in zip(inputs.microbatches, replayed, recorded, strict=True):
         for name in fields:
-            assert torch.equal(getattr(mine, name), getattr(given, name)), name
-            assert not torch.equal(getattr(before, name), getattr(given, name)), name
+            assert torch.equal(getattr(local, name), getattr(batch, name)), name
+            assert not torch.equal(getattr(old_batch, name), getattr(batch, name)), name
     assert inputs.factors.tolist() == [3.0, 4.0]
 
 
-def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
-    """Return microbatches that know what two depths predict."""
+def with_mtp_targets(batches: list[Microbatch]) -> list[Microbatch]:
+    """Return microbatches with the targets of two MTP layers."""
 
     def shifted_targets(b: Microbatch) -> MTPTargets:
         return shift_targets(
@@ -369,33 +376,35 @@ def with_ahead(batches: list[Microbatch]) -> list[Microbatch]:
 
 
 def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:
-    """Return the tensors of what depths predict."""
+    """Return the tensors of MTP targets."""
     return [x for x in vars(mtp_targets).values() if x is not None]
 
 
 def test_mtp_targets_keep_addresses_and_copy_new_values():
-    first, second = (with_ahead(padded(step_batches(i, 7 * i), i)) for i in range(2))
-    inputs = StepInputs(first, torch.ones(2))
-    kept = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]
-    addresses = [x.data_ptr() for x in kept]
-    assert inputs.fit(second)
+    recorded, replayed = (
+        with_mtp_targets(with_padding(step_batches(i, 7 * i), i)) for i in range(2)
+    )
+    inputs = StepInputs(recorded, torch.ones(2))
+    tensors = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]
+    addresses = [x.data_ptr() for x in tensors]
+    assert inputs.fit(replayed)
     assert not inputs.fit(step_batches(1, 7))
-    inputs.take(second, torch.ones(2))
-    given = [x for m in second for x in tensors_of(m.mtp_targets)]
-    assert len(given) == 2 * 4
+    inputs.take(replayed, torch.ones(2))
+    expected = [x for m in replayed for x in tensors_of(m.mtp_targets)]
+    assert len(expected) == 2 * 4
     assert addresses == [
         x.data_ptr() for m in inputs.microbatches for x in tensors_of(m.mtp_targets)
     ]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(kept, given, strict=True))
+    assert all(torch.equal(tensor, new) for tensor, new in zip(tensors, expected, strict=True))
     assert not any(
-        torch.equal(mine, before)
-        for mine, before in zip(
-            kept, (x for m in first for x in tensors_of(m.mtp_targets)), strict=True
+        torch.equal(tensor, old)
+        for tensor, old in zip(
+            tensors, (x for m in recorded for x in tensors_of(m.mtp_targets)), strict=True
         )
     )
 
 
-def test_steps_of_another_form_do_not_fit():
+def test_steps_of_another_form_do_not_fit_the_recording():
     inputs = StepInputs(step_batches(0, 0), torch.ones(2))
     plain, packed = step_batches(0, 1), step_batches(0, 1, documents=True)
     assert inputs.fit(plain)
@@ -407,7 +416,7 @@ def test_steps_of_another_form_do_not_fit():
     assert not inputs.fit(narrower)
 
 
-def test_the_stand_ins_are_strict():
+def test_simulated_recorder_and_rules_detect_misuse():
     x, tape = torch.ones(3), OpTape()
     with tape:
         y = x * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduled garbage collection: off in between, at its iterations, and as before afterwards."""
+"""Scheduled garbage collection: at its interval, disabled in between, restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def collections():
     """Count the full collections."""
     counted: list[int] = []
 
-    def count(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
+    def count(phase: str, event: dict[str, int]) -> None:
+        if phase == "start" and event["generation"] == 2:
             counted.append(1)
 
     gc.callbacks.append(count)
@@ -24,7 +24,7 @@ def collections():
     gc.callbacks.remove(count)
 
 
-def test_it_collects_at_its_iterations_and_never_in_between(collections):
+def test_gc_runs_at_its_interval_and_never_in_between(collections):
     assert gc.isenabled()
     with scheduled_collection(True, 3) as begin:
         assert not gc.isenabled()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stuck rank leaves: the log of collectives, the report of all ranks, and its files."""
+"""Evidence of a stuck rank: the collective log, the report of all ranks, and the files."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def test_collective_log_keeps_last_entries_and_their_outcome():
     assert entries[0]["shape"] == [8]
     assert entries[0]["iteration"] == 0
     assert entries[-5]["number_in_group"] == MAX_ENTRIES + 4
-    assert "waited_seconds" not in entries[-3], "nobody waited for it"
+    assert "waited_seconds" not in entries[-3], "no rank waited for it"
     assert log.stuck() is stuck
 
 
-def beating(iteration, counts, wait=None, count=9):
-    """Return a beat as it comes back from the store."""
+def heartbeat_of(iteration, counts, wait=None, count=9):
+    """Return a heartbeat as read back from the store."""
     log = CollectiveLog(lambda: iteration)
     for group, number in counts.items():
         for _ in range(number):
-            last_collective = log(record(group=group, ranks=(0, 1, 2, 3)))
+            collective = log(record(group=group, ranks=(0, 1, 2, 3)))
     if wait:
-        last_collective.__enter__()
+        collective.__enter__()
     return Heartbeat.of(Heartbeat.now(count, iteration, log, final=bool(wait)).to_text())
 
 
-def test_the_report_says_who_is_missing_in_which_collective():
+def test_hang_report_names_missing_ranks_and_collective():
     beats = [
-        beating(7, {"tp": 4, "world": 3}, wait=True),
-        beating(7, {"tp": 4, "world": 2}),
-        beating(7, {"tp": 4, "world": 3}, wait=True),
-        beating(6, {"world": 2, "tp": 4}),
+        heartbeat_of(7, {"tp": 4, "world": 3}, wait=True),
+        heartbeat_of(7, {"tp": 4, "world": 2}),
+        heartbeat_of(7, {"tp": 4, "world": 3}, wait=True),
+        heartbeat_of(6, {"world": 2, "tp": 4}),
     ]
     states = [
         RankState(rank=r, host=f"h{r}", pid=10 + r, state="running", heartbeat=beat, age=0.5)
@@ -96,13 +96,13 @@ def test_the_report_says_who_is_missing_in_which_collective():
     assert lines[-1].endswith(": S/stacks/*")
 
 
-def test_the_report_knows_of_ranks_that_never_came_and_of_pairs():
+def test_hang_report_covers_absent_ranks_and_p2p_waits():
     log = CollectiveLog(lambda: 2)
     log(record("receive", "pp", how="from 0")).__enter__()
-    own = Heartbeat.now(1, 2, log, final=True)
+    heartbeat = Heartbeat.now(1, 2, log, final=True)
     states = [
         RankState(rank=0, host="?", pid=None, state="never came", heartbeat=None, age=None),
-        RankState(rank=1, host="h", pid=5, state="running", heartbeat=own, age=0.0),
+        RankState(rank=1, host="h", pid=5, state="running", heartbeat=heartbeat, age=0.0),
     ]
     text = hang_report("why", states, writer=1, files="f")
     assert "\n0     ?        ?        never came  ?          none       ?\n" in text
@@ -125,19 +125,21 @@ def test_hang_files_hold_stacks_and_collectives_or_are_removed(tmp_path):
         "attempt_1_rank_2_collectives.json",
         "hang_report_attempt_1.txt",
     }
-    told = json.loads((tmp_path / "stacks" / "attempt_1_rank_2_collectives.json").read_text())
-    assert told["reason"] == "rank 0 is dead"
-    assert told["last"][-1]["state"] == "waiting"
-    assert told["last"][-1]["iteration"] == 3
+    collectives = json.loads(
+        (tmp_path / "stacks" / "attempt_1_rank_2_collectives.json").read_text()
+    )
+    assert collectives["reason"] == "rank 0 is dead"
+    assert collectives["last"][-1]["state"] == "waiting"
+    assert collectives["last"][-1]["iteration"] == 3
 
 
 def test_stacks_are_written_while_ranks_remove_empty_folder(tmp_path):
-    done = threading.Event()
+    finished = threading.Event()
     removed = 0
 
     def remove() -> None:
         nonlocal removed
-        while not done.wait(1e-4):
+        while not finished.wait(1e-4):
             with contextlib.suppress(OSError):
                 (tmp_path / "stacks").rmdir()
                 removed += 1
@@ -151,13 +153,13 @@ def test_stacks_are_written_while_ranks_remove_empty_folder(tmp_path):
             assert path.exists(), i
             path.unlink()
     finally:
-        done.set()
+        finished.set()
         thread.join()
     assert removed
 
 
 def freeze(rank: int, world: int, save: str) -> None:
-    """Beat twice, and hold the interpreter's lock until the end."""
+    """Send two heartbeats, then hold the GIL until the process ends."""
     evidence = HangFiles(save, attempt=0, rank=rank, frozen_seconds=0.3)
     evidence.heartbeat()
     evidence.heartbeat()
@@ -176,11 +178,15 @@ def test_rank_holding_the_gil_still_writes_its_stacks(tmp_path):
 
 
 def test_flight_recorder_is_enabled_unless_user_set_it():
-    for given in ({}, {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}):
-        environment = dict(given)
+    for user_environment in (
+        {},
+        {"TORCH_FR_BUFFER_SIZE": "0"},
+        {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"},
+    ):
+        environment = dict(user_environment)
         enable_flight_recorder(environment)
         assert environment == (
-            given or {"TORCH_FR_BUFFER_SIZE": str(hang_files.DEFAULT_BUFFER_SIZE)}
+            user_environment or {"TORCH_FR_BUFFER_SIZE": str(hang_files.DEFAULT_BUFFER_SIZE)}
         )
         assert flight_recorder_enabled(environment) == (
             environment != {"TORCH_FR_BUFFER_SIZE": "0"}
@@ -188,21 +194,21 @@ def test_flight_recorder_is_enabled_unless_user_set_it():
 
 
 class Bindings:
-    """torch's bindings as older versions have them."""
+    """torch's bindings in older versions."""
 
     @staticmethod
     def _dump_nccl_trace_json():
         return '{"entries": []}'
 
 
-def test_torchs_record_is_read_as_json(tmp_path, monkeypatch):
+def test_torch_flight_recorder_is_read_as_json(tmp_path, monkeypatch):
     assert read_flight_recorder(object()) is None
     assert read_flight_recorder(Bindings()) == b'{"entries": []}'
     import torch
 
-    found = read_flight_recorder(torch._C._distributed_c10d)
-    assert found is not None
-    assert "version" in json.loads(found)
+    trace = read_flight_recorder(torch._C._distributed_c10d)
+    assert trace is not None
+    assert "version" in json.loads(trace)
     environment = {"TORCH_FR_BUFFER_SIZE": "9"}
     evidence = HangFiles(
         str(tmp_path), attempt=0, rank=0, frozen_seconds=9.0, environment=environment

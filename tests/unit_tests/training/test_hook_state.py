@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of hooks in checkpoints, where only some ranks hold any of it."""
+"""The state of hooks in checkpoints, when only some ranks have state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.progress_state import Progress
 
 
 class TensorHooks(TrainingHooks):
-    """Hooks that keep a tensor, or none."""
+    """Hooks whose state is one tensor, or empty."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -31,31 +31,31 @@ def chunk(tensor):
     return TensorChunk(name=name, shape=(2,), offsets=(0,), tensor=tensor, replica_ranks=(0,))
 
 
-@pytest.mark.parametrize("holder", [0, 1])
-def test_state_that_one_rank_holds_is_loaded(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "load_run", lambda *args, **more: Progress())
+@pytest.mark.parametrize("owner", [0, 1])
+def test_hook_state_of_a_single_rank_is_loaded(owner, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_run", lambda *args, **options: Progress())
     folder = save_checkpoint(
         tmp_path, 1, [chunk(torch.tensor([3.0, 4.0]))], {}, coordinator=Solo(print)
     )
-    store, said = dist.HashStore(), []
-    held = [torch.zeros(2) if rank == holder else None for rank in range(2)]
+    store, messages = dist.HashStore(), []
+    tensors = [torch.zeros(2) if rank == owner else None for rank in range(2)]
 
     def load(rank):
-        coordinator = StoreCoordinator(store, rank, 2, timeout_seconds=4.0, say=said.append)
-        parts = dict.fromkeys(("optimizer", "window", "metadata"))
+        coordinator = StoreCoordinator(store, rank, 2, timeout_seconds=4.0, say=messages.append)
+        unused = dict.fromkeys(("optimizer", "window", "metadata"))
         experiments = SimpleNamespace(experiment=("kept",))
         return module.load_session(
             SimpleNamespace(
                 run=SimpleNamespace(config=SimpleNamespace(experiments=experiments)),
                 context=SimpleNamespace(coordinator=coordinator),
                 model=SimpleNamespace(store=None),
-                hooks=(TrainingHooks(), TensorHooks(held[rank])),
-                **parts,
+                hooks=(TrainingHooks(), TensorHooks(tensors[rank])),
+                **unused,
             ),
             folder,
         )
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(load, range(2))) == [Progress(), Progress()]
-    assert held[holder].tolist() == [3.0, 4.0]
-    assert said == []
+    assert tensors[owner].tolist() == [3.0, 4.0]
+    assert messages == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of hybrids: the model they describe, what goes together, and published models by file."""
+"""Options of hybrid models: the configs they build, refused combinations, logs and layouts."""
 
 from __future__ import annotations
 
@@ -42,22 +42,24 @@ DELTA = (
 )
 MAMBA = "--mamba-head-dim 12 --mamba-state-dim 10 --mamba-num-groups 2"
 NONE = "--position-embedding-type none"
-DATA = "--mock-data --tokenizer-type null --vocab-size 61 --hidden-size 48 --seq-length 20"
-RUN = f"{DATA} --micro-batch-size 1 --train-iters 2 --lr 1e-3 {NONE}"
+DATA_FLAGS = "--mock-data --tokenizer-type null --vocab-size 61 --hidden-size 48 --seq-length 20"
+RUN_FLAGS = f"{DATA_FLAGS} --micro-batch-size 1 --train-iters 2 --lr 1e-3 {NONE}"
 
 
-def hybrid_run(more: str, world: int = 1):
-    """Return the run that pretrain_hybrid makes of flags."""
-    words = last_wins([*RUN.split(), *more.split()])
+def hybrid_run(flags: str, world: int = 1):
+    """Return the run that pretrain_hybrid builds from flags."""
+    words = last_wins([*RUN_FLAGS.split(), *flags.split()])
     return read_run(words, Launch(world_size=world), program=PRETRAIN_HYBRID)
 
 
-# --- what they become -----------------------------------------------------------------------------
+# --- configs of the core --------------------------------------------------------------------------
 
 
-def test_the_model_is_what_the_options_say():
-    more = f"{PATTERN} G-|M*-/*-/*- --num-attention-heads 6 {DELTA} {MAMBA} {PP} 2 --mamba-dt-limit"
-    run = hybrid_run(f"{more} 0.001 0.1 --squared-relu --apply-layernorm-1p", 2)
+def test_hybrid_options_reach_the_model():
+    flags = (
+        f"{PATTERN} G-|M*-/*-/*- --num-attention-heads 6 {DELTA} {MAMBA} {PP} 2 --mamba-dt-limit"
+    )
+    run = hybrid_run(f"{flags} 0.001 0.1 --squared-relu --apply-layernorm-1p", 2)
     model = gpt_config(run.config, 61)
     assert (model.pattern, model.mtp_pattern, model.mtp_num_layers) == ("G-M*-", "*-", 2)
     assert (model.num_layers, model.ffn_pattern, run.config.model.num_layers) == (5, "", 5)
@@ -80,48 +82,48 @@ def test_the_model_is_what_the_options_say():
 
 
 @pytest.mark.parametrize("blocks", [f"MM {MAMBA}", f"G- {DELTA}", "*-*- --num-attention-heads 6"])
-def test_positions_that_are_left_out_are_those_of_megatron(blocks):
-    words = f"{RUN.removesuffix(NONE)} {PATTERN} {blocks}".split()
+def test_default_positions_match_megatron(blocks):
+    words = f"{RUN_FLAGS.removesuffix(NONE)} {PATTERN} {blocks}".split()
     model = gpt_config(read_run(words, Launch(), program=PRETRAIN_HYBRID).config, 61)
     assert (model.rope, model.max_position_embeddings) == (None, 20)
     assert model.problems() == []
 
 
-def test_what_no_block_has_is_left_out():
+def test_configs_of_absent_block_types_are_none():
     model = gpt_config(hybrid_run(f"{PATTERN} MMM {MAMBA}").config, 61)
     assert (model.attention, model.mlp, model.delta_net, model.rope) == (None, None, None, None)
     assert parameters(model)[0] == GPTModel(model, ProcessGroupCollection.single()).num_parameters
 
 
-@pytest.mark.parametrize("given", ["", "--num-layers 3", "--num-layers 6"])
-def test_a_gpt_may_be_written_as_a_pattern(given):
+@pytest.mark.parametrize("layer_flag", ["", "--num-layers 3", "--num-layers 6"])
+def test_gpt_layers_can_be_written_as_a_pattern(layer_flag):
     plain = gpt_config(
         hybrid_run(f"--num-layers 3 {PATTERN} *-*-*- --num-attention-heads 6").config, 61
     )
-    run = hybrid_run(f"{given} {PATTERN} *-*-*- --num-attention-heads 6")
+    run = hybrid_run(f"{layer_flag} {PATTERN} *-*-*- --num-attention-heads 6")
     assert gpt_config(run.config, 61) == plain
     assert (plain.pattern, plain.ffn_pattern, run.config.model.num_layers) == ("", "---", 3)
 
 
-def test_a_gpt_s_pattern_may_have_its_own_further_predictions():
-    more = f"--num-attention-heads 6 --num-experts 4 --disable-bias-linear {PATTERN} *-*-"
-    model = gpt_config(hybrid_run(f"{more}/*E").config, 61)
+def test_gpt_pattern_can_have_its_own_mtp_layers():
+    flags = f"--num-attention-heads 6 --num-experts 4 --disable-bias-linear {PATTERN} *-*-"
+    model = gpt_config(hybrid_run(f"{flags}/*E").config, 61)
     assert (model.ffn_pattern, model.mtp_pattern, model.mtp_num_layers) == ("--", "*E", 1)
     assert model.router_names == ("mtp.0.decoder.blocks.1.moe.router",)
-    same = gpt_config(hybrid_run(f"--num-attention-heads 6 {PATTERN} *-*-/*-/*-").config, 61)
-    assert (same.mtp_pattern, same.mtp_num_layers) == ("", 2)
+    uniform = gpt_config(hybrid_run(f"--num-attention-heads 6 {PATTERN} *-*-/*-/*-").config, 61)
+    assert (uniform.mtp_pattern, uniform.mtp_num_layers) == ("", 2)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "flags",
     [
         f"{PATTERN} G-*-/*- --num-attention-heads 6 {DELTA}",
         f"{PATTERN} MEM- {MAMBA} --num-experts 4 --disable-bias-linear",
         f"{PATTERN} *-*- --num-layers 4 --num-attention-heads 6",
     ],
 )
-def test_a_resolved_run_is_fed_back_unchanged(more, tmp_path):
-    run = hybrid_run(more)
+def test_resolved_hybrid_run_is_read_back_unchanged(flags, tmp_path):
+    run = hybrid_run(flags)
     assert resolve(run.config, 1) == run
     (tmp_path / "run.yaml").write_text(
         write_options(flatten(run.config), options(type(run.config)))
@@ -142,11 +144,11 @@ def test_checkpoint_pattern_drops_pipeline_stage_marks(monkeypatch):
     assert gpt_config(run.config, 61).mamba.state_channels == 10
 
 
-def test_modes_reach_the_layers():
-    more = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments"
-    more = last_wins(f"{RUN} {more} --seq-length 260".split())
-    made = backend(read_run(more, Launch(world_size=2), program=PRETRAIN_HYBRID).config)
-    assert made.linear_mode == "segments"
+def test_linear_cp_mode_reaches_the_layers():
+    flags = f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode segments"
+    flags = last_wins(f"{RUN_FLAGS} {flags} --seq-length 260".split())
+    backend_config = backend(read_run(flags, Launch(world_size=2), program=PRETRAIN_HYBRID).config)
+    assert backend_config.linear_mode == "segments"
     shape = gpt_config(hybrid_run(f"{PATTERN} G- {DELTA}").config, 61)
     model = GPTModel(
         shape,
@@ -157,7 +159,7 @@ def test_modes_reach_the_layers():
     assert context.linear_mode == "segments"
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused combinations -------------------------------------------------------------------------
 
 HEADS = "--num-attention-heads"
 REFUSED = [
@@ -272,27 +274,27 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("more", "world", "message"), REFUSED)
-def test_each_problem_is_reported_by_itself(more, world, message):
+@pytest.mark.parametrize(("flags", "world", "message"), REFUSED)
+def test_each_problem_is_reported_once(flags, world, message):
     with pytest.raises(ValueError, match=message) as caught:
-        hybrid_run(more, world)
+        hybrid_run(flags, world)
     assert "; " not in str(caught.value)
 
 
 def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
     for pattern in ("G-*-", "MM", "*-*"):
-        words = f"{RUN} {PATTERN} {pattern} {HEADS} 6 {DELTA if 'G' in pattern else ''}"
+        words = f"{RUN_FLAGS} {PATTERN} {pattern} {HEADS} 6 {DELTA if 'G' in pattern else ''}"
         with pytest.raises(
             ValueError, match=r"start python -m megatron\.training\.pretrain_hybrid"
         ):
             read_run(words.split(), Launch(), program=PRETRAIN_GPT)
     with pytest.raises(ValueError, match=r"start python -m \S+$") as caught:
-        read_run(f"{RUN} {PATTERN} G- {DELTA}".split(), Launch(), program=PRETRAIN_GPT)
-    assert "; " not in str(caught.value), "positions are a mere default"
+        read_run(f"{RUN_FLAGS} {PATTERN} G- {DELTA}".split(), Launch(), program=PRETRAIN_GPT)
+    assert "; " not in str(caught.value), "default positions are no second problem"
 
 
-def test_sections_say_what_is_wrong_with_their_own_values():
-    for more, message in (
+def test_invalid_hybrid_sizes_are_refused():
+    for flags, message in (
         ("--linear-num-key-heads 0", "--linear-num-key-heads is 0: it must be above 0"),
         ("--mamba-state-dim -1", "must be above 0"),
         ("--mamba-dt-limit 0.2 0.1", "--mamba-dt-limit 0.2 0.1: give the least dt, from 0 up"),
@@ -300,51 +302,51 @@ def test_sections_say_what_is_wrong_with_their_own_values():
         ("--swiglu --squared-relu", "--swiglu and --squared-relu are mutually exclusive: keep one"),
     ):
         with pytest.raises(ValueError, match=message):
-            small_config(more)
+            small_config(flags)
 
 
-def test_options_of_hybrids_are_checked_without_torch():
+def test_hybrid_options_are_checked_without_torch():
     code = (
         "import sys; from megatron.training.config.check import check; "
         "from tests.unit_tests.training.small_config import small_config; "
-        f"found = check(small_config('{PATTERN} G-M* --num-layers 4 {DELTA} {MAMBA}'), 1); "
-        "assert found == [], found; assert 'torch' not in sys.modules"
+        f"errors = check(small_config('{PATTERN} G-M* --num-layers 4 {DELTA} {MAMBA}'), 1); "
+        "assert errors == [], errors; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- how it runs ----------------------------------------------------------------------------------
+# --- context parallelism and documents ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_recurrence_sends_is_worked_out_from_its_weights(tp):
+def test_recurrence_traffic_follows_from_weight_shapes(tp):
     model = gpt_config(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}").config, 61)
-    whole = GPTModel(model, ProcessGroupCollection.single())
-    mixers = [m for m in whole.modules() if isinstance(m, RecurrentMixer)]
+    gpt = GPTModel(model, ProcessGroupCollection.single())
+    mixers = [m for m in gpt.modules() if isinstance(m, RecurrentMixer)]
     assert len(mixers) == 2
     for mixer, config in zip(mixers, (model.delta_net, model.mamba), strict=True):
-        found = linear_shape(config, tp)
-        rows = mixer.input.weight.shape[0]  # the gate, as wide as what comes out, does not travel
-        assert (found.features_in + found.features_out) * tp == rows
-        assert found.features_out * tp == mixer.output.weight.shape[1]
-        assert found.conv_channels * tp == mixer.conv.shape[0]
-        assert found.heads * tp == mixer.a_log.shape[0]
-        assert found.units * tp == mixer.units
+        shape = linear_shape(config, tp)
+        rows = mixer.input.weight.shape[0]  # as many as input and output: the gate stays local
+        assert (shape.features_in + shape.features_out) * tp == rows
+        assert shape.features_out * tp == mixer.output.weight.shape[1]
+        assert shape.conv_channels * tp == mixer.conv.shape[0]
+        assert shape.heads * tp == mixer.a_log.shape[0]
+        assert shape.units * tp == mixer.units
 
 
-def test_the_log_says_how_recurrences_meet():
-    more = f"{PATTERN} GM* {DELTA} {MAMBA} {HEADS} 6 {CP} 2"
-    run = hybrid_run(more, 2)
+def test_log_names_the_mode_of_context_parallel_recurrences():
+    flags = f"{PATTERN} GM* {DELTA} {MAMBA} {HEADS} 6 {CP} 2"
+    run = hybrid_run(flags, 2)
     delta, mamba = linear_lines(run)
     assert delta.startswith("gated delta net: recurrences over context parallel 2 by ")
     assert "least of what leaves a rank per layer: " in delta
     assert mamba.startswith("Mamba-2: recurrences over context parallel 2 by ")
     assert context_line(run) is not None
-    asked = linear_lines(hybrid_run(f"{more} --linear-cp-mode segments", 2))
-    assert all("by segments: segments was asked for" in line for line in asked)
-    alone = hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA} {CP} 2", 2)
-    assert context_line(alone) is None
-    assert len(linear_lines(alone)) == 2
+    requested_lines = linear_lines(hybrid_run(f"{flags} --linear-cp-mode segments", 2))
+    assert all("by segments: segments was asked for" in line for line in requested_lines)
+    recurrent_only = hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA} {CP} 2", 2)
+    assert context_line(recurrent_only) is None
+    assert len(linear_lines(recurrent_only)) == 2
     assert linear_lines(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}")) == []
     assert split(hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA}").config) is None
 
@@ -361,19 +363,21 @@ def packed_batch() -> GPTBatch:
     )
 
 
-def test_recurrent_layers_know_where_documents_begin():
-    device, alone = torch.device("cpu"), Group.single("cp")
+def test_recurrent_layers_get_document_bounds():
+    device, cp_group = torch.device("cpu"), Group.single("cp")
     batch = packed_batch()
-    masked = Layouts(alone, device).of(batch)
+    masked = Layouts(cp_group, device).of(batch)
     assert masked.documents is None, "attention masks by document ids"
-    layout = Layouts(alone, device, bounds=True).of(batch)
+    layout = Layouts(cp_group, device, bounds=True).of(batch)
     assert isinstance(layout, SequenceLayout)
     assert layout.documents is not None
-    assert layout.document_ids is not None, "attention goes on masking"
+    assert layout.document_ids is not None, "attention still masks by ids"
     torch.testing.assert_close(layout.document_ids, batch.document_ids.t())
     bounds = layout.whole_rows(2).sequences.bounds
     assert list(bounds) == [0, 3, 8, 9, 13, 16]
-    whole = dataclasses.replace(batch, document_ids=None)
-    layouts = Layouts(alone, device, bounds=True)
-    assert layouts.of(whole) is layouts.of(whole), "one layout, and what layers plan by it"
-    assert layouts.of(whole).whole_rows(2).sequences.bounds == (0, 8, 16)
+    single_document = dataclasses.replace(batch, document_ids=None)
+    layouts = Layouts(cp_group, device, bounds=True)
+    assert layouts.of(single_document) is layouts.of(single_document), (
+        "one layout object, so layers reuse their plans"
+    )
+    assert layouts.of(single_document).whole_rows(2).sequences.bounds == (0, 8, 16)

@@ -34,7 +34,7 @@ def run_of(text: str) -> ResolvedRun:
 
 
 @pytest.mark.parametrize(
-    ("more", "factor"),
+    ("flags", "factor"),
     [
         (ROPE, 40.0),
         ("--use-rotary-position-embeddings", 40.0),
@@ -48,8 +48,8 @@ def run_of(text: str) -> ResolvedRun:
         (f"{ROPE} --use-rope-scaling --kv-channels 9", 40.0),
     ],
 )
-def test_latent_attention_rotates_as_in_megatron(more: str, factor: float | None) -> None:
-    rope = gpt_config(run_of(f"{LATENT} {more}").config, 61).rope
+def test_latent_attention_rope_matches_megatron(flags: str, factor: float | None) -> None:
+    rope = gpt_config(run_of(f"{LATENT} {flags}").config, 61).rope
     assert rope is not None
     if factor is None:
         assert rope.scaling is None
@@ -63,7 +63,7 @@ def test_latent_attention_rotates_as_in_megatron(more: str, factor: float | None
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (f"{ROPE} --no-qk-layernorm", "add --qk-layernorm"),
         ("--rope-type rope --position-embedding-type yarn", "--rope-type rope contradicts"),
@@ -77,21 +77,21 @@ def test_latent_attention_rotates_as_in_megatron(more: str, factor: float | None
         (f"{ROPE} --no-multi-latent-attention --rotary-scaling-factor 2", "has no effect without"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(more: str, message: str) -> None:
-    words = f"{LATENT} {more}".split()
+def test_contradicting_latent_flags_are_refused(flags: str, message: str) -> None:
+    words = f"{LATENT} {flags}".split()
     if "--no-qk-layernorm" in words:
         words.remove("--qk-layernorm")
     with pytest.raises(ValueError, match=message):
         read_run(words, Launch())
 
 
-def test_latents_without_norms_are_refused_with_the_flag_to_add() -> None:
+def test_latents_without_norms_are_refused_with_the_fix() -> None:
     with pytest.raises(ValueError, match="add --qk-layernorm"):
         run_of(f"{LATENT.removesuffix(' --qk-layernorm')} {ROPE}")
 
 
-def test_a_file_keeps_its_rotation_and_is_fed_back(tmp_path: Path) -> None:
-    # As programs before this rule printed it: plain rotations, and no word on norms of latents.
+def test_config_file_keeps_its_rope_and_is_read_back(tmp_path: Path) -> None:
+    # Config files printed before this rule: plain rotary embeddings, no norms of latents.
     words = LATENT.removesuffix(" --multi-latent-attention --qk-layernorm")
     (tmp_path / "old.yaml").write_text(
         "multi-latent-attention: true\nposition-embedding-type: rope\nqk-layernorm: false\n"
@@ -99,8 +99,8 @@ def test_a_file_keeps_its_rotation_and_is_fed_back(tmp_path: Path) -> None:
     old = gpt_config(run_of(f"{words} --config {tmp_path / 'old.yaml'}").config, 61)
     assert old.rope is not None
     assert old.rope.scaling is None
-    for more in (ROPE, f"{ROPE} --rope-type rope"):
-        run = run_of(f"{LATENT} {more}")
+    for flags in (ROPE, f"{ROPE} --rope-type rope"):
+        run = run_of(f"{LATENT} {flags}")
         (tmp_path / "new.yaml").write_text(write_options(flatten(run.config), options(Config)))
         assert run_of(f"--config {tmp_path / 'new.yaml'}") == run
     explicit = run_of(f"{words} --config {tmp_path / 'old.yaml'} --rope-type yarn")

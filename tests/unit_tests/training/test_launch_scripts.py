@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of ten launch scripts that people train with: what is refused, and which model the rest is.
+"""Flags of ten published launch scripts: the refused flags, and the model the others describe.
 
 The number of parameters of each is a sum over the shapes of the architecture, written here.
 """
@@ -21,13 +21,13 @@ from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tools.upstream_flags import FOLDER
 
-SCRIPTS = FOLDER / "launch_scripts"
+SCRIPTS_FOLDER = FOLDER / "launch_scripts"
 
 
-def flags_of(script: str, folder: Path) -> tuple[int, list[list[str]]]:
-    """Return for how many GPUs a script is, and its flags with their values."""
-    text = (SCRIPTS / f"{script}.txt").read_text(encoding="utf-8")
-    first, _, rest = text.partition("\n")
+def read_script(script: str, folder: Path) -> tuple[int, list[list[str]]]:
+    """Return a script's number of GPUs, and its flags with their values."""
+    text = (SCRIPTS_FOLDER / f"{script}.txt").read_text(encoding="utf-8")
+    header, _, body = text.partition("\n")
     for name, path in {
         "SAVE": "save",
         "DATA": "data",
@@ -36,14 +36,14 @@ def flags_of(script: str, folder: Path) -> tuple[int, list[list[str]]]:
         "VOCAB": "vocab.json",
         "MERGES": "merges.txt",
     }.items():
-        rest = rest.replace(f"@{name}@", str(folder / path))
-    world = re.search(r"WORLD=(\d+)", first)
+        body = body.replace(f"@{name}@", str(folder / path))
+    world = re.search(r"WORLD=(\d+)", header)
     assert world is not None
-    return int(world[1]), [flag.split() for flag in re.split(r"\s(?=--)", rest.strip())]
+    return int(world[1]), [flag.split() for flag in re.split(r"\s(?=--)", body.strip())]
 
 
 def llama(h: int, layers: int, *, ffn: int, heads: int, groups: int, vocab: int) -> int:
-    """Return the parameters of a dense model with SwiGLU, RMSNorm and a head of its own."""
+    """Return the parameters of a dense model with SwiGLU, RMSNorm and an untied head."""
     keys = h // heads * groups
     layer = 2 * h * h + 2 * h * keys + 3 * h * ffn + 2 * h
     return 2 * vocab * h + layers * layer + h
@@ -52,7 +52,7 @@ def llama(h: int, layers: int, *, ffn: int, heads: int, groups: int, vocab: int)
 def mixtral(
     h: int, layers: int, *, ffn: int, heads: int, groups: int, experts: int, vocab: int
 ) -> int:
-    """Return the parameters of the same with a router and experts in every layer."""
+    """Return the parameters of a `llama` model with a router and experts in every layer."""
     keys = h // heads * groups
     layer = 2 * h * h + 2 * h * keys + experts * 3 * h * ffn + experts * h + 2 * h
     return 2 * vocab * h + layers * layer + h
@@ -64,7 +64,7 @@ def gpt3(h: int, layers: int, *, positions: int, vocab: int) -> int:
 
 
 def deepseek_v3(vocab: int) -> int:
-    """Return the parameters of DeepSeek-V3 with its depth of multi-token prediction, which shares
+    """Return the parameters of DeepSeek-V3 with its multi-token prediction layer, which shares
     embedding and head (DeepSeek-AI 2024, section 4.2)."""
     h, heads, q_rank, kv_rank, nope, rope, value = 7168, 128, 1536, 512, 128, 64, 128
     attention = h * q_rank + q_rank + q_rank * heads * (nope + rope)
@@ -89,16 +89,16 @@ def qwen3_next(vocab: int) -> int:
 
 
 @dataclass(frozen=True)
-class Script:
-    """What becomes of a script.
+class ExpectedScript:
+    """The expected outcome of a launch script.
 
     Args:
-        parameters: of its model.
-        vocab: tokens, without padding.
-        refused: what each answer says, by flag.
-        instead: words that follow the answers, by flag.
-        dropped: flags that have nothing to say after that.
-        options: values of the resolved run, by name.
+        parameters: number of parameters of the model.
+        vocab: vocabulary size without padding.
+        refused: text that each error message contains, by flag.
+        instead: replacement words that follow the error messages, by flag.
+        dropped: flags that the replacements make superfluous.
+        options: expected values of the resolved run, by name.
     """
 
     parameters: int
@@ -111,29 +111,29 @@ class Script:
 
 LLAMA3_70B = llama(8192, 80, ffn=28672, heads=64, groups=8, vocab=128256)
 SHARED = 50257
-TABLE = {
-    "cmu_moe_llama_182m": Script(
+EXPECTED = {
+    "cmu_moe_llama_182m": ExpectedScript(
         mixtral(768, 12, ffn=3072, heads=12, groups=4, experts=8, vocab=32000),
         32000,
         options={"recompute_granularity": "selective", "sequence_parallel": False},
     ),
-    "llmjp_llama2_13b": Script(
+    "llmjp_llama2_13b": ExpectedScript(
         llama(5120, 40, ffn=13824, heads=40, groups=40, vocab=32000),
         32000,
         options={"wandb_exp_name": "n", "recompute_granularity": "selective"},
     ),
-    "lumi_europa_33b": Script(
+    "lumi_europa_33b": ExpectedScript(
         llama(7168, 56, ffn=20480, heads=56, groups=8, vocab=SHARED),
         SHARED,
         options={"num_layers_per_virtual_pipeline_stage": 2, "train_samples": 732421875},
     ),
-    "mlperf_gpt3_175b": Script(
+    "mlperf_gpt3_175b": ExpectedScript(
         gpt3(12288, 96, positions=2048, vocab=SHARED),
         SHARED,
         refused={"--no-scaled-init": "not supported"},
         options={"weight_decay_group": ("*=1",), "eval_iters": 0},
     ),
-    "nvidia_v2_gpt3_175b": Script(
+    "nvidia_v2_gpt3_175b": ExpectedScript(
         gpt3(12288, 96, positions=2048, vocab=SHARED),
         SHARED,
         options={
@@ -143,7 +143,7 @@ TABLE = {
             "rampup_batch_size": (16, 16, 5859375),
         },
     ),
-    "pai_deepseek_v3": Script(
+    "pai_deepseek_v3": ExpectedScript(
         deepseek_v3(129280),
         129280,
         refused={
@@ -165,16 +165,16 @@ TABLE = {
             "kv_channels": None,
         },
     ),
-    "rocm_llama3_70b": Script(
+    "rocm_llama3_70b": ExpectedScript(
         LLAMA3_70B, 128256, options={"save_interval": 5000, "eval_iters": 0, "save": None}
     ),
-    "rocm_mixtral_8x22b": Script(
+    "rocm_mixtral_8x22b": ExpectedScript(
         mixtral(6144, 56, ffn=16384, heads=48, groups=8, experts=8, vocab=32768),
         32768,
         refused={"--moe-router-force-load-balancing": "not supported"},
         options={"recompute_granularity": "full", "recompute_num_layers": 50},
     ),
-    "slime_qwen3_next": Script(
+    "slime_qwen3_next": ExpectedScript(
         qwen3_next(151936),
         151936,
         refused={"--spec": "GEGEGE*E"},
@@ -182,7 +182,7 @@ TABLE = {
         dropped=("--num-layers", "--moe-layer-freq", "--mtp-num-layers"),
         options={"attention_output_gate": True, "optimizer_cpu_offload": True},
     ),
-    "swissai_llama3_70b": Script(
+    "swissai_llama3_70b": ExpectedScript(
         LLAMA3_70B,
         128256,
         refused={"--main-grads-dtype": "--grad-reduce-in-bf16"},
@@ -194,47 +194,47 @@ TABLE = {
 PUBLISHED = {"llmjp_llama2_13b": 13_015_864_320, "rocm_llama3_70b": 70_553_706_496}
 
 
-def resolved(script: str, found: list[list[str]], world: int) -> ResolvedRun:
-    """Return the run of flags, without a question of what this machine has."""
-    words = [word for flag in found for word in flag]
-    program = PRETRAIN_HYBRID if "--hybrid-layer-pattern" in words else PRETRAIN_GPT
-    gone = [flag[0] for flag in found if flag[0] == "--transformer-impl"]
-    kept = [word for flag in found if flag[0] not in gone for word in flag]
-    return read_run(kept, Launch(world_size=world), program=program)
+def resolve_flags(script: str, flags: list[list[str]], world: int) -> ResolvedRun:
+    """Return the run of flags, without --transformer-impl, whose library may be absent here."""
+    all_words = [word for flag in flags for word in flag]
+    program = PRETRAIN_HYBRID if "--hybrid-layer-pattern" in all_words else PRETRAIN_GPT
+    unavailable = [flag[0] for flag in flags if flag[0] == "--transformer-impl"]
+    usable = [word for flag in flags if flag[0] not in unavailable for word in flag]
+    return read_run(usable, Launch(world_size=world), program=program)
 
 
-def test_every_script_has_a_row() -> None:
-    assert sorted(TABLE) == sorted(path.stem for path in SCRIPTS.glob("*.txt"))
-    assert len(TABLE) == 10
+def test_every_launch_script_has_an_expectation() -> None:
+    assert sorted(EXPECTED) == sorted(path.stem for path in SCRIPTS_FOLDER.glob("*.txt"))
+    assert len(EXPECTED) == 10
 
 
-@pytest.mark.parametrize("script", TABLE)
-def test_what_a_launch_script_is_refused_for(script: str, tmp_path: Path) -> None:
-    world, found = flags_of(script, tmp_path)
+@pytest.mark.parametrize("script", EXPECTED)
+def test_launch_script_refusals_name_the_fix(script: str, tmp_path: Path) -> None:
+    world, flags = read_script(script, tmp_path)
     answers: list[str] = []
     try:
-        resolved(script, found, world)
+        resolve_flags(script, flags, world)
     except ValueError as error:
         answers = str(error).split("; ")
-    refused = TABLE[script].refused
+    refused = EXPECTED[script].refused
     assert len(answers) == len(refused), answers
     for answer, (flag, advice) in zip(answers, refused.items(), strict=True):
         assert answer.startswith(flag)
         assert advice in answer
 
 
-@pytest.mark.parametrize("script", TABLE)
-def test_a_launch_script_is_the_model_that_it_means(script: str, tmp_path: Path) -> None:
-    row = TABLE[script]
-    world, found = flags_of(script, tmp_path)
-    gone = {*row.refused, *row.dropped}
-    kept = [flag for flag in found if flag[0] not in gone]
-    kept += [words.split() for words in row.instead.values()]
-    run = resolved(script, kept, world)
+@pytest.mark.parametrize("script", EXPECTED)
+def test_launch_script_builds_the_published_model(script: str, tmp_path: Path) -> None:
+    expected = EXPECTED[script]
+    world, flags = read_script(script, tmp_path)
+    removed = {*expected.refused, *expected.dropped}
+    accepted = [flag for flag in flags if flag[0] not in removed]
+    accepted += [words.split() for words in expected.instead.values()]
+    run = resolve_flags(script, accepted, world)
     options = {
         name: v for section in vars(run.config).values() for name, v in vars(section).items()
     }
-    assert {name: options[name] for name in row.options} == row.options
-    weights = logical_weights(gpt_config(run.config, row.vocab))
-    assert sum(math.prod(shape) for shape in weights.values()) == row.parameters
-    assert PUBLISHED.get(script, row.parameters) == row.parameters
+    assert {name: options[name] for name in expected.options} == expected.options
+    weights = logical_weights(gpt_config(run.config, expected.vocab))
+    assert sum(math.prod(shape) for shape in weights.values()) == expected.parameters
+    assert PUBLISHED.get(script, expected.parameters) == expected.parameters

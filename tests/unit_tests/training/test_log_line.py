@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log line, by the pattern that parsers in the field use."""
+"""The training log line against the pattern of common log parsers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FULL = re.compile(
 )
 
 
-def test_the_plain_line_exactly():
+def test_default_log_line_matches_exactly():
     assert format_step(RECORD, NOW) == (
         " [2026-01-02 03:04:05] iteration       12/    3400 | consumed samples:           96 | "
         "elapsed time per iteration (ms): 123.4 | learning rate: 3.000000E-04 | "
@@ -50,12 +50,12 @@ def test_the_plain_line_exactly():
     )
 
 
-def test_the_full_line_by_pattern():
+def test_full_log_line_matches_the_megatron_pattern():
     record = dataclasses.replace(RECORD, tflops=12.34, num_zeros=7, params_norm=42.0)
-    found = FULL.match(format_step(record, NOW, throughput=True))
-    assert found
+    match = FULL.match(format_step(record, NOW, throughput=True))
+    assert match
     numbers = "12 3400 96 123.4 12.3 3.000000E-04 8 8.312520E+00 1.0 1.235 7 42.000 2 1"
-    assert " ".join(found.groups()) == numbers
+    assert " ".join(match.groups()) == numbers
 
 
 def test_throughput_is_optional_and_mfu_needs_known_peak():
@@ -69,7 +69,7 @@ def test_throughput_is_optional_and_mfu_needs_known_peak():
     assert "MFU" not in format_step(unknown, NOW, throughput=True)
 
 
-def test_memory_comes_last():
+def test_memory_fields_come_last():
     record = dataclasses.replace(RECORD, memory_bytes=1_499_600_000, peak_memory_bytes=2 * 10**9)
     assert format_step(record, NOW).endswith(
         "| tokens per second: 100 | memory (MB): 1,500 | peak memory (MB): 2,000 |"
@@ -77,18 +77,18 @@ def test_memory_comes_last():
 
 
 def test_model_sections_follow_the_standard_log_fields():
-    more = [LogPart("one: 1", {}), LogPart("two: 2 | three: 3", {})]
-    line = format_step(RECORD, NOW, sections=more)
+    sections = [LogPart("one: 1", {}), LogPart("two: 2 | three: 3", {})]
+    line = format_step(RECORD, NOW, sections=sections)
     assert line == f"{format_step(RECORD, NOW)} one: 1 | two: 2 | three: 3 |"
 
 
-def test_a_line_of_skipped_steps_only_has_no_loss():
+def test_line_of_only_skipped_steps_has_no_loss():
     line = format_step(dataclasses.replace(RECORD, lm_loss=None, grad_norm=None), NOW)
     assert "lm loss" not in line
     assert "grad norm" not in line
 
 
-def test_validation_line():
+def test_validation_line_has_loss_and_capped_perplexity():
     assert format_validation(50, 2.0) == (
         " validation loss at iteration 50 | lm loss value: 2.000000E+00 | "
         "lm loss PPL: 7.389056E+00 |"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron that training accepts without effect, and those that it has to refuse."""
+"""Flags of Megatron-LM that training accepts without effect, and flags that it must refuse."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from tests.support.arguments import last_wins
-from tests.unit_tests.training import small_config as small
+from tests.unit_tests.training import small_config as base_config
 from tests.unit_tests.training.small_config import small_config
 
-ARGUMENTS = small.ARGUMENTS
-TWELVE = (
+ARGUMENTS = base_config.ARGUMENTS
+NO_EFFECT_FLAGS = (
     "--use-mcore-models --attention-softmax-in-fp32 --ckpt-format torch_dist "
     "--distributed-backend nccl --log-timers-to-tensorboard --timing-log-level 0 "
     "--log-memory-to-tensorboard --no-gradient-accumulation-fusion --no-rope-fusion "
@@ -31,7 +31,7 @@ TWELVE = (
 )
 
 
-def parse(text: str, said: list[str]) -> Config:
+def parse(text: str, notes: list[str]) -> Config:
     line = parse_command_line(
         Config,
         last_wins([*ARGUMENTS.split(), *text.split()]),
@@ -39,7 +39,7 @@ def parse(text: str, said: list[str]) -> Config:
         description="d",
         accepted=MEGATRON_FLAGS,
     )
-    said += line.notes
+    notes += line.notes
     return line.config
 
 
@@ -52,29 +52,29 @@ def neutral_argument(flag) -> str:
 
 
 def test_flags_without_effect_are_listed_once_and_change_nothing():
-    said: list[str] = []
-    assert parse(TWELVE, said) == small_config()
-    assert said[0].startswith("no effect here: ")
-    listed = said[0].replace(",", "").replace("(", "").split()
-    flags = [word for word in TWELVE.split() if word.startswith("--")]
+    notes: list[str] = []
+    assert parse(NO_EFFECT_FLAGS, notes) == small_config()
+    assert notes[0].startswith("no effect here: ")
+    listed = notes[0].replace(",", "").replace("(", "").split()
+    flags = [word for word in NO_EFFECT_FLAGS.split() if word.startswith("--")]
     assert sorted(word for word in listed if word.startswith("--")) == sorted(flags)
     for kind in KINDS:
-        assert f"({kind})" in said[0]
-    assert [line.split()[:2] for line in said[1:]] == [
+        assert f"({kind})" in notes[0]
+    assert [line.split()[:2] for line in notes[1:]] == [
         ["--ckpt-format", "torch_dist:"],
         ["--dist-ckpt-strictness", "log_all:"],
     ]
 
 
-def test_they_are_keys_of_a_file_too(tmp_path):
+def test_flags_without_effect_are_accepted_in_a_file(tmp_path):
     (tmp_path / "run.yaml").write_text("use_mcore_models: true\ntiming-log-level: 1\n")
-    said: list[str] = []
-    assert parse(f"--config {tmp_path / 'run.yaml'}", said) == small_config()
-    assert "--use-mcore-models" in said[0]
-    assert "--timing-log-level" in said[0]
+    notes: list[str] = []
+    assert parse(f"--config {tmp_path / 'run.yaml'}", notes) == small_config()
+    assert "--use-mcore-models" in notes[0]
+    assert "--timing-log-level" in notes[0]
 
 
-def test_only_rank_0_lists_them(capsys):
+def test_only_rank_0_lists_flags_without_effect(capsys):
     words = [*ARGUMENTS.split(), "--tensor-model-parallel-size", "2", "--use-mcore-models"]
     for rank in (1, 0):
         read_run(words, Launch(rank=rank, world_size=2))
@@ -83,11 +83,11 @@ def test_only_rank_0_lists_them(capsys):
 
 @pytest.mark.parametrize("flag", NO_EFFECT, ids=lambda flag: flag.name)
 def test_ineffective_flag_is_accepted_unless_strict(flag):
-    said: list[str] = []
-    assert parse(neutral_argument(flag), said) == small_config()
-    assert f"--{flag.name} ({flag.kind})" in said[0]
+    notes: list[str] = []
+    assert parse(neutral_argument(flag), notes) == small_config()
+    assert f"--{flag.name} ({flag.kind})" in notes[0]
     with pytest.raises(ValueError, match=f"--{flag.name} has no effect here"):
-        parse(f"{neutral_argument(flag)} --strict-flags", said)
+        parse(f"{neutral_argument(flag)} --strict-flags", notes)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_ineffective_flag_is_accepted_unless_strict(flag):
         "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
     ],
 )
-def test_a_value_with_an_effect_is_refused(text):
+def test_value_with_an_effect_is_refused(text):
     with pytest.raises(ValueError, match=text.split()[0]):
         parse(text, [])
 
 
-def test_a_switch_that_a_file_turns_off_is_refused(tmp_path):
+def test_switch_turned_off_in_a_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("no-rope-fusion: false\n")
     with pytest.raises(ValueError, match="no-rope-fusion is false: leave it out"):
         parse(f"--config {tmp_path / 'run.yaml'}", [])
 
 
-def test_they_are_no_options_and_not_in_help():
+def test_flags_without_effect_are_not_in_the_help():
     assert not {flag.name for flag in NO_EFFECT} & {
         field.name.replace("_", "-")
         for section in dataclasses.fields(small_config())
@@ -135,8 +135,8 @@ def test_they_are_no_options_and_not_in_help():
     assert not [flag.name for flag in NO_EFFECT if f"--{flag.name} " in caught.value.text]
 
 
-#: What would train another model, on other data, in another precision, or at another rate; and what
-#: would change when a run stops, resumes, skips or writes.
+#: Flags that would change the model, the data, the precision or the schedule, and flags that would
+#: change when a run stops, resumes, skips or writes.
 REFUSED = """
 --fp8-param-gather --fp4-recipe custom --fp8-wgrad --fp16-lm-cross-entropy
 --openai-gelu --quick-geglu --glu-linear-offset 1.0 --onnx-safe
@@ -162,7 +162,7 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("text", [f"--{t.strip()}" for t in REFUSED.split("--")[1:]])
-def test_a_flag_whose_result_would_differ_stays_refused(text):
+def test_flag_that_would_change_the_run_is_refused(text):
     name = text.split()[0]
     with pytest.raises(ValueError, match=name) as caught:
         parse(text, [])
@@ -170,7 +170,7 @@ def test_a_flag_whose_result_would_differ_stays_refused(text):
 
 
 def test_default_position_embedding_matches_megatron():
-    words = [*small.ARGUMENTS.removesuffix(" --position-embedding-type rope").split()]
+    words = [*base_config.ARGUMENTS.removesuffix(" --position-embedding-type rope").split()]
     run = read_run([*words, "--use-mcore-models", "--max-position-embeddings", "32"], Launch())
     model = gpt_config(run.config, 61)
     assert (model.rope, model.max_position_embeddings) == (None, 32)
@@ -202,7 +202,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
         ("--linear-cp-mode chunkwise", {"linear_cp_mode": "segments"}),
     ],
 )
-def test_flags_of_forks_and_old_versions_are_options(text, options):
+def test_flags_of_forks_and_old_versions_are_translated(text, options):
     config = parse(text, [])
     values = {name: v for section in vars(config).values() for name, v in vars(section).items()}
     assert {name: values[name] for name in options} == options
@@ -221,7 +221,7 @@ def test_flags_of_forks_and_old_versions_are_options(text, options):
         ("--do-layernorm-bias-weight-decay --weight-decay-group *.bias=1", "contradict"),
     ],
 )
-def test_translated_flags_that_contradict_are_refused(text, message):
+def test_contradicting_translated_flags_are_refused(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse(text, [])
 
@@ -248,8 +248,8 @@ def test_options_without_effect_are_listed_and_change_nothing(text, base, capsys
     run = read_run(last_wins([*words, *text.split()]), Launch())
     assert f"no effect here: {text} (" in capsys.readouterr().err
     models = (gpt_config(config, 61) for config in (run.config, plain))
-    one, other = (logical_weights(model) for model in models)
-    assert one == other
+    weights, plain_weights = (logical_weights(model) for model in models)
+    assert weights == plain_weights
     assert run.config.parallel == plain.parallel
     assert run.config.evaluation == plain.evaluation
     with pytest.raises(ValueError, match=f"--strict-flags.*{text.split()[0]}"):
@@ -257,15 +257,15 @@ def test_options_without_effect_are_listed_and_change_nothing(text, base, capsys
 
 
 def test_ckpt_format_and_nan_check_flags_are_explained():
-    said: list[str] = []
-    parse("--ckpt-format torch --no-check-for-nan-in-loss-and-grad", said)
-    lines = {line.split(": ")[0]: line for line in said}
+    notes: list[str] = []
+    parse("--ckpt-format torch --no-check-for-nan-in-loss-and-grad", notes)
+    lines = {line.split(": ")[0]: line for line in notes}
     assert "safetensors" in lines["--ckpt-format torch"]
     assert "--max-consecutive-bad-steps" in lines["--no-check-for-nan-in-loss-and-grad"]
 
 
 @pytest.mark.skipif(transformer_engine_problem() is None, reason="TransformerEngine is here")
-def test_a_library_that_is_not_here_is_missed_by_a_run_alone(capsys):
+def test_absent_library_fails_a_run_but_not_print_config(capsys):
     words = [*ARGUMENTS.split(), "--transformer-impl", "transformer_engine"]
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine"):
         read_run(words, Launch())
@@ -275,7 +275,7 @@ def test_a_library_that_is_not_here_is_missed_by_a_run_alone(capsys):
     assert "--transformer-impl transformer_engine" in capsys.readouterr().err
 
 
-#: Flags that are not here, and the right thing to say; none is near it by spelling.
+#: Unknown flags and the flag to suggest, whose spelling is not similar; None for no suggestion.
 ADVICE = {
     "qk-rope-heads": None,
     "num-shared-experts": "moe-shared-expert-intermediate-size",
@@ -296,7 +296,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_advice_names_the_same_thing_or_nothing(name):
+def test_advice_names_the_equivalent_flag_or_none(name):
     with pytest.raises(ValueError, match=f"--{name}") as caught:
         parse(f"--{name} 1", [])
     text = str(caught.value).removeprefix("unknown flag ").removeprefix(f"--{name}")
@@ -304,19 +304,19 @@ def test_advice_names_the_same_thing_or_nothing(name):
     assert (advised[1] if advised else None) == ADVICE[name], text
 
 
-def test_a_suggestion_is_a_misspelling():
-    known = [
+def test_suggestions_are_only_for_misspellings():
+    names = [
         field.name.replace("_", "-") for s in vars(small_config()).values() for field in fields(s)
     ]
-    assert len(known) > 150
-    for name in known:
+    assert len(names) > 150
+    for name in names:
         words = name.split("-")
         longest = max(range(len(words)), key=lambda i: len(words[i]))
         typo = "-".join([*words[:longest], words[longest][:-1], *words[longest + 1 :]])
-        suggested = suggest(typo, known)
+        suggested = suggest(typo, names)
         if len(words[longest]) > 4:
-            assert re.search(rf"[ ]{name}( or |\?)", suggested) or typo in known, (typo, suggested)
-        # Without a word it is another option.
+            assert re.search(rf"[ ]{name}( or |\?)", suggested) or typo in names, (typo, suggested)
+        # A name that lacks a whole word is another option, not a misspelling.
         for i in range(len(words)):
             shorter = "-".join([*words[:i], *words[i + 1 :]])
             assert not suggest(shorter, [name]), (shorter, name)

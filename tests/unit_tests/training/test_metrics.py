@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics files: what is written, what a resumed run keeps, and that a broken writer stops
-nothing."""
+"""Metrics files: their contents, the events a resumed run keeps, and failing writers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def _write(path, iterations, resume=0, **values):
     metrics.close()
 
 
-def test_lines_are_json_and_read_back(tmp_path):
+def test_metrics_lines_are_json_and_read_back(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     _write(path, [1, 2], grad_norm=math.inf)
     lines = [json.loads(x) for x in path.read_text().splitlines()]
@@ -29,7 +28,7 @@ def test_lines_are_json_and_read_back(tmp_path):
     assert read_metrics(path)[1]["grad_norm"] == math.inf
 
 
-def test_a_resumed_run_has_each_iteration_once(tmp_path):
+def test_resumed_run_records_each_iteration_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2, 3, 4])
     with path.open("a") as file:
@@ -42,19 +41,19 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path):
 
 def test_repeated_validation_is_recorded_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = JsonLines(path, resume_iteration=0)
+    writer = JsonLines(path, resume_iteration=0)
     for kind, iteration in (("train", 1), ("validation", 1), ("train", 2), ("validation", 2)):
-        first.write(kind, iteration, {})
-    first.close()
+        writer.write(kind, iteration, {})
+    writer.close()
     JsonLines(path, resume_iteration=2, rewritten_kinds=("validation",)).close()
-    kept = [(e["kind"], e["iteration"]) for e in read_metrics(path)]
-    assert kept == [("train", 1), ("validation", 1), ("train", 2)]
+    events = [(e["kind"], e["iteration"]) for e in read_metrics(path)]
+    assert events == [("train", 1), ("validation", 1), ("train", 2)]
     JsonLines(path, resume_iteration=1).close()
     assert [e["kind"] for e in read_metrics(path)] == ["train", "validation"]
 
 
 def test_failing_metrics_writer_is_dropped_with_one_warning():
-    class Good:
+    class WorkingWriter:
         def __init__(self):
             self.seen = []
 
@@ -64,15 +63,15 @@ def test_failing_metrics_writer_is_dropped_with_one_warning():
         def close(self):
             pass
 
-    class Full(Good):
+    class FailingWriter(WorkingWriter):
         def write(self, kind, iteration, values):
             raise OSError("No space left\non device")
 
     def absent():
         raise ImportError("no such module")
 
-    good, warnings = Good(), []
-    metrics = Metrics({"a": absent, "b": Full, "c": lambda: good}, warnings.append)
+    good, warnings = WorkingWriter(), []
+    metrics = Metrics({"a": absent, "b": FailingWriter, "c": lambda: good}, warnings.append)
     metrics.write("train", 1, {"x": 1})
     metrics.write("train", 2, {"x": 2})
     metrics.close()
@@ -82,7 +81,7 @@ def test_failing_metrics_writer_is_dropped_with_one_warning():
     assert "b is disabled: OSError: No space left on device" in warnings[1]
 
 
-def test_a_read_only_place_is_a_warning(tmp_path):
+def test_unwritable_metrics_file_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     warnings = []
     metrics = open_metrics(
@@ -96,7 +95,7 @@ def test_a_read_only_place_is_a_warning(tmp_path):
     assert len(warnings) == 1
 
 
-def test_tensorboard_scalars(tmp_path):
+def test_tensorboard_drops_repeated_iterations_on_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resume, iterations in ((0, [1, 2, 3]), (2, [3, 4])):

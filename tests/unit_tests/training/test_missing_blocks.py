@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of blocks that a layer pattern has not, and options that follow from it."""
+"""Options of block types that a layer pattern lacks, and options derived from the pattern."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.unit_tests.training.test_hybrid_options import (
     HEADS,
     MAMBA,
     PATTERN,
-    RUN,
+    RUN_FLAGS,
     hybrid_run,
 )
 
-#: Options of attention and of MLPs, for runs that have none of these.
+#: Options of attention and of MLPs, for runs without these blocks.
 NO_ATTENTION = """--num-attention-heads 6|--group-query-attention|--num-query-groups 2
 --kv-channels 16|--add-qkv-bias|--add-attention-output-bias|--attention-dropout 0.2|--qk-layernorm
 --attention-output-gate|--window-size 5|--softmax-type learnable
@@ -35,20 +35,20 @@ MISSING += [(f"{PATTERN} GM* {HEADS} 6", option, 1, "MLP") for option in NO_MLP]
 
 
 @pytest.mark.parametrize(("model", "option", "world", "noun"), MISSING)
-def test_options_of_blocks_that_a_pattern_has_not_are_refused(model, option, world, noun):
+def test_options_of_absent_block_types_are_refused(model, option, world, noun):
     blocks = model.split()[1]
     delta = DELTA if "G" in blocks else ""
     with pytest.raises(ValueError, match="has no effect") as caught:
         hybrid_run(f"{model} {MAMBA} {delta} {option}", world)
-    wanted = f"{option} has no effect: {PATTERN} {blocks} has no {noun}: drop it"
-    assert str(caught.value) == wanted
+    expected = f"{option} has no effect: {PATTERN} {blocks} has no {noun}: drop it"
+    assert str(caught.value) == expected
 
 
 def test_unused_mlp_width_next_to_expert_width_is_reported(capsys):
     experts = "--num-experts 4 --disable-bias-linear --swiglu --ffn-hidden-size 64"
     run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts}")
     assert gpt_config(run.config, 61).moe.ffn_hidden_size == 64
-    assert resolve(run.config, 1) == run, "of which both widths are written"
+    assert resolve(run.config, 1) == run, "the resolved run writes both widths"
     assert "--ffn-hidden-size" not in capsys.readouterr().err
     run = hybrid_run(f"{PATTERN} ME {MAMBA} {experts} --moe-ffn-hidden-size 32")
     assert gpt_config(run.config, 61).moe.ffn_hidden_size == 32
@@ -58,8 +58,8 @@ def test_unused_mlp_width_next_to_expert_width_is_reported(capsys):
 
 
 def test_options_with_neutral_values_are_accepted():
-    more = "--attention-dropout 0 --cp-comm-type auto --no-swiglu --no-qk-layernorm"
-    run = hybrid_run(f"{PATTERN} MM {MAMBA} {more} --window-size none --ffn-hidden-size 192")
+    flags = "--attention-dropout 0 --cp-comm-type auto --no-swiglu --no-qk-layernorm"
+    run = hybrid_run(f"{PATTERN} MM {MAMBA} {flags} --window-size none --ffn-hidden-size 192")
     assert run.config.attention.attention_dropout == 0.0
 
 
@@ -68,7 +68,7 @@ def test_missing_options_include_pattern_but_not_derived_ones():
         ("", f"{PATTERN}, --hidden-size, "),
         (f"{PATTERN} G-", "--hidden-size, "),
         ("--num-layers 2", f"{PATTERN}, --hidden-size, "),
-        (RUN, f"{PATTERN}: give it$"),
+        (RUN_FLAGS, f"{PATTERN}: give it$"),
     ):
         with pytest.raises(ValueError, match=f"^missing {missing}") as caught:
             read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)

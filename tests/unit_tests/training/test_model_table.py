@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a model's flags, both ways: the options of any model make just this model again."""
+"""The table of model flags in both directions: the options of a model rebuild the same model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def ropes(draw: st.DrawFn, *, latent: bool) -> RopeConfig:
 
 @st.composite
 def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
-    """Draw a mixture of experts, with what only training has."""
+    """Draw a mixture of experts, including options that only training uses."""
     limited, shared, capacity = draw(st.booleans()), draw(st.none() | SIZES), draw(st.booleans())
     topk, biased = draw(st.integers(2, 4)), draw(st.booleans())
     groups = draw(st.integers(2, 4)) if limited else None
@@ -125,27 +125,29 @@ def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
 
 @st.composite
 def models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that flags can describe: of any blocks, with anything in them."""
-    latent, experts_too = draw(st.booleans()), draw(st.booleans())
+    """Draw a model that flags can describe, with any blocks and block options."""
+    latent, may_have_experts = draw(st.booleans()), draw(st.booleans())
     attention = ATTENTIONS[latent]
-    follows = st.sampled_from([DENSE, EXPERTS] if experts_too else [DENSE])
-    gpt = st.lists(follows, min_size=1, max_size=4).map(
-        lambda kinds: "".join(attention + kind for kind in kinds)
+    ffn_blocks = st.sampled_from([DENSE, EXPERTS] if may_have_experts else [DENSE])
+    gpt = st.lists(ffn_blocks, min_size=1, max_size=4).map(
+        lambda block_types: "".join(attention + kind for kind in block_types)
     )
-    any_block = st.sampled_from([attention, DELTA_NET, MAMBA, DENSE, *EXPERTS[: int(experts_too)]])
+    any_block = st.sampled_from(
+        [attention, DELTA_NET, MAMBA, DENSE, *EXPERTS[: int(may_have_experts)]]
+    )
     hybrid = st.lists(any_block, min_size=1, max_size=5).map("".join)
     blocks = draw(gpt | hybrid)
     ffn, depths = ffn_of(blocks), draw(st.integers(0, 2))
     depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
     if ffn is not None and depth == blocks[-2:]:
         depth = ""  # as it is without a word
-    kinds = set(blocks + depth)
-    attends, gated = attention in kinds, draw(st.booleans())
+    block_types = set(blocks + depth)
+    attends, gated = attention in block_types, draw(st.booleans())
     activation = "silu" if gated else draw(st.sampled_from(["gelu", "squared_relu"]))
-    if not kinds & {DENSE, EXPERTS}:
+    if not block_types & {DENSE, EXPERTS}:
         gated, activation = False, "gelu"
-    some = EXPERTS in kinds
-    biased = not (latent or some) and draw(st.booleans())
+    has_experts = EXPERTS in block_types
+    biased = not (latent or has_experts) and draw(st.booleans())
     rope = draw(ropes(latent=latent)) if attends and (latent or draw(st.booleans())) else None
     return GPTConfig(
         num_layers=len(blocks if ffn is None else ffn),
@@ -153,7 +155,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         vocab_size=draw(st.integers(1, 999_999)),
         attention=draw(attentions(latent=latent, rope=rope)) if attends else None,
         mlp=MLPConfig(ffn_hidden_size=draw(SIZES), gated=gated, activation=activation, bias=biased)
-        if ffn is not None or DENSE in kinds
+        if ffn is not None or DENSE in block_types
         else None,
         norm=NormConfig(
             kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
@@ -164,7 +166,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         tied=draw(st.booleans()),
         hidden_dropout=draw(RATES),
         init_std=draw(st.floats(1e-4, 1.0)),
-        moe=draw(experts(gated=gated, activation=activation)) if some else None,
+        moe=draw(experts(gated=gated, activation=activation)) if has_experts else None,
         ffn_pattern=ffn or "",
         mtp_num_layers=depths,
         mtp_loss_factor=draw(st.sampled_from([0.1, 0.3])) if depths else 0.1,
@@ -173,8 +175,8 @@ def models(draw: st.DrawFn) -> GPTConfig:
         max_position_embeddings=draw(st.none() | st.integers(16, 64))
         if rope is None and not (latent or depths)
         else None,
-        delta_net=draw(DELTA_NETS) if DELTA_NET in kinds else None,
-        mamba=draw(MAMBAS) if MAMBA in kinds else None,
+        delta_net=draw(DELTA_NETS) if DELTA_NET in block_types else None,
+        mamba=draw(MAMBAS) if MAMBA in block_types else None,
     )
 
 
@@ -182,7 +184,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
 def attentions(
     draw: st.DrawFn, *, latent: bool, rope: RopeConfig | None
 ) -> AttentionConfig | LatentAttentionConfig:
-    """Draw attention that goes with positions."""
+    """Draw attention that fits the positions."""
     if not latent:
         return AttentionConfig(
             num_attention_heads=12,
@@ -213,26 +215,26 @@ def attentions(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(model=models())
-def test_the_options_of_a_model_make_it_again(model: GPTConfig) -> None:
+def test_model_options_rebuild_the_model(model: GPTConfig) -> None:
     assert model.problems() == []
     config = build(Config, {**RUN, **model_options(model)})
     assert check(config, 1) == []
     resolved = resolve(config, 1).config
     assert resolved.tokenizer.vocab_size is not None
     assert gpt_config(resolved, resolved.tokenizer.vocab_size) == model
-    # What was derived changes nothing when it is given.
+    # Derived values change nothing when they are passed explicitly.
     assert gpt_config(resolve(resolved, 1).config, model.vocab_size) == model
 
 
-def test_every_option_of_a_model_has_a_row() -> None:
-    """Those without one say which rows count, or are one option with another."""
+def test_every_model_option_has_a_row() -> None:
+    """`mscale` has no row: it is a single option together with `mscale-all-dim`."""
     sections = ("model", "attention", "position", "experts", "hybrid")
-    known = {option.name for option in options(Config) if option.section in sections}
-    assert known - {row.name for row in MODEL.rows} == {"mscale"}
+    names = {option.name for option in options(Config) if option.section in sections}
+    assert names - {row.name for row in MODEL.rows} == {"mscale"}
 
 
-#: Fields of the core without a row: what a kind of scaling does not have, and an epsilon that only
-#: folders of Hugging Face give.
+#: Fields of the core without a row: fields that a kind of RoPE scaling does not use, and an
+#: epsilon that only Hugging Face folders set.
 WITHOUT_ROW = {
     "linear": {
         *("original_max_position", "beta_fast", "beta_slow"),
@@ -245,13 +247,15 @@ WITHOUT_ROW = {
 
 
 @pytest.mark.parametrize("name", MODEL.sections)
-def test_every_field_of_the_core_has_a_row(name: str) -> None:
-    """A field without one keeps its default, whatever the options are."""
-    part = MODEL.sections[name]
-    module, _, kind = part.kind.partition(":")
-    known = getattr(importlib.import_module(f"megatron.core.{module}"), kind)
-    places = [row.path.rpartition(".") for row in MODEL.rows]
-    found = {target for prefix, _, target in places if prefix == name} | part.fixed.keys()
-    places = [other.at.rpartition(".") for other in MODEL.sections.values()]
-    found |= {target for prefix, _, target in places if prefix == part.at}
-    assert {f.name for f in dataclasses.fields(known)} - found == WITHOUT_ROW.get(name, set())
+def test_every_core_config_field_has_a_row(name: str) -> None:
+    """A field without a row would keep its default, whatever the options are."""
+    section = MODEL.sections[name]
+    module, _, kind = section.kind.partition(":")
+    config_class = getattr(importlib.import_module(f"megatron.core.{module}"), kind)
+    row_paths = [row.path.rpartition(".") for row in MODEL.rows]
+    covered = {target for prefix, _, target in row_paths if prefix == name} | section.fixed.keys()
+    row_paths = [subsection.at.rpartition(".") for subsection in MODEL.sections.values()]
+    covered |= {target for prefix, _, target in row_paths if prefix == section.at}
+    assert {f.name for f in dataclasses.fields(config_class)} - covered == WITHOUT_ROW.get(
+        name, set()
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What multi-token prediction reads of batches: found in whole rows, before they are cut."""
+"""Targets of multi-token prediction, computed on whole rows before context parallelism splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ([0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8])
 def batch(documents: bool) -> GPTBatch:
     """Return two rows of 12 tokens."""
     source = torch.Generator().manual_seed(4)
-    more = {}
+    document_fields = {}
     if documents:
         ids = torch.zeros(2, 12, dtype=torch.int32)
         ids[1, 5:] = 1
@@ -28,40 +28,42 @@ def batch(documents: bool) -> GPTBatch:
         positions[1, 5:] -= 5
         padding = torch.zeros(2, 12, dtype=torch.bool)
         padding[1, 9:] = True
-        more = {"document_ids": ids, "positions": positions, "padding": padding}
+        document_fields = {"document_ids": ids, "positions": positions, "padding": padding}
     return GPTBatch(
         tokens=torch.randint(1, 50, (2, 13), generator=source),
         loss_mask=(torch.rand(2, 12, generator=source) > 0.2).float(),
         sample_ids=torch.arange(2),
-        **more,
+        **document_fields,
     )
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_each_rank_takes_its_columns_of_what_is_ahead_in_the_row(documents):
+def test_mtp_targets_are_shifted_before_rows_are_sharded(documents):
     rows = batch(documents)
-    alone = Layouts(Group.single("cp"), CPU)
-    whole = microbatch(rows, CPU, layouts=alone, mtp_num_layers=3)
-    parts = (rows.input_ids, rows.labels, rows.loss_mask)
-    wanted = shift_targets(
-        *parts, num_layers=3, document_ids=rows.document_ids, padding=rows.padding
+    layouts = Layouts(Group.single("cp"), CPU)
+    full = microbatch(rows, CPU, layouts=layouts, mtp_num_layers=3)
+    row_fields = (rows.input_ids, rows.labels, rows.loss_mask)
+    expected = shift_targets(
+        *row_fields, num_layers=3, document_ids=rows.document_ids, padding=rows.padding
     )
-    assert wanted.tokens.shape == (3, 2, 12)
-    fields = {name: x for name, x in vars(wanted).items() if x is not None}
+    assert expected.tokens.shape == (3, 2, 12)
+    fields = {name: x for name, x in vars(expected).items() if x is not None}
     assert len(fields) == 3 + documents
-    assert all(torch.equal(getattr(whole.mtp_targets, name), x) for name, x in fields.items())
-    for rank, own in enumerate(COLUMNS):
-        made = microbatch(
+    assert all(torch.equal(getattr(full.mtp_targets, name), x) for name, x in fields.items())
+    for rank, columns in enumerate(COLUMNS):
+        local = microbatch(
             rows,
             CPU,
             layouts=Layouts(Group("cp", (0, 1), rank, handle=object()), CPU),
             mtp_num_layers=3,
         )
         for name, x in fields.items():
-            assert torch.equal(getattr(made.mtp_targets, name), x[..., own]), name
+            assert torch.equal(getattr(local.mtp_targets, name), x[..., columns]), name
         if documents:
-            assert torch.equal(made.layout.padding.t(), rows.padding[:, own])
-        # What follows the last token of a rank's chunk is another rank's.
-        edge = own.index(2) if rank == 0 else own.index(8)
-        assert torch.equal(made.mtp_targets.tokens[0, :, edge], rows.input_ids[:, own[edge] + 1])
-    assert microbatch(rows, CPU, layouts=alone).mtp_targets is None
+            assert torch.equal(local.layout.padding.t(), rows.padding[:, columns])
+        # The token after the last token of a rank's chunk belongs to the other rank.
+        edge = columns.index(2) if rank == 0 else columns.index(8)
+        assert torch.equal(
+            local.mtp_targets.tokens[0, :, edge], rows.input_ids[:, columns[edge] + 1]
+        )
+    assert microbatch(rows, CPU, layouts=layouts).mtp_targets is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction on every way to cut a model: steps against those of one process."""
+"""Multi-token prediction under every kind of model parallelism, against a single process."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from tests.unit_tests.core.models.depth_cases import CONFIG, LENGTH, ROWS, TIED,
 MICROBATCHES = 3
 
 
-def local_part(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
-    """Return a context-parallel rank's tokens of a microbatch."""
+def local_microbatch(batch: inputs.Microbatch, rank: int, size: int) -> Microbatch:
+    """Return a context-parallel rank's shard of a microbatch."""
     rows = {"positions": batch.positions, "document_ids": batch.document_ids}
     layout = SequenceLayout.make(SequenceSharding.of(LENGTH, size), rank, rows=ROWS, **rows)
-    parts = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    whole = (x for x in vars(batch.mtp_targets).values() if x is not None)
-    mtp_targets = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in whole)
+    fields = (layout.local(x) for x in (batch.tokens, batch.labels, batch.loss_mask))
+    target_tensors = (x for x in vars(batch.mtp_targets).values() if x is not None)
+    mtp_targets = (layout.local(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in target_tensors)
     layout = layout.with_samples(batch.sample_ids)
-    return Microbatch(*parts, layout, mtp_targets=MTPTargets(*mtp_targets))
+    return Microbatch(*fields, layout, mtp_targets=MTPTargets(*mtp_targets))
 
 
-def test_what_is_predicted_has_the_factor_of_the_loss():
-    made = rows_of(0, 0, depths=2, packed=False)
+def test_mtp_loss_is_scaled_by_the_loss_factor():
+    rows = rows_of(0, 0, depths=2, packed=False)
     batch = Microbatch(
-        made.tokens, made.labels, made.loss_mask, made.layout, mtp_targets=made.mtp_targets
+        rows.tokens, rows.labels, rows.loss_mask, rows.layout, mtp_targets=rows.mtp_targets
     )
-    found = batch.mtp_arguments(torch.tensor(0.5))["mtp_targets"]
+    targets = batch.mtp_arguments(torch.tensor(0.5))["mtp_targets"]
     assert batch.mtp_targets.weights.count_nonzero() > 20
-    assert torch.equal(found.weights, 0.5 * batch.mtp_targets.weights)
+    assert torch.equal(targets.weights, 0.5 * batch.mtp_targets.weights)
     assert dataclasses.replace(batch, mtp_targets=None).mtp_arguments(torch.tensor(0.5)) == {}
 
 
@@ -69,8 +69,8 @@ class Case:
         return dataclasses.replace(TIED if self.tied else CONFIG, hidden_dropout=self.dropout)
 
 
-def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
-    """Train one step; return the loss, all gradients as they are owned, and the depths' losses."""
+def train_case(case: Case, groups: ProcessGroupCollection, *, dp_ranks: range):
+    """Run two steps; return losses, owned gradients, MTP losses and uses of the end weights."""
     config, stages = case.config, groups["pp"].size
     parallel = DataParallelConfig(strategy=case.strategy)
     split = StageSplit.from_pattern(case.pattern, stages) if stages > 1 else None
@@ -86,7 +86,7 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
         full = {"method": "uniform", "num_layers": 1} if case.recompute == "full" else {}
         model.set_recompute(Recompute(granularity=case.recompute, **full))
         for depth in () if model.multi_token is None else model.multi_token.layers:
-            assert [again for *_, again in depth.decoder.runs] == [bool(full)]
+            assert [recomputed for *_, recomputed in depth.decoder.runs] == [bool(full)]
             assert depth.decoder.blocks[0].recomputes is not bool(full)
     move(model)
     engine = DataParallel(model.store, groups, config=parallel)
@@ -97,22 +97,24 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
         size = MICROBATCHES if case.schedule == "interleaved" else None
         order = {"schedule": case.schedule, "group_size": size}
         run = PipelineForwardBackward(model, engine, groups=groups, **order)
-    data = [
-        rows_of(lane, index, depths=config.mtp_num_layers, packed=case.packed)
-        for lane in lanes
+    batches = [
+        rows_of(dp_rank, index, depths=config.mtp_num_layers, packed=case.packed)
+        for dp_rank in dp_ranks
         for index in range(MICROBATCHES)
     ]
     if groups["cp"].size > 1:
-        data = [local_part(batch, groups["cp"].rank, groups["cp"].size) for batch in data]
-    factors = torch.tensor([0.125, 0.25, 0.0625] * len(lanes))
+        batches = [
+            local_microbatch(batch, groups["cp"].rank, groups["cp"].size) for batch in batches
+        ]
+    factors = torch.tensor([0.125, 0.25, 0.0625] * len(dp_ranks))
     owned = engine.owned()
     losses = []
     for _ in range(2):  # the second step follows the gather plan of the first
-        losses.append(float(run(data, factors)))
+        losses.append(float(run(batches, factors)))
     gradients = {
-        (placed.name, placed.box.offsets): placed.of(each.gradients).clone()
-        for each in owned
-        for placed in each.boxes
+        (placed.name, placed.box.offsets): placed.of(shards.gradients).clone()
+        for shards in owned
+        for placed in shards.boxes
     }
     handles = model.store.handles
     ends = (handles[name] for name in ("embedding.weight", "head.weight") if name in handles)
@@ -121,18 +123,18 @@ def trained(case: Case, groups: ProcessGroupCollection, *, lanes: range):
     return losses, gradients, take_mean_mtp_losses(model), used
 
 
-def on_rank(rank: int, world: int, cases: list[Case]) -> list:
+def train_cases(rank: int, world: int, cases: list[Case]) -> list:
     """Train every case on the ranks of its grid."""
-    found = []
+    outcomes = []
     for case in cases:
         grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp, pp=case.pp)
         groups = ProcessGroupCollection.create(grid, rank=rank)
-        lane = groups["samples"].rank
-        found.append(trained(case, groups, lanes=range(lane, lane + 1)))
-    return found
+        dp_rank = groups["samples"].rank
+        outcomes.append(train_case(case, groups, dp_ranks=range(dp_rank, dp_rank + 1)))
+    return outcomes
 
 
-TWO = {
+CASES_OF_2_RANKS = {
     "tp": Case(tp=2, packed=True, dropout=0.1),
     "tp, sequence parallel, tied": Case(tp=2, tied=True, sequence_parallel=True, recompute="full"),
     "cp, packed": Case(cp=2, packed=True),
@@ -144,49 +146,51 @@ TWO = {
     "sharded": Case(strategy="optim_grads_params", recompute="full"),
     "sharded, tied": Case(strategy="optim_grads_params", tied=True, packed=True, dropout=0.1),
 }
-FOUR = {
+CASES_OF_4_RANKS = {
     "pp, sharded": Case(pp=2, strategy="optim_grads_params"),
     "pp, tp": Case(pp=2, tp=2, sequence_parallel=True, schedule="zb-h1", packed=True),
 }
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
-def test_every_gradient_is_that_of_one_process(world: int, cases: dict[str, Case]):
-    results = run_ranks(on_rank, world, list(cases.values()))
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, CASES_OF_2_RANKS), (4, CASES_OF_4_RANKS)], ids=["2", "4"]
+)
+def test_mtp_gradients_match_a_single_process(world: int, cases: dict[str, Case]):
+    rank_outcomes = run_ranks(train_cases, world, list(cases.values()))
     for number, (name, case) in enumerate(cases.items()):
         plain = dataclasses.replace(
             case, recompute=None, sequence_parallel=False, strategy="no_shard"
         )
-        lanes = world // (case.tp * case.cp * case.pp)
+        num_dp_ranks = world // (case.tp * case.cp * case.pp)
         with one_thread():
             single = ProcessGroupCollection.single()
-            losses, wanted, means, _ = trained(plain, single, lanes=range(lanes))
-        found = [result[number] for result in results]
-        sums = [sum(one[0][step] for one in found) / case.tp for step in range(2)]
+            losses, expected, means, _ = train_case(plain, single, dp_ranks=range(num_dp_ranks))
+        outcomes = [outcomes_of_rank[number] for outcomes_of_rank in rank_outcomes]
+        sums = [sum(outcome[0][step] for outcome in outcomes) / case.tp for step in range(2)]
         assert sums == pytest.approx(losses, rel=1e-6), name
-        assert all(one[2] == pytest.approx(means, rel=1e-5) for one in found), name
-        assert sorted({one[3] for one in found}) == expected_uses(case), name
-        check_gradients(name, [one[1] for one in found], wanted)
+        assert all(outcome[2] == pytest.approx(means, rel=1e-5) for outcome in outcomes), name
+        assert sorted({outcome[3] for outcome in outcomes}) == expected_uses(case), name
+        check_gradients(name, [outcome[1] for outcome in outcomes], expected)
 
 
 def expected_uses(case: Case) -> list[tuple[int, int]]:
-    """Return how often a rank uses embedding and head, for the different ranks there are."""
+    """Return the uses of embedding and head for each kind of rank."""
     depths, tied = case.config.mtp_num_layers, case.tied
-    behind = (depths + (1 + depths) * tied, (1 + depths) * (not tied))
+    last_stage = (depths + (1 + depths) * tied, (1 + depths) * (not tied))
     if case.pp > 1:
-        return sorted({(1, 0), behind})
-    return [(1 + behind[0], behind[1])]
+        return sorted({(1, 0), last_stage})
+    return [(1 + last_stage[0], last_stage[1])]
 
 
-def check_gradients(name: str, ranks: list[dict], wanted: dict) -> None:
-    """Compare every piece that any rank has, and see that the pieces make whole weights."""
-    whole = {weight: gradient for (weight, _), gradient in wanted.items()}
-    covered = {weight: torch.zeros_like(gradient) for weight, gradient in whole.items()}
-    for pieces in ranks:
-        for (weight, offsets), values in pieces.items():
-            assert_piece_close(f"{name}: {weight}", values, whole[weight], offsets)
+def check_gradients(name: str, ranks: list[dict], expected: dict) -> None:
+    """Compare the gradient shards of all ranks, and check that they cover the whole weights."""
+    full = {weight: gradient for (weight, _), gradient in expected.items()}
+    covered = {weight: torch.zeros_like(gradient) for weight, gradient in full.items()}
+    for shards in ranks:
+        for (weight, offsets), values in shards.items():
+            assert_piece_close(f"{name}: {weight}", values, full[weight], offsets)
             seen = covered[weight]
-            for dim, (first, size) in enumerate(zip(offsets, values.shape, strict=True)):
-                seen = seen.narrow(dim, first, size)
+            for dim, (start, size) in enumerate(zip(offsets, values.shape, strict=True)):
+                seen = seen.narrow(dim, start, size)
             seen.fill_(1.0)
     assert all(seen.all() for seen in covered.values()), name

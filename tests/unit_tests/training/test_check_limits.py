@@ -16,7 +16,7 @@ PP, LAYOUT = "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout
 PATTERN = "--hybrid-layer-pattern"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-EACH = "--num-layers-per-virtual-pipeline-stage"
+VPP_LAYERS = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 FOUR = "--num-layers 4 --global-batch-size 12"  # microbatches of 3, so four of them
@@ -80,15 +80,15 @@ def problems(flags: str, world: int) -> list[str]:
         (f"{PP} 2 {LAYOUT} Et|tL {GROUP} 1", 2, f"{GROUP} 1 has no effect"),
         (f"{PP} 2 {PATTERN} *-|*-|*-|*- {FOUR} {GROUP} 3", 2, "groups of 3 of 4"),
         (f"{PATTERN} *-*E*E {EXPERTS}", 1, "each of the 2 layers"),
-        (f"{PP} 2 {PATTERN} **-- --num-layers 4 {EACH} 3", 2, "a stage has 2 blocks"),
-        (f"{PP} 2 {FOUR} {EACH} 3", 2, "a stage has 2 layers"),
-        (f"{PP} 2 --num-layers 3 {EACH} 1", 2, "3 layers do not divide"),
-        (f"{PP} 2 --num-layers 6 {FIRST} 2 {EACH} 3", 2, "a stage has 4 layers"),
-        (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 3 {EACH} 1", 2, "a stage has 0 layers"),
-        (f"{PP} 3 --num-layers 5 {FIRST} 2 {LAST} 3 {EACH} 1", 3, "a stage has 0 layers"),
-        (f"{PP} 2 {FOUR} --num-layers 6 {FIRST} 2 {EACH} 2 {GROUP} 3", 2, "groups of 3 of 4"),
-        (f"{PP} 2 {FOUR} --num-layers 8 {EACH} 2 {GROUP} 3", 2, "groups of 3 of 4"),
-        (f"{PP} 2 {FOUR} --num-layers 2 {ENDS} {EACH} 1 {GROUP} 3", 2, "groups of 3 of 4"),
+        (f"{PP} 2 {PATTERN} **-- --num-layers 4 {VPP_LAYERS} 3", 2, "a stage has 2 blocks"),
+        (f"{PP} 2 {FOUR} {VPP_LAYERS} 3", 2, "a stage has 2 layers"),
+        (f"{PP} 2 --num-layers 3 {VPP_LAYERS} 1", 2, "3 layers do not divide"),
+        (f"{PP} 2 --num-layers 6 {FIRST} 2 {VPP_LAYERS} 3", 2, "a stage has 4 layers"),
+        (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 3 {VPP_LAYERS} 1", 2, "a stage has 0 layers"),
+        (f"{PP} 3 --num-layers 5 {FIRST} 2 {LAST} 3 {VPP_LAYERS} 1", 3, "a stage has 0 layers"),
+        (f"{PP} 2 {FOUR} --num-layers 6 {FIRST} 2 {VPP_LAYERS} 2 {GROUP} 3", 2, "groups of 3 of 4"),
+        (f"{PP} 2 {FOUR} --num-layers 8 {VPP_LAYERS} 2 {GROUP} 3", 2, "groups of 3 of 4"),
+        (f"{PP} 2 {FOUR} --num-layers 2 {ENDS} {VPP_LAYERS} 1 {GROUP} 3", 2, "groups of 3 of 4"),
         (f"{PP} 2 --num-layers 4 {VIRTUAL} 2 {GROUP} 2", 2, "groups of 2 of 1 microbatches"),
         (f"{PP} 2 --num-layers 4 {VIRTUAL} 2 {GROUP} 2", 4, "groups of 2 of 1 microbatches"),
         (f"{PP} 2 {FOUR} {VIRTUAL} 2 {GROUP} 3 --global-batch-size 10", 2, "allow-uneven-batch"),
@@ -119,7 +119,7 @@ def problems(flags: str, world: int) -> list[str]:
         (f"{PP} 2 --recompute-num-layers 2", 2, "--recompute-num-layers has no effect"),
         (f"{PP} 2 {BLOCK.rpartition(' ')[0]}", 2, "needs --recompute-num-layers"),
         (f"{PP} 2 {FOUR} --global-batch-size 11 {UNEVEN} {VIRTUAL} 2 {GROUP} 3", 2, "of 3 of 4"),
-        (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 2 {EACH} 1", 2, "5 layers"),
+        (f"{PP} 2 --num-layers 5 {FIRST} 2 {LAST} 2 {VPP_LAYERS} 1", 2, "5 layers"),
     ],
 )
 def test_value_beyond_the_limit_is_one_problem(flags, world, expected):
@@ -163,9 +163,9 @@ def test_value_beyond_the_limit_is_one_problem(flags, world, expected):
         (f"{PP} 2 {LAYOUT} Et|t|t|tL {FOUR} {GROUP} 4", 2),
         (f"{PP} 2 {LAYOUT} E(t|)*3tL {FOUR} {GROUP} 2", 2),
         (f"{PP} 2 {PATTERN} *-|*-|*-|*- {FOUR} {GROUP} 4", 2),
-        (f"{PP} 2 {PATTERN} **-- --num-layers 4 {EACH} 1", 2),
-        (f"{PP} 2 {FOUR} --num-layers 6 {FIRST} 2 {EACH} 2 {GROUP} 4", 2),
-        (f"{PP} 2 --num-layers 2 {ENDS} {EACH} 2", 2),
+        (f"{PP} 2 {PATTERN} **-- --num-layers 4 {VPP_LAYERS} 1", 2),
+        (f"{PP} 2 {FOUR} --num-layers 6 {FIRST} 2 {VPP_LAYERS} 2 {GROUP} 4", 2),
+        (f"{PP} 2 --num-layers 2 {ENDS} {VPP_LAYERS} 2", 2),
         (f"{PP} 2 --num-layers 4 {VIRTUAL} 2 {GROUP} 1", 4),
         (f"{PP} 2 {FOUR} {PATTERN} *-*-*-|*- {BLOCK} 3", 2),
         (f"{PP} 2 {FOUR} --recompute-granularity selective", 2),
@@ -196,7 +196,7 @@ def test_value_beyond_the_limit_is_one_problem(flags, world, expected):
         ("--expert-tensor-parallel-size 1", 2),
         (f"{EXPERTS} {TP} 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2", 2),
         (f"--linear-cp-mode segments {DELTA} {CP} 2 --seq-length 24", 2),
-        (f"{PP} 2 --num-layers 4 {FIRST} 3 {EACH} 1", 2),
+        (f"{PP} 2 --num-layers 4 {FIRST} 3 {VPP_LAYERS} 1", 2),
     ],
 )
 def test_value_at_the_limit_is_accepted(flags, world):

@@ -146,9 +146,7 @@ def test_changed_run_length_keeps_the_sample_order(prefix, tmp_path, flags, init
     expected = initial_sets.validation.read(indices).tokens
     assert longer_sets.validation.read(indices).tokens.tolist() == expected.tolist()
     if flags in ("", "--data-path 1 {0} 3 {1}"):
-        assert order(80, 3)[0][: initial_iters * 6] != initial, (
-            "without order_lengths, the order would differ"
-        )
+        assert order(80, 3)[0][: initial_iters * 6] != initial, "the order depends on order_lengths"
 
 
 def test_eod_tokens_can_be_masked_from_the_loss(prefix):

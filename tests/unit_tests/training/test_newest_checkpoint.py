@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint is loaded where some are damaged, edited, removed or of later iterations."""
+"""Choice of the checkpoint to load when some are damaged, edited, removed or too new."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chunks(tensors: dict[str, torch.Tensor]) -> list[TensorChunk]:
 
 @pytest.fixture
 def root(tmp_path):
-    """Checkpoints of iterations 1, 2 and 3, whose tensors hold that number."""
+    """Save checkpoints of iterations 1, 2 and 3, whose tensors hold the iteration number."""
     for i in (1, 2, 3):
         tensors = {name: torch.full((100,), float(i)) for name in NAMES}
         save_checkpoint(tmp_path, i, chunks(tensors), {}, coordinator=Solo())
@@ -47,7 +47,7 @@ def root(tmp_path):
 
 
 def flip_bit(folder: Path) -> None:
-    """Flip a bit in the last tensor but one of the file."""
+    """Flip a bit in the second last tensor of the file."""
     begin = sorted(t.chunks[0].begin for t in read_manifest(folder).tensors.values())[-2]
     with (folder / SHARD).open("r+b") as file:
         file.seek(begin + 7)
@@ -67,9 +67,9 @@ def delete(folder: Path) -> None:
 def edit(old: str, new: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "manifest.json"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new, 1))
+        manifest = path.read_text()
+        assert old in manifest
+        path.write_text(manifest.replace(old, new, 1))
 
     return change
 
@@ -81,16 +81,16 @@ def edit_digest(folder: Path) -> None:
 
 
 DAMAGES = {
-    "row 7, a flipped bit": (flip_bit, rf"{SHARD} is damaged: layer\.2\[0:100\] does not match"),
-    "row 8, cut short": (truncate, rf"{SHARD} has 900 bytes, the manifest says \d+"),
-    "row 8, deleted": (delete, f"cannot read .*{SHARD}: No such file"),
-    "row 9, a size": (edit('"bytes":', '"bytes": '), r"manifest\.json has changed"),
-    "row 9, a digest": (edit_digest, r"manifest\.json has changed"),
+    "flipped bit": (flip_bit, rf"{SHARD} is damaged: layer\.2\[0:100\] does not match"),
+    "truncated file": (truncate, rf"{SHARD} has 900 bytes, the manifest says \d+"),
+    "deleted file": (delete, f"cannot read .*{SHARD}: No such file"),
+    "edited size": (edit('"bytes":', '"bytes": '), r"manifest\.json has changed"),
+    "edited digest": (edit_digest, r"manifest\.json has changed"),
 }
 
 
-class Loading:
-    """Loads all tensors, and notes what was loaded from where and said."""
+class RecordedLoad:
+    """Load all tensors; record the folders that were read and the logged lines."""
 
     def __init__(self) -> None:
         self.tensors = {name: torch.full((100,), -1.0) for name in NAMES}
@@ -111,28 +111,28 @@ class Loading:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, damage):
-    plant, text = DAMAGES[damage]
+def test_damaged_newest_checkpoint_falls_back_with_a_warning(root, damage):
+    damage_checkpoint, text = DAMAGES[damage]
     newest = root / "iter_0000003"
-    plant(newest)
-    loading = Loading()
+    damage_checkpoint(newest)
+    loading = RecordedLoad()
     assert loading.run(root) == (root / "iter_0000002", "iter_0000002")
     assert loading.loaded == {2.0}
     assert len(loading.lines) == 1
     assert re.search(f"WARNING: falling back to .*iter_0000002: .*{text}", loading.lines[0])
     assert "iter_0000003" in loading.lines[0]
-    # The tracker still names the damaged one; once it is gone nothing is left to be said of it.
-    for refused in ({"fall_back": False}, {}):
-        load = root if refused else newest
+    # The tracker still names the damaged checkpoint, and `newest` names it explicitly.
+    for options in ({"fall_back": False}, {}):
+        load = root if options else newest
         with pytest.raises(ValueError, match=text):
-            Loading().run(load, **refused)
+            RecordedLoad().run(load, **options)
 
 
-def test_what_a_failed_load_has_filled_is_loaded_again(root):
-    """Two newest ones with a flipped bit: each has filled tensors before it fails."""
+def test_partly_loaded_tensors_are_loaded_again(root):
+    """The two newest checkpoints have a flipped bit: each fills some tensors before it fails."""
     for i in (2, 3):
         flip_bit(root / f"iter_000000{i}")
-    loading = Loading()
+    loading = RecordedLoad()
     assert loading.run(root)[1] == "iter_0000001"
     assert loading.folders == ["iter_0000003", "iter_0000002", "iter_0000001"]
     assert loading.loaded == {1.0}
@@ -140,14 +140,14 @@ def test_what_a_failed_load_has_filled_is_loaded_again(root):
     assert "falling back to" in loading.lines[1]
     flip_bit(root / "iter_0000001")
     with pytest.raises(ValueError, match=r"no undamaged checkpoint .*0003.*0002.*0001"):
-        Loading().run(root)
+        RecordedLoad().run(root)
 
 
-def test_a_foreign_file_is_named_and_ignored(root):
+def test_foreign_file_is_reported_and_ignored(root):
     newest = root / "iter_0000003"
     shutil.copy(newest / SHARD, newest / "shard-00001.safetensors")
     for load in (root, newest):
-        loading = Loading()
+        loading = RecordedLoad()
         assert loading.run(load)[1] == "iter_0000003"
         assert loading.lines == [
             f"WARNING: {newest} holds files that do not belong to it and are ignored: "
@@ -162,10 +162,10 @@ def test_only_damaged_checkpoints_raise_for_any_tracker(root, tracker):
     path = root / "latest_checkpointed_iteration.txt"
     path.unlink() if tracker is None else path.write_text(tracker)
     with pytest.raises(ValueError, match="no undamaged checkpoint in"):
-        Loading().run(root)
+        RecordedLoad().run(root)
 
 
-def test_another_error_is_not_answered_with_an_older_checkpoint(root):
+def test_other_load_errors_do_not_fall_back(root):
     def use(folder: Path) -> None:
         load_checkpoint(folder, chunks({"other": torch.zeros(100)}))
 
@@ -174,51 +174,51 @@ def test_another_error_is_not_answered_with_an_older_checkpoint(root):
     assert load_newest(str(root / "nowhere"), use, Solo()) is None
 
 
-def test_what_is_being_loaded_is_not_removed(root):
-    """Retention runs between what is found and what is read, and again at every step."""
+def test_checkpoint_being_loaded_is_not_pruned(root):
+    """Retention runs between the search and the load, when a newer checkpoint exists."""
 
     def use(folder: Path) -> str:
         lines: list[str] = []
-        # Rank 0 of another job saves a newer one and keeps only that.
+        # Rank 0 of another job saves a newer checkpoint and keeps only the newest.
         if folder.name == "iter_0000003":
             tensors = {name: torch.full((100,), 4.0) for name in NAMES}
             save_checkpoint(root, 4, chunks(tensors), {}, coordinator=Solo())
-        gone = retention_module.prune_checkpoints(root, keep_last=1, say=lines.append)
-        assert [path.name for path in gone] == ["iter_0000002", "iter_0000001"]
+        removed = retention_module.prune_checkpoints(root, keep_last=1, say=lines.append)
+        assert [path.name for path in removed] == ["iter_0000002", "iter_0000001"]
         assert any("iter_0000003 is being read" in line for line in lines)
         return loading.use(folder)
 
-    loading = Loading()
+    loading = RecordedLoad()
     assert load_newest(str(root), use, Solo()) == (root / "iter_0000003", "iter_0000003")
     assert loading.loaded == {3.0}
     removed = retention_module.prune_checkpoints(root, keep_last=1)
-    assert removed == [root / "iter_0000003"], "it is not held for ever"
+    assert removed == [root / "iter_0000003"], "the read lock is released"
 
 
 def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
-    find = newest_checkpoint.latest_checkpoint
+    latest_checkpoint = newest_checkpoint.latest_checkpoint
     removed = threading.Event()
 
-    def late(*arguments, **options):
-        found = find(*arguments, **options)
+    def find_and_remove(*arguments, **options):
+        checkpoint = latest_checkpoint(*arguments, **options)
         if not removed.is_set():
             removed.set()
-            shutil.rmtree(found)
-        return found
+            shutil.rmtree(checkpoint)
+        return checkpoint
 
-    monkeypatch.setattr(newest_checkpoint, "latest_checkpoint", late)
-    loading = Loading()
+    monkeypatch.setattr(newest_checkpoint, "latest_checkpoint", find_and_remove)
+    loading = RecordedLoad()
     assert loading.run(root)[1] == "iter_0000002"
     assert removed.is_set()
 
 
 def test_start_before_existing_checkpoints_is_refused(root):
     reject_later_checkpoints(str(root), 3, resumes_newest=False, coordinator=Solo())
-    for start, named in (
+    for start, message in (
         (2, "it contains iter_0000003, later than iteration 2"),
         (0, "it contains 3 checkpoints from iter_0000001 to iter_0000003, later"),
     ):
-        with pytest.raises(ValueError, match=f"--save {root}: {named}.*move them away"):
+        with pytest.raises(ValueError, match=f"--save {root}: {message}.*move them away"):
             reject_later_checkpoints(str(root), start, resumes_newest=False, coordinator=Solo())
     assert list_checkpoints(root)[0].name == "iter_0000003"
     reject_later_checkpoints(str(root / "new"), 0, resumes_newest=False, coordinator=Solo())
@@ -229,9 +229,9 @@ def test_damaged_later_checkpoints_are_renamed_before_saving(root):
     lines: list[str] = []
     reject_later_checkpoints(str(root), 2, resumes_newest=True, coordinator=Solo(lines.append))
     assert [f.name for f in list_checkpoints(root)] == ["iter_0000002", "iter_0000001"]
-    (aside,) = root.glob("iter_0000003.damaged-*")
-    assert (aside / SHARD).stat().st_size == 900
-    assert lines == [f"WARNING: {root / 'iter_0000003'} is damaged and is now {aside.name}"]
+    (renamed,) = root.glob("iter_0000003.damaged-*")
+    assert (renamed / SHARD).stat().st_size == 900
+    assert lines == [f"WARNING: {root / 'iter_0000003'} is damaged and is now {renamed.name}"]
 
 
 def test_newer_format_is_not_treated_as_damage(root, monkeypatch):
@@ -240,4 +240,4 @@ def test_newer_format_is_not_treated_as_damage(root, monkeypatch):
         tensors = {name: torch.full((100,), 4.0) for name in NAMES}
         save_checkpoint(root, 4, chunks(tensors), {}, coordinator=Solo())
     with pytest.raises(ValueError, match="version 2, this library reads"):
-        Loading().run(root)
+        RecordedLoad().run(root)

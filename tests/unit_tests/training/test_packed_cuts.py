@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows cut as one or by documents: losses and all gradients of one process, either way."""
+"""Packed rows sharded by row or by document: losses and gradients match a single process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.ranks import run_ranks
 
 SEQUENCE, VOCABULARY, MICRO = 24, 37, 2
 CPU = torch.device("cpu")
-#: Where the documents of samples begin: none of a length that divides, and one of a single token.
+#: Starts of the documents of each sample: no length divides evenly, one document has one token.
 STARTS = ((0, 5, 6, 17), (0, 13), (0,), (0, 1, 2, 17))
 
 ATTENTION = AttentionConfig(
@@ -49,7 +49,7 @@ DENSE = GPTConfig(
     init_std=0.2,
     hidden_dropout=0.1,
 )
-#: Every recurrence, a further prediction, and experts that are balanced by sequence.
+#: Both recurrent block types, an MTP layer, and experts with a sequence-level balancing loss.
 HYBRID = dataclasses.replace(
     DENSE,
     num_layers=6,
@@ -73,14 +73,14 @@ HYBRID = dataclasses.replace(
 )
 
 
-class Rows:
-    """A data set of packed samples, a function of their number."""
+class PackedDataset:
+    """A data set of packed samples that are a function of the sample index."""
 
     def __len__(self) -> int:
         return 100
 
     def read(self, indices: np.ndarray) -> SampleRows:
-        """Return tokens, a mask that is uneven, and documents."""
+        """Return tokens, a loss mask whose density depends on the sample, and documents."""
         shape = (len(indices), SEQUENCE)
         tokens, masks = [], []
         documents = np.zeros(shape, dtype=np.int32)
@@ -98,18 +98,18 @@ class Rows:
         )
 
 
-class Seen(Optimizer):
-    """An optimizer that keeps the gradients it was given."""
+class GradientRecorder(Optimizer):
+    """An optimizer that records the gradients of each step."""
 
-    def step(self, *arguments, **more):
-        """Note them and move on."""
-        self.seen = [owned.gradients.clone() for owned in self.owned]
-        return super().step(*arguments, **more)
+    def step(self, *arguments, **options):
+        """Record the gradients, then update the weights."""
+        self.recorded = [owned.gradients.clone() for owned in self.owned]
+        return super().step(*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one grid, its rows cut in one way."""
+    """A model, its grid of ranks, and how its rows are sharded."""
 
     cut: str = "documents"
     model: GPTConfig = DENSE
@@ -121,8 +121,8 @@ class Case:
     mode: str = "auto"
 
 
-def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
-    """Return a step of plain SGD that keeps its gradients."""
+def build_step(case: Case, groups: ProcessGroupCollection) -> TrainStep:
+    """Build a training step of plain SGD that records its gradients."""
     config = DataParallelConfig()
     blocks = case.model.pattern or "*-" * case.model.num_layers
     split = None
@@ -140,7 +140,9 @@ def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
         ),
     )
     engine = DataParallel(model.store, groups, config=config)
-    optimizer = Seen(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    optimizer = GradientRecorder(
+        engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0)
+    )
     optimizer.owned = engine.owned()
     run = None
     if case.pp > 1:
@@ -148,9 +150,9 @@ def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
     return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
 
 
-def trained(case: Case, groups: ProcessGroupCollection) -> dict:
-    """Take a step of two microbatches and evaluate two more, of all lanes together."""
-    step, cuts, lanes = step_of(case, groups), None, groups["samples"]
+def train_case(case: Case, groups: ProcessGroupCollection) -> dict:
+    """Train on two microbatches and evaluate two more, counted over all data-parallel ranks."""
+    step, cuts, dp_group = build_step(case, groups), None, groups["samples"]
     if groups["cp"].size > 1:
         costs = Costs(token=0.0, pair=1.0, sub_sequence=0.0)
         agree = agreement(groups, case.model, "allgather", CPU)
@@ -158,20 +160,20 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
         cuts = PackedCuts(case.cut, case.cp, costs=costs, multiple=case.tp, agree=agree)
     layouts = Layouts(groups["cp"], CPU, bounds=True, cuts=cuts)
     batches = GPTBatches(
-        Rows(),
+        PackedDataset(),
         micro_batch_size=MICRO,
-        data_parallel_rank=lanes.rank,
-        data_parallel_size=lanes.size,
+        data_parallel_rank=dp_group.rank,
+        data_parallel_size=dp_group.size,
         batch_sizes=BatchSizes.constant(2 * MICRO),
     )
-    depths, count = case.model.mtp_num_layers, 2 // lanes.size
-    made = take(batches, count, CPU, layouts=layouts, mtp_num_layers=depths)
-    apart = [batch.layout.sharding.is_padded for batch in made]
+    depths, count = case.model.mtp_num_layers, 2 // dp_group.size
+    microbatches = take(batches, count, CPU, layouts=layouts, mtp_num_layers=depths)
+    by_documents = [batch.layout.sharding.is_padded for batch in microbatches]
     with trace(groups) as records:
-        loss = step(made, lr=0.3, weight_decay=0.0).loss
-    pieces = {
-        (placed.name, placed.box.offsets): placed.of(seen).clone()
-        for seen, owned in zip(step.optimizer.seen, step.optimizer.owned, strict=True)
+        loss = step(microbatches, lr=0.3, weight_decay=0.0).loss
+    shards = {
+        (placed.name, placed.box.offsets): placed.of(recorded).clone()
+        for recorded, owned in zip(step.optimizer.recorded, step.optimizer.owned, strict=True)
         for placed in owned.boxes
     }
     evaluated = step.evaluate(take(batches, count, CPU, layouts=layouts), at_a_time=count)
@@ -179,24 +181,24 @@ def trained(case: Case, groups: ProcessGroupCollection) -> dict:
     counted = [router.counted for router in routers_of(step.model)]
     return {
         "losses": [loss, evaluated],
-        "pieces": pieces,
-        "apart": apart,
+        "shards": shards,
+        "by_documents": by_documents,
         "kinds": kinds,
         "counted": counted,
-        "tokens": [batch.tokens.shape for batch in made],
+        "tokens": [batch.tokens.shape for batch in microbatches],
     }
 
 
-def on_rank(rank: int, world: int, cases: list[Case]) -> list[dict]:
+def train_cases(rank: int, world: int, cases: list[Case]) -> list[dict]:
     """Train every case on the ranks of its grid."""
-    found = []
+    outcomes = []
     for case in cases:
         grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp, pp=case.pp, ep=case.ep)
-        found.append(trained(case, ProcessGroupCollection.create(grid, rank=rank)))
-    return found
+        outcomes.append(train_case(case, ProcessGroupCollection.create(grid, rank=rank)))
+    return outcomes
 
 
-TWO = {
+CASES_OF_2_RANKS = {
     "p2p": Case(engine="p2p"),
     "all_gather": Case(engine="all_gather"),
     "a2a": Case(engine="a2a"),
@@ -204,33 +206,33 @@ TWO = {
     "segments": Case(model=HYBRID, mode="segments", engine="p2p"),
     "auto": Case(cut="auto"),
 }
-FOUR = {
+CASES_OF_4_RANKS = {
     "tp 2": Case(model=HYBRID, tp=2, mode="headwise", engine="p2p"),
     "pp 2": Case(model=HYBRID, pp=2, mode="segments"),
     "cp 4": Case(model=HYBRID, cp=4, mode="segments", engine="p2p"),
-    "experts of two lanes": Case(model=HYBRID, ep=4),
+    "experts of two dp ranks": Case(model=HYBRID, ep=4),
 }
-ROWS = {
+ROW_CASES = {
     f"{name}, row": dataclasses.replace(case, cut="row")
-    for name, case in TWO.items()
+    for name, case in CASES_OF_2_RANKS.items()
     if name != "auto"
 }
-MORE = {
+SLOW_CASES = {
     "tp 2, segments": Case(model=HYBRID, tp=2, mode="segments"),
     "pp 2, headwise": Case(model=HYBRID, pp=2, mode="headwise", engine="p2p"),
     "cp 4, headwise": Case(model=HYBRID, cp=4, mode="headwise", engine="a2a"),
     "cp 4, row": Case(model=HYBRID, cp=4, cut="row"),
-    "experts of two lanes, auto": Case(model=HYBRID, ep=4, cut="auto"),
+    "experts of two dp ranks, auto": Case(model=HYBRID, ep=4, cut="auto"),
 }
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict]:
-    """Return what one process finds, of both models."""
+def single_process() -> dict[str, dict]:
+    """Train both models in a single process; return the outcomes by model."""
     with one_thread():
         single = ProcessGroupCollection.single()
         return {
-            name: trained(Case(model=model, cp=1), single)
+            name: train_case(Case(model=model, cp=1), single)
             for name, model in (("dense", DENSE), ("hybrid", HYBRID))
         }
 
@@ -238,69 +240,76 @@ def alone() -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        pytest.param(2, TWO, id="two"),
-        pytest.param(4, FOUR, id="four"),
-        pytest.param(2, ROWS, id="two by row", marks=pytest.mark.slow),
-        pytest.param(4, MORE, id="four more", marks=pytest.mark.slow),
+        pytest.param(2, CASES_OF_2_RANKS, id="two"),
+        pytest.param(4, CASES_OF_4_RANKS, id="four"),
+        pytest.param(2, ROW_CASES, id="two by row", marks=pytest.mark.slow),
+        pytest.param(4, SLOW_CASES, id="four more", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_losses_and_gradients_are_those_of_one_process(alone, world, cases):
-    ranks = run_ranks(on_rank, world, list(cases.values()))
+def test_packed_losses_and_gradients_match_a_single_process(single_process, world, cases):
+    ranks = run_ranks(train_cases, world, list(cases.values()))
     for number, (name, case) in enumerate(cases.items()):
-        found = [rank[number] for rank in ranks]
-        wanted = alone["hybrid" if case.model is HYBRID else "dense"]
-        _check_numbers(name, case, found, wanted)
-        for rank in found:
-            _check_ways(name, case, rank)
+        outcomes = [outcome[number] for outcome in ranks]
+        expected = single_process["hybrid" if case.model is HYBRID else "dense"]
+        _check_numbers(name, case, outcomes, expected)
+        for outcome in outcomes:
+            _check_sharding(name, case, outcome)
 
 
-def assembled(model: GPTConfig, pieces: dict) -> dict[str, torch.Tensor]:
+def assemble_gradients(model: GPTConfig, shards: dict) -> dict[str, torch.Tensor]:
     """Return the gradients of whole weights."""
-    found = {name: torch.full(shape, torch.nan) for name, shape in logical_weights(model).items()}
-    for (name, offsets), values in pieces.items():
-        where = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
-        found[name][where] = values
-    return found
+    gradients = {
+        name: torch.full(shape, torch.nan) for name, shape in logical_weights(model).items()
+    }
+    for (name, offsets), values in shards.items():
+        slices = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        gradients[name][slices] = values
+    return gradients
 
 
-def _check_numbers(name: str, case: Case, found: list[dict], wanted: dict) -> None:
-    """Compare losses, every gradient, and what routers have counted, with one process."""
-    whole, seen = assembled(case.model, wanted["pieces"]), set()
-    for rank in found:
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6), name
-        for (weight, offsets), values in rank["pieces"].items():
-            assert_piece_close(f"{name}: {weight}", values, whole[weight], offsets)
-            seen.add(weight)
-    assert seen == whole.keys(), name
+def _check_numbers(name: str, case: Case, outcomes: list[dict], expected: dict) -> None:
+    """Compare losses, gradients and router token counts with a single process."""
+    gradients, compared = assemble_gradients(case.model, expected["shards"]), set()
+    for outcome in outcomes:
+        assert outcome["losses"] == pytest.approx(expected["losses"], rel=1e-6), name
+        for (weight, offsets), values in outcome["shards"].items():
+            assert_piece_close(f"{name}: {weight}", values, gradients[weight], offsets)
+            compared.add(weight)
+    assert compared == gradients.keys(), name
     counted = [
-        sum(parts) for parts in zip(*(r["counted"] for r in found if r["counted"]), strict=True)
+        sum(counts)
+        for counts in zip(
+            *(outcome["counted"] for outcome in outcomes if outcome["counted"]), strict=True
+        )
     ]
-    for got, reference in zip(counted, wanted["counted"], strict=True):
-        assert_close_by_metric(f"{name}: counted", got, reference, bound=1e-6)
+    for count, reference in zip(counted, expected["counted"], strict=True):
+        assert_close_by_metric(f"{name}: counted", count, reference, bound=1e-6)
 
 
-def _check_ways(name: str, case: Case, rank: dict) -> None:
-    """Expect the cut that was asked for, and one exchange for all documents of a microbatch."""
+def _check_sharding(name: str, case: Case, outcome: dict) -> None:
+    """Check the requested sharding, and one exchange for all documents of a microbatch."""
     if case.cut == "auto" and case.ep == 1:
-        assert rank["apart"] == [False, True], "the documents of one are even enough by row"
+        assert outcome["by_documents"] == [False, True], (
+            "the first microbatch is balanced enough by row"
+        )
         return
-    if case.ep > 1:  # one microbatch of each lane, of as many tokens as the other's
-        assert rank["tokens"] == [(1, 30)], name
+    if case.ep > 1:  # one microbatch of each data-parallel rank, padded to the same length
+        assert outcome["tokens"] == [(1, 30)], name
         return
-    apart = case.cut == "documents"
-    assert rank["apart"] == [apart] * 2, name
-    for shape in rank["tokens"]:
-        assert (shape[0] == 1) == apart
-        assert (shape[1] * case.cp > SEQUENCE * MICRO) == apart, "padded"
+    by_documents = case.cut == "documents"
+    assert outcome["by_documents"] == [by_documents] * 2, name
+    for shape in outcome["tokens"]:
+        assert (shape[0] == 1) == by_documents
+        assert (shape[1] * case.cp > SEQUENCE * MICRO) == by_documents, "padded"
     mixers = case.model.pattern + case.model.mtp_pattern
     if case.pp > 1 or case.engine != "p2p" or not mixers:
-        return  # or attention has such exchanges, too
+        return  # otherwise attention or the stages exchange tensors as well
     kinds = dict.fromkeys(("all_to_all", "all_gather"), 0)
     recurrent = sum(symbol in "GM" for symbol in mixers) * 2  # of both microbatches
     if case.mode == "headwise":
-        kinds["all_to_all"] += 4 * recurrent  # there and back, in forward and backward
+        kinds["all_to_all"] += 4 * recurrent  # heads and back to tokens, in forward and backward
     else:  # a halo and a summary, and their gradients
         kinds["all_to_all"] += 2 * recurrent
         kinds["all_gather"] += 2 * recurrent
-    assert {kind: rank["kinds"][kind] for kind in kinds} == kinds, name
+    assert {kind: outcome["kinds"][kind] for kind in kinds} == kinds, name

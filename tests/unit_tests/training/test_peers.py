@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Naming the rank that is gone: killed, stopped, failed, silent elsewhere, and nobody."""
+"""Diagnosis of a lost rank: killed, stopped, failed, silent on another host, or none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _client(port: int) -> dist.Store:
 
 
 def _watch(rank: int, world: int, port: int) -> str | None:
-    """Join; rank 0 waits for the parent's word and looks around, the others wait for their end."""
+    """Join; rank 0 diagnoses when the parent sets "look", the others wait until "over"."""
     watch = PeerWatch(lambda: _client(port), rank=rank, world_size=world, heartbeat_seconds=0.05)
     watch.iteration = 7
     store = _client(port)
@@ -43,32 +43,32 @@ def _watch(rank: int, world: int, port: int) -> str | None:
         watch.close()
         return None
     store.wait(["look"])
-    found = watch.diagnose(0.5)
-    text = None if found is None else found.text
+    diagnosis = watch.diagnose(0.5)
+    text = None if diagnosis is None else diagnosis.text
     store.set("over", "1")
     return text
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
+    ("kill_signal", "text"),
     [(signal.SIGKILL, "is dead"), (signal.SIGSTOP, "is stopped"), (None, None)],
 )
-def test_a_rank_of_this_machine(server, number, text):
+def test_dead_or_stopped_local_rank_is_named(server, kill_signal, text):
     with start_ranks(_watch, 3, server.port, init=False) as ranks:
         server.wait([f"ready/{rank}" for rank in range(3)])
-        if number is not None:
-            ranks.kill(2, number)
+        if kill_signal is not None:
+            ranks.kill(2, kill_signal)
         server.set("look", "1")
         server.wait(["over"])
-        if number == signal.SIGSTOP:
+        if kill_signal == signal.SIGSTOP:
             ranks.kill(2, signal.SIGKILL)
-        found = ranks.outcomes(timeout=20)
-        said = found[0].value
+        outcomes = ranks.outcomes(timeout=20)
+        diagnosis = outcomes[0].value
         if text is None:
-            assert said is None
+            assert diagnosis is None
         else:
-            assert f"rank 2 (process {ranks.processes[2].pid} on " in said
-            assert said.endswith(text)
+            assert f"rank 2 (process {ranks.processes[2].pid} on " in diagnosis
+            assert diagnosis.endswith(text)
 
 
 def test_rank_on_another_host_is_tracked_by_heartbeat(server):
@@ -76,14 +76,14 @@ def test_rank_on_another_host_is_tracked_by_heartbeat(server):
     for rank in (1, 2):
         server.set(f"peer/{rank}", json.dumps(asdict(Identity("elsewhere", 1))))
         server.set(f"beat/{rank}", json.dumps([1, 12]))
-    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, heartbeat_seconds=0.05)
+    watch1 = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, heartbeat_seconds=0.05)
     server.set("peer/1", json.dumps(asdict(Identity("elsewhere", 1))))
     assert watch.diagnose(2.0) == Diagnosis("rank 2 is silent since iteration 12")
-    other.close()
+    watch1.close()
     watch.close()
 
 
-def test_the_text_of_a_failure_is_quoted_first(server):
+def test_reported_failure_message_is_quoted(server):
     watches = [
         PeerWatch(lambda: _client(server.port), rank=rank, world_size=2, heartbeat_seconds=0.05)
         for rank in range(2)
@@ -94,7 +94,7 @@ def test_the_text_of_a_failure_is_quoted_first(server):
         watch.close()
 
 
-def test_one_rank_prints_a_text(server):
+def test_only_one_rank_prints_a_message(server):
     watches = [
         PeerWatch(lambda: _client(server.port), rank=rank, world_size=3) for rank in range(3)
     ]
@@ -104,7 +104,7 @@ def test_one_rank_prints_a_text(server):
         watch.close()
 
 
-def test_process_states():
+def test_process_state_is_running_stopped_or_dead():
     assert process_state(os.getpid()) == "running"
     child = subprocess.Popen(["sleep", "60"])
     child.send_signal(signal.SIGSTOP)
@@ -119,14 +119,14 @@ def test_process_states():
     assert process_state(child.pid) == "dead"
 
 
-def test_a_rank_that_has_left_in_good_order_is_not_missed(server):
+def test_rank_that_closed_cleanly_is_not_reported(server):
     watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=2, heartbeat_seconds=0.05)
-    other = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, heartbeat_seconds=0.05)
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
+    watch1 = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, heartbeat_seconds=0.05)
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
     assert "is dead" in watch.diagnose(0.5).text
-    other.close()
+    watch1.close()
     assert watch.diagnose(0.5) is None
     watch.close()
 
@@ -182,51 +182,53 @@ def test_other_stages_lag_only_by_iteration_number(server):
         watch.close()
 
 
-class ListedHangFiles(HangFiles):
-    """HangFiles that is listed instead of written."""
+class RecordedHangFiles(HangFiles):
+    """HangFiles that records its writes in a list instead of files."""
 
-    def __init__(self, rank, kept):
+    def __init__(self, rank, writes):
         super().__init__("save", attempt=0, rank=rank, frozen_seconds=9.0)
-        self.rank, self.kept = rank, kept
+        self.rank, self.writes = rank, writes
 
     def write(self, reason, error, log):
-        self.kept.append((self.rank, reason))
+        self.writes.append((self.rank, reason))
 
     def write_report(self, text):
-        self.kept.append(("report", text))
+        self.writes.append(("report", text))
 
     def heartbeat(self):
         pass
 
 
-def keeping(server, world, kept):
+def watches_with_files(server, world, writes):
     return [
         PeerWatch(
             lambda: _client(server.port),
             rank=rank,
             world_size=world,
             heartbeat_seconds=0.05,
-            files=ListedHangFiles(rank, kept),
+            files=RecordedHangFiles(rank, writes),
         )
         for rank in range(world)
     ]
 
 
-def until(condition):
+def wait_until(condition):
     deadline = time.monotonic() + 5
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def test_live_ranks_write_evidence_once_and_one_writes_report(server):
-    kept = []
-    watches = keeping(server, 3, kept)
+    writes = []
+    watches = watches_with_files(server, 3, writes)
     watches[1].write_diagnostics("rank 5 is dead")
     watches[1].write_diagnostics("rank 6 is dead")
-    until(lambda: len(kept) == 4)
+    wait_until(lambda: len(writes) == 4)
     watches[0].write_diagnostics("rank 7 is dead")
-    reports = [text for kind, text in kept if kind == "report"]
-    assert sorted(k for k in kept if k[0] != "report") == [(r, "rank 5 is dead") for r in range(3)]
+    reports = [text for kind, text in writes if kind == "report"]
+    assert sorted(k for k in writes if k[0] != "report") == [
+        (r, "rank 5 is dead") for r in range(3)
+    ]
     assert len(reports) == 1
     assert "written by rank 1\nrank 5 is dead\n" in reports[0]
     for watch in watches:
@@ -234,30 +236,30 @@ def test_live_ranks_write_evidence_once_and_one_writes_report(server):
 
 
 def test_rank_that_gave_up_is_not_blamed(server):
-    watches = keeping(server, 2, [])
+    watches = watches_with_files(server, 2, [])
     watches[1].write_diagnostics("rank 7 is stopped")
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
     assert watches[0].diagnose(0.5) == Diagnosis("rank 7 is stopped", is_reported=True)
     for watch in watches:
         watch.close()
 
 
 def test_error_already_printed_by_a_rank_needs_no_report(server):
-    kept = []
-    watches = keeping(server, 2, kept)
+    writes = []
+    watches = watches_with_files(server, 2, writes)
     watches[0].claims.note_printed("no such file")
     watches[1].write_diagnostics("rank 0 failed: no such file", is_reported=True)
-    until(lambda: len(kept) == 2)
-    assert sorted(kept) == [(r, "rank 0 failed: no such file") for r in range(2)]
+    wait_until(lambda: len(writes) == 2)
+    assert sorted(writes) == [(r, "rank 0 failed: no such file") for r in range(2)]
     for watch in watches:
         watch.close()
 
 
-def test_a_rank_ends_after_the_rank_at_fault_has_printed(server):
-    """A launcher ends the rank at fault as soon as another one has ended."""
-    watches = keeping(server, 2, [])
+def test_rank_waits_until_the_failed_rank_has_printed(server):
+    """A launcher ends the failed rank as soon as another rank has exited."""
+    watches = watches_with_files(server, 2, [])
     text = "rank 0 failed: no such file"
     survivor = threading.Thread(
         target=lambda: watches[1].write_diagnostics(text, is_reported=True), daemon=True
@@ -271,38 +273,41 @@ def test_a_rank_ends_after_the_rank_at_fault_has_printed(server):
         watch.close()
 
 
-def test_a_guard_finds_the_lost_rank_while_the_main_thread_waits(server):
-    """As on a GPU, where nothing is raised: the thread that beats ends the process."""
-    kept, lost = [], []
-    watches = keeping(server, 3, kept)
+def test_guard_names_the_dead_rank_in_a_blocked_collective(server):
+    """On a GPU, no exception interrupts a collective: the heartbeat thread ends the process."""
+    writes, lost = [], []
+    watches = watches_with_files(server, 3, writes)
     watches[0].guard(0.4, lost.append)
     record = CollectiveRecord("all_reduce", "world", 3, 8, (0, 1, 2), (2,), "float32", "sum")
     for watch in watches[:2]:
         watch.iteration = 3
-    for _ in range(12):  # as long as it comes to new ones nothing is looked up
+    for _ in range(12):  # no diagnosis while the rank reaches new collectives
         watches[0].collectives(record)
         time.sleep(0.05)
-    assert not kept
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    server.set("peer/2", json.dumps(asdict(Identity(socket.gethostname(), gone.pid))))
-    until(lambda: lost)
-    assert f"rank 2 (process {gone.pid} on {socket.gethostname()}) is dead" in lost[0].text
-    assert kept[0] == (0, lost[0].text)
+    assert not writes
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    server.set("peer/2", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
+    wait_until(lambda: lost)
+    assert f"rank 2 (process {exited.pid} on {socket.gethostname()}) is dead" in lost[0].text
+    assert writes[0] == (0, lost[0].text)
     for watch in watches:
         watch.close()
 
 
-def test_a_guard_tells_of_a_rank_that_lives_but_ends_nothing(server, monkeypatch):
+def test_guard_reports_a_lagging_rank_without_ending_the_run(server, monkeypatch):
     monkeypatch.setattr(peers, "GUARD_SECONDS", 0.2)
-    kept, lost = [], []
-    watches = keeping(server, 2, kept)
+    writes, lost = [], []
+    watches = watches_with_files(server, 2, writes)
     watches[0].iteration = watches[1].iteration = 3
     watches[0].guard(0.3, lost.append)
     watches[0].collectives(CollectiveRecord("all_reduce", "tp", 2, 8, (0, 1), (2,), "int64", "sum"))
-    until(lambda: len(kept) == 3)
-    assert watches[1].diagnose(0.2) is None, "nobody has given up"
+    wait_until(lambda: len(writes) == 3)
+    assert watches[1].diagnose(0.2) is None, "no rank has given up"
     for watch in watches:
         watch.close()
     assert not lost
-    assert (0, "rank 1 is still in iteration 3 behind its collective 0 (no collective yet)") in kept
+    assert (
+        0,
+        "rank 1 is still in iteration 3 behind its collective 0 (no collective yet)",
+    ) in writes

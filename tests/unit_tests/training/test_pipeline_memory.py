@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage keeps between its actions, in bytes, with split backward and with recompute."""
+"""Bytes that a stage saves between its actions, with split backward and with recompute."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class SavedTensor:
 
 
 class SavedActivations:
-    """Everything that autograd and queues hold of activations and their gradients.
+    """Activations and their gradients that autograd and weight-gradient queues keep alive.
 
     Args:
-        weights: of the model, which autograd holds views of.
+        weights: weights of the model, whose views in autograd do not count.
 
     Attributes:
         by_action: bytes before each action.
-        queued: the most that queues held.
+        queued: the most bytes in queues.
     """
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
@@ -55,29 +55,29 @@ class SavedActivations:
         self.by_action: list[int] = []
         self.queued = 0
 
-    def hold(self, tensor: torch.Tensor) -> SavedTensor:
-        held = SavedTensor(tensor)
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        saved = SavedTensor(tensor)
         if tensor.untyped_storage().data_ptr() not in self.weights:
-            self.saved.add(held)
-        return held
+            self.saved.add(saved)
+        return saved
 
-    def look(self, action: object) -> None:
-        """Note how much there is before an action."""
+    def record_bytes(self, action: object) -> None:
+        """Record the bytes that are alive before an action."""
         queued = list(self._in_queues())
         self.queued = max(self.queued, _bytes(queued))
-        self.by_action.append(_bytes([*queued, *(held.tensor for held in self.saved)]))
+        self.by_action.append(_bytes([*queued, *(saved.tensor for saved in self.saved)]))
 
     def _in_queues(self) -> Iterator[torch.Tensor]:
         for queue in self.queues:
-            for put in queue._items:
-                assert isinstance(put, types.FunctionType)
-                for cell in put.__closure__ or ():
+            for work in queue._items:
+                assert isinstance(work, types.FunctionType)
+                for cell in work.__closure__ or ():
                     if isinstance(cell.cell_contents, torch.Tensor):
                         yield cell.cell_contents
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of what these tensors lie in, each storage once."""
+    """Return the bytes of the tensors' storages, counting each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -93,62 +93,64 @@ CASES: list[Case] = [
 ]
 
 
-def all_cases(rank: int, world: int) -> list[tuple[int, int]]:
-    """Return what `peak_saved_bytes` does for every case."""
+def peak_bytes_of_cases(rank: int, world: int) -> list[tuple[int, int]]:
+    """Return `peak_saved_bytes` of every case."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
     return [peak_saved_bytes(groups, *case) for case in CASES]
 
 
 def peak_saved_bytes(
-    groups: ProcessGroupCollection, schedule: str, again: bool, delay: int | None
+    groups: ProcessGroupCollection, schedule: str, recompute: bool, delay: int | None
 ) -> tuple[int, int]:
-    """Take a step; return the most bytes before an action and the most that lay in queues."""
+    """Run a step; return the most bytes before an action and the most bytes in queues."""
     config = DataParallelConfig()
     model = GPTModel(CONFIG, groups, seed=3, storage=config.storage())
-    if again:
+    if recompute:
         model.set_recompute(Recompute(granularity="full", method="uniform", num_layers=1))
     engine = DataParallel(model.store, groups, config=config)
-    found = SavedActivations(model.store.tensors())
+    activations = SavedActivations(model.store.tensors())
     run = PipelineForwardBackward(
         model,
         engine,
         groups=groups,
         schedule=schedule,
         weight_delay=delay,
-        observe=found.look,
+        observe=activations.record_bytes,
     )
-    opened = model.store.defer
+    original_defer = model.store.defer
 
     @contextlib.contextmanager
     def defer() -> Iterator[WgradQueue]:
-        with opened() as queue:
-            found.queues.add(queue)
+        with original_defer() as queue:
+            activations.queues.add(queue)
             yield queue
 
     model.store.defer = defer  # type: ignore[method-assign]
-    data = [
+    microbatches = [
         microbatch(seed=5, dp_rank=0, index=index, batch=2, sequence=LENGTH, vocabulary=37)
         for index in range(MICROBATCHES)
     ]
-    with torch.autograd.graph.saved_tensors_hooks(found.hold, lambda held: held.tensor):
-        run(data, torch.full((MICROBATCHES,), 0.01))
-    assert found.by_action[0] == 0
-    return max(found.by_action), found.queued
+    with torch.autograd.graph.saved_tensors_hooks(activations.save, lambda saved: saved.tensor):
+        run(microbatches, torch.full((MICROBATCHES,), 0.01))
+    assert activations.by_action[0] == 0
+    return max(activations.by_action), activations.queued
 
 
-def test_put_off_weight_gradients_cost_what_recompute_saves():
-    """Put off, they keep as many recomputed microbatches; at once, one at most."""
-    ranks = run_ranks(all_cases, STAGES)
-    whole, again, split, put_off, at_once = zip(*ranks, strict=True)
+def test_delayed_weight_gradients_undo_recompute_savings():
+    """Delayed, they keep recomputed microbatches alive; immediate, one microbatch at most."""
+    ranks = run_ranks(peak_bytes_of_cases, STAGES)
+    plain, recomputed, split, delayed, immediate = zip(*ranks, strict=True)
     for stage in range(STAGES):
-        assert again[stage][0] < whole[stage][0] / 3, "recompute saves something"
-        assert whole[stage][1] == again[stage][1] == 0
+        assert recomputed[stage][0] < plain[stage][0] / 3, "recompute saves something"
+        assert plain[stage][1] == recomputed[stage][1] == 0
         assert split[stage][1] > 0
-        assert whole[stage][0] <= split[stage][0] <= whole[0][0]
-        one = whole[stage][0] // (STAGES - stage)  # microbatch of its layers, nothing recomputed
-        assert 0 < at_once[stage][1] < one
-        assert at_once[stage][0] <= again[stage][0] + one
+        assert plain[stage][0] <= split[stage][0] <= plain[0][0]
+        per_microbatch = plain[stage][0] // (
+            STAGES - stage
+        )  # microbatch of its layers, nothing recomputed
+        assert 0 < immediate[stage][1] < per_microbatch
+        assert immediate[stage][0] <= recomputed[stage][0] + per_microbatch
         if stage:
-            assert put_off[stage][1] > stage * one * 3 / 4
-            assert put_off[stage][0] > again[stage][0] + one
-    assert put_off[-1][0] > 3 * whole[-1][0], "more than without recompute"
+            assert delayed[stage][1] > stage * per_microbatch * 3 / 4
+            assert delayed[stage][0] > recomputed[stage][0] + per_microbatch
+    assert delayed[-1][0] > 3 * plain[-1][0], "more than without recompute"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of pipelines: stages as they are cut, each impossible one named, and no possible one."""
+"""Options of pipelines: splits into stages, reported conflicts and accepted combinations."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ PP = "--pipeline-model-parallel-size"
 LAYOUT = "--pipeline-model-parallel-layout"
 PATTERN = "--hybrid-layer-pattern"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
-EACH = "--num-layers-per-virtual-pipeline-stage"
+VPP_LAYERS = "--num-layers-per-virtual-pipeline-stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 EIGHT = "--num-layers 8 --global-batch-size 36"
 
 
 @pytest.mark.parametrize(
-    ("more", "layers", "schedule"),
+    ("flags", "layers", "schedule"),
     [
         (f"{PP} 2", "4|4 layers", "1f1b"),
         (f"{PP} 4 --pipeline-schedule zb-h1", "2|2|2|2 layers", "zb-h1"),
         (f"{PP} 2 {VIRTUAL} 2", "2+2|2+2 layers", "interleaved"),
         (f"{PP} 2 {VIRTUAL} 1", "4|4 layers", "1f1b"),
-        (f"{PP} 4 {EACH} 1", "1+1|1+1|1+1|1+1 layers", "interleaved"),
+        (f"{PP} 4 {VPP_LAYERS} 1", "1+1|1+1|1+1|1+1 layers", "interleaved"),
         (f"{PP} 4 {FIRST} 3 {LAST} 1", "3|2|2|1 layers", "1f1b"),
         (f"{PP} 3 {FIRST} 0", "0|4|4 layers", "1f1b"),
         (f"{PP} 3 --account-for-embedding-in-pipeline-split", "2|3|3 layers", "1f1b"),
         (
             f"{PP} 2 --account-for-embedding-in-pipeline-split "
-            f"--account-for-loss-in-pipeline-split {EACH} 1",
+            f"--account-for-loss-in-pipeline-split {VPP_LAYERS} 1",
             "0+1+1+1+1|1+1+1+1+0 layers",
             "interleaved",
         ),
-        (f"{PP} 2 {FIRST} 2 {EACH} 3", "1+1|3+3 layers", "interleaved"),
+        (f"{PP} 2 {FIRST} 2 {VPP_LAYERS} 3", "1+1|3+3 layers", "interleaved"),
         (f"{PP} 2 {LAYOUT} Et*3|(tt|)*2tL", "3+2|2+1 layers", "interleaved"),
         (f"{PP} 4 {LAYOUT} E|t*4|t*4|L", "0|4|4|0 layers", "1f1b"),
         (f"{PP} 2 {PATTERN} *-*-*-|*-*-*-*-*-", "3|5 layers", "1f1b"),
@@ -58,8 +58,8 @@ EIGHT = "--num-layers 8 --global-batch-size 36"
         (f"{PP} 2 {PATTERN} **--*-*-", "4|4 blocks", "1f1b"),
     ],
 )
-def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
-    config, world = small_config(f"{EIGHT} {more}"), 12
+def test_layers_are_split_into_stages_by_options(flags, layers, schedule, tmp_path):
+    config, world = small_config(f"{EIGHT} {flags}"), 12
     assert check(config, world) == []
     run = resolve(config, world)
     assert stage_split(run.config).describe() == layers
@@ -76,7 +76,7 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "world", "message"),
+    ("flags", "world", "message"),
     [
         (
             f"{PP} 3 --num-layers 3",
@@ -95,7 +95,7 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
         ),
         (f"{PP} 4", 4, f"{PP} 4: 2 layers do not divide over 4 virtual pipeline stages"),
         (f"{VIRTUAL} 2", 2, f"{VIRTUAL} 2 has no effect without {PP} above 1: raise that"),
-        (f"{EACH} 1", 2, f"{EACH} 1 has no effect without {PP} above 1: raise that"),
+        (f"{VPP_LAYERS} 1", 2, f"{VPP_LAYERS} 1 has no effect without {PP} above 1: raise that"),
         (f"{GROUP} 2", 2, f"{GROUP} 2 has no effect without {PP} above 1: raise that"),
         (f"{FIRST} 1", 2, f"{FIRST} 1 has no effect without {PP} above 1: raise that"),
         (f"{LAYOUT} EttL", 2, f"{LAYOUT} EttL has no effect without {PP} above 1"),
@@ -107,11 +107,11 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
             "^--account-for-loss-in-pipeline-split has no effect without ",
         ),
         (
-            f"{PP} 2 {VIRTUAL} 1 {EACH} 1",
+            f"{PP} 2 {VIRTUAL} 1 {VPP_LAYERS} 1",
             2,
-            f"{EACH} 1 and {VIRTUAL} 1 are mutually exclusive: keep",
+            f"{VPP_LAYERS} 1 and {VIRTUAL} 1 are mutually exclusive: keep",
         ),
-        (f"{PP} 2 {EACH} 2", 2, f"{EACH} 2: a stage has 1 layers: use a divisor"),
+        (f"{PP} 2 {VPP_LAYERS} 2", 2, f"{VPP_LAYERS} 2: a stage has 1 layers: use a divisor"),
         (f"{PP} 2 {GROUP} 2", 2, f"{GROUP} 2 has no effect with --pipeline-schedule 1f1b: drop"),
         (
             f"{PP} 2 --num-layers 4 {VIRTUAL} 2 --pipeline-schedule zb-h1",
@@ -149,35 +149,35 @@ def test_layers_are_cut_as_the_options_say(more, layers, schedule, tmp_path):
         ),
     ],
 )
-def test_each_problem_is_reported_by_itself(more, world, message):
-    problems = check(small_config(more), world)
+def test_each_problem_is_reported_once(flags, world, message):
+    problems = check(small_config(flags), world)
     assert len(problems) == 1, problems
     with pytest.raises(ValueError, match=message):
         raise ValueError(problems[0])
 
 
-def test_all_problems_come_at_once():
-    more = f"{PP} 2 {LAYOUT} Et|(tx {EACH} 1 {VIRTUAL} 2 --tensor-model-parallel-size 2"
-    assert len(check(small_config(more), 6)) == 7
-    more = f"{PP} 2 {LAYOUT} t(|xL) --global-batch-size 7 --schedule-on-load restart"
-    assert len(check(small_config(more), 4)) == 4
-    more = f"{PP} 2 {PATTERN} *-|*-*x| --schedule-on-load restart"
-    assert len(check(small_config(more), 4)) == 3
-    more = f"{PP} 4 --num-layers 6 {VIRTUAL} 2 --pipeline-schedule zb-h1 {GROUP} 3"
-    found = check(small_config(more), 4)
-    assert [text.split()[0] for text in found] == [PP, "--pipeline-schedule", GROUP]
+def test_all_problems_are_reported_together():
+    flags = f"{PP} 2 {LAYOUT} Et|(tx {VPP_LAYERS} 1 {VIRTUAL} 2 --tensor-model-parallel-size 2"
+    assert len(check(small_config(flags), 6)) == 7
+    flags = f"{PP} 2 {LAYOUT} t(|xL) --global-batch-size 7 --schedule-on-load restart"
+    assert len(check(small_config(flags), 4)) == 4
+    flags = f"{PP} 2 {PATTERN} *-|*-*x| --schedule-on-load restart"
+    assert len(check(small_config(flags), 4)) == 3
+    flags = f"{PP} 4 --num-layers 6 {VIRTUAL} 2 --pipeline-schedule zb-h1 {GROUP} 3"
+    problems = check(small_config(flags), 4)
+    assert [problem.split()[0] for problem in problems] == [PP, "--pipeline-schedule", GROUP]
 
 
-def test_sections_say_what_is_wrong_with_their_own_values():
-    for more in (f"{PP} 0", f"{VIRTUAL} 0", f"{EACH} 0", f"{GROUP} 0"):
+def test_invalid_pipeline_sizes_are_refused():
+    for flags in (f"{PP} 0", f"{VIRTUAL} 0", f"{VPP_LAYERS} 0", f"{GROUP} 0"):
         with pytest.raises(ValueError, match="it must be above 0"):
-            small_config(more)
+            small_config(flags)
     with pytest.raises(ValueError, match="must not be negative"):
         small_config(f"{FIRST} -1")
 
 
-def test_the_core_takes_every_combination_that_has_no_problem():
-    fine, plain = 0, small_config("--num-layers 8 --micro-batch-size 1")
+def test_core_accepts_every_combination_without_problems():
+    num_valid, plain = 0, small_config("--num-layers 8 --micro-batch-size 1")
     for stages, virtual, name, group, batch in itertools.product(
         (1, 2, 4), (None, 1, 2), ("auto", "1f1b", "interleaved", "zb-h1"), (None, 2, 4), (4, 5, 8)
     ):
@@ -191,29 +191,31 @@ def test_the_core_takes_every_combination_that_has_no_problem():
         config = dataclasses.replace(plain, pipeline=chosen, training=training)
         if check(config, stages):
             continue
-        fine += 1
+        num_valid += 1
         run = resolve(config, stages)
         if stages == 1:
             continue
-        made = make_schedule(
+        built = make_schedule(
             schedule_name(run.config),
             stages=stages,
             microbatches=run.num_microbatches,
             chunks=stage_split(run.config).chunks,
             group_size=group,
         )
-        assert made.microbatches == batch
-    # one stage takes auto alone, for 3 batches; 2 and 4 stages: 9 settings without chunks, for
-    # each batch, and with 2 chunks what groups allow
-    assert fine == 3 + 2 * 2 * 3 * 3 + fine_groups()
+        assert built.microbatches == batch
+    # A single stage accepts only auto, for 3 batches. 2 and 4 stages accept 9 settings without
+    # chunks for each batch, and with 2 chunks the settings that the groups allow.
+    assert num_valid == 3 + 2 * 2 * 3 * 3 + count_valid_groups()
 
 
-def fine_groups() -> int:
-    """Count, by the rule itself, what is legal with two chunks: auto or interleaved."""
+def count_valid_groups() -> int:
+    """Count the valid settings with two chunks by the rule itself: auto or interleaved."""
     legal = 0
     for stages, group, batch in itertools.product((2, 4), (None, 2, 4), (4, 5, 8)):
-        rest = batch % (group or batch)  # not asked for, it is one that fits
-        legal += group is None or (stages <= group <= batch and (rest == 0 or rest >= stages))
+        remainder = batch % (group or batch)  # the default group fits
+        legal += group is None or (
+            stages <= group <= batch and (remainder == 0 or remainder >= stages)
+        )
     return 2 * legal
 
 

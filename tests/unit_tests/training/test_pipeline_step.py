@@ -33,31 +33,31 @@ CONFIG = GPTConfig(
 
 
 def batches(packed: bool) -> list[Microbatch]:
-    """Return microbatches of different lengths; packed ones hold two documents a row."""
-    found = []
+    """Return microbatches of different lengths; packed rows hold two documents each."""
+    microbatches = []
     for index, length in enumerate(LENGTHS):
-        made = microbatch(seed=5, dp_rank=0, index=index, batch=2, sequence=length, vocabulary=37)
+        batch = microbatch(seed=5, dp_rank=0, index=index, batch=2, sequence=length, vocabulary=37)
         if packed:
-            at = torch.arange(length).repeat(2, 1)  # [b, s]
-            border = torch.tensor([[3 + index], [5]])
-            positions = torch.where(at >= border, at - border, at)
-            ids = (at >= border).long()
-            made = dataclasses.replace(made, document_ids=ids, positions=positions)
-        found.append(Microbatch(made.tokens, made.labels, made.loss_mask, made.layout))
-    return found
+            columns = torch.arange(length).repeat(2, 1)  # [b, s]
+            document_start = torch.tensor([[3 + index], [5]])
+            positions = torch.where(columns >= document_start, columns - document_start, columns)
+            ids = (columns >= document_start).long()
+            batch = dataclasses.replace(batch, document_ids=ids, positions=positions)
+        microbatches.append(Microbatch(batch.tokens, batch.labels, batch.loss_mask, batch.layout))
+    return microbatches
 
 
-class Seen(Optimizer):
-    """An optimizer that keeps the gradients it was given."""
+class GradientRecorder(Optimizer):
+    """An optimizer that records the gradients of each step."""
 
-    def step(self, lr: float, weight_decay: float, **more: float | None):
-        """Note them and move on."""
-        self.seen = [owned.gradients.clone() for owned in self.owned]
-        return super().step(lr, weight_decay, **more)
+    def step(self, lr: float, weight_decay: float, **options: float | None):
+        """Record the gradients, then update the weights."""
+        self.recorded = [owned.gradients.clone() for owned in self.owned]
+        return super().step(lr, weight_decay, **options)
 
 
-def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bool, frozen: str):
-    """Take two steps and evaluate; return losses and the logical gradients of the last step."""
+def train(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bool, frozen: str):
+    """Run two steps and evaluations; return losses and the last step's logical gradients."""
     config = DataParallelConfig()
     stages = groups["pp"].size
     split = StageSplit.from_pattern(cuts, stages) if stages > 1 else None
@@ -66,7 +66,7 @@ def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bo
         model.store.freeze(frozen)
     engine = DataParallel(model.store, groups, config=config)
     settings = OptimizerConfig(kind="sgd", clip_grad=0.0)
-    optimizer = Seen(engine.owned(), groups, config=settings)
+    optimizer = GradientRecorder(engine.owned(), groups, config=settings)
     optimizer.owned = engine.owned()
     run = None
     if stages > 1:
@@ -75,21 +75,21 @@ def trained(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bo
             model, engine, groups=groups, schedule=schedule, group_size=size
         )
     step = TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
-    data = batches(packed)
-    before = step.evaluate(data, at_a_time=2)
-    losses = [step(data, lr=0.3, weight_decay=0.0).loss for _ in range(2)]
+    microbatches = batches(packed)
+    first_evaluation = step.evaluate(microbatches, at_a_time=2)
+    losses = [step(microbatches, lr=0.3, weight_decay=0.0).loss for _ in range(2)]
     gradients = {
-        placed.name: placed.of(seen).clone()
-        for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
+        placed.name: placed.of(recorded).clone()
+        for recorded, owned in zip(optimizer.recorded, optimizer.owned, strict=True)
         for placed in owned.boxes
     }
-    return [before, *losses, step.evaluate(data)], gradients
+    return [first_evaluation, *losses, step.evaluate(microbatches)], gradients
 
 
-def on_rank(rank: int, world: int, *how: object):
+def train_stage(rank: int, world: int, *arguments: object):
     """Train as one stage."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=world), rank=rank)
-    return trained(groups, *how)
+    return train(groups, *arguments)
 
 
 CUTS = {
@@ -103,17 +103,17 @@ CUTS = {
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("schedule", CUTS)
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_lengths_and_documents_go_through_the_stages(schedule, packed, frozen):
+def test_pipeline_with_varying_lengths_matches_single_process(schedule, packed, frozen):
     with one_thread():
         single = ProcessGroupCollection.single()
-        losses, gradients = trained(single, schedule, "", packed, frozen)
-    ranks = run_ranks(on_rank, 2, schedule, CUTS[schedule], packed, frozen)
-    for found, _ in ranks:
-        assert found == pytest.approx(losses, rel=1e-6)
-    together = {name: value for _, found in ranks for name, value in found.items()}
-    assert together.keys() == gradients.keys()
+        losses, gradients = train(single, schedule, "", packed, frozen)
+    ranks = run_ranks(train_stage, 2, schedule, CUTS[schedule], packed, frozen)
+    for actual, _ in ranks:
+        assert actual == pytest.approx(losses, rel=1e-6)
+    stage_gradients = {name: value for _, actual in ranks for name, value in actual.items()}
+    assert stage_gradients.keys() == gradients.keys()
     assert (frozen in gradients) is False
-    assert_all_close(together, gradients)
+    assert_all_close(stage_gradients, gradients)
 
 
 EXPERTS = dataclasses.replace(
@@ -125,33 +125,33 @@ EXPERTS = dataclasses.replace(
     hidden_dropout=0.0,
 )
 #: How often a step gathers and reduces, by strategy.
-WORDS = {
+TRAFFIC = {
     "no_shard": ("none", "once"),
     "optim": ("once", "once"),
     "optim_grads_params": ("each", "each"),
 }
 
 
-def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool = False):
-    """Take two steps; return losses, the gathers and reductions in the list of the last one,
-    gathers that came before they were needed, and the engine."""
-    config = DataParallelConfig(strategy=strategy, overlap_param_gather=early)
+def train_experts(groups: ProcessGroupCollection, strategy: str, *, overlap: bool = False):
+    """Run two steps; return losses, the last step's gather and reduce actions, the number of
+    prefetched gathers, and the engine."""
+    config = DataParallelConfig(strategy=strategy, overlap_param_gather=overlap)
     stages = groups["pp"].size
     split = StageSplit.from_pattern("*E|*E", stages, ffn_pattern="EE") if stages > 1 else None
     model = GPTModel(EXPERTS, groups, seed=3, storage=config.storage(), split=split)
     engine = DataParallel(model.store, groups, config=config)
     settings = OptimizerConfig(kind="sgd", clip_grad=0.0)
     optimizer = Optimizer(engine.owned(), groups, config=settings)
-    ran, run = [], None
+    actions, run = [], None
     if stages > 1:
-        run = PipelineForwardBackward(model, engine, groups=groups, observe=ran.append)
+        run = PipelineForwardBackward(model, engine, groups=groups, observe=actions.append)
     step = TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
     losses = []
     for _ in range(2):
-        ran.clear()
+        actions.clear()
         losses.append(step(batches(False), lr=0.3, weight_decay=0.0).loss)
     prefetched = 0 if gatherer_of(engine) is None else gatherer_of(engine).counts.prefetched
-    kinds = [action.kind for action in ran]
+    kinds = [action.kind for action in actions]
     return (
         losses,
         kinds.count(ActionKind.GATHER),
@@ -161,33 +161,35 @@ def with_experts(groups: ProcessGroupCollection, strategy: str, *, early: bool =
     )
 
 
-def on_sharded_experts(rank: int, world: int):
-    """Train with every strategy where experts alone have lanes; then where nothing has."""
-    found = {}
+def train_sharded_experts(rank: int, world: int):
+    """Train with every strategy when only experts have data-parallel ranks, then without any."""
+    outcomes = {}
     grid = RankGrid(world_size=world, tp=2, pp=2, etp=1)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     assert (groups["dense_dp"].size, groups["expert_dp"].size) == (1, 2)
-    for strategy, words in WORDS.items():
-        early = words[0] != "none"
-        *found[strategy], engine = with_experts(groups, strategy, early=early)
-        assert weight_traffic(engine) == words
-    cut = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2, pp=2, etp=2), rank=rank)
-    *_, gathers, reduces, _, engine = with_experts(cut, "optim", early=True)
+    for strategy, traffic in TRAFFIC.items():
+        overlap = traffic[0] != "none"
+        *outcomes[strategy], engine = train_experts(groups, strategy, overlap=overlap)
+        assert weight_traffic(engine) == traffic
+    unsharded = ProcessGroupCollection.create(
+        RankGrid(world_size=world, tp=2, pp=2, etp=2), rank=rank
+    )
+    *_, gathers, reduces, _, engine = train_experts(unsharded, "optim", overlap=True)
     assert weight_traffic(engine) == ("none", "none")
     assert gathers == reduces == 0
-    return found
+    return outcomes
 
 
 @pytest.mark.covers("numbers of one process", runs="ranks")
 def test_sharded_experts_gather_and_reduce_during_pipeline():
     with one_thread():
-        losses, *_ = with_experts(ProcessGroupCollection.single(), "no_shard")
+        losses, *_ = train_experts(ProcessGroupCollection.single(), "no_shard")
     steps = len(LENGTHS)
-    for found in run_ranks(on_sharded_experts, 4):
-        for strategy, (gathered, reduced) in WORDS.items():
-            seen, gathers, reduces, prefetched = found[strategy]
-            assert seen == pytest.approx(losses, rel=1e-6), strategy
-            # before every forward and every backward, and behind every backward
+    for outcomes in run_ranks(train_sharded_experts, 4):
+        for strategy, (gathered, reduced) in TRAFFIC.items():
+            actual, gathers, reduces, prefetched = outcomes[strategy]
+            assert actual == pytest.approx(losses, rel=1e-6), strategy
+            # Gathers precede every forward and backward; reductions follow every backward.
             assert gathers == {"none": 0, "once": 1, "each": 2 * steps}[gathered], strategy
             assert reduces == {"once": 1, "each": steps}[reduced], strategy
             assert (prefetched > 0) == (gathered != "none"), strategy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that are planted on purpose: what they do to a tensor."""
+"""Faults planted on purpose, and their effect on a tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_flip_changes_one_bit_of_largest_element_in_views_too(dtype):
     assert bin(bits).count("1") == 1
 
 
-def test_a_nan_is_put_into_one_element():
+def test_make_nan_changes_only_the_largest_element():
     values = torch.randn(3, 4)
     index = int(values.abs().argmax())
     make_nan(values)

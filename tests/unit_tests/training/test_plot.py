@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of runs: the numbers they draw, the table, the PNG and the self-contained page."""
+"""Plots of runs: the plotted values, the table, the PNG and the self-contained page."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def write(path, factor=1.0):
 
 
 @pytest.fixture
-def recorded(tmp_path):
+def metrics_path(tmp_path):
     return write(tmp_path / "a" / "metrics.jsonl")
 
 
-def test_curves(recorded):
-    run = read_run(str(recorded), "a")
+def test_curves_are_read_from_a_metrics_file(metrics_path):
+    run = read_run(str(metrics_path), "a")
     curves = {key: (list(c.steps), list(c.values)) for key, c in run.curves.items()}
     assert curves == {
         "validation/lm_loss": ([0, 5], [8.3, 2.0]),
@@ -55,47 +55,47 @@ def test_curves(recorded):
     }
 
 
-def test_run_is_located_by_metrics_file_or_folder(recorded):
-    assert metrics_file(str(recorded.parent)) == recorded == metrics_file(str(recorded))
-    write(recorded.parent / "q" / "checkpoints" / "metrics.jsonl")
-    assert metrics_file(str(recorded.parent / "q")).parent.name == "checkpoints"
+def test_run_is_located_by_metrics_file_or_folder(metrics_path):
+    assert metrics_file(str(metrics_path.parent)) == metrics_path == metrics_file(str(metrics_path))
+    write(metrics_path.parent / "q" / "checkpoints" / "metrics.jsonl")
+    assert metrics_file(str(metrics_path.parent / "q")).parent.name == "checkpoints"
     with pytest.raises(ValueError, match="does not exist: name a "):
-        metrics_file(str(recorded.parent / "nothing"))
+        metrics_file(str(metrics_path.parent / "nothing"))
 
 
-def test_names_are_what_tells_paths_apart():
+def test_short_names_distinguish_paths():
     assert short_names(["runs/a/metrics.jsonl", "runs/b"]) == ["a", "b"]
     assert short_names(["x/a/save", "x/b/save"]) == ["a/save", "b/save"]
     assert len(set(short_names(["a", "a"]))) == 2
 
 
-def test_smoothing_is_the_corrected_exponential_mean():
+def test_smoothing_is_a_bias_corrected_exponential_mean():
     assert smooth([3.0, 5.0], 0.0) == [3.0, 5.0]
     assert smooth([4.0] * 9, 0.9) == pytest.approx([4.0] * 9)
     assert smooth([1.0, 4.0], 0.5) == pytest.approx([1.0, (0.5 * 1 + 4) / 1.5])
 
 
-def test_the_table_compares_last_values_with_the_first_run(recorded, tmp_path):
-    other = write(tmp_path / "b" / "metrics.jsonl", factor=1.1)
-    rows = comparison([read_run(str(recorded), "a"), read_run(str(other), "b")])
+def test_table_compares_last_values_with_the_first_run(metrics_path, tmp_path):
+    second_file = write(tmp_path / "b" / "metrics.jsonl", factor=1.1)
+    rows = comparison([read_run(str(metrics_path), "a"), read_run(str(second_file), "b")])
     assert rows[0] == ["last value", "a", "b"]
     assert rows[1] == ["training loss (nats per token)", "1.6", "1.76 (+10.00%)"]
     assert rows[-1] == ["iteration", "5", "5"]
 
 
-def test_png(recorded, tmp_path):
+def test_png_contains_curves_and_panels(metrics_path, tmp_path):
     from matplotlib.image import imread
 
-    image = imread(plot_loss(recorded, tmp_path / "out" / "loss.png"))
+    image = imread(plot_loss(metrics_path, tmp_path / "out" / "loss.png"))
     assert image.shape[0] > 200
     assert image.min() < 0.5, "nothing is drawn"
-    runs = [read_run(str(recorded), name) for name in "ab"]
+    runs = [read_run(str(metrics_path), name) for name in "ab"]
     panels = imread(draw(runs, tmp_path / "all.png", title="t", smoothing=0.5))
     assert panels.shape[1] > image.shape[1]
 
 
 class Links(HTMLParser):
-    """Collects what a page would load."""
+    """Collect the resources that a page would load."""
 
     def __init__(self):
         super().__init__()
@@ -106,8 +106,8 @@ class Links(HTMLParser):
         self.loaded += [(tag, k) for k, v in attributes if k in ("src", "href", "srcset", "data")]
 
 
-def test_the_page_needs_nothing_else_and_holds_the_numbers(recorded):
-    runs = [read_run(str(recorded), "a </script><b>"), read_run(str(recorded), "b")]
+def test_page_is_self_contained_and_holds_the_values(metrics_path):
+    runs = [read_run(str(metrics_path), "a </script><b>"), read_run(str(metrics_path), "b")]
     text = page(runs, title="<x> & y", smoothing=0.3)
     links = Links()
     links.feed(text)
@@ -116,10 +116,10 @@ def test_the_page_needs_nothing_else_and_holds_the_numbers(recorded):
     assert not re.search(r"url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)", text)
     assert "<title>&lt;x&gt; &amp; y</title>" in text
     assert "<td>1.6 (+0.00%)</td>" in text
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
-    assert data["runs"] == ["a </script><b>", "b"]
-    assert data["smoothing"] == 0.3
-    loss = next(p for p in data["panels"] if p["title"] == "training loss")
+    embedded = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    assert embedded["runs"] == ["a </script><b>", "b"]
+    assert embedded["smoothing"] == 0.3
+    loss = next(p for p in embedded["panels"] if p["title"] == "training loss")
     assert loss["curves"][1] == [[1, 2, 3, 4, 5], [8.0, 4.0, 8.0 / 3, 2.0, 1.6]]
 
 
@@ -133,37 +133,39 @@ def command(*words):
     )
 
 
-def test_the_command_prints_a_table_and_writes_what_it_names(recorded, tmp_path):
+def test_command_prints_a_table_and_writes_the_page(metrics_path, tmp_path):
     html = tmp_path / "out" / "page.html"
-    done = command("--metrics", recorded, recorded.parent, "--names", "x", "y", "--html", html)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"training loss \(nats per token\) +1.6 +1.6 \(\+0.00%\)", done.stdout)
-    assert done.stdout.splitlines()[-1] == str(html)
+    process = command(
+        "--metrics", metrics_path, metrics_path.parent, "--names", "x", "y", "--html", html
+    )
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"training loss \(nats per token\) +1.6 +1.6 \(\+0.00%\)", process.stdout)
+    assert process.stdout.splitlines()[-1] == str(html)
     assert html.read_text().startswith("<!doctype html>")
 
 
-def test_a_file_that_is_no_text_is_a_user_error(tmp_path):
+def test_binary_metrics_file_is_a_user_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl"):
         read_run(str(tmp_path), "a")
 
 
 @pytest.mark.parametrize("load", ["a", {}, {"0": 1}, {"0": ["a"]}, {"0": [1], "1": [1, 2]}])
-def test_values_that_cannot_be_drawn_are_left_out(recorded, load):
+def test_values_that_cannot_be_plotted_are_left_out(metrics_path, load):
     event = {"kind": "train", "iteration": 9, "expert_load": load, "lm_loss": 10**400}
-    with recorded.open("a") as file:
+    with metrics_path.open("a") as file:
         print(json.dumps(event), file=file)
-    run = read_run(str(recorded), "a")
+    run = read_run(str(metrics_path), "a")
     assert run.curves["train/lm_loss"].steps[-1] == 5
     assert not run.loads
 
 
-def test_no_losses_is_one_line(tmp_path):
+def test_metrics_without_losses_exit_with_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    done = command("--metrics", tmp_path / "empty.jsonl")
-    assert done.returncode == 2
-    assert "has no losses" in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = command("--metrics", tmp_path / "empty.jsonl")
+    assert process.returncode == 2
+    assert "has no losses" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,6 @@ def test_no_losses_is_one_line(tmp_path):
         ({"smoothing": 1.0}, "--smoothing is 1.0"),
     ],
 )
-def test_options_that_cannot_be(options, text):
+def test_invalid_plot_options_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         PlotOptions(metrics=("a", "b"), **options)

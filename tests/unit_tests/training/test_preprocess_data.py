@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files to token files: every document in order, every rejected line told, flat memory."""
+"""Text files to token files: documents in order, rejected lines reported, bounded memory."""
 
 import io
 import json
@@ -39,32 +39,32 @@ def run(*arguments, python=("-m",)):
 
 @pytest.mark.parametrize("append_eod", [False, True])
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
-def test_documents_come_out_as_they_went_in(tmp_path, append_eod, block_bytes):
-    first = write_lines(tmp_path / "a.jsonl", TEXTS[:30])
-    second = write_lines(tmp_path / "b.jsonl", TEXTS[30:])
+def test_documents_round_trip_through_token_files(tmp_path, append_eod, block_bytes):
+    part1 = write_lines(tmp_path / "a.jsonl", TEXTS[:30])
+    part2 = write_lines(tmp_path / "b.jsonl", TEXTS[30:])
     (tmp_path / "c.txt").write_text("one file,\n\none document\n", encoding="utf-8")
-    config = config_for(tmp_path, first, second, str(tmp_path / "c.txt"), append_eod=append_eod)
-    result = preprocess(config, block_bytes=block_bytes)[config.output_prefix]
-    data = IndexedDataset(config.output_prefix)
+    config = config_for(tmp_path, part1, part2, str(tmp_path / "c.txt"), append_eod=append_eod)
+    summary = preprocess(config, block_bytes=block_bytes)[config.output_prefix]
+    dataset = IndexedDataset(config.output_prefix)
     ending = [256] if append_eod else []
     expected = [list(text.encode()) + ending for text in [*TEXTS, "one file,\n\none document\n"]]
-    assert [data.get(number).tolist() for number in range(len(data))] == expected
-    assert data.dtype == np.uint16
-    assert data.num_documents == result.documents == 51
-    assert data.num_tokens == result.tokens
-    described = json.loads((tmp_path / "out" / "data.json").read_text())
-    assert described["tokenizer"] == {
+    assert [dataset.get(number).tolist() for number in range(len(dataset))] == expected
+    assert dataset.dtype == np.uint16
+    assert dataset.num_documents == summary.documents == 51
+    assert dataset.num_tokens == summary.tokens
+    description = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert description["tokenizer"] == {
         "type": "byte", "model": None, "fingerprint": "byte-257", "vocab_size": 257, "eod": 256,
         "special_tokens": {"before": [], "after": []},
     }  # fmt: skip
-    assert (described["documents"], described["tokens"]) == (51, data.num_tokens)
-    assert described["append_eod"] == append_eod
+    assert (description["documents"], description["tokens"]) == (51, dataset.num_tokens)
+    assert description["append_eod"] == append_eod
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "data.bin", "data.idx", "data.json",
     ]  # fmt: skip
 
 
-def test_memory_holds_a_bounded_chunk(tmp_path):
+def test_memory_is_bounded_by_the_block_size(tmp_path):
     batches = []
 
     class Watched(NullTokenizer):
@@ -79,7 +79,7 @@ def test_memory_holds_a_bounded_chunk(tmp_path):
     assert max(batches) < 2 * 200 + max(map(len, texts))
 
 
-def test_workers_reach_the_thread_pool(tmp_path, monkeypatch):
+def test_worker_count_sets_the_tokenizer_threads(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYON_NUM_THREADS", "9")
     path = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
     train_bpe(TEXTS, 260, tmp_path / "tokenizer.json")
@@ -88,13 +88,13 @@ def test_workers_reach_the_thread_pool(tmp_path, monkeypatch):
     assert os.environ["RAYON_NUM_THREADS"] == "1"
 
 
-def test_large_vocabularies_take_32_bits(tmp_path):
+def test_large_vocabularies_use_32_bit_ids(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", ["1 70000 2"])
     config = config_for(tmp_path, path, tokenizer_type="null", vocab_size=70_001)
     preprocess(config, tokenizer=build_tokenizer("null", vocab_size=70_001))
-    data = IndexedDataset(config.output_prefix)
-    assert data.dtype == np.int32
-    assert data.get(0).tolist() == [1, 70000, 2]
+    dataset = IndexedDataset(config.output_prefix)
+    assert dataset.dtype == np.int32
+    assert dataset.get(0).tolist() == [1, 70000, 2]
 
 
 BAD_LINES = [
@@ -111,7 +111,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
-def test_a_line_without_a_document_is_counted_and_named(tmp_path, line, reason):
+def test_invalid_line_is_counted_and_located(tmp_path, line, reason):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line)
     tally = Tally()
@@ -122,7 +122,7 @@ def test_a_line_without_a_document_is_counted_and_named(tmp_path, line, reason):
     assert tally.describe_rejected() == f"rejected 1 lines: 1 {reason} (first: {path}:3)"
 
 
-def test_other_keys_byte_order_marks_and_text_files(tmp_path):
+def test_json_key_bom_and_plain_text_files_are_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"body": "x", "text": "y"}\n')
     assert list(read_documents([tmp_path / "a.jsonl"], Tally(), key="body")) == ["x"]
     (tmp_path / "a.txt").write_bytes(b"\xff")
@@ -132,14 +132,14 @@ def test_other_keys_byte_order_marks_and_text_files(tmp_path):
     assert Tally().describe_rejected() == ""
 
 
-def test_a_long_line_is_a_document(tmp_path):
+def test_long_line_is_one_document(tmp_path):
     long = "x" * 3_000_000
     config = config_for(tmp_path, write_lines(tmp_path / "a.jsonl", [long, "y"]))
     preprocess(config, tokenizer=ByteTokenizer())
     assert IndexedDataset(config.output_prefix).lengths.tolist() == [3_000_000, 1]
 
 
-def test_nothing_is_written_for_impossible_input(tmp_path):
+def test_invalid_input_writes_nothing(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"oops\n")
     config = config_for(tmp_path, str(empty))
@@ -150,7 +150,7 @@ def test_nothing_is_written_for_impossible_input(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_contradicting_options_are_all_named():
+def test_all_contradicting_options_are_reported():
     with pytest.raises(ValueError, match=r"--workers 0.*--tokenizer-model.*--vocab"):
         PreprocessConfig(
             input=("a",), output_prefix="b", tokenizer_type="byte", workers=0,
@@ -158,7 +158,7 @@ def test_contradicting_options_are_all_named():
         )  # fmt: skip
 
 
-def test_end_of_document_must_exist(tmp_path):
+def test_append_eod_needs_an_eod_token(tmp_path):
     class Endless(ByteTokenizer):
         eod = None
 
@@ -167,28 +167,28 @@ def test_end_of_document_must_exist(tmp_path):
         preprocess(config_for(tmp_path, path, append_eod=True), tokenizer=Endless())
 
 
-def test_the_command_encodes_with_any_number_of_workers(tmp_path):
+def test_command_output_does_not_depend_on_workers(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     with open(path, "ab") as stream:
         stream.write(b"oops\n")
     bpe = train_bpe(TEXTS, 280, tmp_path / "tokenizer.json")
-    results = {}
+    datasets = {}
     for workers in [1, 2]:
         prefix = tmp_path / f"data{workers}"
-        done = run(
+        process = run(
             "--input", path, "--output-prefix", prefix, "--append-eod", "--workers", workers,
             "--tokenizer-type", "hf", "--tokenizer-model", tmp_path / "tokenizer.json",
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert f"rejected 1 lines: 1 not JSON (first: {path}:51)" in done.stdout
-        assert "50 documents" in done.stdout
-        results[workers] = IndexedDataset(prefix)
-    assert results[1].fingerprint == results[2].fingerprint
+        assert process.returncode == 0, process.stderr
+        assert f"rejected 1 lines: 1 not JSON (first: {path}:51)" in process.stdout
+        assert "50 documents" in process.stdout
+        datasets[workers] = IndexedDataset(prefix)
+    assert datasets[1].fingerprint == datasets[2].fingerprint
     expected = [[*bpe.tokenize(text), bpe.eod] for text in TEXTS]
-    assert [results[2].get(number).tolist() for number in range(50)] == expected
+    assert [datasets[2].get(number).tolist() for number in range(50)] == expected
 
 
-def test_user_errors_are_one_line_and_a_code(tmp_path):
+def test_user_errors_exit_with_code_2_and_one_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "file").write_text("")
     for arguments, message in [
@@ -206,14 +206,14 @@ def test_user_errors_are_one_line_and_a_code(tmp_path):
             "nothing was written",
         ),
     ]:
-        done = run(*arguments)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+        process = run(*arguments)
+        assert process.returncode == 2
+        assert message in process.stderr
+        assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("length", [300_000, 3_000])  # fails while writing, and when flushed
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, length):
+def test_full_disk_exits_with_one_line_and_no_files(tmp_path, length):
     path = write_lines(tmp_path / "a.jsonl", ["x" * length])
     (tmp_path / "out").mkdir()
     limited = (
@@ -221,45 +221,45 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, length):
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({length}, {length})); "
         "os.execv(sys.executable, [sys.executable, '-m', *sys.argv[1:]])"
     )
-    done = run(
+    process = run(
         "--input", path, "--tokenizer-type", "byte", "--output-prefix", tmp_path / "out" / "x",
         python=["-c", limited],
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "nothing was written" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert process.returncode == 2, process.stderr
+    assert "nothing was written" in process.stderr
+    assert process.stderr.count("\n") == 1
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_progress_is_lines_in_a_file(monkeypatch):
+def test_progress_in_a_file_is_plain_lines(monkeypatch):
     monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
     out = io.StringIO()
     with show_progress(2_000_000, out) as report:
         report(read_bytes=0, documents=0, tokens=0)
         time.sleep(0.02)
         report(read_bytes=1_000_000, documents=70, tokens=5000)
-    last = out.getvalue().splitlines()[-1]
-    assert last.startswith("encoded 1.0 of 2.0 MB (50%), 70 documents, 5,000 tokens, ")
-    assert last.endswith(" MB/s, 0:00:00 left")
+    final_line = out.getvalue().splitlines()[-1]
+    assert final_line.startswith("encoded 1.0 of 2.0 MB (50%), 70 documents, 5,000 tokens, ")
+    assert final_line.endswith(" MB/s, 0:00:00 left")
 
 
-def _pieces_until_closed(reader: int) -> Iterator[bytes]:
-    """What a terminal shows, piece by piece: one read may return only the first frame."""
+def _read_until_closed(reader: int) -> Iterator[bytes]:
+    """Read a terminal's output in chunks: a single read may return only the first frame."""
     while True:
         try:
-            piece = os.read(reader, 1 << 16)
+            chunk = os.read(reader, 1 << 16)
         except OSError:  # Linux's end of file on a pseudo-terminal whose writers are closed
             return
-        if not piece:
+        if not chunk:
             return
-        yield piece
+        yield chunk
 
 
-def test_progress_is_a_bar_on_a_terminal():
+def test_progress_on_a_terminal_is_a_bar():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as terminal, show_progress(2_000_000, terminal) as report:
         report(read_bytes=1_000_000, documents=70, tokens=5000)
-    shown = b"".join(_pieces_until_closed(reader)).decode()
+    output = b"".join(_read_until_closed(reader)).decode()
     os.close(reader)
-    assert "encoding" in shown
-    assert "70 documents, 5,000 tokens" in shown
+    assert "encoding" in output
+    assert "70 documents, 5,000 tokens" in output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preprocessing by several workers, into several streams, stopped and taken up again."""
+"""Preprocessing by several workers, into several streams, interrupted and resumed."""
 
 import contextlib
 import json
@@ -29,12 +29,12 @@ TEXTS = [f"{number} " + "wörd and word " * (number * 7 % 40) for number in rang
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Return the path of some lines, of which every 50th is none."""
+    """Return the path of a JSON lines file in which every 50th line is invalid."""
     path = tmp_path / "a.jsonl"
-    good = [json.dumps({"text": text, "title": text[:5]}) for text in TEXTS]
-    for at in range(0, 300, 50):
-        good[at] = "oops"
-    path.write_text("\n".join(good))
+    lines = [json.dumps({"text": text, "title": text[:5]}) for text in TEXTS]
+    for index in range(0, 300, 50):
+        lines[index] = "oops"
+    path.write_text("\n".join(lines))
     return str(path)
 
 
@@ -47,25 +47,25 @@ def files(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path, corpus):
+def test_files_do_not_depend_on_the_number_of_workers(tmp_path, corpus):
     train_tokenizer(
         ["--input", corpus, "--vocab-size", "300", "--output", str(tmp_path / "tokenizer.json")]
     )
     config = config_for(
         tmp_path, corpus, tokenizer_type="hf", tokenizer_model=str(tmp_path / "tokenizer.json")
     )
-    seen = []
+    files_by_workers = []
     for workers in (1, 2):
         config = replace(config, output_prefix=str(tmp_path / f"by{workers}" / "x"))
         config = replace(config, workers=workers)
         preprocess(config, block_bytes=3000)
-        seen.append(files(tmp_path / f"by{workers}"))
-    assert seen[0] == seen[1]
-    assert json.loads(seen[0]["x.json"])["rejected"] == {"not JSON": 6}
-    assert json.loads(seen[0]["x.json"])["examples"] == {"not JSON": f"{corpus}:1"}
+        files_by_workers.append(files(tmp_path / f"by{workers}"))
+    assert files_by_workers[0] == files_by_workers[1]
+    assert json.loads(files_by_workers[0]["x.json"])["rejected"] == {"not JSON": 6}
+    assert json.loads(files_by_workers[0]["x.json"])["examples"] == {"not JSON": f"{corpus}:1"}
     tokenizer = HuggingFaceTokenizer(tmp_path)
-    data = IndexedDataset(config.output_prefix)
-    assert [*tokenizer.tokenize(TEXTS[299]), tokenizer.eod] == data.get(293).tolist()
+    dataset = IndexedDataset(config.output_prefix)
+    assert [*tokenizer.tokenize(TEXTS[299]), tokenizer.eod] == dataset.get(293).tolist()
 
 
 def test_worker_error_is_raised_in_the_parent(tmp_path, corpus):
@@ -77,25 +77,26 @@ def test_worker_error_is_raised_in_the_parent(tmp_path, corpus):
 def test_worker_death_is_reported_and_committed_data_stays(tmp_path, corpus):
     config = config_for(tmp_path, corpus, workers=2)
 
-    def kill(*, documents: int, **rest: int) -> None:
+    def kill(*, documents: int, **counts: int) -> None:
         for child in [] if documents < 100 else children(os.getpid()):
             if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
                 os.kill(child, signal.SIGKILL)
 
     with pytest.raises(ValueError, match=r"an encoding process died \(exit code -9\)"):
         preprocess(config, block_bytes=1000, commit_bytes=1000, report=kill)
-    seen: list[int] = []
+    document_counts: list[int] = []
     preprocess(
-        replace(config, resume=True), report=lambda *, documents, **_: seen.append(documents)
+        replace(config, resume=True),
+        report=lambda *, documents, **_: document_counts.append(documents),
     )
-    assert seen[0] >= 100
+    assert document_counts[0] >= 100
     assert IndexedDataset(config.output_prefix).num_documents == 294
 
 
-def test_a_journal_that_no_run_wrote_is_a_line(tmp_path, corpus):
+def test_damaged_journal_is_a_one_line_error(tmp_path, corpus):
     config = config_for(tmp_path, corpus)
 
-    def stop(*, documents: int, **rest: int) -> None:
+    def stop(*, documents: int, **counts: int) -> None:
         if documents >= 100:
             raise KeyboardInterrupt
 
@@ -122,8 +123,8 @@ def test_a_journal_that_no_run_wrote_is_a_line(tmp_path, corpus):
 
 def children(process: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
-        found = Path(f"/proc/{process}/task/{process}/children").read_text()
-        return [int(word) for word in found.split()]
+        pids = Path(f"/proc/{process}/task/{process}/children").read_text()
+        return [int(pid) for pid in pids.split()]
     return []
 
 
@@ -146,38 +147,38 @@ def test_workers_exit_with_killed_run_and_next_run_resumes(tmp_path, corpus):
     while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    team = children(run.pid)
-    assert len(team) >= 2, "no workers"
+    workers = children(run.pid)
+    assert len(workers) >= 2, "no workers"
     run.kill()
     run.wait()
-    while any(map(alive, team)) and time.monotonic() < deadline:
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(alive, team))
-    seen: list[int] = []
+    assert not any(map(is_running, workers))
+    document_counts: list[int] = []
     config = replace(config_for(tmp_path, corpus), output_prefix=str(prefix), workers=2)
     preprocess(
         replace(config, resume=True),
         block_bytes=2000,
-        report=lambda *, documents, **rest: seen.append(documents),
+        report=lambda *, documents, **counts: document_counts.append(documents),
     )
-    assert seen[0] > 20
+    assert document_counts[0] > 20
     assert files(tmp_path / "killed") == files(tmp_path / "out")
 
 
-def alive(process: int) -> bool:
+def is_running(process: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
         return state != "Z"
     return False
 
 
-def test_several_keys_are_data_sets_of_the_same_documents(tmp_path, corpus):
-    results = preprocess(config_for(tmp_path, corpus, json_keys=("title", "text")))
+def test_each_json_key_becomes_a_data_set(tmp_path, corpus):
+    summaries = preprocess(config_for(tmp_path, corpus, json_keys=("title", "text")))
     prefix = str(tmp_path / "out" / "data")
-    assert list(results) == [f"{prefix}_title", f"{prefix}_text"]
-    for key, shown in [("title", TEXTS[7][:5]), ("text", TEXTS[7])]:
-        data = IndexedDataset(f"{prefix}_{key}")
-        assert bytes(data.get(6)[:-1].astype(np.uint8)).decode() == shown
+    assert list(summaries) == [f"{prefix}_title", f"{prefix}_text"]
+    for key, expected in [("title", TEXTS[7][:5]), ("text", TEXTS[7])]:
+        dataset = IndexedDataset(f"{prefix}_{key}")
+        assert bytes(dataset.get(6)[:-1].astype(np.uint8)).decode() == expected
         assert json.loads(Path(f"{prefix}_{key}.json").read_text())["documents"] == 294
     (tmp_path / "b.txt").write_text("x")
     with pytest.raises(ValueError, match=r"b\.txt is plain text, without keys"):
@@ -197,21 +198,21 @@ def test_conversations_are_written_with_a_loss_mask(tmp_path, capsys):
     config = config_for(
         tmp_path, str(path), chat=True, chat_template="plain", chat_key="talk", append_eod=False
     )
-    (result,) = preprocess(config).values()
-    data, mask = (
+    (summary,) = preprocess(config).values()
+    dataset, mask = (
         IndexedDataset(config.output_prefix),
         IndexedDataset(f"{config.output_prefix}.mask"),
     )
     template = read_chat_template("plain")
     assert mask.dtype == np.uint8
-    assert len(data) == len(mask) == len(CHATS)
+    assert len(dataset) == len(mask) == len(CHATS)
     for number, chat in enumerate(CHATS):
         ids, learnt = encode_conversation(chat, ByteTokenizer(), template)
-        assert data.get(number).tolist() == ids
+        assert dataset.get(number).tolist() == ids
         assert mask.get(number).tolist() == learnt
-    assert (result.kind, result.documents) == ("chat", 9)
-    assert result.rejected == {"no list of messages": 2, "no assistant message": 1}
-    assert result.examples == {
+    assert (summary.kind, summary.documents) == ("chat", 9)
+    assert summary.rejected == {"no list of messages": 2, "no assistant message": 1}
+    assert summary.examples == {
         "no list of messages": f"{path}:5", "no assistant message": f"{path}:7",
     }  # fmt: skip
     assert sorted(files(tmp_path / "out")) == [
@@ -237,13 +238,13 @@ def test_chat_template_error_is_reported(tmp_path):
         chat_template=str(tmp_path / "template"),
         append_eod=False,
     )
-    (result,) = preprocess(config).values()
-    assert result.rejected == {"the template refuses it": 1}
-    (place,) = result.examples.values()
-    assert f"{tmp_path / 'chats.jsonl'}:1: division by zero (line 2)" in place
+    (summary,) = preprocess(config).values()
+    assert summary.rejected == {"the template refuses it": 1}
+    (example,) = summary.examples.values()
+    assert f"{tmp_path / 'chats.jsonl'}:1: division by zero (line 2)" in example
 
 
-def test_chat_options_that_contradict():
+def test_contradicting_chat_options_are_refused():
     common = {"input": ("a",), "output_prefix": "b", "tokenizer_type": "byte"}
     with pytest.raises(ValueError, match="--append-eod is useless with --chat"):
         PreprocessConfig(**common, chat=True, append_eod=True)
@@ -251,17 +252,17 @@ def test_chat_options_that_contradict():
         PreprocessConfig(**common, chat_template="plain")
 
 
-def test_numbers_that_are_no_ids_are_rejected_by_line(tmp_path):
+def test_lines_with_invalid_ids_are_rejected(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "1 2"}\n{"text": "1 9"}\n{"text": "x"}\n')
     config = config_for(tmp_path, str(tmp_path), tokenizer_type="null", vocab_size=5)
-    (result,) = preprocess(config).values()
+    (summary,) = preprocess(config).values()
     assert IndexedDataset(config.output_prefix).tokens.tolist() == [1, 2, 5]
-    assert result.documents == 1
-    assert result.examples == {"refused by the tokenizer": f"{tmp_path}/a.jsonl:2"}
-    assert result.rejected == {"refused by the tokenizer": 2}
+    assert summary.documents == 1
+    assert summary.examples == {"refused by the tokenizer": f"{tmp_path}/a.jsonl:2"}
+    assert summary.rejected == {"refused by the tokenizer": 2}
 
 
-def test_what_a_full_disk_interrupted_goes_on_when_there_is_room(tmp_path, corpus):
+def test_run_resumes_after_a_full_disk(tmp_path, corpus):
     expected = preprocess(config_for(tmp_path, corpus, append_eod=True))
     expected_files = files(tmp_path / "out")
     limited = (
@@ -274,23 +275,25 @@ def test_what_a_full_disk_interrupted_goes_on_when_there_is_room(tmp_path, corpu
     )
     arguments = ["--input", corpus, "--tokenizer-type", "byte", "--append-eod"]
     prefix = tmp_path / "full" / "data"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", limited, *arguments, "--output-prefix", str(prefix)],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "continue with --resume" in done.stderr
-    assert done.stderr.count("\n") == 1
-    seen = []
+    assert process.returncode == 2, process.stderr
+    assert "continue with --resume" in process.stderr
+    assert process.stderr.count("\n") == 1
+    document_counts = []
     config = replace(config_for(tmp_path, corpus), output_prefix=str(prefix), resume=True)
-    found = preprocess(config, report=lambda *, documents, **rest: seen.append(documents))
-    assert seen[0] > 100
-    assert list(found.values()) == list(expected.values())
+    summaries = preprocess(
+        config, report=lambda *, documents, **counts: document_counts.append(documents)
+    )
+    assert document_counts[0] > 100
+    assert list(summaries.values()) == list(expected.values())
     assert files(tmp_path / "full") == expected_files
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, corpus, capsys, monkeypatch):
-    def interrupted(config: PreprocessConfig, **rest: object) -> None:
+def test_ctrl_c_message_names_the_resume_flag(tmp_path, corpus, capsys, monkeypatch):
+    def interrupted(config: PreprocessConfig, **counts: object) -> None:
         def stop(**progress: int) -> None:
             raise KeyboardInterrupt
 
@@ -307,21 +310,21 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, corpus, capsys, monkeypatch):
     assert "294 documents" in capsys.readouterr().out
 
 
-def test_resume_without_anything_to_resume_starts_anew(tmp_path, corpus):
-    (result,) = preprocess(config_for(tmp_path, corpus, resume=True)).values()
-    assert result.documents == 294
+def test_resume_without_a_journal_starts_from_scratch(tmp_path, corpus):
+    (summary,) = preprocess(config_for(tmp_path, corpus, resume=True)).values()
+    assert summary.documents == 294
 
 
-def test_two_runs_do_not_write_one_data_set(tmp_path, corpus):
+def test_concurrent_run_on_one_data_set_is_refused(tmp_path, corpus):
     (tmp_path / "out").mkdir()
-    first = Journal(tmp_path / "out" / "data.journal")
+    journal = Journal(tmp_path / "out" / "data.journal")
     with pytest.raises(ValueError, match=r"data\.journal is in use: another run"):
         preprocess(config_for(tmp_path, corpus))
-    first.remove()
+    journal.remove()
     preprocess(config_for(tmp_path, corpus))
 
 
-def test_a_line_cut_short_does_not_count(tmp_path):
+def test_truncated_journal_line_is_ignored(tmp_path):
     path = tmp_path / "x.journal"
     journal = Journal(path)
     assert (journal.header, journal.latest) == (None, None)
@@ -329,15 +332,15 @@ def test_a_line_cut_short_does_not_count(tmp_path):
     for number in range(3):
         journal.append({"at": number})
     journal.close()
-    whole = path.read_bytes()
-    last = len(b'{"at": 2}\n')
-    for cut in range(1, last + 1):
-        path.write_bytes(whole[:-cut])
+    content = path.read_bytes()
+    line_length = len(b'{"at": 2}\n')
+    for num_missing in range(1, line_length + 1):
+        path.write_bytes(content[:-num_missing])
         journal = Journal(path)
         assert (journal.header, journal.latest) == ({"of": "what"}, {"at": 1})
         journal.append({"at": 7})
         journal.close()
-        assert path.read_bytes() == whole[:-last] + b'{"at": 7}\n'
+        assert path.read_bytes() == content[:-line_length] + b'{"at": 7}\n'
     path.write_bytes(b"\x00" * 40 + b"\n")
     journal = Journal(path)
     assert (journal.header, journal.latest) == (None, None)
@@ -345,7 +348,7 @@ def test_a_line_cut_short_does_not_count(tmp_path):
     assert not path.exists()
 
 
-def test_a_single_block_needs_no_workers(tmp_path, corpus, monkeypatch):
+def test_single_block_starts_no_workers(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("megatron.training.data.preprocessing.encoder._start_workers", None)
     preprocess(config_for(tmp_path, corpus, workers=8))
 
@@ -364,24 +367,24 @@ def test_inspect_shows_counts_and_a_document(tmp_path, corpus, capsys):
         inspect(["--data-path", config.output_prefix, "--document", "294"])
 
 
-def test_a_tokenizer_is_trained_on_the_first_part_only(tmp_path, corpus, capsys):
+def test_tokenizer_training_stops_at_train_bytes(tmp_path, corpus, capsys):
     output = tmp_path / "new" / "tokenizer.json"
     arguments = ["--input", corpus, "--output", str(output), "--vocab-size", "280"]
     train_tokenizer([*arguments, "--train-bytes", "2000"])
-    said = capsys.readouterr().out
-    assert f"wrote {output}: 267 ids from 10 documents" in said
+    output_text = capsys.readouterr().out
+    assert f"wrote {output}: 267 ids from 10 documents" in output_text
     (tmp_path / "empty.jsonl").write_text("oops\n")
-    kept = output.read_bytes()
+    saved = output.read_bytes()
     with pytest.raises(ValueError, match="--overwrite"):
         train_tokenizer(arguments)
-    assert output.read_bytes() == kept
+    assert output.read_bytes() == saved
     train_tokenizer([*arguments, "--overwrite"])
-    assert output.read_bytes() != kept
+    assert output.read_bytes() != saved
     with pytest.raises(ValueError, match=r"no document in .*1 not JSON"):
         train_tokenizer(["--input", str(tmp_path / "empty.jsonl"), *arguments[2:], "--overwrite"])
 
 
-def test_learning_a_tokenizer_shows_how_far_it_is(tmp_path, corpus, capsys, monkeypatch):
+def test_tokenizer_training_shows_its_progress(tmp_path, corpus, capsys, monkeypatch):
     monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
     train_tokenizer(
         ["--input", corpus, "--output", str(tmp_path / "tokenizer.json"), "--vocab-size", "280"]
@@ -393,31 +396,31 @@ def test_learning_a_tokenizer_shows_how_far_it_is(tmp_path, corpus, capsys, monk
     assert shares[-1] > 60  # the rest is JSON around the texts
 
 
-def test_a_finished_data_set_is_not_overwritten_unasked(tmp_path, corpus):
+def test_finished_data_set_is_overwritten_only_by_option(tmp_path, corpus):
     config = config_for(tmp_path, corpus)
     expected = preprocess(config)
-    kept = files(tmp_path / "out")
-    other = replace(config, append_eod=False)
+    saved = files(tmp_path / "out")
+    changed = replace(config, append_eod=False)
     with pytest.raises(ValueError, match=r"data\.idx.*--overwrite"):
-        preprocess(other)
+        preprocess(changed)
     with pytest.raises(ValueError, match="--overwrite"):
-        preprocess(replace(other, resume=True))
-    assert files(tmp_path / "out") == kept
+        preprocess(replace(changed, resume=True))
+    assert files(tmp_path / "out") == saved
 
     def never(**counts):
         raise AssertionError("encoded again")
 
-    # A job that is started again with --resume finds it done, whatever it does not depend on.
+    # A job that restarts with --resume accepts the finished data set; workers may differ.
     assert preprocess(replace(config, resume=True, workers=2), report=never) == expected
-    assert files(tmp_path / "out") == kept
-    preprocess(replace(other, overwrite=True))
-    assert len(files(tmp_path / "out")["data.bin"]) == len(kept["data.bin"]) - 2 * 294
-    Path(f"{config.output_prefix}.idx").unlink()  # what is left of a data set is one, too
+    assert files(tmp_path / "out") == saved
+    preprocess(replace(changed, overwrite=True))
+    assert len(files(tmp_path / "out")["data.bin"]) == len(saved["data.bin"]) - 2 * 294
+    Path(f"{config.output_prefix}.idx").unlink()  # an incomplete data set is protected as well
     with pytest.raises(ValueError, match=r"data\.bin.*--overwrite"):
         preprocess(config)
 
 
-def test_overwriting_leaves_no_mask_of_the_data_set_before(tmp_path, corpus):
+def test_overwriting_removes_the_old_loss_mask(tmp_path, corpus):
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     chats.write_text(json.dumps({"messages": turns}) + "\n")
@@ -428,10 +431,10 @@ def test_overwriting_leaves_no_mask_of_the_data_set_before(tmp_path, corpus):
     assert set(files(tmp_path / "out")) == {"data.bin", "data.idx", "data.json"}
 
 
-def test_a_shuffle_seed_orders_all_streams_alike(tmp_path, corpus):
+def test_shuffle_seed_orders_all_streams_alike(tmp_path, corpus):
     def pairs():
-        data = [IndexedDataset(tmp_path / "out" / f"data_{key}") for key in ("title", "text")]
-        return [tuple(d.get(n).tobytes() for d in data) for n in range(294)]
+        datasets = [IndexedDataset(tmp_path / "out" / f"data_{key}") for key in ("title", "text")]
+        return [tuple(dataset.get(n).tobytes() for dataset in datasets) for n in range(294)]
 
     options = {"json_keys": ("title", "text"), "append_eod": False}
     preprocess(config_for(tmp_path, corpus, **options))
@@ -441,10 +444,10 @@ def test_a_shuffle_seed_orders_all_streams_alike(tmp_path, corpus):
     after = pairs()
     assert after != before
     assert sorted(after) == sorted(before)
-    # The last tenth, which --split takes for validation, comes from everywhere.
-    places = [before.index(pair) for pair in after[-29:]]
-    assert min(places) < 100 < 200 < max(places)
-    found = files(tmp_path / "out")
+    # The last tenth, which --split uses for validation, comes from the whole corpus.
+    positions = [before.index(pair) for pair in after[-29:]]
+    assert min(positions) < 100 < 200 < max(positions)
+    shuffled_files = files(tmp_path / "out")
 
     def kill(**counts):
         raise KeyboardInterrupt
@@ -452,11 +455,11 @@ def test_a_shuffle_seed_orders_all_streams_alike(tmp_path, corpus):
     with pytest.raises(KeyboardInterrupt):
         preprocess(shuffled, block_bytes=1000, commit_bytes=1000, report=kill)
     preprocess(replace(shuffled, resume=True, overwrite=False, workers=2))
-    assert files(tmp_path / "out") == found
-    assert not [name for name in found if "tmp" in name or "journal" in name]
+    assert files(tmp_path / "out") == shuffled_files
+    assert not [name for name in shuffled_files if "tmp" in name or "journal" in name]
 
 
-def test_a_warning_where_documents_run_together(tmp_path, corpus, capsys):
+def test_missing_eod_between_documents_is_a_warning(tmp_path, corpus, capsys):
     def lines(*flags):
         prefix = ["--output-prefix", str(tmp_path / "x"), "--overwrite"]
         preprocess_data._main(["--input", corpus, "--tokenizer-type", "byte", *prefix, *flags])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of every kind are read whole, once and in order, from any block's end on."""
+"""Input files of every kind are read completely, in order, and resume at any block."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def write_table(path, columns, **options):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of every kind of file, whose documents are TEXTS in the order of the names."""
+    """Create a folder with every kind of file; its documents are TEXTS in order of file name."""
     root = tmp_path / "in"
     (root / "deeper").mkdir(parents=True)
     (root / "a.jsonl").write_bytes(lines(TEXTS[:20]))
@@ -47,24 +47,24 @@ def folder(tmp_path):
 
 
 def test_folder_expands_to_supported_files_in_order(folder):
-    found = find_inputs([folder])
-    assert [file.path.removeprefix(f"{folder}/") for file in found.files] == [
+    inputs = find_inputs([folder])
+    assert [file.path.removeprefix(f"{folder}/") for file in inputs.files] == [
         "a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt", "deeper/a.json",
     ]  # fmt: skip
-    assert [file.kind for file in found.files] == [
+    assert [file.kind for file in inputs.files] == [
         Kind.LINES, Kind.GZIP_LINES, Kind.ROWS, Kind.TEXT, Kind.LINES,
     ]  # fmt: skip
-    assert found.left_out == (f"{folder}/README.md",)
+    assert inputs.left_out == (f"{folder}/README.md",)
     assert f"left out 1 files of other kinds (first: {folder}/README.md)" in (
-        found.describe_left_out()
+        inputs.describe_left_out()
     )
-    assert found.total_bytes == sum(file.size for file in found.files)
+    assert inputs.total_bytes == sum(file.size for file in inputs.files)
     assert list(read_documents([folder], Tally())) == TEXTS
 
 
 def test_patterns_and_names_keep_their_order(folder):
-    found = find_inputs([f"{folder}/d*.txt", f"{folder}/**/*.json", f"{folder}/a.jsonl"])
-    assert [file.path.rpartition("/")[2] for file in found.files] == ["d.txt", "a.json", "a.jsonl"]
+    inputs = find_inputs([f"{folder}/d*.txt", f"{folder}/**/*.json", f"{folder}/a.jsonl"])
+    assert [file.path.rpartition("/")[2] for file in inputs.files] == ["d.txt", "a.json", "a.jsonl"]
     for names, message in [
         ([f"{folder}/*.csv", f"{folder}/none"], r"no such input file: .*\*\.csv, .*none"),
         ([folder, f"{folder}/a.*"], r"named twice as --input: .*a\.jsonl"),
@@ -77,36 +77,38 @@ def test_patterns_and_names_keep_their_order(folder):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 50, 400, 1 << 20])
-def test_reading_goes_on_from_the_end_of_any_block(folder, block_bytes):
+def test_reading_resumes_at_the_end_of_any_block(folder, block_bytes):
     files = find_inputs([folder]).files
 
     def texts(blocks):
         return [r.values[0] for b in blocks for r in read_records(b, Tally(), keys=["text"])]
 
-    def places(blocks):
+    def locations(blocks):
         return [r.location for b in blocks for r in read_records(b, Tally(), keys=["text"])]
 
-    whole = list(read_blocks(files, columns=["text"], block_bytes=block_bytes))
-    assert texts(whole) == TEXTS
-    assert [location.rpartition(":")[2] for location in places(whole)[18:37]] == [
+    all_blocks = list(read_blocks(files, columns=["text"], block_bytes=block_bytes))
+    assert texts(all_blocks) == TEXTS
+    assert [location.rpartition(":")[2] for location in locations(all_blocks)[18:37]] == [
         "19", "20", *map(str, range(1, 16)), "1", "2",
     ]  # fmt: skip
-    read = [block.read_bytes for block in whole]
-    assert read == sorted(read)
-    assert read[-1] == sum(file.size for file in files)
-    for number, block in enumerate(whole):
-        rest = list(read_blocks(files, columns=["text"], block_bytes=block_bytes, start=block.end))
-        assert texts(rest) == texts(whole[number + 1 :])
-        assert places(rest) == places(whole[number + 1 :])
+    byte_counts = [block.read_bytes for block in all_blocks]
+    assert byte_counts == sorted(byte_counts)
+    assert byte_counts[-1] == sum(file.size for file in files)
+    for number, block in enumerate(all_blocks):
+        remaining = list(
+            read_blocks(files, columns=["text"], block_bytes=block_bytes, start=block.end)
+        )
+        assert texts(remaining) == texts(all_blocks[number + 1 :])
+        assert locations(remaining) == locations(all_blocks[number + 1 :])
 
 
-def test_long_lines_are_passed_over_wherever_they_lie(tmp_path):
-    choose = random.Random(2)
+def test_too_long_lines_are_skipped_across_blocks(tmp_path):
+    rng = random.Random(2)
     for _ in range(60):
-        texts = ["x" * choose.choice([1, 5, 90, 400, 3000]) for _ in range(12)]
+        texts = ["x" * rng.choice([1, 5, 90, 400, 3000]) for _ in range(12)]
         content = lines(texts)
-        (tmp_path / "a.jsonl").write_bytes(content if choose.random() < 0.5 else content[:-1])
-        block_bytes, longest = choose.choice([1, 7, 64, 1000]), choose.choice([13, 100, 500])
+        (tmp_path / "a.jsonl").write_bytes(content if rng.random() < 0.5 else content[:-1])
+        block_bytes, longest = rng.choice([1, 7, 64, 1000]), rng.choice([13, 100, 500])
         files = find_inputs([tmp_path / "a.jsonl"]).files
         options = {"max_document_bytes": longest, "block_bytes": block_bytes}
 
@@ -119,22 +121,22 @@ def test_long_lines_are_passed_over_wherever_they_lie(tmp_path):
 
         tally = Tally()
         blocks = list(read_blocks(files, columns=["text"], **options))
-        found = records(blocks, tally)
+        actual = records(blocks, tally)
         expected = [
             (text, f"{tmp_path}/a.jsonl:{number}")
             for number, text in enumerate(texts, start=1)
             if len(text) + 12 <= longest
         ]
-        assert found == expected
+        assert actual == expected
         assert tally.rejected.total() == len(texts) - len(expected)
         for number, block in enumerate(blocks):
-            rest = read_blocks(files, columns=["text"], start=block.end, **options)
-            assert records(rest, Tally()) == records(blocks[number + 1 :], Tally())
-        held = max(len(part.content) for block in blocks for part in block.chunks)
-        assert held <= longest + 2 * max(block_bytes, 1) + 3
+            remaining = read_blocks(files, columns=["text"], start=block.end, **options)
+            assert records(remaining, Tally()) == records(blocks[number + 1 :], Tally())
+        largest_chunk = max(len(chunk.content) for block in blocks for chunk in block.chunks)
+        assert largest_chunk <= longest + 2 * max(block_bytes, 1) + 3
 
 
-def test_tables_with_columns_that_are_no_texts(tmp_path):
+def test_parquet_rows_without_text_are_rejected(tmp_path):
     write_table(
         tmp_path / "a.parquet",
         {"n": [1, 2], "raw": [b"ok", b"\xff"], "part": ["a", None], "big": ["x", "y" * 99]},
@@ -154,11 +156,11 @@ def test_tables_with_columns_that_are_no_texts(tmp_path):
         list(read_documents([tmp_path / "b.parquet"], Tally()))
 
 
-def test_long_rows_come_a_few_at_a_time(tmp_path):
+def test_long_parquet_rows_are_split_into_small_blocks(tmp_path):
     write_table(tmp_path / "a.parquet", {"text": ["x" * 1000] * 300})
     files = find_inputs([tmp_path / "a.parquet"]).files
     blocks = list(read_blocks(files, columns=["text"], block_bytes=10_000))
-    assert sum(len(part.content["text"]) for block in blocks for part in block.chunks) == 300
+    assert sum(len(chunk.content["text"]) for block in blocks for chunk in block.chunks) == 300
     assert max(block.size for block in blocks) < 15_000
 
 
@@ -168,7 +170,7 @@ def test_parquet_row_group_is_read_in_batches(tmp_path):
         tmp_path / "a.parquet", {"text": texts}, row_group_size=6000, write_batch_size=20,
         use_dictionary=False,
     )  # fmt: skip
-    # In a fresh process: what earlier work left in the memory pools would hide it.
+    # In a fresh process: memory pools that earlier reads filled would hide the peak.
     script = """
 import sys
 import pyarrow.parquet
@@ -181,23 +183,23 @@ before = peak()
 assert sum(1 for _ in read_documents(sys.argv[1:], Tally())) == 6000
 print(peak() - before)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "a.parquet")],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 75_000, "kilobytes more for 60 MB in one row group"
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 75_000, "kilobytes more for 60 MB in one row group"
 
 
-def test_a_damaged_archive_stops_the_work(tmp_path):
-    whole = gzip.compress(lines(TEXTS))
-    for damaged in (whole[:-30], b"no gzip", whole[:200] + b"\0\0\0\0" + whole[204:]):
+def test_damaged_gzip_file_is_an_error(tmp_path):
+    archive = gzip.compress(lines(TEXTS))
+    for damaged in (archive[:-30], b"no gzip", archive[:200] + b"\0\0\0\0" + archive[204:]):
         (tmp_path / "a.jsonl.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
             list(read_documents([tmp_path / "a.jsonl.gz"], Tally()))
 
 
-def test_gzip_members_may_have_little_between_them(tmp_path):
+def test_gzip_padding_between_members_is_limited(tmp_path):
     file, member = tmp_path / "a.jsonl.gz", gzip.compress(lines(TEXTS))
     file.write_bytes(member + bytes(512) + member)
     assert len(list(read_documents([file], Tally()))) == 2 * len(TEXTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which display a rank gets, and what it shows."""
+"""The choice of a progress display, and the output of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_choice():
+def test_display_is_chosen_by_option_and_terminal():
     assert isinstance(
         open_display("auto", enabled=False, total=9, completed=0, out=Terminal()), Silent
     )
@@ -29,7 +29,7 @@ def test_choice():
     )
 
 
-def test_plain_shows_lines_only():
+def test_plain_display_shows_only_log_lines():
     out = io.StringIO()
     with open_display("plain", enabled=True, total=9, completed=0, out=out) as display:
         display.step(1, 2.0)
@@ -37,15 +37,15 @@ def test_plain_shows_lines_only():
     assert out.getvalue() == "a line\n"
 
 
-def test_live_shows_loss_speed_and_lines():
+def test_live_display_shows_loss_speed_and_messages():
     out = Terminal()
     with open_display("live", enabled=True, total=3400, completed=4, out=out) as display:
         display.step(11, 8.5)
         display.log("a [line] of text")
         display.log("log line", RECORD)
-    shown = out.getvalue()
-    assert "a [line] of text" in shown
-    assert "12/3400" in shown
-    assert "loss 8.3125" in shown
-    assert "100 tok/s" in shown
-    assert "log line" not in shown
+    output = out.getvalue()
+    assert "a [line] of text" in output
+    assert "12/3400" in output
+    assert "loss 8.3125" in output
+    assert "100 tok/s" in output
+    assert "log line" not in output

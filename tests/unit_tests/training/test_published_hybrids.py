@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published hybrids: files of options and functions describe one model, of as many parameters."""
+"""Published hybrid models: example files and presets agree, with the published parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "preset", "vocab_size"), PUBLISHED)
-def test_a_file_and_a_function_describe_one_model(name, preset, vocab_size):
+def test_example_file_and_preset_describe_one_model(name, preset, vocab_size):
     words = f"--config {EXAMPLES / name}.yaml --mock-data --tokenizer-type null --seq-length 64"
     words += " --micro-batch-size 1 --train-iters 1 --lr 1e-3"
     run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
@@ -32,18 +32,20 @@ def test_a_file_and_a_function_describe_one_model(name, preset, vocab_size):
     assert preset().problems() == []
 
 
-def test_published_models_have_as_many_parameters():
-    """By their published shapes, written out."""
+def test_presets_have_the_published_parameter_counts():
+    """The counts are sums over the published shapes, written out here."""
     h, vocab = 2048, 151_936
     keys, values, heads = 16 * 128, 32 * 128, 32
     delta = h * (2 * keys + 2 * values + 2 * heads) + values * h + 4 * (2 * keys + values)
     delta += 2 * heads + 128  # A_log, dt_bias, the norm of a head
     attention = h * (2 * 16 + 2 * 2) * 256 + 16 * 256 * h + 2 * 256  # queries with gates
     expert = 3 * h * 512
-    outside = 2 * vocab * h + h + 48 * (2 * h + 512 * h + expert + h) + 36 * delta + 12 * attention
-    found = parameters(hybrid.qwen3_next())
-    assert found == (outside + 48 * 512 * expert, outside + 48 * 10 * expert)
-    assert (round(found[0] / 1e9, 1), round(found[1] / 1e9, 1)) == (79.7, 3.9)
+    non_expert = (
+        2 * vocab * h + h + 48 * (2 * h + 512 * h + expert + h) + 36 * delta + 12 * attention
+    )
+    counts = parameters(hybrid.qwen3_next())
+    assert counts == (non_expert + 48 * 512 * expert, non_expert + 48 * 10 * expert)
+    assert (round(counts[0] / 1e9, 1), round(counts[1] / 1e9, 1)) == (79.7, 3.9)
 
     h, inner, state = 2560, 5120, 128
     block = h * (2 * inner + 2 * state + 80) + 5 * (inner + 2 * state) + 3 * 80 + inner + inner * h
@@ -57,9 +59,9 @@ def test_published_models_have_as_many_parameters():
     assert parameters(hybrid.nemotron_h())[0] == 2 * 131_072 * h + h + 52 * h + blocks
 
 
-def test_smaller_models_of_the_same_kind():
-    small = hybrid.qwen3_next(num_layers=6, hidden_size=32, vocab_size=50, mtp_num_layers=1)
-    assert (small.pattern, small.mtp_pattern) == ("GEGEGE*EGEGE", "*E")
-    assert small.problems() == []
+def test_presets_can_be_scaled_down():
+    scaled_down = hybrid.qwen3_next(num_layers=6, hidden_size=32, vocab_size=50, mtp_num_layers=1)
+    assert (scaled_down.pattern, scaled_down.mtp_pattern) == ("GEGEGE*EGEGE", "*E")
+    assert scaled_down.problems() == []
     assert hybrid.mamba2(num_layers=3, hidden_size=128, vocab_size=50).mamba.num_heads == 4
     assert hybrid.nemotron_h(pattern="M-*-", vocab_size=50).blocks == "M-*-"

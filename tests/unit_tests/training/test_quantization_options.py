@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of products in FP8 and FP4 before it starts."""
+"""Log lines and checks of FP8 and FP4 matmuls before a run starts."""
 
 import importlib.metadata
 import subprocess
@@ -22,7 +22,7 @@ GTP = "--tensor-parallel-num-weight-shards 2 --weight-gather-format"
 
 
 @pytest.mark.parametrize(
-    ("words", "twice"),
+    ("flags", "expected"),
     [
         (f"--fp8-format e4m3 --fp8-recipe mxfp8 {GTP} mxfp8", False),
         (f"--fp8-format hybrid --fp8-recipe tensorwise {GTP} fp8", False),
@@ -33,51 +33,51 @@ GTP = "--tensor-parallel-num-weight-shards 2 --weight-gather-format"
         ("--fp8-format e4m3 --fp8-recipe mxfp8", None),
     ],
 )
-def test_a_run_says_whether_gathered_weights_are_quantized_twice(words, twice, monkeypatch):
+def test_log_states_if_gathered_weights_are_requantized(flags, expected, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
-    line = layers_line(small_config(f"{TE} {words}"))
-    assert ("quantized twice" in line) is (twice is True)
-    assert ("used as gathered" in line) is (twice is False)
+    line = layers_line(small_config(f"{TE} {flags}"))
+    assert ("quantized twice" in line) is (expected is True)
+    assert ("used as gathered" in line) is (expected is False)
 
 
-def test_a_run_says_when_scales_of_earlier_steps_change():
-    words = f"{TE} --fp8-format hybrid --fp8-recipe"
-    line = delayed_scaling_line(small_config(f"{words} delayed --fp8-amax-history-len 16"))
+def test_log_states_the_delayed_scaling_interval():
+    flags = f"{TE} --fp8-format hybrid --fp8-recipe"
+    line = delayed_scaling_line(small_config(f"{flags} delayed --fp8-amax-history-len 16"))
     assert line is not None
     assert "once per step" in line
     assert "16 steps" in line
-    assert delayed_scaling_line(small_config(f"{words} tensorwise")) is None
+    assert delayed_scaling_line(small_config(f"{flags} tensorwise")) is None
 
 
 LATENT = "--multi-latent-attention --normalization RMSNorm"
 DELTA = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16"
 MAMBA = "--mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"
 HYBRID = "--num-layers 4 --hybrid-layer-pattern"
-WIDE = "--hidden-size 64 --num-attention-heads 8 --kv-channels 16 --seq-length 32"
+MODEL_FLAGS = "--hidden-size 64 --num-attention-heads 8 --kv-channels 16 --seq-length 32"
 
 
 def _shapes(config):
-    """Return the shapes of the linear layers that a model is built with."""
-    found = []
+    """Return the shapes of the linear layers in a model."""
+    shapes = []
 
-    def recorded(kind):
+    def record_shape(kind):
         def build(*args, **options):
-            made = kind(*args, **options)
-            found.append(tuple(made.weight.shape))
-            return made
+            layer = kind(*args, **options)
+            shapes.append(tuple(layer.weight.shape))
+            return layer
 
         return build
 
-    parts = {name: recorded(getattr(LOCAL, name)) for name in ("column_linear", "row_linear")}
+    layers = {name: record_shape(getattr(LOCAL, name)) for name in ("column_linear", "row_linear")}
     groups = ProcessGroupCollection.single()
     model = gpt_config(resolve(config, 1).config, 32)
-    GPTModel(model, groups, seed=1, backend=replace(LOCAL, **parts))
-    assert found
-    return found
+    GPTModel(model, groups, seed=1, backend=replace(LOCAL, **layers))
+    assert shapes
+    return shapes
 
 
 @pytest.mark.parametrize(
-    ("words", "names"),
+    ("flags", "expected"),
     [
         ("", []),
         ("--ffn-hidden-size 72", ["--ffn-hidden-size"]),
@@ -92,23 +92,23 @@ def _shapes(config):
         (f"{HYBRID} M-*- {MAMBA} --mamba-num-heads 16", []),
     ],
 )
-def test_sizes_that_a_recipe_does_not_take_are_named(words, names):
-    config = small_config(f"{WIDE} --fp8-format e4m3 --fp8-recipe tensorwise {words}")
-    found = [problem for problem in check(config, 1) if "multiples of 16" in problem]
-    assert bool(found) is bool(names), found
-    refused = any(size % 16 for shape in _shapes(config) for size in shape)
-    assert refused is bool(names)
-    for name in names:
-        assert any(name in problem for problem in found), (name, found)
+def test_sizes_unsupported_by_a_recipe_are_reported(flags, expected):
+    config = small_config(f"{MODEL_FLAGS} --fp8-format e4m3 --fp8-recipe tensorwise {flags}")
+    problems = [problem for problem in check(config, 1) if "multiples of 16" in problem]
+    assert bool(problems) is bool(expected), problems
+    unsupported = any(size % 16 for shape in _shapes(config) for size in shape)
+    assert unsupported is bool(expected)
+    for name in expected:
+        assert any(name in problem for problem in problems), (name, problems)
 
 
-def test_sizes_are_checked_without_torch():
-    words = f"{WIDE} --fp8-format e4m3 --fp8-recipe mxfp8 {LATENT} --kv-lora-rank 40"
+def test_quantized_sizes_are_checked_without_torch():
+    words = f"{MODEL_FLAGS} --fp8-format e4m3 --fp8-recipe mxfp8 {LATENT} --kv-lora-rank 40"
     code = (
         "import sys; from megatron.training.config.quantization import problems; "
         "from tests.unit_tests.training.small_config import small_config; "
-        f"found = list(problems(small_config('{words}'))); "
-        "assert any('--kv-lora-rank' in problem for problem in found), found; "
+        f"reported = list(problems(small_config('{words}'))); "
+        "assert any('--kv-lora-rank' in problem for problem in reported), reported; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's options, its stages and what it does on a second call."""
+"""The quickstart: its options, its stages, and a second call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron.training.monitoring.metrics import open_metrics
 from megatron.training.quickstart import Folder, QuickstartOptions, config_text, training_options
 
 
-def _config(tmp_path, **chosen) -> Config:
-    values = training_options(QuickstartOptions(**chosen), Folder(tmp_path))
+def _config(tmp_path, **quickstart_options) -> Config:
+    values = training_options(QuickstartOptions(**quickstart_options), Folder(tmp_path))
     (tmp_path / "run.yaml").write_text(config_text(values))
     read = read_options(tmp_path / "run.yaml", options(Config))
     assert read == values, "an option of the run is unknown to the schema"
     return build(Config, read)
 
 
-def test_the_run_is_what_is_promised(tmp_path):
+def test_quickstart_config_matches_its_documentation(tmp_path):
     config = _config(tmp_path)
     assert check(config, 2) == []
     run = resolve(config, 2)
@@ -44,14 +44,14 @@ def test_the_run_is_what_is_promised(tmp_path):
 
 
 @pytest.mark.parametrize("iterations", [1, 5, 40])
-def test_short_runs_are_valid_too(tmp_path, iterations):
+def test_short_quickstart_runs_are_valid(tmp_path, iterations):
     config = _config(tmp_path, train_iters=iterations + 1, nproc=1)
     assert check(config, 1) == []
 
 
 @pytest.fixture
-def played(monkeypatch):
-    """Play the stages that are programs of their own; return the options of those called."""
+def stage_calls(monkeypatch):
+    """Replace the stages that run as separate programs; return the options of each call."""
     calls = []
 
     def run_module(module, arguments, *, environment=None):
@@ -75,8 +75,8 @@ def played(monkeypatch):
             folder = f"{values['save']}/iter_{values['train-iters']:07d}"
             quickstart.Path(folder).mkdir(parents=True)
         else:
-            found = [{"prompt": p, "text": "..."} for p in quickstart.PROMPTS]
-            quickstart.Path(words["--output-json"]).write_text(json.dumps(found))
+            completions = [{"prompt": p, "text": "..."} for p in quickstart.PROMPTS]
+            quickstart.Path(words["--output-json"]).write_text(json.dumps(completions))
 
     monkeypatch.setattr(quickstart, "run_module", run_module)
     monkeypatch.setattr(quickstart, "make_corpus", lambda f: f.corpus.write_text("") or "text")
@@ -84,10 +84,10 @@ def played(monkeypatch):
     return calls
 
 
-def test_all_stages_run_once_and_a_second_call_reuses_them(tmp_path, played, capsys):
+def test_second_call_reuses_all_finished_stages(tmp_path, stage_calls, capsys):
     chosen = QuickstartOptions(output_dir=str(tmp_path / "q"), train_iters=6)
     quickstart.run(chosen)
-    assert len(played) == 3
+    assert len(stage_calls) == 3
     summary = json.loads((tmp_path / "q" / "summary.json").read_text())
     assert summary["first_validation_loss"] == 8.0
     assert summary["last_validation_loss"] == 4.0
@@ -97,25 +97,25 @@ def test_all_stages_run_once_and_a_second_call_reuses_them(tmp_path, played, cap
     assert (tmp_path / "q" / "loss_curve.png").stat().st_size > 1000
     assert "50% of the first" in capsys.readouterr().out
     quickstart.run(chosen)
-    assert len(played) == 3
+    assert len(stage_calls) == 3
     assert capsys.readouterr().out.count("done before") == 5
 
 
-def test_depths_of_multi_token_prediction_are_trained_and_used(tmp_path, played):
+def test_mtp_layers_are_trained_and_used_for_speculation(tmp_path, stage_calls):
     chosen = QuickstartOptions(output_dir=str(tmp_path / "q"), train_iters=6, mtp_num_layers=1)
     quickstart.run(chosen)
     config = _config(tmp_path, mtp_num_layers=1)
     assert check(config, 2) == []
     assert flatten(config)["mtp-num-layers"] == 1
-    assert played[-1]["--speculative-method"] == "mtp"
+    assert stage_calls[-1]["--speculative-method"] == "mtp"
 
 
-def test_other_options_do_not_mix_with_an_old_folder(tmp_path, played):
+def test_folder_of_other_options_is_refused(tmp_path, stage_calls):
     quickstart.run(QuickstartOptions(output_dir=str(tmp_path / "q"), train_iters=6))
     with pytest.raises(ValueError, match="made with other options"):
         quickstart.run(QuickstartOptions(output_dir=str(tmp_path / "q"), train_iters=7))
 
 
-def test_a_stage_that_fails_stops_the_rest(tmp_path):
+def test_failing_stage_stops_the_quickstart(tmp_path):
     with pytest.raises(quickstart.RunStopped, match="ended with 2; its output above says why"):
         quickstart.run_module("megatron.training.plot", ["--metrics", str(tmp_path / "absent")])

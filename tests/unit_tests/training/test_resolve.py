@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derived options: Megatron's rules, idempotence, and that resolving changes nothing that was
-given."""
+"""Derived options: Megatron's rules, idempotence, and explicit values stay unchanged."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("more", CASES)
-def test_resolve_is_idempotent_and_keeps_explicit_values(more):
-    config = small_config(more)
+@pytest.mark.parametrize("flags", CASES)
+def test_resolve_is_idempotent_and_keeps_explicit_values(flags):
+    config = small_config(flags)
     assert check(config, 4) == []
     run = resolve(config, 4)
     assert resolve(run.config, 4) == run
@@ -40,18 +39,18 @@ def test_resolve_is_idempotent_and_keeps_explicit_values(more):
             assert after[name] == value, name
 
 
-@pytest.mark.parametrize("more", CASES)
-def test_the_printed_config_feeds_back_identically(more, tmp_path):
-    run = resolve(small_config(more), 4)
+@pytest.mark.parametrize("flags", CASES)
+def test_printed_config_is_read_back_unchanged(flags, tmp_path):
+    run = resolve(small_config(flags), 4)
     text = write_options(flatten(run.config), options(Config))
     (tmp_path / "run.yaml").write_text(text)
     words = ["--config", str(tmp_path / "run.yaml")]
-    again = resolve(parse_command_line(Config, words, prog="p", description="d").config, 4)
-    assert again == run
-    assert write_options(flatten(again.config), options(Config)) == text
+    reread = resolve(parse_command_line(Config, words, prog="p", description="d").config, 4)
+    assert reread == run
+    assert write_options(flatten(reread.config), options(Config)) == text
 
 
-def test_model_defaults():
+def test_model_defaults_follow_megatron():
     model = resolve(small_config(), 1).config.model
     assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (192, 8, 6)
     assert model.max_position_embeddings == 20
@@ -61,14 +60,14 @@ def test_model_defaults():
     assert resolve(grouped, 1).config.model.num_query_groups == 2
 
 
-def test_batch_numbers():
+def test_batch_counts_follow_from_the_layout():
     run = resolve(small_config("--tensor-model-parallel-size 2 --global-batch-size 36"), 8)
     assert (run.data_parallel_size, run.num_microbatches) == (4, 3)
     assert (run.train_iters, run.train_samples) == (10, 360)
     assert resolve(small_config(), 4).config.training.global_batch_size == 12
 
 
-def test_lengths_in_samples():
+def test_schedule_lengths_are_resolved_in_samples():
     run = resolve(small_config("--global-batch-size 6 --lr-warmup-iters 2 --lr-decay-iters 8"), 1)
     assert (run.decay_samples, run.warmup_samples) == (48, 12)
     by_samples = small_config(
@@ -84,24 +83,24 @@ def test_lengths_in_samples():
     assert resolve(wsd, 1).wsd_decay_samples == 24
 
 
-def test_vocabulary_padding():
+def test_vocabulary_is_padded_for_tensor_parallelism():
     text = "--make-vocab-size-divisible-by 100 --tensor-model-parallel-size 2"
     assert padded_vocab_size(small_config(text), 1001) == 1200
     assert padded_vocab_size(small_config(), 1024) == 1024
     assert padded_vocab_size(small_config(), 1025) == 1152
 
 
-def test_files_and_weight_decay():
+def test_metrics_file_and_weight_decay_have_defaults():
     assert resolve(small_config("--save s"), 1).config.logging.metrics_file == "s/metrics.jsonl"
-    both = small_config("--tensorboard-dir t --metrics-file m")
-    assert resolve(both, 1).config.logging.metrics_file == "m"
+    tensorboard_and_file = small_config("--tensorboard-dir t --metrics-file m")
+    assert resolve(tensorboard_and_file, 1).config.logging.metrics_file == "m"
     decay = resolve(small_config("--weight-decay 0.3 --start-weight-decay 0.0"), 1).config.optimizer
     assert (decay.start_weight_decay, decay.end_weight_decay) == (0.0, 0.3)
 
 
 def test_tokenizer_type_is_inferred_from_its_file():
     for model in ("t.json", "folder", "folder/t.model", "a.model.json"):
-        got = resolve(small_config(f"--tokenizer-model {model}"), 1).config.tokenizer
-        assert got.tokenizer_type == guess_type(model)
-    given = small_config("--tokenizer-model t.model --tokenizer-type hf")
-    assert resolve(given, 1).config.tokenizer.tokenizer_type == "hf"
+        tokenizer = resolve(small_config(f"--tokenizer-model {model}"), 1).config.tokenizer
+        assert tokenizer.tokenizer_type == guess_type(model)
+    explicit = small_config("--tokenizer-model t.model --tokenizer-type hf")
+    assert resolve(explicit, 1).config.tokenizer.tokenizer_type == "hf"

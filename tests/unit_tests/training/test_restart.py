@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher's restart goes on from: what its own job has saved, and nothing else."""
+"""Restarts by a launcher resume only from a checkpoint that the same job has saved."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ from megatron.training.failures.restart import RestartRecord, agree_on_start, re
 from tests.unit_tests.training.small_config import small_config
 
 
-def _note(port: int, attempt: int, *, serves: bool = True) -> RestartRecord:
+def _restart_record(port: int, attempt: int, *, serves: bool = True) -> RestartRecord:
     launch = Launch(address="127.0.0.1", port=port, launcher_serves=serves, attempt=attempt)
     return RestartRecord(launch, timeout_seconds=10.0)
 
 
-def test_only_a_later_start_of_a_job_that_has_saved_goes_on():
+def test_only_a_restart_of_a_job_that_saved_resumes():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first = _note(server.port, 0)
-    assert not first.resumes
-    assert not _note(server.port, 0).resumes
-    assert not _note(server.port, 1).resumes, "it crashed before its first save"
-    first.saved()
-    assert _note(server.port, 0).resumes, "a machine came or went, which the launcher counts not"
-    assert _note(server.port, 1).resumes
-    assert _note(server.port, 2).resumes
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert not _note(other.port, 1).resumes, "of another job"
+    record = _restart_record(server.port, 0)
+    assert not record.resumes
+    assert not _restart_record(server.port, 0).resumes
+    assert not _restart_record(server.port, 1).resumes, "it crashed before its first save"
+    record.saved()
+    assert _restart_record(server.port, 0).resumes, (
+        "a host joined or left, which the launcher does not count as a restart"
+    )
+    assert _restart_record(server.port, 1).resumes
+    assert _restart_record(server.port, 2).resumes
+    other_server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not _restart_record(other_server.port, 1).resumes, "the save is of another job"
 
 
-def test_without_a_launcher_that_serves_a_store_nothing_is_noted():
-    note = RestartRecord(Launch(), timeout_seconds=1.0)
-    note.saved()
-    assert not note.resumes
+def test_without_a_launcher_store_no_restart_is_recorded():
+    record = RestartRecord(Launch(), timeout_seconds=1.0)
+    record.saved()
+    assert not record.resumes
 
 
-def test_a_run_that_goes_on_loads_all_of_what_it_saved():
+def test_resumed_run_loads_its_own_complete_checkpoint():
     run = resolve(small_config("--save s --load other --finetune --no-load-optim"), 1)
     chosen = resume_own_checkpoint(run).config.checkpoint
     assert (chosen.load, chosen.finetune, chosen.load_optim) == ("s", False, True)
 
 
-def _started(port: int, counts: list[int], *, serves: bool = True) -> list[int]:
-    """Start ranks to whom their launchers tell these counts; return the numbers they agree on."""
-    found = [-1] * len(counts)
+def _start_ranks(port: int, counts: list[int], *, serves: bool = True) -> list[int]:
+    """Start ranks with their launchers' restart counts; return the attempts they agree on."""
+    attempts = [-1] * len(counts)
 
     def start(rank: int) -> None:
         launch = Launch(
@@ -61,37 +63,37 @@ def _started(port: int, counts: list[int], *, serves: bool = True) -> list[int]:
             attempt=counts[rank],
         )
         store = launch.connect(timeout_seconds=20.0)
-        found[rank] = agree_on_start(launch, store, timeout_seconds=20.0).attempt
+        attempts[rank] = agree_on_start(launch, store, timeout_seconds=20.0).attempt
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(len(counts))]
     for thread in reversed(threads):
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return attempts
 
 
 def test_every_start_gets_a_unique_number():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert _started(server.port, [0, 0, 0]) == [0, 0, 0]
-    # One machine saw the failure, the others only that it had left; then a new machine comes.
-    assert _started(server.port, [1, 0]) == [1, 1]
-    assert _started(server.port, [1, 0, 0, 0]) == [2] * 4
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert _started(other.port, [2, 1, 2], serves=False) == [2, 2, 2]
+    assert _start_ranks(server.port, [0, 0, 0]) == [0, 0, 0]
+    # One host saw the failure, the others only that the host had left; then a new host joins.
+    assert _start_ranks(server.port, [1, 0]) == [1, 1]
+    assert _start_ranks(server.port, [1, 0, 0, 0]) == [2] * 4
+    other_server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert _start_ranks(other_server.port, [2, 1, 2], serves=False) == [2, 2, 2]
 
 
 def test_stale_names_of_an_earlier_start_are_ignored():
-    """Its rank 0 was killed before it had answered."""
+    """Rank 0 of the earlier start was killed before it answered."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    left = dist.PrefixStore("megatron/starts", server)
-    left.add("count", 1)
+    store = dist.PrefixStore("megatron/starts", server)
+    store.add("count", 1)
     for rank in (1, 2):
-        left.set(f"name/{rank}", f"stale {rank}")
-    assert _started(server.port, [0, 0, 0]) == [1, 1, 1]
+        store.set(f"name/{rank}", f"stale {rank}")
+    assert _start_ranks(server.port, [0, 0, 0]) == [1, 1, 1]
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_missing_ranks_at_start_are_named():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = Launch(world_size=4, address="127.0.0.1", port=server.port, launcher_serves=True)
     dist.PrefixStore("megatron/starts", server).set("knows/0/2", "1")
@@ -99,7 +101,7 @@ def test_ranks_that_do_not_come_are_named():
         agree_on_start(launch, server, timeout_seconds=0.05)
 
 
-def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
+def test_missing_answer_of_rank_0_is_reported(monkeypatch):
     monkeypatch.setattr(restart, "ANSWER_SECONDS", 0.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = Launch(rank=3, world_size=4, address="127.0.0.1", port=server.port)
@@ -109,14 +111,14 @@ def test_a_rank_that_rank_0_does_not_answer_says_so(monkeypatch):
 
 def test_all_ranks_get_the_address_of_rank_0s_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = {}
+    addresses = {}
 
     def start(rank: int) -> None:
         launch = Launch(rank=rank, world_size=2, address="127.0.0.1", port=server.port)
         store = launch.connect(timeout_seconds=20.0)
-        own = None if rank else ("host", 7)
-        found[rank] = agree_on_start(
-            launch, store, timeout_seconds=20.0, rank0_store=own
+        address = None if rank else ("host", 7)
+        addresses[rank] = agree_on_start(
+            launch, store, timeout_seconds=20.0, rank0_store=address
         ).rank0_store
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in (1, 0)]
@@ -124,4 +126,4 @@ def test_all_ranks_get_the_address_of_rank_0s_store():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {0: ("host", 7), 1: ("host", 7)}
+    assert addresses == {0: ("host", 7), 1: ("host", 7)}

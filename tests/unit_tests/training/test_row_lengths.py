@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same conversations in rows of other lengths train a mixture of experts alike.
+"""The same conversations in rows of different lengths train a mixture of experts identically.
 
-Rows of 88 tokens are full: what trains on them knows of no padding. Longer rows are padded, and
-must give the same losses, gradient norms, auxiliary losses, loads and biases of experts.
+Rows of 88 tokens are full and have no padding. Longer rows are padded, and must give the same
+losses, gradient norms, auxiliary losses, expert loads and expert biases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.ranks import run_ranks
 FULL, LENGTHS = 88, (96, 128, 160)
 VOCABULARY, MICRO, ROUNDS, STEPS = 37, 2, 4, 2
 CPU = torch.device("cpu")
-#: Tokens of the conversations of a row, 88 together.
+#: Lengths in tokens of the conversations of each row, 88 tokens in total.
 CONVERSATIONS = ((40, 48), (88,), (3, 70, 15), (61, 27), (30, 30, 28))
 
 GPT = GPTConfig(
@@ -86,7 +86,7 @@ RECURRENT = dataclasses.replace(
 
 
 def with_experts(experts: MoEConfig, **limits: object) -> GPTConfig:
-    """Return the GPT with some experts."""
+    """Return GPT with other experts."""
     return dataclasses.replace(GPT, moe=dataclasses.replace(experts, **limits))
 
 
@@ -99,12 +99,12 @@ MODELS = {
 }
 
 
-class Rows:
-    """Packed conversations, the same ones whatever the length of a row.
+class PackedDataset:
+    """A data set of packed conversations that do not depend on the row length.
 
     Args:
-        length: s.
-        marks: whether padding is marked; rows of 88 tokens have none.
+        length: tokens per row, s.
+        marks: whether the rows have a padding mask; rows of 88 tokens need none.
     """
 
     def __init__(self, length: int, *, marks: bool) -> None:
@@ -114,7 +114,7 @@ class Rows:
         return 1000
 
     def read(self, indices: np.ndarray) -> SampleRows:
-        """Return rows whose padding is a token that conversations have too."""
+        """Return rows whose padding token also occurs in conversations."""
         shape = (len(indices), self.length)
         tokens = np.full((shape[0], shape[1] + 1), 5, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.float32)
@@ -142,7 +142,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one grid."""
+    """A model and its grid of ranks."""
 
     model: str = "softmax"
     tp: int = 1
@@ -155,14 +155,14 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
-    """What a run shows.
+class RunNumbers:
+    """Losses and router statistics of a run.
 
     Args:
-        losses: of steps, and one of an evaluation.
-        norms: of gradients, and of auxiliary losses and entropies of routers.
-        loads: tokens of each expert, and the share that was dropped, of all routers.
-        biases: of this rank's experts after the last step.
+        losses: losses of the steps, and the loss of one evaluation.
+        norms: gradient norms, router entropies and auxiliary losses.
+        loads: tokens of each expert and the share of dropped tokens, for all routers.
+        biases: biases of this rank's experts after the last step.
     """
 
     losses: list[float]
@@ -171,8 +171,8 @@ class Numbers:
     biases: list[list[float]]
 
 
-def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
-    """Return a step of SGD."""
+def build_step(case: Case, groups: ProcessGroupCollection) -> TrainStep:
+    """Build a training step of SGD."""
     config, model = DataParallelConfig(), MODELS[case.model]
     split = StageSplit.from_pattern("*E|*E", 2) if case.pp > 1 else None
     model = GPTModel(
@@ -192,11 +192,11 @@ def step_of(case: Case, groups: ProcessGroupCollection) -> TrainStep:
     return TrainStep(model, engine, optimizer=optimizer, groups=groups, forward_backward=run)
 
 
-def trained(
+def train_case(
     case: Case, length: int, groups: ProcessGroupCollection, *, marks: bool = True
-) -> Numbers:
-    """Train on rows of some length."""
-    step, lanes = step_of(case, groups), groups["samples"]
+) -> RunNumbers:
+    """Train on rows of `length` tokens."""
+    step, dp_group = build_step(case, groups), groups["samples"]
     config = step.model.config
     balance = Balance(
         routers_of(step.model), config.router_names, config=config.moe, world=groups["world"]
@@ -206,40 +206,44 @@ def trained(
         cuts = PackedCuts(case.cut, case.cp, costs=Costs(token=0.0, pair=1.0, sub_sequence=0.0))
     layouts = Layouts(groups["cp"], CPU, bounds=True, cuts=cuts)
     batches = GPTBatches(
-        Rows(length, marks=marks),
+        PackedDataset(length, marks=marks),
         micro_batch_size=MICRO,
-        data_parallel_rank=lanes.rank,
-        data_parallel_size=lanes.size,
+        data_parallel_rank=dp_group.rank,
+        data_parallel_size=dp_group.size,
         batch_sizes=BatchSizes.constant(MICRO * ROUNDS),
     )
-    found, rounds, depths = Numbers([], [], [], []), ROUNDS // lanes.size, config.mtp_num_layers
+    numbers, rounds, depths = (
+        RunNumbers([], [], [], []),
+        ROUNDS // dp_group.size,
+        config.mtp_num_layers,
+    )
     for _ in range(STEPS):
-        made = take(batches, rounds, CPU, layouts=layouts, mtp_num_layers=depths)
-        report = step(made, lr=0.1, weight_decay=0.0)
+        microbatches = take(batches, rounds, CPU, layouts=layouts, mtp_num_layers=depths)
+        report = step(microbatches, lr=0.1, weight_decay=0.0)
         balance.finish(applied=report.applied)
-        found.losses.append(report.loss)
-        found.norms.append(report.grad_norm)
+        numbers.losses.append(report.loss)
+        numbers.norms.append(report.grad_norm)
         for load in balance.report():
-            found.norms.extend((load.entropy, load.balance_loss, load.z_loss))
-            found.loads.append((load.tokens, round(load.dropped, 9)))
+            numbers.norms.extend((load.entropy, load.balance_loss, load.z_loss))
+            numbers.loads.append((load.tokens, round(load.dropped, 9)))
     if config.moe.router.expert_bias:
-        found.biases.extend(router.expert_bias.tolist() for router in routers_of(step.model))
+        numbers.biases.extend(router.expert_bias.tolist() for router in routers_of(step.model))
     evaluated = take(batches, rounds, CPU, layouts=layouts)
-    found.losses.append(step.evaluate(evaluated, at_a_time=rounds))
-    return found
+    numbers.losses.append(step.evaluate(evaluated, at_a_time=rounds))
+    return numbers
 
 
 @cache
-def full_rows(model: str) -> Numbers:
-    """Return what one process finds on rows without padding."""
+def numbers_of_full_rows(model: str) -> RunNumbers:
+    """Train a single process on rows without padding."""
     with one_thread():
-        # Depths of prediction leave out the ends of documents where padding is marked alone.
+        # MTP layers skip the ends of documents only if the rows have a padding mask.
         marks = model == "recurrent"
-        return trained(Case(model=model), FULL, ProcessGroupCollection.single(), marks=marks)
+        return train_case(Case(model=model), FULL, ProcessGroupCollection.single(), marks=marks)
 
 
-def assert_features(model: str, numbers: Numbers) -> None:
-    """Fail unless what the model is to show was on."""
+def assert_features(model: str, numbers: RunNumbers) -> None:
+    """Check that the features of the model were active: drops and expert biases."""
     experts = MODELS[model].moe
     dropped = [load[1] for load in numbers.loads]
     assert (min(dropped) > 0.02) == (experts.capacity_factor is not None)
@@ -248,40 +252,40 @@ def assert_features(model: str, numbers: Numbers) -> None:
     assert bool(numbers.biases) == experts.router.expert_bias
 
 
-def assert_same(model: str, found: Numbers, wanted: Numbers) -> None:
+def assert_same(model: str, actual: RunNumbers, expected: RunNumbers) -> None:
     """Compare two runs of a rank; recurrences amplify rounding."""
     factor = 5.0 if model == "recurrent" else 1.0
-    assert found.losses == pytest.approx(wanted.losses, rel=factor * 1e-7)
-    assert found.norms == pytest.approx(wanted.norms, rel=factor * 1e-6)
-    assert (found.loads, found.biases) == (wanted.loads, wanted.biases)
+    assert actual.losses == pytest.approx(expected.losses, rel=factor * 1e-7)
+    assert actual.norms == pytest.approx(expected.norms, rel=factor * 1e-6)
+    assert (actual.loads, actual.biases) == (expected.loads, expected.biases)
 
 
-#: What has a capacity, a bias and a loss by sequence stands for the others by day.
-ALONE = [
+#: The fast run covers only "position", which has a capacity, a bias and a sequence-level loss.
+SINGLE_PROCESS_MODELS = [
     pytest.param(model, marks=() if model == "position" else pytest.mark.slow(seconds=3))
     for model in MODELS
 ]
 
 
-@pytest.mark.parametrize("model", ALONE)
+@pytest.mark.parametrize("model", SINGLE_PROCESS_MODELS)
 @pytest.mark.covers("fine-tuning on chats")
-def test_experts_do_not_depend_on_the_length_of_rows(model):
-    wanted = full_rows(model)
-    assert_features(model, wanted)
+def test_expert_training_does_not_depend_on_row_length(model):
+    expected = numbers_of_full_rows(model)
+    assert_features(model, expected)
     with one_thread():
         for length in LENGTHS:
-            found = trained(Case(model=model), length, ProcessGroupCollection.single())
-            assert_same(model, found, wanted)
+            actual = train_case(Case(model=model), length, ProcessGroupCollection.single())
+            assert_same(model, actual, expected)
 
 
-def on_rank(rank: int, world: int, case: Case) -> list[Numbers]:
+def train_lengths(rank: int, world: int, case: Case) -> list[RunNumbers]:
     """Train on rows of every length as one rank."""
     grid = RankGrid(world_size=world, tp=case.tp, cp=case.cp, pp=case.pp, ep=case.ep)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    return [trained(case, length, groups) for length in LENGTHS]
+    return [train_case(case, length, groups) for length in LENGTHS]
 
 
-#: A capacity is a rank's: where ranks divide the tokens of a microbatch, it depends on how they do.
+#: A capacity applies per rank, so models whose ranks split a microbatch's tokens have none.
 CASES = {
     "tp": Case(tp=2),
     "tp sp": Case(model="sigmoid", tp=2, sequence_parallel=True),
@@ -300,12 +304,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.covers("fine-tuning on chats")
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_layouts_do_not_depend_on_the_length_of_rows(case):
-    wanted = full_rows(case.model)
-    for first, *others in run_ranks(on_rank, 2, case):
-        for found in others:
-            assert_same(case.model, found, first)
-        assert first.loads == wanted.loads
-        assert case.pp > 1 or first.biases == wanted.biases
-        assert first.losses == pytest.approx(wanted.losses, rel=1e-6)
-        assert first.norms == pytest.approx(wanted.norms, rel=1e-5)
+def test_parallel_training_does_not_depend_on_row_length(case):
+    expected = numbers_of_full_rows(case.model)
+    for shortest, *longer in run_ranks(train_lengths, 2, case):
+        for actual in longer:
+            assert_same(case.model, actual, shortest)
+        assert shortest.loads == expected.loads
+        assert case.pp > 1 or shortest.biases == expected.biases
+        assert shortest.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert shortest.norms == pytest.approx(expected.norms, rel=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writers that a run's options open: trackers, resumed ids, the default folder, secrets."""
+"""Metrics writers opened by a run's options: trackers, resumed ids, default folder, secrets."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ def record(flags, *, resume=0, warn=pytest.fail, options=None):
     return path
 
 
-def test_wandb_gets_the_options_and_every_value(tmp_path, monkeypatch):
+def test_wandb_receives_options_and_metrics(tmp_path, monkeypatch):
     wandb = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = f"--wandb-project p --wandb-exp-name n --wandb-entity e --wandb-save-dir {tmp_path}/w"
     flags += f" --metrics-file {tmp_path}/metrics.jsonl"
     record(flags)
-    (init, told), *rest = wandb.calls
+    (init, arguments), *log_calls = wandb.calls
     assert init == "init"
-    assert told["settings"].console == "off"
+    assert arguments["settings"].console == "off"
     expected = {"project": "p", "name": "n", "entity": "e", "dir": f"{tmp_path}/w", "id": None}
-    assert expected.items() <= told.items()
-    assert told["config"] == {"lr": 0.5, "data-path": ["a", "b"]}
-    assert rest[-2:] == [("log", {"iteration": 1, "train/lm_loss": 2.5}), ("finish", None)]
+    assert expected.items() <= arguments.items()
+    assert arguments["config"] == {"lr": 0.5, "data-path": ["a", "b"]}
+    assert log_calls[-2:] == [("log", {"iteration": 1, "train/lm_loss": 2.5}), ("finish", None)]
     wandb.calls.clear()
     record(flags, resume=4)
-    told = wandb.calls[0][1]
-    assert (told["id"], told["resume"]) == ("made1", "allow"), "a resumed run goes on there"
+    arguments = wandb.calls[0][1]
+    assert (arguments["id"], arguments["resume"]) == ("made1", "allow"), (
+        "a resumed run continues the tracker's run"
+    )
     wandb.calls.clear()
     record(flags)
-    assert wandb.calls[0][1]["id"] is None, "a new run in the same folder is a new one there"
+    assert wandb.calls[0][1]["id"] is None, "a new run in the same folder is a new tracker run"
 
 
-def test_mlflow_gets_the_options_and_every_value(tmp_path, monkeypatch):
+def test_mlflow_receives_options_and_metrics(tmp_path, monkeypatch):
     for name, module in fake_mlflow().items():
         monkeypatch.setitem(sys.modules, name, module)
     calls = sys.modules["mlflow"].calls
@@ -62,9 +64,9 @@ def test_mlflow_gets_the_options_and_every_value(tmp_path, monkeypatch):
     assert calls[0] == ("client", "http://h:5000")
     assert ("create_experiment", "e") in calls
     assert ("create_run", ("7", "n")) in calls
-    told = [params for name, (*_, params) in (c for c in calls if c[0] == "log_batch")]
-    assert sum(len(p) for p in told) == 150
-    assert all(len(value) == 500 for params in told for _, value in params)
+    param_batches = [params for name, (*_, params) in (c for c in calls if c[0] == "log_batch")]
+    assert sum(len(p) for p in param_batches) == 150
+    assert all(len(value) == 500 for params in param_batches for _, value in params)
     assert calls[-2:] == [
         ("log_batch", ("run1", [("train/lm_loss", 2.5, 1)], [])),
         ("set_terminated", "run1"),
@@ -76,22 +78,22 @@ def test_mlflow_gets_the_options_and_every_value(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "flags", "mend"),
+    ("module", "flags", "fix"),
     [
         ("wandb", "--wandb-project p", "pip install wandb"),
         ("mlflow", "--mlflow-experiment e", "pip install mlflow-skinny"),
     ],
 )
-def test_an_absent_library_is_one_line(tmp_path, monkeypatch, module, flags, mend):
+def test_absent_tracker_library_is_one_warning(tmp_path, monkeypatch, module, flags, fix):
     monkeypatch.setitem(sys.modules, module, None)
     warnings = []
     path = record(f"{flags} --metrics-file {tmp_path}/m.jsonl", warn=warnings.append)
     assert len(warnings) == 1
-    assert mend in warnings[0]
+    assert fix in warnings[0]
     assert len(read_metrics(path)) == 1
 
 
-def test_a_run_that_names_no_folder_gets_one_of_its_own(tmp_path, monkeypatch):
+def test_run_without_a_folder_gets_a_default_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = record("")
     assert path == f"runs/2026-01-02T03-04-05-{os.getpid()}/metrics.jsonl"
@@ -110,7 +112,7 @@ def test_secrets_are_redacted_from_library_messages(tmp_path, monkeypatch):
     assert "401 for key *** at https://***@host/x" in warnings[0]
 
 
-def test_what_counts_as_a_secret():
+def test_only_values_of_secret_variables_are_redacted():
     environment = {
         "HF_TOKEN": "abcdef123",
         "TOKENIZERS_PARALLELISM": "false-ish",
@@ -131,7 +133,7 @@ def test_what_counts_as_a_secret():
         ),
     ],
 )
-def test_options_that_cannot_be(flags, text):
-    with pytest.raises(ValueError, match=text) as found:
+def test_invalid_tracker_options_are_refused(flags, text):
+    with pytest.raises(ValueError, match=text) as error:
         small_config(flags)
-    assert "pw@" not in str(found.value)
+    assert "pw@" not in str(error.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of stacks: every thread, the error that led to it, and no error of its own."""
+"""A file of stacks: every thread, the error that caused it; failing to write is no error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from megatron.training.failures.hang_files import stack_file, write_stacks
 
 
-def _resting(ready: threading.Event, over: threading.Event) -> None:
+def _resting(ready: threading.Event, finished: threading.Event) -> None:
     ready.set()
-    over.wait()
+    finished.wait()
 
 
 def test_every_thread_and_the_error_are_in_the_file(tmp_path):
-    ready, over = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_resting, args=(ready, over))
+    ready, finished = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_resting, args=(ready, finished))
     thread.start()
     ready.wait()
     path = stack_file(str(tmp_path / "new"), attempt=2, rank=3)
@@ -25,15 +25,15 @@ def test_every_thread_and_the_error_are_in_the_file(tmp_path):
         except KeyError as error:
             write_stacks(path, "rank 1 is dead", root=tmp_path, error=error)
     finally:
-        over.set()
+        finished.set()
         thread.join()
     text = path.read_text()
     assert path.name == "attempt_2_rank_3.txt"
     assert text.splitlines()[0].endswith("rank 1 is dead")
-    for part in ("KeyError: 'what happened'", "in _resting", "test_every_thread"):
-        assert part in text
+    for fragment in ("KeyError: 'what happened'", "in _resting", "test_every_thread"):
+        assert fragment in text
 
 
-def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
+def test_unwritable_stack_file_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     write_stacks(tmp_path / "file" / "stacks.txt", "reason", root=tmp_path)

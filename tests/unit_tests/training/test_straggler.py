@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank computes without its waiting, and who is named for it."""
+"""Compute time of ranks without waiting, and the stragglers that are named."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.training.failures.session_faults import WaitClock, straggler_text
 from tests.support.ranks import run_ranks
 
 
-def _computed(rank: int, world: int) -> tuple[float, float, float]:
-    """Take two steps in which rank 1 sleeps and rank 0 waits for it."""
+def _measure_compute(rank: int, world: int) -> tuple[float, float, float]:
+    """Run two steps in which rank 1 sleeps and rank 0 waits for rank 1."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     clock = WaitClock(torch.device("cpu"))
     groups.observers.append(clock)
@@ -30,12 +30,12 @@ def _computed(rank: int, world: int) -> tuple[float, float, float]:
             time.sleep(0.5)
         all_reduce(torch.ones(3), groups["world"])
         clock.end_step()
-    took = (time.perf_counter() - start) / 2
-    return clock.compute_seconds(), took, clock.compute_seconds()
+    step_seconds = (time.perf_counter() - start) / 2
+    return clock.compute_seconds(), step_seconds, clock.compute_seconds()
 
 
-def test_waiting_for_others_is_no_computing():
-    (fast, fast_took, after), (slow, slow_took, _) = run_ranks(_computed, 2)
+def test_waiting_in_collectives_is_not_compute_time():
+    (fast, fast_took, after), (slow, slow_took, _) = run_ranks(_measure_compute, 2)
     assert min(fast_took, slow_took) > 0.49, "steps take equally long"
     assert slow > 0.49
     assert fast < 0.4  # 0.001 where no other process takes its core
@@ -54,17 +54,17 @@ def test_waiting_for_others_is_no_computing():
         ([0.0, 0.0], 1.5, []),
     ],
 )
-def test_who_is_named(seconds, factor, ranks):
+def test_ranks_above_the_straggler_factor_are_named(seconds, factor, ranks):
     text = straggler_text(seconds, factor, lambda rank: f"host{rank}")
     if not ranks:
         assert text is None
         return
-    parts = text.removeprefix("straggler: ").split(", rank ")
-    assert [int(part.removeprefix("rank ").split()[0]) for part in parts] == ranks
+    entries = text.removeprefix("straggler: ").split(", rank ")
+    assert [int(entry.removeprefix("rank ").split()[0]) for entry in entries] == ranks
     assert f"rank {ranks[0]} on host{ranks[0]} computes {max(seconds):.1f} times as long" in text
 
 
-def test_a_rank_is_compared_with_those_of_its_own_stage():
+def test_rank_is_compared_within_its_pipeline_stage():
     seconds, stages = [1.0, 1.1, 3.0, 5.0], [[0, 1], [2, 3]]
     text = straggler_text(seconds, 1.5, str, comparable_ranks=stages)
     assert text == (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every filter, test and global of Jinja renders in the process that opens no file.
+"""Every filter, test and global of Jinja renders in a process that cannot open files.
 
 Modules that Jinja and the standard library import on first use are loaded before the process loses
-its files. The texts are those of transformers, which renders in a process without limits.
+access to files. The expected texts come from transformers, which renders without such limits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jinja2 import defaults
 
 from megatron.training.data.chat import ChatTemplate, TemplateRefusal
 
-TALK = [
+CONVERSATION = [
     {"role": "user", "content": "<b>Some &amp; bold</b> text é, at https://example.com/a?b=c"},
     {"role": "assistant", "content": "one two three four five six seven eight nine ten 日本"},
 ]
@@ -72,8 +72,8 @@ FILTERS = {
     "wordwrap": "messages[1].content | wordwrap(12)",
     "xmlattr": "{'a': '<b>', 'c': none} | xmlattr",
 }
-#: Filters whose texts are not always the same.
-WITHOUT = {"random"}
+#: Filters with a random output.
+RANDOM_FILTERS = {"random"}
 TESTS = {
     "boolean": "true is boolean",
     "callable": "range is callable",
@@ -140,26 +140,26 @@ def sources() -> dict[str, str]:
 
 
 def test_every_filter_test_and_global_has_a_case() -> None:
-    assert FILTERS.keys() | WITHOUT == defaults.DEFAULT_FILTERS.keys()
+    assert FILTERS.keys() | RANDOM_FILTERS == defaults.DEFAULT_FILTERS.keys()
     operators = {name for name in defaults.DEFAULT_TESTS if not name.isidentifier()}
     assert TESTS.keys() | operators == defaults.DEFAULT_TESTS.keys()
     assert GLOBALS.keys() | {"lipsum"} == defaults.DEFAULT_NAMESPACE.keys()
 
 
-def test_every_feature_renders_as_transformers_renders_it() -> None:
+def test_every_feature_renders_as_in_transformers() -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     cases = sources()
     assert len(cases) > 100
-    # In one process: none can import what another one needs.
+    # All cases render in a single process, so no case can rely on an import of another process.
     source = "\x1e".join(cases.values())
-    expected = _compile_jinja_template(source).render(messages=TALK).split("\x1e")
-    texts = ChatTemplate(source).render(TALK).split("\x1e")
+    expected = _compile_jinja_template(source).render(messages=CONVERSATION).split("\x1e")
+    texts = ChatTemplate(source).render(CONVERSATION).split("\x1e")
     assert dict(zip(cases, texts, strict=True)) == dict(zip(cases, expected, strict=True))
 
 
 @pytest.mark.parametrize("source", ["{{ 'a'.encode('idna') }}", "{{ 'a'.encode('cp037') }}"])
-def test_what_is_not_loaded_is_refused_without_a_path(source: str) -> None:
+def test_unloaded_codec_is_refused_without_a_path(source: str) -> None:
     with pytest.raises(TemplateRefusal, match="unknown encoding") as refusal:
-        ChatTemplate(source).render(TALK)
+        ChatTemplate(source).render(CONVERSATION)
     assert "/" not in str(refusal.value)

@@ -43,14 +43,14 @@ def _start(reaction: str, *, program: str = PROGRAM, **streams) -> subprocess.Po
     return job
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_thread_reacts_while_the_main_thread_is_stuck(number):
+@pytest.mark.parametrize("sent_signal", [signal.SIGTERM, signal.SIGINT])
+def test_thread_reacts_while_the_main_thread_is_stuck(sent_signal):
     job = _start("print(number, flush=True); os._exit(7)")
     start = time.monotonic()
-    job.send_signal(number)
+    job.send_signal(sent_signal)
     out, _ = job.communicate(timeout=20)
     assert time.monotonic() - start < 10
-    assert (job.returncode, out) == (7, f"{int(number)}\n")
+    assert (job.returncode, out) == (7, f"{int(sent_signal)}\n")
 
 
 def test_termination_grace_applies_and_second_signal_preempts():
@@ -67,31 +67,33 @@ def test_termination_grace_applies_and_second_signal_preempts():
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
+    ("sent_signal", "code"),
     [(signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGINT, ExitCode.INTERRUPTED)],
 )
-def test_a_reaction_that_fails_does_not_keep_the_process(number, code):
+def test_failing_reaction_still_ends_the_process(sent_signal, code):
     job = _start("1 / 0", stderr=subprocess.DEVNULL)
-    job.send_signal(number)
+    job.send_signal(sent_signal)
     job.communicate(timeout=20)
     assert job.returncode == code
 
 
-@pytest.mark.parametrize("more", [signal.SIGUSR1, signal.SIGUSR2])
-def test_additional_signal_can_be_registered(more):
-    program = PROGRAM.replace("as_listener:", f"as listener:\n    listener.listen_to({int(more)})")
+@pytest.mark.parametrize("extra_signal", [signal.SIGUSR1, signal.SIGUSR2])
+def test_additional_signal_can_be_registered(extra_signal):
+    program = PROGRAM.replace(
+        "as_listener:", f"as listener:\n    listener.listen_to({int(extra_signal)})"
+    )
     job = _start("os._exit(number)", program=program)
-    job.send_signal(more)
+    job.send_signal(extra_signal)
     job.communicate(timeout=20)
-    assert job.returncode == more
+    assert job.returncode == extra_signal
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_program_started_with_nohup_goes_on_ignoring_sighup(ignored):
-    def before() -> None:
+def test_program_under_nohup_keeps_ignoring_sighup(ignored):
+    def set_sighup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
-    job = _start("os._exit(number)", preexec_fn=before)
+    job = _start("os._exit(number)", preexec_fn=set_sighup)
     job.send_signal(signal.SIGHUP)
     if ignored:
         job.send_signal(signal.SIGTERM)
@@ -100,17 +102,17 @@ def test_a_program_started_with_nohup_goes_on_ignoring_sighup(ignored):
 
 
 def test_signal_handlers_are_restored_on_exit():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    heard = []
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    reactions = []
 
     def on_main() -> None:
-        heard.append("main")
+        reactions.append("main")
 
-    with signals_to_thread(heard.append, on_main):
+    with signals_to_thread(reactions.append, on_main):
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 5
-        while len(heard) < 2 and time.monotonic() < deadline:
+        while len(reactions) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert sorted(map(str, heard)) == ["15", "main"]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert sorted(map(str, reactions)) == ["15", "main"]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.set_wakeup_fd(-1) == -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about a global batch that ranks do not share evenly, and what it costs."""
+"""Checks and log lines for a global batch that does not divide evenly over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
-    ("options", "world", "said"),
+    ("options", "world", "problem"),
     [
         (
             "--micro-batch-size 2 --global-batch-size 8",
@@ -46,8 +46,8 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
         ),
     ],
 )
-def test_uneven_batch_is_accepted_only_by_option(options, world, said):
-    assert check(small_config(options), world) == ([] if said is None else [said])
+def test_uneven_batch_is_accepted_only_by_option(options, world, problem):
+    assert check(small_config(options), world) == ([] if problem is None else [problem])
 
 
 def test_stages_run_the_same_number_of_microbatches():

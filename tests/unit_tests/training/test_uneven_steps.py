@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose samples lanes do not share evenly: losses and every gradient are those of one lane
-that computes the blocks of the step one after the other."""
+"""Steps whose samples do not divide evenly over data-parallel ranks.
+
+Losses and gradients match a single rank that computes the microbatches of the step in sequence.
+"""
 
 from __future__ import annotations
 
@@ -60,55 +62,55 @@ EXPERTS = dataclasses.replace(
     ),
     ffn_pattern="-E",
 )
-#: Three experts of a token on two ranks: every row then goes to both of them.
-WIDE = dataclasses.replace(
+#: Three experts per token on two ranks: every row then goes to both ranks.
+TOP3 = dataclasses.replace(
     EXPERTS,
     moe=dataclasses.replace(
         EXPERTS.moe, router=dataclasses.replace(EXPERTS.moe.router, topk=3), capacity_factor=1.0
     ),
 )
-#: Parts of experts on ranks with different samples: every row goes to all of them.
+#: Experts sharded over ranks with different samples: every row goes to all ranks.
 DROPLESS = dataclasses.replace(
-    WIDE, moe=dataclasses.replace(WIDE.moe, ffn_hidden_size=21, capacity_factor=None)
+    TOP3, moe=dataclasses.replace(TOP3.moe, ffn_hidden_size=21, capacity_factor=None)
 )
-MODELS = {"dense": DENSE, "experts": EXPERTS, "wide": WIDE, "dropless": DROPLESS}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "top3": TOP3, "dropless": DROPLESS}
 
 
-class Rows:
-    """A data set whose samples and masks are a function of their number."""
+class UnevenDataset:
+    """A data set whose samples and masks are a function of the sample index."""
 
     def __len__(self) -> int:
         return 1000
 
     def read(self, indices: np.ndarray) -> SampleRows:
-        """Return tokens, and a mask that counts another number of them in every sample."""
-        found, masks = [], []
+        """Return tokens, and a loss mask whose density depends on the sample."""
+        tokens, masks = [], []
         for index in indices.tolist():
             source = generator(4, index)
-            found.append(torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=source))
+            tokens.append(torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=source))
             masks.append(torch.rand(SEQUENCE, generator=source) < 0.3 + 0.06 * (index % 11))
-        tokens, mask = torch.stack(found).numpy(), torch.stack(masks).float().numpy()
-        return SampleRows(tokens=tokens, loss_mask=mask)
+        token_rows, mask = torch.stack(tokens).numpy(), torch.stack(masks).float().numpy()
+        return SampleRows(tokens=token_rows, loss_mask=mask)
 
 
-class Seen(Optimizer):
-    """An optimizer that keeps the gradients it was given."""
+class GradientRecorder(Optimizer):
+    """An optimizer that records the gradients of each step."""
 
-    def step(self, *arguments, **more):
-        """Note them and move on."""
-        self.seen = [owned.gradients.clone() for owned in self.owned]
-        return super().step(*arguments, **more)
+    def step(self, *arguments, **options):
+        """Record the gradients, then update the weights."""
+        self.recorded = [owned.gradients.clone() for owned in self.owned]
+        return super().step(*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step to divide.
+    """A step whose samples are divided over ranks.
 
     Args:
-        world, cp, pp, ep, etp: the grid; lanes are what is left of the first three.
-        samples: of a step.
-        strategy: of data parallelism.
-        schedule: of stages.
+        world, cp, pp, ep, etp: the grid of ranks; data-parallel ranks are world / (cp * pp).
+        samples: number of samples per step.
+        strategy: data-parallel sharding strategy.
+        schedule: pipeline schedule.
     """
 
     world: int
@@ -123,8 +125,8 @@ class Case:
     schedule: str = "1f1b"
 
 
-#: Fillers on one lane and on several, a smaller last block, and both; at last two kinds of rank
-#: that share a lane.
+#: Padding microbatches on one or several ranks, a smaller last microbatch, and both; the last cases
+#: have context-parallel or pipeline ranks that share the samples of a data-parallel rank.
 CASES = (
     Case(3, 10),
     Case(3, 7),
@@ -136,7 +138,7 @@ CASES = (
     Case(4, 10, per_token=True),
     Case(4, 10, model="experts"),
     Case(4, 10, model="experts", ep=2),
-    Case(4, 10, model="wide", ep=2),
+    Case(4, 10, model="top3", ep=2),
     Case(4, 9, cp=2),
     Case(4, 9, pp=2),
     Case(4, 10, pp=2, schedule="zb-h1"),
@@ -144,12 +146,14 @@ CASES = (
 
 
 def build_step(groups: ProcessGroupCollection, case: Case) -> TrainStep:
-    """Return a step of plain SGD that keeps its gradients."""
+    """Build a training step of plain SGD that records its gradients."""
     config = DataParallelConfig(strategy=case.strategy)
     split = StageSplit.from_pattern("*-*|-", 2) if case.pp > 1 else None
     model = GPTModel(MODELS[case.model], groups, seed=3, storage=config.storage(), split=split)
     engine = DataParallel(model.store, groups, config=config)
-    optimizer = Seen(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
+    optimizer = GradientRecorder(
+        engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0)
+    )
     optimizer.owned = engine.owned()
     run = None
     if case.pp > 1:
@@ -165,17 +169,17 @@ def build_step(groups: ProcessGroupCollection, case: Case) -> TrainStep:
 
 
 def gradients_of(step: TrainStep) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    """Return what this rank holds of the last step's gradients."""
+    """Return this rank's gradients of the last step."""
     optimizer = step.optimizer
     return {
-        placed.name: placed.of(seen).clone()
-        for seen, owned in zip(optimizer.seen, optimizer.owned, strict=True)
+        placed.name: placed.of(recorded).clone()
+        for recorded, owned in zip(optimizer.recorded, optimizer.owned, strict=True)
         for placed in owned.boxes
     }
 
 
 def balance_of(step: TrainStep, groups: ProcessGroupCollection) -> Balance | None:
-    """Return what moves the biases of experts, if there are any."""
+    """Return the balancer of expert biases, or None for a dense model."""
     model = step.model
     if model.config.moe is None:
         return None
@@ -185,67 +189,69 @@ def balance_of(step: TrainStep, groups: ProcessGroupCollection) -> Balance | Non
 
 def train_cases(rank: int, world: int, cases: tuple[Case, ...]) -> list[dict]:
     """Train as one rank of each case."""
-    return [_divided(rank, case) for case in cases]
+    return [_train_case(rank, case) for case in cases]
 
 
-def _divided(rank: int, case: Case) -> dict:
+def _train_case(rank: int, case: Case) -> dict:
     grid = RankGrid(world_size=case.world, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    step, lanes = build_step(groups, case), groups["samples"]
-    division = Division(samples=case.samples, micro_batch_size=MICRO, data_parallel_size=lanes.size)
+    step, dp_group = build_step(groups, case), groups["samples"]
+    division = Division(
+        samples=case.samples, micro_batch_size=MICRO, data_parallel_size=dp_group.size
+    )
 
-    def fresh() -> GPTBatches:
+    def new_batches() -> GPTBatches:
         return GPTBatches(
-            Rows(),
+            UnevenDataset(),
             micro_batch_size=MICRO,
-            data_parallel_rank=lanes.rank,
-            data_parallel_size=lanes.size,
+            data_parallel_rank=dp_group.rank,
+            data_parallel_size=dp_group.size,
             batch_sizes=BatchSizes.constant(case.samples),
         )
 
     layouts = Layouts(groups["cp"], torch.device("cpu"))
-    batches, balance = fresh(), balance_of(step, groups)
-    losses, loads, fillers = [], [], 0
+    batches, balance = new_batches(), balance_of(step, groups)
+    losses, loads, num_padding = [], [], 0
     for _ in range(STEPS):
-        made = take(
+        microbatches = take(
             batches,
             division.rounds,
             torch.device("cpu"),
             layouts=layouts,
             step_samples=case.samples,
         )
-        fillers += sum(batch.share == 0.0 for batch in made)
-        report = step(made, lr=0.3, weight_decay=0.0)
+        num_padding += sum(batch.share == 0.0 for batch in microbatches)
+        report = step(microbatches, lr=0.3, weight_decay=0.0)
         losses.append(report.loss)
         if balance is not None:
             balance.finish(applied=report.applied)
             loads.append(balance.report())
     gradients = gradients_of(step)
-    evaluated = take(fresh(), division.rounds, torch.device("cpu"), layouts=layouts)
+    evaluated = take(new_batches(), division.rounds, torch.device("cpu"), layouts=layouts)
     losses.append(step.evaluate(evaluated, at_a_time=division.rounds))
     return {
         "losses": losses,
         "gradients": gradients,
         "loads": loads,
-        "fillers": fillers,
-        "wanted": STEPS
-        * sum(not division.sample_range(lanes.rank, i) for i in range(division.rounds)),
+        "num_padding": num_padding,
+        "expected_padding": STEPS
+        * sum(not division.sample_range(dp_group.rank, i) for i in range(division.rounds)),
     }
 
 
 def single_process(case: Case) -> dict:
-    """Compute the blocks of each step one after the other, cut by hand."""
+    """Compute the microbatches of each step in sequence in a single process."""
     groups = ProcessGroupCollection.single()
     step = build_step(groups, dataclasses.replace(case, pp=1, strategy="no_shard"))
     balance, losses, loads = balance_of(step, groups), [], []
 
-    def blocks(first: int) -> list[Microbatch]:
-        found = []
-        for start in range(first, first + case.samples, MICRO):
-            ids = np.arange(start, min(start + MICRO, first + case.samples))
-            rows = Rows().read(ids)
+    def blocks(start_sample: int) -> list[Microbatch]:
+        microbatches = []
+        for start in range(start_sample, start_sample + case.samples, MICRO):
+            ids = np.arange(start, min(start + MICRO, start_sample + case.samples))
+            rows = UnevenDataset().read(ids)
             tokens = torch.from_numpy(rows.tokens)
-            found.append(
+            microbatches.append(
                 Microbatch(
                     tokens[:, :-1],
                     tokens[:, 1:],
@@ -254,7 +260,7 @@ def single_process(case: Case) -> dict:
                     share=len(ids) / case.samples,
                 )
             )
-        return found
+        return microbatches
 
     for i in range(STEPS):
         losses.append(step(blocks(i * case.samples), lr=0.3, weight_decay=0.0).loss)
@@ -273,93 +279,105 @@ def test_uneven_ranks_match_losses_and_gradients_of_one_rank(world):
     ranks = run_ranks(train_cases, world, cases)
     for index, case in enumerate(cases):
         with one_thread():
-            wanted = single_process(case)
-        found = [rank[index] for rank in ranks]
-        assert [one["fillers"] for one in found] == [one["wanted"] for one in found]
-        assert case.samples % MICRO or sum(one["fillers"] for one in found) > 0, case
-        together: dict[str, torch.Tensor] = {}
-        for one in found:
-            assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-6), case
-            together.update(one["gradients"])
-            assert len(one["loads"]) == len(wanted["loads"])
-            for loads, expected in zip(one["loads"], wanted["loads"], strict=True):
-                for load, other in zip(loads, expected, strict=True):
-                    assert load.tokens == other.tokens, case
-                    assert load.dropped == other.dropped, case
+            reference = single_process(case)
+        outcomes = [rank[index] for rank in ranks]
+        assert [outcome["num_padding"] for outcome in outcomes] == [
+            outcome["expected_padding"] for outcome in outcomes
+        ]
+        assert case.samples % MICRO or sum(outcome["num_padding"] for outcome in outcomes) > 0, case
+        gradients: dict[str, torch.Tensor] = {}
+        for outcome in outcomes:
+            assert outcome["losses"] == pytest.approx(reference["losses"], rel=1e-6), case
+            gradients.update(outcome["gradients"])
+            assert len(outcome["loads"]) == len(reference["loads"])
+            for loads, expected in zip(outcome["loads"], reference["loads"], strict=True):
+                for load, expected_load in zip(loads, expected, strict=True):
+                    assert load.tokens == expected_load.tokens, case
+                    assert load.dropped == expected_load.dropped, case
                     limited = MODELS[case.model].moe.capacity_factor is not None
                     assert (load.dropped > 0) == limited, case
                     for name in ("entropy", "balance_loss", "z_loss"):
-                        assert math.isclose(getattr(load, name), getattr(other, name), rel_tol=1e-5)
+                        assert math.isclose(
+                            getattr(load, name), getattr(expected_load, name), rel_tol=1e-5
+                        )
         if case.strategy == "no_shard" and case.ep == case.etp == 1:
-            assert together.keys() == wanted["gradients"].keys()
-            assert_all_close(together, wanted["gradients"])
+            assert gradients.keys() == reference["gradients"].keys()
+            assert_all_close(gradients, reference["gradients"])
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_smaller_block_counts_by_its_samples(per_token):
-    """Of equal masks, every sample of a step then counts alike, whatever the blocks are."""
+def test_smaller_microbatch_is_weighted_by_its_samples(per_token):
+    """With equal masks, every sample has the same weight, however the step is split."""
     losses = []
     for samples in (5, 10):
         case = Case(1, samples, per_token=per_token)
         step = build_step(ProcessGroupCollection.single(), case)
         rows = torch.randint(0, VOCABULARY, (5, SEQUENCE + 1), generator=generator(6))
         mask, layout = torch.ones(5, SEQUENCE), SequenceLayout.of_rows(SEQUENCE)
-        parts = [slice(0, 2), slice(2, 4), slice(4, 5)] if samples == 5 else [slice(0, 5)]
-        made = [
-            Microbatch(rows[p, :-1], rows[p, 1:], mask[p], layout, share=len(mask[p]) / 5)
-            for p in parts
+        slices = [slice(0, 2), slice(2, 4), slice(4, 5)] if samples == 5 else [slice(0, 5)]
+        microbatches = [
+            Microbatch(
+                rows[rows_slice, :-1],
+                rows[rows_slice, 1:],
+                mask[rows_slice],
+                layout,
+                share=len(mask[rows_slice]) / 5,
+            )
+            for rows_slice in slices
         ]
-        losses.append(step(made, lr=0.1, weight_decay=0.0).loss)
+        losses.append(step(microbatches, lr=0.1, weight_decay=0.0).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_padding_microbatch_is_not_routed_to_experts(monkeypatch):
-    taken, whole = [], ExpertMLPs.forward
+    routed_rows, original_forward = [], ExpertMLPs.forward
 
-    def counted(self, rows, runs):
-        taken.append(sum(runs.counts))
-        return whole(self, rows, runs)
+    def count_rows(self, rows, runs):
+        routed_rows.append(sum(runs.counts))
+        return original_forward(self, rows, runs)
 
-    monkeypatch.setattr(ExpertMLPs, "forward", counted)
+    monkeypatch.setattr(ExpertMLPs, "forward", count_rows)
     model = build_step(ProcessGroupCollection.single(), Case(1, 4, model="experts")).model
-    tokens = torch.from_numpy(Rows().read(np.arange(2)).tokens)[:, :-1]
+    tokens = torch.from_numpy(UnevenDataset().read(np.arange(2)).tokens)[:, :-1]
     layout = SequenceLayout.of_rows(SEQUENCE)
-    filler = layout.with_padding(torch.ones(SEQUENCE, 2, dtype=torch.bool))
-    for one in (layout, filler):
-        model(tokens, layout=one)
-    assert taken[0] > 0 == taken[1]
+    padding_layout = layout.with_padding(torch.ones(SEQUENCE, 2, dtype=torch.bool))
+    for row_layout in (layout, padding_layout):
+        model(tokens, layout=row_layout)
+    assert routed_rows[0] > 0 == routed_rows[1]
     counts = routers_of(model)[0].counted.tolist()
-    model(tokens, layout=filler)
+    model(tokens, layout=padding_layout)
     assert routers_of(model)[0].counted.tolist() == counts
 
 
-def losses_of_rank(step: TrainStep, lane: int) -> list[float]:
-    """Take steps on the microbatches of one lane of three."""
+def losses_of_rank(step: TrainStep, dp_rank: int) -> list[float]:
+    """Run steps on the microbatches of one of three data-parallel ranks."""
     division = Division(samples=7, micro_batch_size=MICRO, data_parallel_size=3)
     batches = GPTBatches(
-        Rows(),
+        UnevenDataset(),
         micro_batch_size=MICRO,
-        data_parallel_rank=lane,
+        data_parallel_rank=dp_rank,
         data_parallel_size=3,
         batch_sizes=BatchSizes.constant(7),
     )
     layouts = Layouts(step.groups["cp"], torch.device("cpu"))
     losses = []
     for _ in range(7):
-        made = take(batches, division.rounds, torch.device("cpu"), layouts=layouts, step_samples=7)
-        assert [len(batch.tokens) for batch in made] == [2, 1]
-        assert made[1].share == (1 / 7 if lane == 0 else 0.0)
-        losses.append(step(made, lr=1e-2, weight_decay=0.0).loss)
+        microbatches = take(
+            batches, division.rounds, torch.device("cpu"), layouts=layouts, step_samples=7
+        )
+        assert [len(batch.tokens) for batch in microbatches] == [2, 1]
+        assert microbatches[1].share == (1 / 7 if dp_rank == 0 else 0.0)
+        losses.append(step(microbatches, lr=1e-2, weight_decay=0.0).loss)
     return losses
 
 
-@pytest.mark.parametrize("lane", [0, 1])
+@pytest.mark.parametrize("dp_rank", [0, 1])
 @pytest.mark.covers("numbers of eager steps", runs="replays")
-def test_graph_replays_smaller_and_padding_microbatches(lane):
-    """They have the same form in every step."""
+def test_graph_replays_smaller_and_padding_microbatches(dp_rank):
+    """The microbatches have the same form in every step."""
     with one_thread():
         single, config = ProcessGroupCollection.single(), DataParallelConfig()
-        eager = losses_of_rank(graphed_step(single, config), lane)
+        eager = losses_of_rank(graphed_step(single, config), dp_rank)
         step = graphed_step(single, config, graph=TapeRecorder(OpTape()))
-        assert losses_of_rank(step, lane) == eager
+        assert losses_of_rank(step, dp_rank) == eager
     assert (step.forward_backward.eager_steps, step.forward_backward.replays) == (3, 4)

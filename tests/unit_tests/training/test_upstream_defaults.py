@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An option that is left out means what it means in Megatron-LM, but for those listed here."""
+"""Defaults of options match Megatron-LM, except for the options listed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.cli.schema import options
 from megatron.training.config import Config
 from tools.upstream_flags import FOLDER
 
-#: Options whose default is another one, and why.
+#: Options with another default, and the reason.
 DIFFERENT = {
     "num-query-groups": "none: --group-query-attention asks for it",
     "moe-layer-freq": "derived: every layer, as 1 is",
@@ -44,11 +44,11 @@ def _same(default: str, upstream: str) -> bool:
         return default == upstream
 
 
-def test_defaults_are_those_of_megatron_but_for_a_list():
+def test_defaults_match_megatron_except_listed_options():
     lines = (FOLDER / "defaults.tsv").read_text(encoding="utf-8").splitlines()
     upstream = dict(line.split("\t") for line in lines[2:])
     defaults = {option.name: _text(option.default) for option in options(Config)}
     assert not upstream.keys() - defaults.keys()
     assert len(upstream) > 170
-    found = {name for name, value in upstream.items() if not _same(defaults[name], value)}
-    assert found == DIFFERENT.keys()
+    differing = {name for name, value in upstream.items() if not _same(defaults[name], value)}
+    assert differing == DIFFERENT.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many flags of Megatron-LM's functional tests are accepted does not fall."""
+"""The number of accepted flags of Megatron-LM's functional tests does not decrease."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tools.upstream_flags import figures, is_accepted
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_as_many_of_upstreams_flags_are_accepted_as_before():
-    found = figures()
-    assert (found.uses, found.configs) == (15365, 221)
-    assert found.accepted >= 14400
-    assert found.flags - found.refused.total() >= 12358
-    assert found.unchanged >= 150
+def test_accepted_upstream_flags_do_not_decrease():
+    counts = figures()
+    assert (counts.uses, counts.configs) == (15365, 221)
+    assert counts.accepted >= 14400
+    assert counts.flags - counts.refused.total() >= 12358
+    assert counts.unchanged >= 150
 
 
-def test_a_value_counts_with_its_flag():
+def test_flag_acceptance_depends_on_the_value():
     assert is_accepted(["--ckpt-format", "torch_dist"])
     assert not is_accepted(["--ckpt-format", "tar"])
     assert is_accepted(["--seed", "${REPEAT}"])
@@ -27,8 +27,8 @@ def test_a_value_counts_with_its_flag():
     assert not is_accepted(["--fp8-format", "e5m2"])
 
 
-def test_the_page_on_moving_says_what_the_parser_does():
-    """Each flag of the script that the page goes through is accepted, or refused, as it says."""
+def test_migration_page_agrees_with_the_parser():
+    """The parser accepts or refuses each flag of the page's script as the page states."""
     page = (DOCS / "from-megatron-lm.md").read_text(encoding="utf-8")
     table = page.partition("## A script, line by line")[2].partition("\n\n`tests/")[0]
     rows = re.findall(r"^\| `(--.*?)` \| (kept|remove)", table, re.MULTILINE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM's example scripts: which of them have to go, and that the rest is a run."""
+"""Flags of Megatron-LM's example scripts: the refused flags, and a run of the other flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from tools.upstream_flags import FOLDER
 
-#: Flags of each script that are refused, and what each answer says.
+#: Refused flags of each script, and a part of each error message.
 REFUSED: dict[str, dict[str, str]] = {
     "train_gpt3_175b_distributed": {},
     "train_llama3_8b_h100_fp8": {
@@ -50,10 +50,10 @@ REFUSED |= {
 }
 
 FP8 = {"--fp8-format": "", "--fp8-amax-history-len": "", "--fp8-amax-compute-algo": ""}
-#: What the rest is refused for: flags that Megatron-LM changes by itself, layers that do not divide
-#: there either, and what the refused flags said. (flags that are left out too, with what stands for
-#: them)
-THEN: dict[str, dict[str, str]] = {
+#: Problems that remain after the refused flags are removed, by flag, with replacement words: flags
+#: that Megatron-LM changes by itself, layers that do not divide there either, and values that the
+#: removed flags provided.
+SECOND_FIXES: dict[str, dict[str, str]] = {
     # TransformerEngine, which FP8 needs, is not installed.
     "train_llama3_8b_h100_fp8": FP8,
     "train_t5_220m_distributed": {"--transformer-impl": ""},
@@ -62,58 +62,60 @@ THEN: dict[str, dict[str, str]] = {
         **FP8,
         "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 4",
     },
-    # A script of pretrain_bert.py has no flag that says so, and 24 layers are not cut into 16.
+    # No flag marks a script of pretrain_bert.py, and 24 layers do not divide into 16 stages.
     "train_bert_340m_distributed": {
         "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 8"
     },
 }
-#: What stands for the refused flags that a model cannot do without.
-INSTEAD = {
+#: Replacements for refused flags that a model needs.
+REPLACEMENTS = {
     "train_mamba_800m": "--hybrid-layer-pattern " + "M-M-M-M*" * 6,
     "train_t5_220m_distributed": "--num-layers 12 --seq-length 512 --tokenizer-type hf",
 }
 
 
-def flags_of(script: str) -> tuple[int, list[list[str]]]:
-    """Return for how many GPUs a script is, and its flags with their values."""
+def read_script(script: str) -> tuple[int, list[list[str]]]:
+    """Return a script's number of GPUs, and its flags with their values."""
     text = (FOLDER / "scripts" / f"{script}.txt").read_text(encoding="utf-8")
-    first, _, rest = text.partition("\n")
-    found = [flag.split() for flag in re.split(r"\s(?=--)", rest.strip())]
-    return int(first.split()[1]), found
+    header, _, body = text.partition("\n")
+    flags = [flag.split() for flag in re.split(r"\s(?=--)", body.strip())]
+    return int(header.split()[1]), flags
 
 
 @pytest.mark.parametrize("script", REFUSED)
-def test_a_script_parses_but_for_what_is_named(script):
-    world, found = flags_of(script)
+def test_upstream_script_runs_without_refused_flags(script):
+    world, flags = read_script(script)
     launch = Launch(world_size=world)
     answers: list[str] = []
     try:
-        read_run([word for flag in found for word in flag], launch)
+        read_run([word for flag in flags for word in flag], launch)
     except ValueError as error:
         answers = str(error).split("; ")
     if not REFUSED[script]:
         answers = [
-            answer for answer in answers if not answer.startswith(tuple(THEN.get(script, {})))
+            answer
+            for answer in answers
+            if not answer.startswith(tuple(SECOND_FIXES.get(script, {})))
         ]
     assert len(answers) == len(REFUSED[script])
     for (name, fix), answer in zip(REFUSED[script].items(), answers, strict=True):
         assert answer.startswith(name)
         assert fix in answer
-    gone = {*REFUSED[script], *THEN.get(script, {})}
-    kept = [word for flag in found if flag[0] not in gone for word in flag]
-    kept += INSTEAD.get(script, "").split()
-    given = {flag[0]: flag for flag in found}
-    then = THEN.get(script, {})
+    removed = {*REFUSED[script], *SECOND_FIXES.get(script, {})}
+    accepted = [word for flag in flags if flag[0] not in removed for word in flag]
+    accepted += REPLACEMENTS.get(script, "").split()
+    flag_by_name = {flag[0]: flag for flag in flags}
+    second_fixes = SECOND_FIXES.get(script, {})
     program = PRETRAIN_HYBRID if "mamba" in script else PRETRAIN_GPT
-    run = read_run([*kept, *" ".join(then.values()).split()], launch, program=program)
-    batch = int(given["--global-batch-size"][1])
+    run = read_run([*accepted, *" ".join(second_fixes.values()).split()], launch, program=program)
+    batch = int(flag_by_name["--global-batch-size"][1])
     assert run.config.training.global_batch_size == batch
     if "gpt3" in script:
         assert gpt_config(run.config, 50257).max_position_embeddings == 2048
         assert run.batch_sizes.stages[:2] == ((0, 16), (61678, 32))
         assert run.batch_sizes.stages[-1] == (5859375, 1536)
-    for problem in then:
-        others = [words for name, words in then.items() if name != problem]
-        words = [*kept, *given[problem], *" ".join(others).split()]
+    for problem in second_fixes:
+        other_fixes = [words for name, words in second_fixes.items() if name != problem]
+        words = [*accepted, *flag_by_name[problem], *" ".join(other_fixes).split()]
         with pytest.raises(ValueError, match=problem):
             read_run(words, launch, program=program)

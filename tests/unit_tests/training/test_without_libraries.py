@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options where only torch and numpy are installed: no tyro, rich or PyYAML."""
+"""Options when only torch and numpy are installed: no tyro, rich or PyYAML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit_tests.training.small_config import ARGUMENTS
 
-#: Makes the libraries unimportable, then is the program.
+#: Program that blocks the imports of these libraries and then runs the entry point.
 BLOCKED = """
 import runpy, sys
 for name in ("tyro", "rich", "yaml"):
@@ -42,15 +42,15 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         ([*ARGUMENTS.split(), "--print-config"], 'normalization: "LayerNorm"'),
     ],
 )
-def test_what_needs_no_library_works_without(words, text):
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert text in done.stdout
+def test_entry_point_works_without_optional_libraries(words, text):
+    process = run(*words)
+    assert process.returncode == 0, process.stderr
+    assert text in process.stdout
 
 
-def test_a_yaml_file_says_what_it_needs():
-    done = run("--config", "run.yaml")
-    assert done.returncode == 2
-    assert done.stderr == (
+def test_yaml_config_without_pyyaml_names_the_package():
+    process = run("--config", "run.yaml")
+    assert process.returncode == 2
+    assert process.stderr == (
         "pretrain_gpt: error: --config needs PyYAML: pip install pyyaml, or give flags\n"
     )

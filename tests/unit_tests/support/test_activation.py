@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims about a trace of collectives hold exactly when the trace says so."""
+"""Assertions about a trace of collectives pass exactly when the trace matches them."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ TRACE = [
 ]
 
 
-def test_claims_that_hold_pass():
+def test_claims_that_match_the_trace_pass():
     assert_active(TRACE, kind="all_reduce", group="tp", exactly=2, exactly_bytes=42)
     assert_active(TRACE, kind="all_gather")
     assert_active(TRACE, group="tp", at_least=2)
@@ -40,17 +40,17 @@ def test_claims_that_hold_pass():
         {"kind": "all_reduce", "exactly_bytes": 41},
     ],
 )
-def test_claims_that_do_not_hold_fail_and_show_the_trace(claim):
+def test_claims_that_differ_fail_and_show_the_trace(claim):
     with pytest.raises(AssertionError, match="all_reduce on tp: 2 x, 42 B"):
         assert_active(TRACE, **claim)
 
 
-def test_silence_is_checked():
+def test_assert_silent_fails_on_a_matching_collective():
     with pytest.raises(AssertionError, match="all_gather on any group: 1, wanted none"):
         assert_silent(TRACE, kind="all_gather")
 
 
-def test_an_empty_trace_says_so():
+def test_empty_trace_is_reported_as_such():
     assert table([]) == "no collective at all"
     with pytest.raises(AssertionError, match="no collective at all"):
         assert_active([], kind="all_reduce")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session that leaves out a test that it should run fails; parts hold every test once."""
+"""A pytest session that omits a required test fails; the parts hold every test once."""
 
 import pytest
 
@@ -24,22 +24,22 @@ def test_rows(n): pass
 
 @pytest.fixture
 def outcome(pytester, monkeypatch):
-    """Run tests with the plugin; return the exit code and what was printed."""
+    """Run tests with the plugin; return the exit code and the printed text."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeini("[pytest]\nmarkers =\n  slow\n  gpu\n")
 
     def run(tests, *flags):
         pytester.makepyfile(test_it=tests)
-        done = pytester.runpytest_inprocess(
+        completed = pytester.runpytest_inprocess(
             "-p", "tests.support.complete", "-p", "no:cacheprovider", "-m", "not gpu", *flags
         )
-        return done.ret, done.stdout.str() + done.stderr.str()
+        return completed.ret, completed.stdout.str() + completed.stderr.str()
 
     return run
 
 
-def test_a_whole_session_passes(outcome):
+def test_complete_session_passes(outcome):
     code, text = outcome(TESTS)
     assert code == 0
     assert "complete: 5 of 5 tests ran" in text
@@ -61,20 +61,20 @@ def test_a_whole_session_passes(outcome):
         (TESTS.replace("def test_quick(): pass", STOPS), ("-x",), "test_slow"),
         ("def test_ends(): import pytest; pytest.exit('early', 0)", (), "test_ends"),
     ],
-    ids=["-k", "-m", "deselected", "part", "skipped", "no rows", "file", "stopped", "ended"],
+    ids=["-k", "-m", "deselected", "part", "skipped", "no parameters", "file", "stopped", "exited"],
 )  # fmt: skip
-def test_a_session_that_leaves_something_out_fails(outcome, tests, flags, named):
+def test_session_that_omits_a_test_fails(outcome, tests, flags, named):
     code, text = outcome(tests, *flags)
     assert code != 0
     assert named in text
 
 
-def test_parts_hold_every_test_once_and_last_as_long(outcome):
+def test_balanced_parts_hold_every_test_once(outcome):
     seconds = [5.0, 1.0, 9.0, 2.0, 2.0, 7.0, 3.0, 1.0]
-    found = balanced_parts(seconds, 3)
-    assert sorted(n for part in found for n in part) == list(range(8))
-    assert {sum(seconds[n] for n in part) for part in found} == {10.0}
-    longest, _ = outcome(TESTS, "--part", "1/2", "-v"), outcome(TESTS, "--part", "2/2")
-    assert longest[0] == 0
-    assert "test_rows[40] PASSED" in longest[1]
-    assert "complete: 1 of 1 tests ran, part 1 of 2 of 5 tests" in longest[1]
+    parts = balanced_parts(seconds, 3)
+    assert sorted(n for indices in parts for n in indices) == list(range(8))
+    assert {sum(seconds[n] for n in indices) for indices in parts} == {10.0}
+    first_part, _ = outcome(TESTS, "--part", "1/2", "-v"), outcome(TESTS, "--part", "2/2")
+    assert first_part[0] == 0
+    assert "test_rows[40] PASSED" in first_part[1]
+    assert "complete: 1 of 1 tests ran, part 1 of 2 of 5 tests" in first_part[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of a record are found again after their code has moved, and redrawn where it is gone."""
+"""Recorded mutants are located after their code has moved, and redrawn when it is gone."""
 
 import importlib
 import json
@@ -35,15 +35,15 @@ BOX = """
         def half(self, a):
             return a // 2
 """
-OTHER = """
+HALF = """
     def half(a):
         return a + 2
 """
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """Write modules into a folder that is imported from, and return what can be mutated in them."""
+def write_modules(tmp_path, monkeypatch):
+    """Write modules into a folder on the import path, and return their mutable sites."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("tools.core_mutants.record.core_folder", tmp_path.resolve)
 
@@ -57,87 +57,88 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-def _one(found, after):
-    [site] = [site for site in found if site.mutation.text == after]
+def _mutant_with_text(module_sites, text):
+    [site] = [site for site in module_sites if site.mutation.text == text]
     record = draw([site], 1, seed=1)
     return record.mutants[0]
 
 
-def test_edit_is_located_where_its_method_moved(written):
-    mutant = _one(written(box=BOX, other=OTHER), "(a + b)")
-    moved = written(box="", other=OTHER + BOX)
+def test_edit_is_located_where_its_method_moved(write_modules):
+    mutant = _mutant_with_text(write_modules(box=BOX, other=HALF), "(a + b)")
+    moved = write_modules(box="", other=HALF + BOX)
     assert locate(mutant, moved).mutation.module == "other"
     deeper = "    class Outer:" + textwrap.indent(BOX, "    ")
-    assert locate(mutant, written(box=deeper)).mutation.function == "Outer.Box.volume"
-    assert locate(mutant, written(box=BOX, other="")).mutation.module == "box"
+    assert locate(mutant, write_modules(box=deeper)).mutation.function == "Outer.Box.volume"
+    assert locate(mutant, write_modules(box=BOX, other="")).mutation.module == "box"
 
 
-def test_edit_is_located_in_renamed_class_of_same_method(written):
-    mutant = _one(written(box=BOX), "(a * 2)")
-    moved = written(box="", other=OTHER + BOX.replace("Box", "Crate").replace("half", "_half"))
-    found = locate(mutant, moved)
-    assert (found.mutation.module, found.mutation.function) == ("other", "Crate._half")
+def test_edit_is_located_in_renamed_class_of_same_method(write_modules):
+    mutant = _mutant_with_text(write_modules(box=BOX), "(a * 2)")
+    moved = write_modules(box="", other=HALF + BOX.replace("Box", "Crate").replace("half", "_half"))
+    site = locate(mutant, moved)
+    assert (site.mutation.module, site.mutation.function) == ("other", "Crate._half")
 
 
-def test_different_edit_does_not_match(written):
-    mutant = _one(written(box=BOX), "(a * 2)")
-    assert locate(mutant, written(box="", other=OTHER)) is None
+def test_different_edit_does_not_match(write_modules):
+    mutant = _mutant_with_text(write_modules(box=BOX), "(a * 2)")
+    assert locate(mutant, write_modules(box="", other=HALF)) is None
 
 
-def test_edit_on_changed_line_is_located_if_unique(written):
-    mutant = _one(written(box=BOX), "(a * 2)")
+def test_edit_on_changed_line_is_located_if_unique(write_modules):
+    mutant = _mutant_with_text(write_modules(box=BOX), "(a * 2)")
     once = BOX.replace("return a // 2", "return 1 + a // 2")
     twice = BOX.replace("return a // 2", "return (1 + a // 2, a // 2)")
-    assert locate(mutant, written(box=once)).line == "return 1 + a // 2"
-    assert locate(mutant, written(box=twice)) is None
+    assert locate(mutant, write_modules(box=once)).line == "return 1 + a // 2"
+    assert locate(mutant, write_modules(box=twice)) is None
 
 
-def test_second_of_two_equal_edits_on_a_line_is_distinguished(written):
+def test_second_of_two_equal_edits_on_a_line_is_distinguished(write_modules):
     twice = BOX.replace("return a // 2", "return (a // 2, a // 2)")
-    found = [site for site in written(box=twice) if site.mutation.text == "(a * 2)"]
-    second = replace(draw(found[1:], 1, seed=1).mutants[0])
+    equal_sites = [site for site in write_modules(box=twice) if site.mutation.text == "(a * 2)"]
+    second = replace(draw(equal_sites[1:], 1, seed=1).mutants[0])
     assert second.occurrence == 2
-    assert locate(second, found) == found[1]
+    assert locate(second, equal_sites) == equal_sites[1]
 
 
-def test_a_draw_is_repeatable_and_replaces_what_is_gone(written, tmp_path):
-    found = written(box=BOX)
-    record = draw(found, 4, seed=3)
-    assert record == draw(list(reversed(found)), 4, seed=3)
+def test_draw_is_repeatable_and_replaces_gone_mutants(write_modules, tmp_path):
+    box_sites = write_modules(box=BOX)
+    record = draw(box_sites, 4, seed=3)
+    assert record == draw(list(reversed(box_sites)), 4, seed=3)
     record.write(tmp_path / "record.json")
     assert Record.read(tmp_path / "record.json") == record
     text = BOX.replace("a - b", "a").replace("- b", "").replace("a * a", "b")
-    changed = written(box=text, other=OTHER)
-    again = draw(changed, 4, seed=3, record=record)
-    lost = [mutant for mutant in record.mutants if locate(mutant, changed) is None]
-    assert lost
-    assert list(again.gone) == lost
-    assert len(again.mutants) == 4
-    numbers = {mutant.number for mutant in again.mutants}
-    assert not numbers & {mutant.number for mutant in lost}
+    changed = write_modules(box=text, other=HALF)
+    redrawn = draw(changed, 4, seed=3, record=record)
+    gone = [mutant for mutant in record.mutants if locate(mutant, changed) is None]
+    assert gone
+    assert list(redrawn.gone) == gone
+    assert len(redrawn.mutants) == 4
+    numbers = {mutant.number for mutant in redrawn.mutants}
+    assert not numbers & {mutant.number for mutant in gone}
 
 
-def test_drop_in_killed_mutants_is_reported_by_name(written):
-    drawn = draw(written(box=BOX), 3, seed=3)
-    first, second, third = drawn.mutants
-    old = Record(3, (replace(first, verdict=KILLED), replace(second, verdict=SURVIVED), third))
-    moved = (replace(first, verdict=SURVIVED), replace(second, verdict=KILLED), third)
-    lines, fewer = compare(old, Record(3, moved))
+def test_drop_in_killed_mutants_is_reported_by_name(write_modules):
+    drawn = draw(write_modules(box=BOX), 3, seed=3)
+    mutant_1, mutant_2, mutant_3 = drawn.mutants
+    old = (replace(mutant_1, verdict=KILLED), replace(mutant_2, verdict=SURVIVED), mutant_3)
+    moved = (replace(mutant_1, verdict=SURVIVED), replace(mutant_2, verdict=KILLED), mutant_3)
+    lines, fewer = compare(Record(3, old), Record(3, moved))
     assert not fewer
     assert sum(line.startswith("killed before, survived now: 1.") for line in lines) == 1
-    assert compare(old, Record(3, (replace(first, verdict=SURVIVED), second, third)))[1]
+    survived = (replace(mutant_1, verdict=SURVIVED), mutant_2, mutant_3)
+    assert compare(Record(3, old), Record(3, survived))[1]
 
 
-def test_lines_are_those_of_the_expression_then_of_its_statement(written):
-    found = written(box=BOX)
-    [minus] = [site for site in found if site.mutation.text == "(a + b)"]
-    name, own, around = lines_of(minus)
-    assert (name, own, around) == ("box.py", range(7, 9), range(6, 10))
-    [greater] = [site for site in found if site.mutation.text == "(a >= 0)"]
+def test_lines_of_gives_expression_and_statement_lines(write_modules):
+    box_sites = write_modules(box=BOX)
+    [minus] = [site for site in box_sites if site.mutation.text == "(a + b)"]
+    name, expression_lines, statement_lines = lines_of(minus)
+    assert (name, expression_lines, statement_lines) == ("box.py", range(7, 9), range(6, 10))
+    [greater] = [site for site in box_sites if site.mutation.text == "(a >= 0)"]
     assert lines_of(greater)[1:] == (range(4, 5), range(4, 5))
 
 
-def test_tests_of_a_line_passed_and_come_quickest_first(tmp_path):
+def test_tests_of_a_line_are_passing_and_fastest_first(tmp_path):
     entries = [
         {"test": "", "lines": {"box.py": [1, 2]}},
         {"test": "slow", "lines": {"box.py": [4, 7]}},
@@ -157,18 +158,18 @@ def test_tests_of_a_line_passed_and_come_quickest_first(tmp_path):
     assert affordable(["quick", "slow"], contexts.seconds, 30.0) == ["quick", "slow"]
 
 
-def test_recheck_runs_former_killer_at_its_new_path(written):
-    found = written(one=BOX)
-    drawn = draw(found, 3, seed=1).mutants
+def test_recheck_runs_former_killer_at_its_new_path(write_modules):
+    box_sites = write_modules(one=BOX)
+    drawn = draw(box_sites, 3, seed=1).mutants
     killed = replace(drawn[0], verdict=KILLED, by="tests/old/test_core_mutants.py::test_killer")
     gone = replace(drawn[1], verdict=KILLED, by="tests/x.py::test_killer", number=2)
     survived = replace(drawn[2], verdict=SURVIVED)
     contexts = Contexts()
-    places = {killed.number: found[0]}
-    chosen = rechecks([killed, gone, survived], lambda m: places.get(m.number), contexts)
+    sites_by_number = {killed.number: box_sites[0]}
+    chosen = rechecks([killed, gone, survived], lambda m: sites_by_number.get(m.number), contexts)
     test = "tests/unit_tests/support/test_core_mutants.py::test_killer"
     assert [(case.mutant, case.tests) for case in chosen] == [(killed, [test])]
     assert test in contexts.seconds
     lost = replace(killed, by="tests/no_such_file.py::test_killer")
     with pytest.raises(ValueError, match="no_such_file"):
-        rechecks([lost], lambda m: places.get(m.number), contexts)
+        rechecks([lost], lambda m: sites_by_number.get(m.number), contexts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coverage recorder sees the layouts and settings of applied steps, and no others."""
+"""The coverage recorder records layouts and settings of applied steps only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROW = row_with(
     capacity="position", predictions=1, recompute="selective", dispatcher="allgather",
     loss_scale=1024.0,
 )  # fmt: skip
-#: What that is, in the words of docs/status.md.
-SEEN = Ran(
+#: The same layout and settings, named as docs/status.md names them.
+EXPECTED = Ran(
     world=4, tp=1, cp=1, pp=2, dp=2, ep=2, etp=1, sequence_parallel=False, schedule="zb-h1",
     strategy="optim_grads_params",
     settings=tuple(sorted((
@@ -39,38 +39,38 @@ SEEN = Ran(
 
 
 def _train_twice(rank: int, world: int, row: Row, initial: dict) -> None:
-    """Train a row whose loss is sound, and the same on other ranks' layout with one that is not."""
+    """Train a row with a finite loss, then another placement of it with weights of NaN."""
     rank_of_row(rank, world, row, initial)
     broken = {name: torch.full_like(w, float("nan")) for name, w in initial.items()}
     rank_of_row(rank, world, {**row, "placement": "optim", "granularity": "unit"}, broken)
 
 
 def test_coverage_recorder_counts_applied_but_not_skipped_steps(tmp_path: Path) -> None:
-    assert set(SEEN.settings) < set(all_settings())
+    assert set(EXPECTED.settings) < set(all_settings())
     initial = assembled(single_run(ROW, None).initial)
     path = tmp_path / "ran.jsonl"
     env = {coverage_recorder.VARIABLE: str(path)}
     run_ranks(_train_twice, world_of(ROW), ROW, initial, env=env)
-    assert coverage_recorder.read(path) == [SEEN]
+    assert coverage_recorder.read(path) == [EXPECTED]
 
 
-def test_without_the_variable_nobody_watches(tmp_path: Path) -> None:
+def test_steps_are_not_wrapped_without_the_variable(tmp_path: Path) -> None:
     if coverage_recorder.VARIABLE in os.environ:
-        pytest.skip("with --status-out every test is watched")
-    assert run_ranks(_watched, 2) == [False, False]
+        pytest.skip("with --status-out every test is recorded")
+    assert run_ranks(_step_is_wrapped, 2) == [False, False]
     env = {coverage_recorder.VARIABLE: str(tmp_path / "none")}
-    assert run_ranks(_watched, 2, env=env) == [True, True]
+    assert run_ranks(_step_is_wrapped, 2, env=env) == [True, True]
     assert coverage_recorder.read(tmp_path / "none") == []
 
 
-def _watched(rank: int, world: int) -> bool:
+def _step_is_wrapped(rank: int, world: int) -> bool:
     from megatron.training.step import TrainStep
 
     return "__wrapped__" in vars(TrainStep.__call__)
 
 
 def test_strategy_with_one_dp_rank_is_not_recorded(tmp_path: Path) -> None:
-    """What one process does is no proof of what a strategy does with several."""
+    """A strategy that runs on one dp rank proves nothing about several ranks."""
     row = row_with(tp=2, dp=1, placement="optim_grads", early_gather=True)
     initial = assembled(single_run(row, None).initial)
     env = {coverage_recorder.VARIABLE: str(tmp_path / "ran.jsonl")}

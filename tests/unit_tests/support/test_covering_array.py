@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every allowed combination is covered, no forbidden one occurs, and the arrays are short."""
+"""Arrays cover every allowed combination, contain no forbidden one, and are short."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ CONSTRAINTS = (
 
 
 def _allowed_rows(factors, constraints):
-    """Enumerate the whole product: slow and obvious."""
+    """Enumerate the full product, slowly and obviously."""
     for values in itertools.product(*factors.values()):
         row = dict(zip(factors, values, strict=True))
         if all(c.allowed(*(row[n] for n in c.factors)) for c in constraints):
@@ -29,15 +29,15 @@ def _allowed_rows(factors, constraints):
 
 
 @pytest.mark.parametrize("strength", [2, 3])
-def test_all_allowed_combinations_and_no_others_are_covered(strength):
+def test_exactly_the_allowed_combinations_are_covered(strength):
     rows = covering_array(FACTORS, CONSTRAINTS, strength=strength)
-    every = set().union(*(tuples_of(r, strength) for r in _allowed_rows(FACTORS, CONSTRAINTS)))
+    allowed = set().union(*(tuples_of(r, strength) for r in _allowed_rows(FACTORS, CONSTRAINTS)))
     covered = set().union(*(tuples_of(row, strength) for row in rows))
-    assert covered == every == set(allowed_tuples(FACTORS, CONSTRAINTS, strength=strength))
+    assert covered == allowed == set(allowed_tuples(FACTORS, CONSTRAINTS, strength=strength))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_constraints_allow_what_the_whole_product_has(seed):
+def test_random_constraints_match_the_full_product(seed):
     draw = random.Random(seed)
     factors = {f"f{i}": tuple(range(draw.choice((2, 2, 3)))) for i in range(7)}
     constraints = []
@@ -48,11 +48,11 @@ def test_random_constraints_allow_what_the_whole_product_has(seed):
         constraints.append(Constraint(names, lambda *values, a=frozenset(allowed): values in a))
     rows = list(_allowed_rows(factors, constraints))
     assert rows
-    every = set().union(*(tuples_of(row, 3) for row in rows))
-    assert set(allowed_tuples(factors, constraints, strength=3)) == every
-    made = covering_array(factors, constraints, strength=3, candidates=2)
-    assert all(row in rows for row in made)
-    assert set().union(*(tuples_of(row, 3) for row in made)) == every
+    allowed_triples = set().union(*(tuples_of(row, 3) for row in rows))
+    assert set(allowed_tuples(factors, constraints, strength=3)) == allowed_triples
+    covering_rows = covering_array(factors, constraints, strength=3, candidates=2)
+    assert all(row in rows for row in covering_rows)
+    assert set().union(*(tuples_of(row, 3) for row in covering_rows)) == allowed_triples
 
 
 def test_forbidden_combinations_include_the_implied_ones():
@@ -70,20 +70,20 @@ def test_ten_factors_of_three_values_need_few_rows():
     assert set().union(*(tuples_of(r, 2) for r in rows)) == set(allowed_tuples(factors))
 
 
-def test_the_array_is_a_function_of_the_seed():
-    first, second = (covering_array(FACTORS, CONSTRAINTS, seed=3) for _ in range(2))
-    assert first == second
-    assert first != covering_array(FACTORS, CONSTRAINTS, seed=4)
+def test_array_is_a_function_of_the_seed():
+    rows, repeated = (covering_array(FACTORS, CONSTRAINTS, seed=3) for _ in range(2))
+    assert rows == repeated
+    assert rows != covering_array(FACTORS, CONSTRAINTS, seed=4)
 
 
-def test_required_rows_come_first_and_count():
-    wanted = {"tp": 2, "dp": 2, "sp": True, "kv": 1, "norm": "b"}
-    rows = covering_array(FACTORS, CONSTRAINTS, start=[wanted])
-    assert rows[0] == wanted
+def test_required_rows_come_first_and_are_counted():
+    required = {"tp": 2, "dp": 2, "sp": True, "kv": 1, "norm": "b"}
+    rows = covering_array(FACTORS, CONSTRAINTS, start=[required])
+    assert rows[0] == required
     assert covering_array({"a": (1, 2)}, strength=1, start=[{"a": 2}]) == [{"a": 2}, {"a": 1}]
 
 
-def test_bad_descriptions_are_refused():
+def test_invalid_factors_and_constraints_are_refused():
     with pytest.raises(ValueError, match="repeats one"):
         covering_array({"a": (1, 1)})
     with pytest.raises(ValueError, match="unknown factors: \\['z'\\]"):

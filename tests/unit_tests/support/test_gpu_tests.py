@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on GPUs that are pretended: which tests run, and what reaches the ranks."""
+"""Ranks on simulated GPUs: which tests run, and which devices and groups the ranks use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def two_gpus() -> Iterator[GpuTests]:
         tests.pytest_unconfigure()
 
 
-class PretendedGpus:
-    """What makes the process that unpickles it take GPUs and NCCL for granted, and note the use."""
+class SimulatedGpus:
+    """Unpickling this object replaces GPU selection and NCCL with functions that record calls."""
 
     def __reduce__(self):
-        return _pretend, ()
+        return _simulate_gpus, ()
 
 
-def _pretend() -> list[object]:
+def _simulate_gpus() -> list[object]:
     calls: list[object] = []
     torch.cuda.set_device = lambda device: calls.append(device)  # type: ignore[assignment]
     dist.init_process_group = lambda backend, **options: calls.append(  # type: ignore[assignment]
@@ -42,22 +42,22 @@ def _pretend() -> list[object]:
     return calls
 
 
-def seen(rank: int, world: int, calls: list[object]) -> tuple[list[object], torch.device]:
-    """Return what this rank has called, and where it computes."""
+def calls_of_rank(rank: int, world: int, calls: list[object]) -> tuple[list[object], torch.device]:
+    """Return the recorded calls and the device of this rank."""
     return calls, ranks.rank_device()
 
 
-def test_each_rank_has_a_gpu_and_a_group_over_nccl(two_gpus: GpuTests) -> None:
+def test_each_rank_has_a_gpu_and_an_nccl_group(two_gpus: GpuTests) -> None:
     devices = [torch.device("cuda", rank) for rank in range(2)]
-    assert ranks.run_ranks(seen, 2, PretendedGpus()) == [
+    assert ranks.run_ranks(calls_of_rank, 2, SimulatedGpus()) == [
         ([device, ("nccl", device, rank, 2)], device) for rank, device in enumerate(devices)
     ]
-    assert ranks.rank_device() == torch.device("cpu"), "the reference is that of the test's process"
+    assert ranks.rank_device() == torch.device("cpu"), "the test's process computes the reference"
 
 
 def test_ranks_stay_on_the_cpu_without_the_option() -> None:
     cpu = torch.device("cpu")
-    assert ranks.run_ranks(seen, 2, PretendedGpus()) == [
+    assert ranks.run_ranks(calls_of_rank, 2, SimulatedGpus()) == [
         ([("gloo", None, rank, 2)], cpu) for rank in range(2)
     ]
     assert "--device" not in flags(Path("tokens"))
@@ -65,10 +65,10 @@ def test_ranks_stay_on_the_cpu_without_the_option() -> None:
 
 def test_more_ranks_than_gpus_are_refused(two_gpus: GpuTests) -> None:
     with pytest.raises(ValueError, match=r"4 ranks need 4 GPUs.*sees 2.*gpus\(4\)"):
-        ranks.run_ranks(seen, 4, PretendedGpus())
+        ranks.run_ranks(calls_of_rank, 4, SimulatedGpus())
 
 
-def test_runs_of_the_entry_points_take_gpus_too(two_gpus: GpuTests) -> None:
+def test_entry_point_runs_use_gpus_too(two_gpus: GpuTests) -> None:
     words = flags(Path("tokens"), "--train-iters 3")
     assert words[words.index("--device") + 1] == "cuda"
 
@@ -77,16 +77,16 @@ def test_runs_of_the_entry_points_take_gpus_too(two_gpus: GpuTests) -> None:
     ("count", "least", "line"),
     [(0, 1, "--device cuda: torch sees no GPU"), (1, 2, "--gpus 2: torch sees 1 of them")],
 )
-def test_a_session_with_too_few_gpus_is_refused(count: int, least: int, line: str) -> None:
+def test_session_with_too_few_gpus_is_refused(count: int, required: int, line: str) -> None:
     with (
         mock.patch.object(ranks, "gpu_count", return_value=count),
         pytest.raises(pytest.UsageError, match=f"^{line}$"),
     ):
-        GpuTests(least)
+        GpuTests(required)
     assert ranks.DEVICES == ["cpu"]
 
 
-class Item:
+class CollectedTest:
     """A collected test."""
 
     def __init__(self, name: str, *marks: pytest.Mark, **params: object) -> None:
@@ -102,17 +102,17 @@ class Item:
         self.marks[mark.name] = mark.mark
 
 
-def test_tests_say_how_many_gpus_they_need(two_gpus: GpuTests) -> None:
-    items = [
-        Item("cpu"),
-        Item("one", pytest.mark.gpus(1).mark),
-        Item("two", pytest.mark.gpus("world").mark, world=2),
-        Item("four", pytest.mark.gpus("world").mark, world=4),
+def test_tests_are_selected_and_skipped_by_gpu_count(two_gpus: GpuTests) -> None:
+    collected = [
+        CollectedTest("cpu"),
+        CollectedTest("one", pytest.mark.gpus(1).mark),
+        CollectedTest("two", pytest.mark.gpus("world").mark, world=2),
+        CollectedTest("four", pytest.mark.gpus("world").mark, world=4),
     ]
-    left_out, config = items[:1], mock.Mock()
-    assert [gpus_of(item) for item in items] == [None, 1, 2, 4]  # type: ignore[arg-type]
-    two_gpus.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
-    config.hook.pytest_deselected.assert_called_once_with(items=left_out)
-    assert [item.name for item in items] == ["one", "two", "four"]
-    skipped = {i.name: i.marks["skip"].kwargs["reason"] for i in items if "skip" in i.marks}
+    deselected, config = collected[:1], mock.Mock()
+    assert [gpus_of(item) for item in collected] == [None, 1, 2, 4]  # type: ignore[arg-type]
+    two_gpus.pytest_collection_modifyitems(config, collected)  # type: ignore[arg-type]
+    config.hook.pytest_deselected.assert_called_once_with(items=deselected)
+    assert [item.name for item in collected] == ["one", "two", "four"]
+    skipped = {i.name: i.marks["skip"].kwargs["reason"] for i in collected if "skip" in i.marks}
     assert skipped == {"four": "needs 4 GPUs, and torch sees 2"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test inputs differ where equal ones would hide a bug, and are the same on every run."""
+"""Test inputs differ where equal inputs would hide a bug, and are the same on every run."""
 
 import itertools
 
@@ -8,43 +8,43 @@ import torch
 from tests.support.inputs import generator, microbatch, one_thread, perturbed
 
 
-def _batch(lane, index):
-    return microbatch(seed=5, dp_rank=lane, index=index, batch=3, sequence=19, vocabulary=61)
+def _batch(dp_rank, index):
+    return microbatch(seed=5, dp_rank=dp_rank, index=index, batch=3, sequence=19, vocabulary=61)
 
 
 def test_every_rank_and_microbatch_has_distinct_token_counts():
-    made = {key: _batch(*key) for key in itertools.product(range(4), range(3))}
-    for (_, a), (_, b) in itertools.combinations(made.items(), 2):
+    microbatches = {key: _batch(*key) for key in itertools.product(range(4), range(3))}
+    for (_, a), (_, b) in itertools.combinations(microbatches.items(), 2):
         assert not torch.equal(a.tokens, b.tokens)
         assert not torch.equal(a.sample_ids, b.sample_ids)
-    counts = [int(m.loss_mask.sum()) for m in made.values()]
+    counts = [int(m.loss_mask.sum()) for m in microbatches.values()]
     assert len(set(counts)) >= 8
     assert all(0 < count < 3 * 19 for count in counts)
 
 
-def test_labels_are_the_next_tokens_and_runs_agree():
-    one, two = _batch(1, 2), _batch(1, 2)
-    assert torch.equal(one.labels[:, :-1], one.tokens[:, 1:])
-    assert torch.equal(one.tokens, two.tokens)
-    assert torch.equal(one.loss_mask, two.loss_mask)
+def test_labels_are_next_tokens_and_batches_repeat():
+    batch, repeated = _batch(1, 2), _batch(1, 2)
+    assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
+    assert torch.equal(batch.tokens, repeated.tokens)
+    assert torch.equal(batch.loss_mask, repeated.loss_mask)
 
 
-def test_streams_depend_on_every_number_of_the_key():
+def test_generators_depend_on_every_number_of_the_key():
     keys = [(1,), (2,), (1, 1), (1, 2), (2, 1)]
     drawn = [torch.randn(4, generator=generator(*key)) for key in keys]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
 
 
-def test_every_weight_moves_and_none_like_another():
+def test_every_weight_is_perturbed_differently():
     weights = {"norm.weight": torch.ones(7), "other.weight": torch.ones(7), "bias": torch.zeros(7)}
-    moved = perturbed(weights, seed=1)
-    assert all((moved[name] != weights[name]).all() for name in weights)
-    assert not torch.equal(moved["norm.weight"], moved["other.weight"])
-    assert torch.equal(moved["bias"], perturbed(weights, seed=1)["bias"])
+    changed = perturbed(weights, seed=1)
+    assert all((changed[name] != weights[name]).all() for name in weights)
+    assert not torch.equal(changed["norm.weight"], changed["other.weight"])
+    assert torch.equal(changed["bias"], perturbed(weights, seed=1)["bias"])
     assert torch.equal(weights["norm.weight"], torch.ones(7))
 
 
-def test_the_number_of_threads_is_restored():
+def test_number_of_threads_is_restored():
     before = torch.get_num_threads()
     with one_thread():
         assert torch.get_num_threads() == 1

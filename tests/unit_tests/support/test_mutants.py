@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutations edit exactly one place, reach every reference to a function, and are drawn stably."""
+"""Mutations edit one position, reach every reference to a function, and are sampled stably."""
 
 import importlib
 import sys
@@ -67,11 +67,11 @@ def victim(tmp_path, monkeypatch):
 
 
 def test_planted_fault_reaches_earlier_references(victim):
-    mean, own = victim.mean, victim.Box.own
-    assert (mean([2, 4]), own(3, 2)) == (3, 9)
+    mean, box_own = victim.mean, victim.Box.own
+    assert (mean([2, 4]), box_own(3, 2)) == (3, 9)
     apply(planted("victim_module", "mean", "total += value", "total = value"))
     apply(planted("victim_module", "Box.own", "x + all_reduce(x, group)", "x"))
-    assert (mean([2, 4]), own(3, 2)) == (2, 3)
+    assert (mean([2, 4]), box_own(3, 2)) == (2, 3)
     assert victim.log == ["ä3", "ä3"]
 
 
@@ -80,7 +80,7 @@ def test_wrapped_and_nested_functions_are_reached(victim):
     assert victim.cached() == 8
 
 
-def test_a_fault_that_no_longer_fits_the_code_is_an_error(victim):
+def test_planted_fault_whose_text_is_gone_is_an_error(victim):
     with pytest.raises(ValueError, match="holds 'value' 9 times, not once"):
         planted("victim_module", "mean", "value", "x")
     with pytest.raises(ValueError, match="0 times"):
@@ -89,14 +89,14 @@ def test_a_fault_that_no_longer_fits_the_code_is_an_error(victim):
         planted("victim_module", "nowhere", "a", "b")
 
 
-def test_every_small_mutation_compiles_and_changes_one_place(victim):
+def test_every_mutation_compiles_and_changes_the_source(victim):
     text, path = source_of("victim_module")
-    found = mutations("victim_module")
-    for mutation in found:
+    mutants = mutations("victim_module")
+    for mutation in mutants:
         edited = text[: mutation.start] + mutation.text + text[mutation.stop :]
         compile(edited, path, "exec")
         assert edited != text
-    described = "\n".join(map(str, found))
+    described = "\n".join(map(str, mutants))
     for expected in (
         "mean: total += value: to Sub",
         "mean: total / len(values): to Mult",
@@ -111,10 +111,10 @@ def test_every_small_mutation_compiles_and_changes_one_place(victim):
     assert "raise" not in described
     assert "7 to 8" not in described  # a default
     assert "not values" not in described  # guards a raise
-    assert len({m.key for m in found}) == len(found)
+    assert len({m.key for m in mutants}) == len(mutants)
 
 
-def test_a_mutation_after_letters_of_two_bytes_hits_its_place(victim):
+def test_mutation_after_two_byte_letters_is_positioned(victim):
     skip = next(m for m in mutations("victim_module") if m.what.endswith("skipped"))
     text, _ = source_of("victim_module")
     assert text[skip.start : skip.stop] == "all_reduce(x, group)"
@@ -123,37 +123,40 @@ def test_a_mutation_after_letters_of_two_bytes_hits_its_place(victim):
 
 
 def test_samples_are_stable_when_other_code_changes(victim, tmp_path):
-    found = mutations("victim_module")
-    drawn = sample(found, 5, seed=1)
-    assert drawn == sample(reversed(found), 5, seed=1)
-    assert drawn != sample(found, 5, seed=2)
+    mutants = mutations("victim_module")
+    drawn = sample(mutants, 5, seed=1)
+    assert drawn == sample(reversed(mutants), 5, seed=1)
+    assert drawn != sample(mutants, 5, seed=2)
     path = tmp_path / "victim_module.py"
     path.write_text("# another line\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
     assert [m.key for m in sample(mutations("victim_module"), 5, seed=1)] == [m.key for m in drawn]
 
 
-def test_only_expressions_that_ran_count(victim):
-    everything = mutations("victim_module")
+def test_executed_keeps_only_expressions_that_ran(victim):
+    all_mutations = mutations("victim_module")
 
-    def what(run):
-        ran = spans_run(["victim_module"], run)
-        return {m.what for m in executed(everything, ran)}
+    def executed_by(run):
+        spans = spans_run(["victim_module"], run)
+        return {m.what for m in executed(all_mutations, spans)}
 
-    assert what(lambda: None) == set()
-    mean = what(lambda: victim.mean([1]))
-    assert mean == {m.what for m in everything if m.function == "mean"}
-    alone, together = what(lambda: victim.Box.own(3, 1)), what(lambda: victim.Box.own(3, 2))
-    assert "group > 1: to GtE" in alone
-    assert "all_reduce(x, group): skipped" in together - alone
-
-
-def test_the_survey_names_survivors(victim):
-    first, second, *_ = mutations("victim_module")
-    report = survey([Verdict(first, "loss differs"), Verdict(second, None)])
-    assert report == f"1 of 2 mutants noticed\nsurvived: {second}"
+    assert executed_by(lambda: None) == set()
+    mean = executed_by(lambda: victim.mean([1]))
+    assert mean == {m.what for m in all_mutations if m.function == "mean"}
+    box_alone, box_in_group = (
+        executed_by(lambda: victim.Box.own(3, 1)),
+        executed_by(lambda: victim.Box.own(3, 2)),
+    )
+    assert "group > 1: to GtE" in box_alone
+    assert "all_reduce(x, group): skipped" in box_in_group - box_alone
 
 
-def test_packages_are_searched_and_seen_through(tmp_path, monkeypatch):
+def test_survey_names_survivors(victim):
+    killed, survivor, *_ = mutations("victim_module")
+    report = survey([Verdict(killed, "loss differs"), Verdict(survivor, None)])
+    assert report == f"1 of 2 mutants noticed\nsurvived: {survivor}"
+
+
+def test_packages_are_searched_through_reexports(tmp_path, monkeypatch):
     package = tmp_path / "victim_package"
     (package / "deep").mkdir(parents=True)
     (package / "__init__.py").write_text("from victim_package.inner import f\n")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uninitialised memory shows inside nan_memory, in backward as well, and only there."""
+"""nan_memory fills uninitialised memory, in backward as well, and only inside its context."""
 
 import pytest
 import torch
 
 from tests.support.nan_memory import nan_memory
 
-MAKERS = {
+ALLOCATORS = {
     "empty": lambda like: torch.empty(like.shape, dtype=like.dtype),
     "empty_like": torch.empty_like,
     "empty_strided": lambda like: torch.empty_strided(like.shape, (1, 3), dtype=like.dtype),
@@ -15,20 +15,20 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_fresh_memory_shows(maker, dtype):
+def test_uninitialised_memory_is_filled(allocator, dtype):
     like = torch.zeros(3, 2, dtype=dtype)
     with nan_memory():
-        made = MAKERS[maker](like)
+        allocated = ALLOCATORS[allocator](like)
     if dtype.is_floating_point:
-        assert made.isnan().all()
+        assert allocated.isnan().all()
     else:
-        equal = bool((made == torch.iinfo(dtype).max).all())
+        equal = bool((allocated == torch.iinfo(dtype).max).all())
         assert equal
 
 
-class _ForgetsRows(torch.autograd.Function):
+class _OmitsLastRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x * 2
@@ -40,21 +40,21 @@ class _ForgetsRows(torch.autograd.Function):
         return out
 
 
-def test_an_element_that_backward_forgets_is_seen():
+def test_element_not_written_by_backward_is_nan():
     x = torch.ones(4, requires_grad=True)
     with nan_memory():
-        _ForgetsRows.apply(x).sum().backward()
+        _OmitsLastRow.apply(x).sum().backward()
     assert x.grad.isnan().tolist() == [False, False, False, True]
 
 
-def test_initialised_memory_is_left_alone():
+def test_initialised_memory_is_unchanged():
     with nan_memory():
         assert torch.zeros(3).sum() == 0
         assert torch.ones(3).add(1).sum() == 6
 
 
 @pytest.mark.parametrize("before", ["default", "warn", "error"])
-def test_the_mode_before_is_restored(before):
+def test_deterministic_debug_mode_is_restored(before):
     torch.set_deterministic_debug_mode(before)
     try:
         mode = torch.get_deterministic_debug_mode()

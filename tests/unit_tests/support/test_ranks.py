@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks return values, show the first failure, show where they hang, and can be killed."""
+"""Ranks return values, report the first failure and the stack of a hang, and can be killed."""
 
 import os
 import signal
@@ -20,21 +20,21 @@ def _sum_of_ranks(rank, world, start):
 
 
 def test_values_return_in_rank_order_from_fresh_processes():
-    first = run_ranks(_sum_of_ranks, 4, 10)
-    second = run_ranks(_sum_of_ranks, 4, 10)
-    assert all(torch.equal(v["sum"], torch.full((3,), 46.0)) for v in first)
-    assert {v["threads"] for v in first} == {1}
-    assert len({v["pid"] for v in first + second}) == 8
+    first_run = run_ranks(_sum_of_ranks, 4, 10)
+    second_run = run_ranks(_sum_of_ranks, 4, 10)
+    assert all(torch.equal(v["sum"], torch.full((3,), 46.0)) for v in first_run)
+    assert {v["threads"] for v in first_run} == {1}
+    assert len({v["pid"] for v in first_run + second_run}) == 8
 
 
-def _begun(rank, world):
+def _rank_and_cpu_seconds(rank, world):
     return rank, time.process_time()
 
 
 def test_eight_ranks_start_without_importing_torch():
-    ranks, seconds = zip(*run_ranks(_begun, 8), strict=True)
+    ranks, seconds = zip(*run_ranks(_rank_and_cpu_seconds, 8), strict=True)
     assert ranks == tuple(range(8))
-    assert max(seconds) < 0.5, seconds  # of CPU time: 0.02, and 2 where each imports torch
+    assert max(seconds) < 0.5, seconds  # CPU time: 0.02 s, and 2 s if every rank imported torch
 
 
 def _fail_on_two(rank, world):
@@ -43,7 +43,7 @@ def _fail_on_two(rank, world):
     dist.barrier()
 
 
-def test_an_exception_fails_with_its_own_traceback_at_once():
+def test_exception_fails_at_once_with_its_own_traceback():
     start = time.monotonic()
     with pytest.raises(RankFailure, match="rank 2 of 4 failed first") as caught:
         run_ranks(_fail_on_two, 4)
@@ -56,22 +56,22 @@ def _warn(rank, world):
     warnings.warn("careless", UserWarning, stacklevel=1)
 
 
-def test_a_warning_on_a_rank_is_an_error():
+def test_warning_on_a_rank_is_an_error():
     with pytest.raises(RankFailure, match="UserWarning: careless"):
         run_ranks(_warn, 1)
 
 
-def _wait_for_nobody(rank, world):
+def _wait_alone(rank, world):
     if rank == 0:
         dist.barrier()
     return rank
 
 
-def test_a_hang_shows_where_the_ranks_stand():
+def test_hang_shows_the_stack_of_waiting_ranks():
     with pytest.raises(RankFailure, match=r"no end after 1\.5 s") as caught:
-        run_ranks(_wait_for_nobody, 2, timeout=1.5)
+        run_ranks(_wait_alone, 2, timeout=1.5)
     assert "--- rank 0" in str(caught.value)
-    assert "_wait_for_nobody" in str(caught.value)
+    assert "_wait_alone" in str(caught.value)
     assert "--- rank 1" not in str(caught.value)
 
 
@@ -81,7 +81,7 @@ def _die(rank, world):
     dist.barrier()
 
 
-def test_a_silent_death_is_named_before_the_errors_it_causes():
+def test_killed_rank_is_named_before_errors_of_its_peers():
     with pytest.raises(RankFailure, match="rank 1 of 2 failed first:\ndied with exit code -9"):
         run_ranks(_die, 2)
 
@@ -95,31 +95,33 @@ def _count(rank, world):
     return "done"
 
 
-def test_a_test_can_kill_one_rank_and_watch_the_others():
-    # A survivor may wait for the other one, which waits no more: only its own timeout ends that.
+def test_rank_can_be_killed_while_others_are_inspected():
+    # A survivor may wait for a peer that has failed: only its own timeout ends the wait.
     with start_ranks(_count, 3, collective_timeout=5.0) as ranks:
         ranks.wait_for_line(2, "step 3")
         ranks.kill(1)
-        found = ranks.outcomes(timeout=20)
-    assert found[1].exit_code == -signal.SIGKILL
-    assert found[1].error is None
-    assert all("step 3" not in found[r].error and "all_reduce" in found[r].error for r in (0, 2))
+        outcomes = ranks.outcomes(timeout=20)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[1].error is None
+    assert all(
+        "step 3" not in outcomes[r].error and "all_reduce" in outcomes[r].error for r in (0, 2)
+    )
 
 
-def test_a_stopped_rank_makes_its_peers_time_out():
+def test_stopped_rank_makes_its_peers_time_out():
     with start_ranks(_count, 2, collective_timeout=1.0) as ranks:
         ranks.wait_for_line(0, "step 2")
         ranks.kill(1, signal.SIGSTOP)
-        found = ranks.outcomes(timeout=15, stop_at_failure=True)
-    assert "all_reduce" in found[0].error
-    assert not found[1].returned
-    assert found[1].error is None
+        outcomes = ranks.outcomes(timeout=15, stop_at_failure=True)
+    assert "all_reduce" in outcomes[0].error
+    assert not outcomes[1].returned
+    assert outcomes[1].error is None
 
 
 def _environment(rank, world):
     return os.environ["GREETING"], os.environ["RANK"]
 
 
-def test_environment_variables_reach_the_ranks_only():
+def test_environment_variables_reach_only_the_ranks():
     assert run_ranks(_environment, 2, env={"GREETING": "hello"}) == [("hello", "0"), ("hello", "1")]
     assert "GREETING" not in os.environ

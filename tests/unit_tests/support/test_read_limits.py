@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of reads: what exceeds them, and what is no refusal in one line, is a fault."""
+"""Read limits: exceeding a limit, or refusing in more than one line, is a fault."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_limits_grow_with_the_file() -> None:
     assert (limits.cpu_seconds, limits.memory_bytes) == (12.0, 64_008_000)
 
 
-def test_a_read_and_a_refusal_are_within_limits(trivial: ReadCost) -> None:
+def test_read_and_refusal_are_within_limits(trivial: ReadCost) -> None:
     check_read(lambda: 0, limits=LIMITS, trivial=trivial)
     check_read(_refuse, limits=LIMITS, trivial=trivial, refused=("x.bin", "9"))
     with pytest.raises(AssertionError, match="instead of 2"):
@@ -83,15 +83,15 @@ def test_a_read_and_a_refusal_are_within_limits(trivial: ReadCost) -> None:
     ],
     ids=["cpu", "memory", "two lines", "past Python", "traceback", "signal", "exit"],
 )
-def test_every_excess_is_a_fault(read: Callable[[], int], fault: str) -> None:
+def test_every_exceeded_limit_is_a_fault(read: Callable[[], int], fault: str) -> None:
     # A fork begins with the resident memory of this process, which tests before may have released
     # since a fixture measured it: compare with a trivial read measured now.
     trivial = measure_read(lambda: 0, LIMITS)
-    (found,) = read_faults(measure_read(read, LIMITS), LIMITS, trivial)
-    assert fault in found
+    (message,) = read_faults(measure_read(read, LIMITS), LIMITS, trivial)
+    assert fault in message
 
 
-def test_holes_take_no_bytes(tmp_path) -> None:
+def test_holes_of_sparse_files_are_not_counted(tmp_path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 10_000)
     with (tmp_path / "b").open("wb") as file:
         file.truncate(1 << 30)

@@ -74,7 +74,7 @@ def test_entry_point_runs_use_gpus_too(two_gpus: GpuTests) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "least", "line"),
+    ("count", "required", "line"),
     [(0, 1, "--device cuda: torch sees no GPU"), (1, 2, "--gpus 2: torch sees 1 of them")],
 )
 def test_session_with_too_few_gpus_is_refused(count: int, required: int, line: str) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of the config.json of a supported family is read, refused, or left out for a reason.
+"""Every config.json field of a supported family is read, refused, or ignored for a listed reason.
 
-The fields are those that transformers writes. One that is read changes what is read when it
-changes, and one that is refused is an error; of all others the list here says why they do not
-matter, and where the reason is that the function does not change, transformers is asked.
+Transformers writes the fields. Changing a field that is read changes the model that is read, and
+changing a refused field is an error. For every other field, a list here says why the field does
+not matter; if the reason is that the logits do not change, transformers confirms it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.config_json import read_model
 from tests.support.hf_folders import CASES, HYBRID_CASES, make_model
 
-#: One case of each family, of those that have the most fields that count.
+#: For each family, the case with the most fields that matter.
 FAMILIES = (
     "llama-tied-llama3",
     "mistral-window-yarn",
@@ -37,12 +37,12 @@ FAMILIES = (
     "nemotronh",
 )
 
-#: Of every model: what a program is to return, and who wrote the file.
-_OF_ANY = "of the library's programs, not of the model"
+#: Ignored for every model: outputs of the library's programs, and the file's author.
+_PROGRAM = "of the library's programs, not of the model"
 _TOKENS = "ids of the tokenizer"
 _TRAINING = "dropout and losses of training, which are options of a run"
-_LIBRARY = "how transformers computes, not what"
-OMITTED: Mapping[str, str] = {
+_LIBRARY = "how transformers computes, not what it computes"
+IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "transformers_version",
@@ -56,7 +56,7 @@ OMITTED: Mapping[str, str] = {
             "label2id",
             "problem_type",
         ),
-        _OF_ANY,
+        _PROGRAM,
     ),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
     **dict.fromkeys(
@@ -85,20 +85,20 @@ OMITTED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("time_step_rank", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-        "initial values of a model that is not loaded",
+        "initial values, replaced by loaded weights",
     ),
 }
-_TYPED = "layer_types says for each layer whether it has a window, and is there"
-_FURTHER = "layers of further prediction are read where the files hold them"
-_SHAPE = "no field of this family: the tests' models share a shape"
-_FLOOR = "transformers bounds steps by it, the model's own code by time_step_limit alone"
-#: The same of single families, by model_type.
-LEFT_OUT_OF: Mapping[str, Mapping[str, str]] = {
+_TYPED = "layer_types, which is present, says for each layer whether it has a window"
+_MTP = "multi-token prediction layers are read if the files contain them"
+_SHAPE = "not a field of this family: the tests' models share a shape"
+_FLOOR = "transformers bounds steps by it, the model's own code only by time_step_limit"
+#: Ignored fields of single families, by model_type.
+IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     "qwen2_moe": dict.fromkeys(
         ("use_sliding_window", "sliding_window", "max_window_layers"), _TYPED
     ),
     "qwen3_moe": dict.fromkeys(("use_sliding_window", "sliding_window"), _TYPED),
-    "deepseek_v3": {"num_nextn_predict_layers": _FURTHER},
+    "deepseek_v3": {"num_nextn_predict_layers": _MTP},
     "mamba2": {
         "time_step_min": _FLOOR,
         **dict.fromkeys(("rms_norm_eps", "intermediate_size", "num_key_value_heads"), _SHAPE),
@@ -107,25 +107,25 @@ LEFT_OUT_OF: Mapping[str, Mapping[str, str]] = {
         "time_step_min": _FLOOR,
         "rms_norm_eps": _SHAPE,
         "expand": "mamba_num_heads and mamba_head_dim give the width",
-        "mamba_proj_bias": "use_bias says it",
-        "mtp_layers_block_type": _FURTHER,
-        "num_nextn_predict_layers": _FURTHER,
+        "mamba_proj_bias": "use_bias is the same setting",
+        "mtp_layers_block_type": _MTP,
+        "num_nextn_predict_layers": _MTP,
     },
 }
-#: Other names of fields that are left out.
-_LEFT_OUT_NAMES = ("num_mtp_layers",)
-#: Values of fields that take few.
-_OTHERS: Mapping[str, tuple[Any, ...]] = {
+#: Aliases of ignored fields.
+_IGNORED_ALIASES = ("num_mtp_layers",)
+#: Values of fields that accept only a range.
+_ALTERNATIVES: Mapping[str, tuple[Any, ...]] = {
     name: (0.25,) for name in ("attention_dropout", "hidden_dropout", "residual_dropout")
 }
-#: Reasons that transformers is not asked about.
-_NOT_ASKED = (_OF_ANY, _TOKENS, _FLOOR)
+#: Reasons that are not checked against transformers.
+_UNCHECKED = (_PROGRAM, _TOKENS, _FLOOR)
 
 
-def others(name: str, value: Any) -> list[Any]:
-    """Return further values of the kind of a field's value."""
-    if name in _OTHERS:
-        return list(_OTHERS[name])
+def alternatives(name: str, value: Any) -> list[Any]:
+    """Return other values of the same type as a field's value."""
+    if name in _ALTERNATIVES:
+        return list(_ALTERNATIVES[name])
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -137,95 +137,101 @@ def others(name: str, value: Any) -> list[Any]:
     return [True, 7, 0.5, "other", ["other"], {"other": 1}]
 
 
-def changed(fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each field, those of rope's object too, and the file with another value."""
+def changed_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each field's name (fields of rope's object too) and the file with another value."""
     for name, value in fields.items():
         if isinstance(value, dict) and name.startswith("rope"):
-            for inner, old in value.items():
-                for other in others(inner, old):
-                    yield f"{name}.{inner}", {**fields, name: {**value, inner: other}}
+            for rope_name, old in value.items():
+                for alternative in alternatives(rope_name, old):
+                    yield f"{name}.{rope_name}", {**fields, name: {**value, rope_name: alternative}}
         else:
-            for other in others(name, value):
-                yield name, {**fields, name: other}
+            for alternative in alternatives(name, value):
+                yield name, {**fields, name: alternative}
 
 
-def left_out_of(fields: Mapping[str, Any]) -> set[str]:
-    """Return the fields that change nothing that is read and are not refused either."""
+def ignored_fields(fields: Mapping[str, Any]) -> set[str]:
+    """Return the fields that neither change the model that is read nor are refused."""
 
     def read(raw: Mapping[str, Any]) -> tuple[Any, ...]:
-        found = read_model(raw, where="config.json")
-        return found.kind, found.config, found.max_length, found.dtype
+        model = read_model(raw, where="config.json")
+        return model.kind, model.config, model.max_length, model.dtype
 
-    whole, seen, counts = read(fields), set(), set()
-    for name, other in changed(fields):
-        seen.add(name)
+    original, names, effective = read(fields), set(), set()
+    for name, changed_file in changed_fields(fields):
+        names.add(name)
         try:
-            differs = read(other) != whole
+            differs = read(changed_file) != original
         except ValueError:
             differs = True
         if differs:
-            counts.add(name)
-    return seen - counts
+            effective.add(name)
+    return names - effective
 
 
-def test_there_is_a_case_of_every_family():
+def test_every_family_has_a_case():
     kinds = {ARCHITECTURES[k].class_name for k in ARCHITECTURES if k != "kimi_k2"}
     tables = {**CASES, **HYBRID_CASES}
     assert {f"{tables[case][0]}ForCausalLM" for case in FAMILIES} == kinds
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_field_is_read_refused_or_left_out_for_a_reason(case):
+def test_every_field_is_read_refused_or_ignored_for_a_reason(case):
     model = make_model(case)
     fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    expected = {**OMITTED, **LEFT_OUT_OF.get(fields["model_type"], {})}
-    found = left_out_of(fields)
-    assert found <= expected.keys(), f"{sorted(found - expected.keys())}: read, refuse or list them"
-    assert LEFT_OUT_OF.get(fields["model_type"], {}).keys() <= found
+    expected = {**IGNORED, **IGNORED_BY_FAMILY.get(fields["model_type"], {})}
+    ignored = ignored_fields(fields)
+    assert ignored <= expected.keys(), (
+        f"{sorted(ignored - expected.keys())}: read, refuse or list them"
+    )
+    assert IGNORED_BY_FAMILY.get(fields["model_type"], {}).keys() <= ignored
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_no_field_has_a_name_that_the_other_tests_miss(case):
-    """What transformers takes is in what it writes, or is another name of that, read alike."""
+def test_every_parameter_is_written_or_an_alias(case):
+    """Transformers writes every config parameter, or it is an alias that is read the same way."""
     model = make_model(case)
     kind, written = type(model.config), model.config.to_dict()
-    taken = set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
-    taken |= {field.name for field in dataclasses.fields(kind)}
-    names = {**kind.attribute_map}
-    assert len(taken) > 20
-    assert not {name for name in taken if name not in written and names.get(name) not in written}
+    parameters = set(inspect.signature(kind.__init__).parameters) - {"self", "args", "kwargs"}
+    parameters |= {field.name for field in dataclasses.fields(kind)}
+    aliases = {**kind.attribute_map}
+    assert len(parameters) > 20
+    assert not {
+        alias for alias in parameters if alias not in written and aliases.get(alias) not in written
+    }
     fields = {**written, "architectures": [type(model).__name__]}
-    whole = read_model(fields, where="config.json").config
-    for name, usual in names.items():
-        renamed = {**fields, name: fields[usual]}
-        del renamed[usual]
-        assert read_model(renamed, where="config.json").config == whole, name
-        if type(fields[usual]) is int and name not in _LEFT_OUT_NAMES:
-            with pytest.raises(ValueError, match=name):
-                read_model({**fields, name: fields[usual] + 1}, where="config.json")
+    config = read_model(fields, where="config.json").config
+    for alias, canonical in aliases.items():
+        renamed = {**fields, alias: fields[canonical]}
+        del renamed[canonical]
+        assert read_model(renamed, where="config.json").config == config, alias
+        if type(fields[canonical]) is int and alias not in _IGNORED_ALIASES:
+            with pytest.raises(ValueError, match=alias):
+                read_model({**fields, alias: fields[canonical] + 1}, where="config.json")
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_what_is_left_out_changes_nothing_in_transformers(case):
+def test_ignored_fields_do_not_change_transformers_logits(case):
     model = make_model(case)
     fields = model.config.to_dict()
     tokens = torch.arange(12)[None] * 5 % 37
     with torch.no_grad():
-        whole = model(tokens).logits
-    reasons = {**OMITTED, **LEFT_OUT_OF.get(fields["model_type"], {})}
+        expected = model(tokens).logits
+    reasons = {**IGNORED, **IGNORED_BY_FAMILY.get(fields["model_type"], {})}
     tried = set()
     for name in sorted(reasons.keys() & fields.keys()):
-        if reasons[name] in _NOT_ASKED:
+        if reasons[name] in _UNCHECKED:
             continue
-        for other in others(name, fields[name])[:2]:
+        for alternative in alternatives(name, fields[name])[:2]:
             try:
-                again = make_model(case, **{name: other})
+                changed_model = make_model(case, **{name: alternative})
             except (TypeError, ValueError, StrictDataclassError):
                 continue  # transformers refuses the value
             with torch.no_grad():
-                logits = again(tokens).logits
+                logits = changed_model(tokens).logits
             tried.add(name)
-            # Chunks of a recurrence sum in another order.
-            close = 1e-5 if name == "chunk_size" else 0.0
-            torch.testing.assert_close(logits, whole, rtol=0.0, atol=close, msg=f"{name}: {other}")
+            # A different chunk size changes the summation order of a recurrence.
+            atol = 1e-5 if name == "chunk_size" else 0.0
+            torch.testing.assert_close(
+                logits, expected, rtol=0.0, atol=atol, msg=f"{name}: {alternative}"
+            )
     assert "use_cache" in tried

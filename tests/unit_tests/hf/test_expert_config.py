@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of models with experts: read, written and read back, and what is refused in it."""
+"""config.json of models with experts: read, written and read back, or refused by field."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("base", "changes", "text"), WRONG)
-def test_a_value_that_is_not_supported_is_named(
+def test_unsupported_value_is_named(
     base: dict[str, Any], changes: dict[str, Any], text: str
 ) -> None:
     assert read_model(base, where="x").config.moe is not None
@@ -147,7 +147,7 @@ def test_q_lora_rank_is_null_or_a_number_but_not_absent() -> None:
         read_model(absent, where="x")
 
 
-def test_what_is_absent_has_the_default_of_transformers() -> None:
+def test_absent_fields_have_the_defaults_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for fields, name in (
         (MIXTRAL, "Mixtral"),
@@ -155,33 +155,33 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
         (QWEN3_MOE, "Qwen3Moe"),
         (DEEPSEEK, "DeepseekV3"),
     ):
-        theirs = getattr(transformers, f"{name}Config")(**fields)
-        found = read_model(fields, where="x").config
-        assert found.norm.epsilon == theirs.rms_norm_eps
-        assert found.rope is not None
-        assert found.rope.base == theirs.rope_parameters["rope_theta"]
-        assert found.tied == theirs.tie_word_embeddings
-        assert found.moe is not None
-        normalized = True if name == "Mixtral" else theirs.norm_topk_prob
-        assert found.moe.router.normalize == normalized
-        assert found.moe.num_experts == 8
+        hf = getattr(transformers, f"{name}Config")(**fields)
+        config = read_model(fields, where="x").config
+        assert config.norm.epsilon == hf.rms_norm_eps
+        assert config.rope is not None
+        assert config.rope.base == hf.rope_parameters["rope_theta"]
+        assert config.tied == hf.tie_word_embeddings
+        assert config.moe is not None
+        normalized = True if name == "Mixtral" else hf.norm_topk_prob
+        assert config.moe.router.normalize == normalized
+        assert config.moe.num_experts == 8
         if name == "Qwen2Moe":
-            assert found.attention is not None
-            assert found.attention.qkv_bias == theirs.qkv_bias
-            assert read_model({**fields, "qkv_bias": False}, where="x").config != found
+            assert config.attention is not None
+            assert config.attention.qkv_bias == hf.qkv_bias
+            assert read_model({**fields, "qkv_bias": False}, where="x").config != config
         elif name != "Mixtral":
-            assert theirs.num_local_experts == 8
-            both = {"num_local_experts": 8, "num_experts": None, "n_routed_experts": None}
-            assert read_model({**fields, **both}, where="x").config == found
+            assert hf.num_local_experts == 8
+            aliases = {"num_local_experts": 8, "num_experts": None, "n_routed_experts": None}
+            assert read_model({**fields, **aliases}, where="x").config == config
         if name == "DeepseekV3":
-            assert found.rope.interleaved == theirs.rope_interleave
+            assert config.rope.interleaved == hf.rope_interleave
     absent = {k: v for k, v in MIXTRAL.items() if k != "num_key_value_heads"}
     assert transformers.MixtralConfig(**absent).num_key_value_heads == 8
     with pytest.raises(ValueError, match="num-query-groups 8"):
         read_model(absent, where="x")
 
 
-def test_layers_with_experts_are_those_of_transformers() -> None:
+def test_expert_layers_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for base, name, changes in (
         (QWEN3_MOE, "Qwen3Moe", {"decoder_sparse_step": 2}),
@@ -191,16 +191,16 @@ def test_layers_with_experts_are_those_of_transformers() -> None:
     ):
         fields = {**base, "num_hidden_layers": 7, **changes}
         with torch.device("meta"):
-            made = getattr(transformers, f"{name}Config")(**fields)
-            model = getattr(transformers, f"{name}ForCausalLM")(made)
-        found = "".join(
+            hf_config = getattr(transformers, f"{name}Config")(**fields)
+            model = getattr(transformers, f"{name}ForCausalLM")(hf_config)
+        pattern = "".join(
             "E" if "experts" in dict(x.mlp.named_children()) else "-" for x in model.model.layers
         )
-        assert read_model(fields, where="x").config.ffn_pattern == found
-        assert set(found) == {"E", "-"}
+        assert read_model(fields, where="x").config.ffn_pattern == pattern
+        assert set(pattern) == {"E", "-"}
 
 
-def test_the_softmax_scale_of_yarn_is_that_of_transformers() -> None:
+def test_yarn_softmax_scale_matches_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for changes, softmax in (
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, True),
@@ -213,48 +213,48 @@ def test_the_softmax_scale_of_yarn_is_that_of_transformers() -> None:
         fields = {**DEEPSEEK, "rope_parameters": {**yarn, **changes, "rope_theta": 1e4}}
         with torch.device("meta"):
             model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**fields))
-        found = read_model(fields, where="x").config
-        assert isinstance(found.attention, LatentAttentionConfig)
-        assert (found.attention.scale_factor != 1.0) == softmax
-        scale = found.attention.scale_factor * 12**-0.5
+        config = read_model(fields, where="x").config
+        assert isinstance(config.attention, LatentAttentionConfig)
+        assert (config.attention.scale_factor != 1.0) == softmax
+        scale = config.attention.scale_factor * 12**-0.5
         assert scale == pytest.approx(model.model.layers[0].self_attn.scaling)
-        assert found.rope is not None
-        assert found.rope.scaling is not None
-        assert found.rope.scaling.magnitude == pytest.approx(
+        assert config.rope is not None
+        assert config.rope.scaling is not None
+        assert config.rope.scaling.magnitude == pytest.approx(
             model.model.rotary_emb.attention_scaling
         )
 
 
 def test_norms_of_low_rank_vectors_have_their_own_epsilon() -> None:
-    found = read_model({**DEEPSEEK, "rms_norm_eps": 1e-5}, where="x").config
-    assert isinstance(found.attention, LatentAttentionConfig)
-    assert (found.norm.epsilon, found.attention.norm_epsilon) == (1e-5, 1e-6)
-    fields = write_config(found, max_length=9, dtype=torch.float32, end_tokens=())
-    assert read_model(fields, where="x").config == found
-    other = replace(found, attention=replace(found.attention, norm_epsilon=None))
+    config = read_model({**DEEPSEEK, "rms_norm_eps": 1e-5}, where="x").config
+    assert isinstance(config.attention, LatentAttentionConfig)
+    assert (config.norm.epsilon, config.attention.norm_epsilon) == (1e-5, 1e-6)
+    fields = write_config(config, max_length=9, dtype=torch.float32, end_tokens=())
+    assert read_model(fields, where="x").config == config
+    same_epsilon = replace(config, attention=replace(config.attention, norm_epsilon=None))
     with pytest.raises(ValueError, match=r"attention.norm_epsilon is 1e-05, there 1e-06"):
-        write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
+        write_config(same_epsilon, max_length=9, dtype=torch.float32, end_tokens=())
 
 
-def test_further_prediction_counts_if_files_hold_it() -> None:
+def test_mtp_layers_are_read_only_with_mtp() -> None:
     fields = {**DEEPSEEK, "num_nextn_predict_layers": 2}
     assert read_model(fields, where="x").config.mtp_num_layers == 0
     model = read_model(fields, where="x", with_mtp=True).config
     assert model.mtp_num_layers == 2
-    kept = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
-    assert kept == {**fields, "dtype": "float32"}
+    written = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
+    assert written == {**fields, "dtype": "float32"}
     many = {**fields, "num_nextn_predict_layers": 65}
     with pytest.raises(ValueError, match="num_nextn_predict_layers is 65: more than 64"):
         read_model(many, where="x", with_mtp=True)
     fewer = replace(model, mtp_num_layers=1)
-    kept = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
-    assert kept["num_nextn_predict_layers"] == 1
+    written = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
+    assert written["num_nextn_predict_layers"] == 1
     mixtral = replace(read_model(MIXTRAL, where="x").config, mtp_num_layers=1)
     with pytest.raises(ValueError, match="mtp_num_layers is 1, there 0"):
         write_config(mixtral, max_length=9, dtype=torch.float32, end_tokens=())
 
 
-def test_what_only_training_sees_is_no_difference() -> None:
+def test_training_only_settings_are_no_difference() -> None:
     model = read_model(DEEPSEEK, where="x").config
     assert model.moe is not None
     router = replace(
@@ -272,18 +272,20 @@ def test_what_only_training_sees_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topk", "groups", "of", "trains"),
+    ("topk", "topk_groups", "num_groups", "trainable"),
     [(4, 2, 4, True), (2, 1, 4, True), (5, 2, 4, True), (2, 2, 4, False), (6, 2, 4, False)]
     + [(6, 4, 4, True), (6, 1, 1, True)],  # all groups: nothing is ranked
 )
-def test_what_options_cannot_describe_is_named_by_them(topk, groups, of, trains) -> None:
-    """Training ranks a group by topk / group-topk scores, rounded down, transformers by 2."""
-    limits = {"num_experts_per_tok": topk, "topk_group": groups, "n_group": of}
+def test_models_that_options_cannot_describe_are_named(
+    topk, topk_groups, num_groups, trainable
+) -> None:
+    """Training ranks groups by floor(topk / group-topk) scores, transformers by 2 scores."""
+    limits = {"num_experts_per_tok": topk, "topk_group": topk_groups, "n_group": num_groups}
     fields = {**DEEPSEEK, "n_routed_experts": 16, **limits}
     problem = options_problem(read_model(fields, where="x").config)
-    assert (problem is None) == trains
+    assert (problem is None) == trainable
     if problem is not None:
-        assert f"num_experts_per_tok {topk} / topk_group {groups}" in problem
+        assert f"num_experts_per_tok {topk} / topk_group {topk_groups}" in problem
         assert "--moe-router-topk / --moe-router-group-topk" in problem
 
 
@@ -292,36 +294,36 @@ def test_config_differences_are_named_unless_not_exportable() -> None:
     moe = model.moe
     assert moe is not None
 
-    def routed(**changes: Any) -> GPTConfig:
+    def with_router(**changes: Any) -> GPTConfig:
         return replace(model, moe=replace(moe, router=replace(moe.router, **changes)))
 
-    def shaped(**changes: Any) -> GPTConfig:
+    def with_moe(**changes: Any) -> GPTConfig:
         return replace(model, moe=replace(moe, **changes))
 
-    for name, other, exported in (
-        ("moe.router.topk", routed(topk=3), True),
-        ("moe.router.scaling_factor", routed(scaling_factor=1.0), True),
-        ("moe.router.group_topk", routed(group_topk=3), True),
-        ("moe.router.group_candidates", routed(group_candidates=1), False),
-        ("moe.router.expert_bias", routed(expert_bias=False), False),
-        ("moe.router.score_function", routed(score_function="softmax"), False),
-        ("moe.shared_ffn_hidden_size", shaped(shared_ffn_hidden_size=30), False),
-        ("moe.shared_gate", shaped(shared_gate=True), False),
-        ("moe.gated", shaped(gated=False, activation="gelu"), False),
+    for name, changed, exported in (
+        ("moe.router.topk", with_router(topk=3), True),
+        ("moe.router.scaling_factor", with_router(scaling_factor=1.0), True),
+        ("moe.router.group_topk", with_router(group_topk=3), True),
+        ("moe.router.group_candidates", with_router(group_candidates=1), False),
+        ("moe.router.expert_bias", with_router(expert_bias=False), False),
+        ("moe.router.score_function", with_router(score_function="softmax"), False),
+        ("moe.shared_ffn_hidden_size", with_moe(shared_ffn_hidden_size=30), False),
+        ("moe.shared_gate", with_moe(shared_gate=True), False),
+        ("moe.gated", with_moe(gated=False, activation="gelu"), False),
         ("ffn_pattern", replace(model, ffn_pattern="E-E"), False),
     ):
-        assert any(text.startswith(name) for text in differences(model, other)), name
+        assert any(text.startswith(name) for text in differences(model, changed)), name
         if exported:
-            fields = write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
-            assert not differences(read_model(fields, where="x").config, other)
+            fields = write_config(changed, max_length=9, dtype=torch.float32, end_tokens=())
+            assert not differences(read_model(fields, where="x").config, changed)
             continue
         with pytest.raises(ValueError, match=rf"cannot be exported as DeepseekV3.*{name}"):
-            write_config(other, max_length=9, dtype=torch.float32, end_tokens=())
+            write_config(changed, max_length=9, dtype=torch.float32, end_tokens=())
 
 
 @st.composite
 def latent_attention(draw: st.DrawFn, *, scale: float, epsilon: float) -> LatentAttentionConfig:
-    """Draw latent attention in a model whose norms have an epsilon."""
+    """Draw latent attention for a model whose norms use `epsilon`."""
     return LatentAttentionConfig(
         num_attention_heads=6,
         q_lora_rank=draw(st.sampled_from([None, 7])),
@@ -336,7 +338,7 @@ def latent_attention(draw: st.DrawFn, *, scale: float, epsilon: float) -> Latent
 
 @st.composite
 def deepseek_models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that DeepSeek-V3 can be."""
+    """Draw a DeepSeek-V3 model."""
     layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
     dense, epsilon = draw(st.integers(0, layers - 1)), draw(st.sampled_from([1e-5, 1e-6]))
     limited = draw(st.booleans())
@@ -374,7 +376,7 @@ def deepseek_models(draw: st.DrawFn) -> GPTConfig:
 
 @st.composite
 def plain_models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that Mixtral, Qwen2-MoE or Qwen3-MoE can be."""
+    """Draw a Mixtral, Qwen2-MoE or Qwen3-MoE model."""
     layers, inner = draw(st.integers(1, 9)), draw(st.integers(1, 999))
     kind = draw(st.sampled_from(["mixtral", "qwen2_moe", "qwen3_moe"]))
     qwen, gated = kind != "mixtral", kind == "qwen2_moe"
@@ -409,12 +411,12 @@ def plain_models(draw: st.DrawFn) -> GPTConfig:
 
 @given(config=plain_models() | deepseek_models())
 @settings(deadline=None)
-def test_what_is_written_is_read_back(config: GPTConfig) -> None:
+def test_written_config_is_read_back(config: GPTConfig) -> None:
     fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=(1, 2))
     text = json.loads(json.dumps(fields))
-    found = read_model(text, where="x", with_mtp=config.mtp_num_layers > 0)
-    assert found.config == config
-    again = write_config(
+    model = read_model(text, where="x", with_mtp=config.mtp_num_layers > 0)
+    assert model.config == config
+    rewritten = write_config(
         config, max_length=None, dtype=torch.float16, end_tokens=(), base={**fields, "note": 1}
     )
-    assert {**again, "dtype": None} == {**fields, "note": 1, "dtype": None}
+    assert {**rewritten, "dtype": None} == {**fields, "note": 1, "dtype": None}

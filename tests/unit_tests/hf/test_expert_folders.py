@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of models with experts: their layouts on disk, slices of ranks, further prediction."""
+"""Folders of models with experts: layouts on disk, slices of ranks, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from tests.support.ranks import run_ranks
 
 TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
 
-#: A case of each architecture.
+#: One case of each architecture.
 KINDS = ("mixtral", "qwen2moe", "qwen3moe-mixed-biases", "deepseek")
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_all_experts_of_a_layer_in_one_tensor_are_read_too(case: str, tmp_path: Path) -> None:
+def test_fused_expert_tensors_are_read(case: str, tmp_path: Path) -> None:
     model = make_model(case)
     single = save_folder(model, tmp_path / "single")
     fused = save_folder(model, tmp_path / "fused", save_original_format=False)
@@ -61,8 +61,8 @@ def test_all_experts_of_a_layer_in_one_tensor_are_read_too(case: str, tmp_path: 
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def on_a_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, Any]:
-    """Be one of four ranks: read slices of a folder, and again of the checkpoint made of it."""
+def read_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, Any]:
+    """Read the slices of one of four ranks from a folder and from the imported checkpoint."""
     grid = RankGrid(world_size=world, tp=2, ep=2)  # experts are sharded over the tensor ranks too
     model, chunks, count = read_by_a_rank(rank, path, grid)
     read = [chunk.tensor.clone() for chunk in chunks]
@@ -78,11 +78,11 @@ def on_a_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("case", ["mixtral-tied-3of8", "qwen3moe-yarn", "deepseek-even"])
-def test_four_ranks_read_the_experts_that_they_hold(case: str, tmp_path: Path) -> None:
-    theirs = make_model(case)
-    folder = save_folder(theirs, tmp_path / "model", max_shard_size="40KB")
+def test_four_ranks_read_only_their_experts(case: str, tmp_path: Path) -> None:
+    hf_model = make_model(case)
+    folder = save_folder(hf_model, tmp_path / "model", max_shard_size="40KB")
     checkpoint = imported(folder, tmp_path / "a")
-    found = run_ranks(on_a_rank, 4, folder, checkpoint)
+    ranks = run_ranks(read_rank, 4, folder, checkpoint)
     experts = sum(
         t.numel() for name, t in checkpoint_weights(checkpoint).items() if ".experts." in name
     )
@@ -90,84 +90,90 @@ def test_four_ranks_read_the_experts_that_they_hold(case: str, tmp_path: Path) -
     with open_folder(folder).open_tensors() as opened:
         headers = opened.bytes_read
     with one_thread(), torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits.transpose(0, 1)
-    for rank in found:
+        expected = hf_model(TOKENS, use_cache=False).logits.transpose(0, 1)
+    for rank in ranks:
         assert 4 * rank["experts"] == experts
-        assert rank["bytes"] == rank["held"] + headers  # nothing that is not held, nothing twice
+        assert rank["bytes"] == rank["held"] + headers  # no extra tensor, and no tensor twice
         assert_close_by_metric("logits", rank["logits"], expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_further_prediction_comes_back_and_the_main_model_loads(tied: bool, tmp_path: Path) -> None:
+def test_mtp_layers_survive_export_and_main_model_loads(tied: bool, tmp_path: Path) -> None:
     folder = folder_with_further_layers(tmp_path, tied=tied)
-    found = tensors(folder)
+    exported = tensors(folder)
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 2
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     for layer in ("model.layers.3", "model.layers.4"):
-        embedding = found[f"{layer}.embed_tokens.weight"]
-        assert torch.equal(embedding, found["model.embed_tokens.weight"])
-        assert torch.equal(found[f"{layer}.shared_head.head.weight"], found[head])
-    again = imported(folder, tmp_path / "again")
+        embedding = exported[f"{layer}.embed_tokens.weight"]
+        assert torch.equal(embedding, exported["model.embed_tokens.weight"])
+        assert torch.equal(exported[f"{layer}.shared_head.head.weight"], exported[head])
+    reimported = imported(folder, tmp_path / "again")
     before, after = (
         checkpoint_weights(tmp_path / "checkpoint/iter_0000000"),
-        checkpoint_weights(again),
+        checkpoint_weights(reimported),
     )
     assert sum(name.startswith("mtp.1.") for name in before) > 10
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     with one_thread(), torch.no_grad():
         expected = load_folder(folder)(TOKENS, use_cache=False).logits
-        logits = checkpoint_model(again).full_logits(TOKENS).transpose(0, 1)
+        logits = checkpoint_model(reimported).full_logits(TOKENS).transpose(0, 1)
     assert_close_by_metric("logits", logits, expected)
 
 
-def test_further_prediction_predicts_what_transformers_does(tmp_path: Path) -> None:
+def test_mtp_layers_match_transformers(tmp_path: Path) -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
     if "MtpModel" not in vars(layers):
-        pytest.skip("this transformers has no layers of further prediction")
+        pytest.skip("this transformers has no multi-token prediction")
     folder = folder_with_further_layers(tmp_path)
-    theirs = load_folder(folder)
-    theirs._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
+    hf_model = load_folder(folder)
+    hf_model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[34]\."]
     with contextlib.redirect_stderr(io.StringIO()):
-        further = layers.MtpModel.from_pretrained(theirs).eval()
-    further.config._attn_implementation = further.config._experts_implementation = "eager"
-    ours = checkpoint_model(tmp_path / "checkpoint/iter_0000000")
-    ahead = torch.randint(VOCABULARY, (2, *TOKENS.shape), generator=generator(9))
+        hf_mtp = layers.MtpModel.from_pretrained(hf_model).eval()
+    hf_mtp.config._attn_implementation = hf_mtp.config._experts_implementation = "eager"
+    model = checkpoint_model(tmp_path / "checkpoint/iter_0000000")
+    mtp_tokens = torch.randint(VOCABULARY, (2, *TOKENS.shape), generator=generator(9))
     layout = SequenceLayout.of_rows(TOKENS.shape[1])
-    rope = RotaryEmbedding(ours.config.rope, ours.config.attention.rope_features)(layout.positions)
+    rope = RotaryEmbedding(model.config.rope, model.config.attention.rope_features)(
+        layout.positions
+    )
     with one_thread(), torch.no_grad():
-        expected = theirs.model(TOKENS, use_cache=False).last_hidden_state
-        hidden = ours(TOKENS)
-        cache = pytest.importorskip("transformers.cache_utils").MtpCache(config=further.config)
+        expected = hf_model.model(TOKENS, use_cache=False).last_hidden_state
+        hidden = model(TOKENS)
+        cache = pytest.importorskip("transformers.cache_utils").MtpCache(config=hf_mtp.config)
         positions = torch.arange(TOKENS.shape[1])[None]
-        for depth, (module, tokens) in enumerate(zip(ours.multi_token.layers, ahead, strict=True)):
-            expected = further.forward_layer(
+        for depth, (module, tokens) in enumerate(
+            zip(model.multi_token.layers, mtp_tokens, strict=True)
+        ):
+            expected = hf_mtp.forward_layer(
                 depth, expected, positions + depth + 1, cache, input_ids=tokens
             )
             hidden = module(hidden, tokens, layout, rope=rope, aux_factor=None)
             assert_close_by_metric(f"depth {depth}", hidden.transpose(0, 1), expected)
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Change the tensors of a folder of one file."""
-    found = tensors(folder)
-    change(found)
-    save_file(found, folder / "model.safetensors")
+def rewrite_folder(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a folder with a single file."""
+    weights = tensors(folder)
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
 
 
-def test_a_copy_that_differs_is_refused_and_absent_ones_are_fine(tmp_path: Path) -> None:
+def test_differing_copy_is_refused_and_absent_copy_accepted(tmp_path: Path) -> None:
     folder = folder_with_further_layers(tmp_path)
     name = "model.layers.4.embed_tokens.weight"
-    rewritten(folder, lambda found: found.pop(name))
+    rewrite_folder(folder, lambda weights: weights.pop(name))
     expected = checkpoint_weights(imported(folder, tmp_path / "a"))
     assert torch.equal(expected["embedding.weight"], tensors(folder)["model.embed_tokens.weight"])
-    rewritten(folder, lambda found: found["model.layers.3.shared_head.head.weight"][5, 3].add_(1))
+    rewrite_folder(
+        folder, lambda weights: weights["model.layers.3.shared_head.head.weight"][5, 3].add_(1)
+    )
     text = convert("import", "--hf", folder, "--save", tmp_path / "b", code=2)
     assert "model.layers.3.shared_head.head.weight differs from lm_head.weight" in text
     assert text.count("\n") == 1
 
 
-def test_an_import_leaves_the_checkpoints_of_a_run_alone(tmp_path: Path) -> None:
+def test_import_does_not_touch_existing_checkpoints(tmp_path: Path) -> None:
     folder = save_folder(make_model("mixtral"), tmp_path / "model")
     (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
     text = convert("import", "--hf", folder, "--save", tmp_path / "run", code=2)
@@ -175,24 +181,24 @@ def test_an_import_leaves_the_checkpoints_of_a_run_alone(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["iter_0000003"]
 
 
-def test_what_does_not_fit_config_json_is_named(tmp_path: Path) -> None:
+def test_tensors_that_contradict_config_json_are_named(tmp_path: Path) -> None:
     folder = save_folder(make_model("deepseek"), tmp_path / "model")
-    gone = "model.layers.1.mlp.experts.4.up_proj.weight"
+    missing = "model.layers.1.mlp.experts.4.up_proj.weight"
 
-    def damage(found: dict[str, torch.Tensor]) -> None:
-        found["model.layers.1.mlp.experts.9.up_proj.weight"] = found.pop(gone)
-        found["model.layers.2.mlp.gate.weight"] = torch.zeros(8, 48)
+    def damage(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.experts.9.up_proj.weight"] = weights.pop(missing)
+        weights["model.layers.2.mlp.gate.weight"] = torch.zeros(8, 48)
 
-    rewritten(folder, damage)
+    rewrite_folder(folder, damage)
     text = convert("import", "--hf", folder, "--save", tmp_path / "a", code=2)
-    assert f"{gone} is missing" in text
+    assert f"{missing} is missing" in text
     assert "model.layers.2.mlp.gate.weight is [8, 48], config.json requires [9, 48]" in text
     assert "model.layers.1.mlp.experts.9.up_proj.weight does not belong to the model" in text
     assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_biases_of_experts_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
+def test_expert_biases_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
     model = make_model("deepseek").to(getattr(torch, dtype))
     bias = "mlp.gate.e_score_correction_bias"
     for layer in model.model.layers[1:]:
@@ -217,6 +223,7 @@ def test_deepseek_without_expert_layers_imports_as_dense_model(tmp_path: Path) -
     folder = save_folder(model, tmp_path / "model")
     checkpoint = imported(folder, tmp_path / "a")
     assert checkpoint_model(checkpoint).config.moe is None
-    change_json(tmp_path / "a/hugging_face/config.json", hidden_act="gelu")  # not to be believed
+    # The stored file now contradicts the checkpoint and must not be used.
+    change_json(tmp_path / "a/hugging_face/config.json", hidden_act="gelu")
     convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--verify")
     assert tensors(folder).keys() == tensors(tmp_path / "out").keys()

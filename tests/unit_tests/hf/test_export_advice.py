@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that cannot be exported is answered with the flags that keep it from that."""
+"""A model that cannot be exported is refused with the flags that make it exportable."""
 
 import pytest
 
@@ -18,7 +18,7 @@ LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear "
 
 
 @pytest.mark.parametrize(
-    ("more", "flags"),
+    ("extra_flags", "flags"),
     [
         ("", ("--normalization RMSNorm", "--swiglu")),
         ("--normalization RMSNorm", ("--swiglu",)),
@@ -33,8 +33,8 @@ LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear "
         (LLAMA, ()),
     ],
 )
-def test_the_error_names_flags(more, flags):
-    words = last_wins((RUN + more).split())
+def test_export_error_names_flags(extra_flags, flags):
+    words = last_wins((RUN + extra_flags).split())
     config = gpt_config(read_run(words, Launch(world_size=1)).config, 100)
     if not flags:
         check_exportable(config, flags_of=model_options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Through real files: logits, identity of import and export, slices and bytes of every layout."""
+"""Models in real files: logits, and import followed by export as the identity."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from tests.support.inputs import generator, one_thread
 TOKENS = torch.randint(VOCABULARY, (2, 50), generator=generator(4))
 
 
-def our_logits(checkpoint: Path) -> torch.Tensor:
+def checkpoint_logits(checkpoint: Path) -> torch.Tensor:
     """Return the logits [b, s, v] of a checkpoint."""
     with torch.no_grad():
         return checkpoint_model(checkpoint).full_logits(TOKENS).transpose(0, 1)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_agree_and_import_then_export_is_the_identity(case: str, tmp_path: Path) -> None:
-    theirs = make_model(case)
-    source = save_folder(theirs, tmp_path / "source")
+def test_logits_match_and_import_then_export_is_identity(case: str, tmp_path: Path) -> None:
+    hf_model = make_model(case)
+    source = save_folder(hf_model, tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
     checkpoint = tmp_path / "checkpoints" / "iter_0000000"
     words = ["--load", tmp_path / "checkpoints", "--save", tmp_path / "again"]
     convert("export", *words, "--max-shard-size", "9KB")
     with one_thread(), torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits
-        assert expected.std() > 1  # else an absolute bound would say little
-        torch.testing.assert_close(our_logits(checkpoint), expected, rtol=0, atol=1e-4)
+        expected = hf_model(TOKENS, use_cache=False).logits
+        assert expected.std() > 1  # otherwise an absolute bound would prove little
+        torch.testing.assert_close(checkpoint_logits(checkpoint), expected, rtol=0, atol=1e-4)
         loaded = load_folder(tmp_path / "again")
         assert torch.equal(loaded(TOKENS, use_cache=False).logits, expected)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
@@ -72,36 +72,36 @@ def test_logits_agree_and_import_then_export_is_the_identity(case: str, tmp_path
         assert json.loads(texts[0]) == json.loads(texts[1])
 
 
-#: What is written of models that two architectures describe, where the folder is not at hand.
-TWINS = {"mistral": "LlamaForCausalLM", "seedoss": "Qwen2ForCausalLM"}
+#: The class exported without the source folder, for models that two architectures describe.
+EQUIVALENT_CLASS = {"mistral": "LlamaForCausalLM", "seedoss": "Qwen2ForCausalLM"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_export_without_source_folder_keeps_config_json(case: str, tmp_path: Path) -> None:
-    theirs = make_model(case)
-    source = save_folder(theirs, tmp_path / "source")
+    hf_model = make_model(case)
+    source = save_folder(hf_model, tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
     (tmp_path / "checkpoints" / "hugging_face" / "config.json").unlink()
     convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "again")
     loaded = load_folder(tmp_path / "again")
-    assert type(loaded).__name__ == TWINS.get(case, type(theirs).__name__)
+    assert type(loaded).__name__ == EQUIVALENT_CLASS.get(case, type(hf_model).__name__)
     with one_thread(), torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits
-        got = loaded(TOKENS, use_cache=False).logits
-    assert torch.equal(got, expected)
+        expected = hf_model(TOKENS, use_cache=False).logits
+        actual = loaded(TOKENS, use_cache=False).logits
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flags_describe_the_model_of_a_folder(case: str) -> None:
+def test_flags_of_a_folder_describe_its_model(case: str) -> None:
     config = make_model(case).config.to_dict()
     model = read_model(config, where="config.json")
     required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
-    given = {**folder_options(model), **required, "mock-data": True}
-    run = resolve(build(Config, given), 1)
+    options = {**folder_options(model), **required, "mock-data": True}
+    run = resolve(build(Config, options), 1)
     assert function_of(gpt_config(run.config, VOCABULARY)) == function_of(model.config)
 
 
-def test_configs_of_older_transformers_mean_the_same(tmp_path: Path) -> None:
+def test_configs_of_older_transformers_read_the_same(tmp_path: Path) -> None:
     for case in CASES:
         fields = make_model(case).config.to_dict()
         expected = read_model(fields, where="new")
@@ -113,16 +113,16 @@ def test_configs_of_older_transformers_mean_the_same(tmp_path: Path) -> None:
         assert read_model(fields, where="old") == expected
 
 
-def test_kimi_k2_is_deepseek_v3_by_its_own_name(tmp_path: Path) -> None:
-    theirs = make_model("deepseek", rope_parameters=KIMI_YARN, n_group=1, topk_group=1)
-    source = save_folder(theirs, tmp_path / "source")
+def test_kimi_k2_folder_matches_deepseek_v3(tmp_path: Path) -> None:
+    hf_model = make_model("deepseek", rope_parameters=KIMI_YARN, n_group=1, topk_group=1)
+    source = save_folder(hf_model, tmp_path / "source")
     change_json(source / "config.json", model_type="kimi_k2")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints", "--verify")
     words = ["export", "--load", tmp_path / "checkpoints", "--verify", "--save"]
     convert(*words, tmp_path / "again")
     with one_thread(), torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits
-        logits = our_logits(tmp_path / "checkpoints" / "iter_0000000")
+        expected = hf_model(TOKENS, use_cache=False).logits
+        logits = checkpoint_logits(tmp_path / "checkpoints" / "iter_0000000")
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     before, after = tensors(source), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
@@ -135,23 +135,23 @@ def test_kimi_k2_is_deepseek_v3_by_its_own_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["mistral", "seedoss"])
-def test_a_changed_model_keeps_the_architecture_of_its_folder(case: str, tmp_path: Path) -> None:
+def test_changed_model_keeps_the_architecture_of_its_folder(case: str, tmp_path: Path) -> None:
     source = save_folder(make_model(case), tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
-    carried = tmp_path / "checkpoints" / "hugging_face" / "config.json"
-    change_json(carried, rms_norm_eps=2e-3)  # so that it cannot be kept as it is
+    stored_config = tmp_path / "checkpoints" / "hugging_face" / "config.json"
+    change_json(stored_config, rms_norm_eps=2e-3)  # the stored file no longer describes the model
     convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "out", "--verify")
     fields = json.loads((tmp_path / "out/config.json").read_text())
-    wanted = json.loads((source / "config.json").read_text())
+    expected = json.loads((source / "config.json").read_text())
     assert fields["rms_norm_eps"] == 1e-3
     for name in ("model_type", "architectures"):
-        assert fields[name] == wanted[name]
+        assert fields[name] == expected[name]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtype_is_preserved_or_converted(dtype: str, tmp_path: Path) -> None:
-    theirs = make_model("qwen3-8to1").to(getattr(torch, dtype))
-    source = save_folder(theirs, tmp_path / "source")
+    hf_model = make_model("qwen3-8to1").to(getattr(torch, dtype))
+    source = save_folder(hf_model, tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "checkpoints")
     assert read_extra(tmp_path / "checkpoints/iter_0000000")["config"]["bf16"] == (
         dtype == "bfloat16"
@@ -160,15 +160,17 @@ def test_dtype_is_preserved_or_converted(dtype: str, tmp_path: Path) -> None:
     before, after = tensors(source), tensors(tmp_path / "same")
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert {t.dtype for t in after.values()} == {getattr(torch, dtype)}
-    wide = ["--dtype", "float32", "--verify"]
-    said = convert("export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "w", *wide)
-    assert "verified" in said
+    to_fp32 = ["--dtype", "float32", "--verify"]
+    printed = convert(
+        "export", "--load", tmp_path / "checkpoints", "--save", tmp_path / "w", *to_fp32
+    )
+    assert "verified" in printed
     assert json.loads((tmp_path / "w/config.json").read_text())["dtype"] == "float32"
     widened = tensors(tmp_path / "w")
     assert all(torch.equal(before[n].float(), widened[n]) for n in before)
-    narrow = ["--dtype", "bfloat16", "--verify"]
+    to_bf16 = ["--dtype", "bfloat16", "--verify"]
     assert "verified" in convert(
-        "import", "--hf", tmp_path / "w", "--save", tmp_path / "n", *narrow
+        "import", "--hf", tmp_path / "w", "--save", tmp_path / "n", *to_bf16
     )
 
 
@@ -184,12 +186,12 @@ def test_stored_config_is_checked_and_verify_finds_mismatch(tmp_path: Path, monk
         compare_logits(checkpoint, source)
     monkeypatch.setattr(converter, "TOLERANCE", -1.0)
     words += ["--save", tmp_path / "refused"]
-    said = convert("export", *words, code=ExitCode.USER_ERROR)
-    assert f"{tmp_path / 'refused'} was written, but not verified: the logits of " in said
+    printed = convert("export", *words, code=ExitCode.USER_ERROR)
+    assert f"{tmp_path / 'refused'} was written, but not verified: the logits of " in printed
     assert (tmp_path / "refused/config.json").exists()
 
 
-def test_a_model_without_place_in_transformers_is_refused(tmp_path: Path) -> None:
+def test_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     model, normed = (
         read_model(make_model(case).config.to_dict(), where="x").config
         for case in ("llama-3to1", "qwen3-8to1")
@@ -217,10 +219,10 @@ def test_read_weights_reads_each_byte_once(tmp_path: Path) -> None:
     source = save_folder(make_model("qwen3-8to1"), tmp_path / "source", max_shard_size="60KB")
     folder = open_folder(source)
     model = read_model(folder.config, where="x")
-    ours = GPTModel(
+    mcore_model = GPTModel(
         model.config, ProcessGroupCollection.single(), storage=Storage(initialize=False)
     )
-    count = read_weights(folder, model, weight_chunks(ours.store), coordinator=Solo())
+    count = read_weights(folder, model, weight_chunks(mcore_model.store), coordinator=Solo())
     files = list(source.glob("*.safetensors"))
     assert len(files) > 1
     assert count == sum(path.stat().st_size for path in files)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the hub as their config.json describes them: every parameter of their files has a
-place."""
+"""Published models by their config.json: every parameter of their files is mapped."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import pytest
 from megatron.hf.config_json import read_model
 from megatron.hf.tensor_map import tensor_map
 
-#: config.json of models on the hub as far as sizes go, and the parameters in their files: of
-#: DeepSeek-V3 with two copies of embedding and head, and without the scales of its fp8.
+#: config.json of published models (fields that affect sizes) and the parameters in their files:
+#: DeepSeek-V3 with two copies of embedding and head, without the scales of its fp8 weights.
 PUBLISHED: list[tuple[dict[str, Any], int]] = [
     (
         {
@@ -169,15 +168,17 @@ PUBLISHED: list[tuple[dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("fields", "parameters"), PUBLISHED)
-def test_models_of_the_hub_have_their_parameters(fields: dict[str, Any], parameters: int) -> None:
+def test_published_models_have_all_their_parameters(
+    fields: dict[str, Any], parameters: int
+) -> None:
     model = read_model(fields, where="x", with_mtp=True)
-    found = tensor_map(model.kind, model.config)
-    theirs = sum(math.prod(tensor.shape) for tensor in found.hf_tensors.values())
-    copies = sum(math.prod(found.hf_tensors[name].shape) for name in found.copies)
-    assert theirs == parameters
-    assert theirs - copies == sum(
-        math.prod(tensor.shape) for tensor in found.mcore_tensors.values()
+    mapped = tensor_map(model.kind, model.config)
+    hf_parameters = sum(math.prod(tensor.shape) for tensor in mapped.hf_tensors.values())
+    copies = sum(math.prod(mapped.hf_tensors[name].shape) for name in mapped.copies)
+    assert hf_parameters == parameters
+    assert hf_parameters - copies == sum(
+        math.prod(tensor.shape) for tensor in mapped.mcore_tensors.values()
     )
-    for side in (found.hf_tensors, found.mcore_tensors):
-        for tensor in side.values():
+    for tensors in (mapped.hf_tensors, mapped.mcore_tensors):
+        for tensor in tensors.values():
             assert sum(math.prod(p.sizes) for p in tensor.slices) == math.prod(tensor.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of hybrid models: what is read, what it means as flags, what is refused."""
+"""config.json of hybrid models: fields that are read or refused, and the equivalent flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 
-#: What the hub's files of each architecture have, at a small size.
+#: The fields of a published config.json of each architecture, at a small size.
 QWEN3_NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
@@ -98,12 +98,12 @@ NEMOTRON_H: dict[str, Any] = {
 
 
 def config_of(fields: dict[str, Any], **changes: Any) -> GPTConfig:
-    """Return the model that fields with changes describe; `...` takes a field out."""
+    """Return the model described by changed fields; the value `...` removes a field."""
     fields = {name: value for name, value in (fields | changes).items() if value is not ...}
     return read_model(fields, where="config.json").config
 
 
-def test_what_is_read():
+def test_hybrid_config_json_is_read():
     model = config_of(QWEN3_NEXT)
     assert model.pattern == "GEGEGE*E"
     assert model.norm.zero_centered
@@ -112,10 +112,14 @@ def test_what_is_read():
     assert model.moe.shared_gate
     assert (model.mlp, model.mamba) == (None, None)
     types = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
-    mixed = config_of(QWEN3_NEXT, layer_types=types, mlp_only_layers=[2])
-    assert mixed.pattern == "*EGE*-GE"
-    whole = config_of(QWEN3_NEXT, full_attention_interval=1)
-    assert (whole.pattern, whole.ffn_pattern, whole.delta_net) == ("", "EEEE", None)
+    explicit_types = config_of(QWEN3_NEXT, layer_types=types, mlp_only_layers=[2])
+    assert explicit_types.pattern == "*EGE*-GE"
+    attention_only = config_of(QWEN3_NEXT, full_attention_interval=1)
+    assert (attention_only.pattern, attention_only.ffn_pattern, attention_only.delta_net) == (
+        "",
+        "EEEE",
+        None,
+    )
     recurrent = config_of(QWEN3_NEXT, layer_types=types[1::2] * 2, partial_rotary_factor=...)
     assert (recurrent.pattern, recurrent.attention, recurrent.rope) == ("GEGEGEGE", None, None)
 
@@ -167,27 +171,27 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "changes", "why"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_is_refused_is_named(fields: dict[str, Any], changes: dict[str, Any], why: str):
-    with pytest.raises(ValueError, match=f"config.json: {why}"):
+@pytest.mark.parametrize(("fields", "changes", "error"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_field_is_named(fields: dict[str, Any], changes: dict[str, Any], error: str):
+    with pytest.raises(ValueError, match=f"config.json: {error}"):
         config_of(fields, **changes)
 
 
 @pytest.mark.parametrize("fields", [QWEN3_NEXT, MAMBA2, NEMOTRON_H], ids=lambda f: f["model_type"])
-def test_flags_describe_the_model_and_config_json_says_it_again(fields: dict[str, Any]):
+def test_flags_and_written_config_describe_the_same_model(fields: dict[str, Any]):
     model = read_model(fields, where="config.json")
     required = {"seq-length": 16, "micro-batch-size": 1, "train-iters": 1, "lr": 1e-3}
     options = {name: value for name, value in folder_options(model).items() if value is not None}
     run = resolve(build(Config, {**options, **required, "mock-data": True}), 1)
-    made = gpt_config(run.config, model.config.vocab_size)
-    found = differences(model.config, made)
-    assert found == []
-    assert function_of(made) == function_of(model.config)
+    from_flags = gpt_config(run.config, model.config.vocab_size)
+    mismatches = differences(model.config, from_flags)
+    assert mismatches == []
+    assert function_of(from_flags) == function_of(model.config)
     written = write_config(model.config, max_length=128, dtype=torch.float32, end_tokens=(2,))
     assert differences(read_model(written, where="written").config, model.config) == []
 
 
-def test_hybrids_without_a_place_in_transformers_are_refused():
+def test_hybrids_that_transformers_lacks_are_refused():
     qwen, nemotron = config_of(QWEN3_NEXT), config_of(NEMOTRON_H)
     plain = replace(qwen.norm, zero_centered=False)
     for changed, name in (
@@ -204,7 +208,7 @@ def test_hybrids_without_a_place_in_transformers_are_refused():
 
 @st.composite
 def hybrids(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that Qwen3-Next, Mamba-2 or Nemotron-H can be, from a small one of the hub."""
+    """Draw a variation of a small Qwen3-Next, Mamba-2 or Nemotron-H model."""
     model = config_of(draw(st.sampled_from([QWEN3_NEXT, MAMBA2, NEMOTRON_H])))
     sizes, norm = st.integers(1, 99), replace(model.norm, epsilon=draw(st.floats(1e-9, 1e-2)))
     delta_net, mamba, moe, attention = model.delta_net, model.mamba, model.moe, model.attention
@@ -235,6 +239,6 @@ def hybrids(draw: st.DrawFn) -> GPTConfig:
 
 @given(config=hybrids())
 @settings(deadline=None, max_examples=60)
-def test_a_hybrid_that_is_written_is_read_back(config: GPTConfig) -> None:
+def test_written_hybrid_config_is_read_back(config: GPTConfig) -> None:
     fields = write_config(config, max_length=99, dtype=torch.float16, end_tokens=())
     assert read_model(json.loads(json.dumps(fields)), where="x").config == config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models through real files: logits and every gradient, identity of import and export."""
+"""Hybrid models in real files: logits, all gradients, and import followed by export."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.support.hf_folders import (
 )
 from tests.support.inputs import generator, one_thread
 
-#: More than a chunk of the delta rule, and no multiple of one.
+#: More than one chunk of the delta rule, and not a multiple of the chunk size.
 LENGTH = 77
 TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=generator(14))
 LABELS = torch.randint(VOCABULARY, (2, LENGTH), generator=generator(15))
 WEIGHTS = 0.5 + torch.rand(2, LENGTH, generator=generator(16))
 
-#: What the blocks of each case are: nothing of them may be missing from what is compared.
+#: The block pattern of each case: the comparison must cover every kind of block.
 BLOCKS = {
     "qwen3next": "GE*E",
     "qwen3next-mixed-biases": "*EG-GE",
@@ -52,8 +52,8 @@ BLOCKS = {
 }
 
 
-def their_numbers(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return transformers' logits, and the gradients of a weighted loss, by its own names."""
+def hf_logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return transformers' logits and the gradients of a weighted loss by Hugging Face names."""
     logits = model(TOKENS, use_cache=False).logits
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), LABELS.flatten(), reduction="none"
@@ -64,63 +64,64 @@ def their_numbers(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits.detach(), {n: p.grad for n, p in named.items() if p.grad is not None}
 
 
-def our_numbers(model: GPTModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the same of our model, by our names."""
+def mcore_logits_and_gradients(model: GPTModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the logits and gradients of our model by its own names."""
     engine = DataParallel(model.store, model.groups)
     engine.begin_step()
     loss, _ = model.loss(TOKENS, LABELS, WEIGHTS)
     engine.backward(loss, last=True)
     engine.finish()
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for handle in model.store.handles.values():
         flat = handle.main_grad.view(-1)
         for box in model.store.boxes(handle):
-            piece = flat[box.start : box.start + box.numel].view(box.sizes)
-            whole = found.setdefault(box.name, torch.full(box.shape, torch.nan))
-            whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = (
-                piece
-            )
+            shard = flat[box.start : box.start + box.numel].view(box.sizes)
+            gradient = gradients.setdefault(box.name, torch.full(box.shape, torch.nan))
+            gradient[
+                tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            ] = shard
     with torch.no_grad():
-        return model.full_logits(TOKENS).transpose(0, 1), found
+        return model.full_logits(TOKENS).transpose(0, 1), gradients
 
 
 @pytest.mark.parametrize("case", HYBRID_CASES)
-def test_logits_and_every_gradient_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    theirs = make_model(case)
-    source = save_folder(theirs, tmp_path / "source")
-    ours = checkpoint_model(imported(source, tmp_path / "checkpoints"))
-    assert ours.config.blocks == BLOCKS[case]
+def test_logits_and_all_gradients_match_transformers(case: str, tmp_path: Path) -> None:
+    hf_model = make_model(case)
+    source = save_folder(hf_model, tmp_path / "source")
+    model = checkpoint_model(imported(source, tmp_path / "checkpoints"))
+    assert model.config.blocks == BLOCKS[case]
     with one_thread():
-        logits, gradients = their_numbers(theirs)
-        got, found = our_numbers(ours)
-    assert logits.std() > 1  # else an absolute bound would say little
-    mapped = tensor_map(ARCHITECTURES[theirs.config.model_type], ours.config, names=gradients)
+        logits, gradients = hf_logits_and_gradients(hf_model)
+        actual, actual_gradients = mcore_logits_and_gradients(model)
+    assert logits.std() > 1  # otherwise an absolute bound would prove little
+    mapped = tensor_map(ARCHITECTURES[hf_model.config.model_type], model.config, names=gradients)
     expected = {}
     for name, tensor in mapped.mcore_tensors.items():
-        if name in ours.store.states:
+        if name in model.store.states:
             continue
         expected[name] = torch.full(tensor.shape, torch.nan)
-        for part in tensor.slices:
-            box = part.mcore_box(part.whole)
-            piece = gradients[part.hf_name][part.hf_box(part.whole).slices]
-            expected[name][box.slices] = piece.view(box.sizes)
+        for tensor_slice in tensor.slices:
+            box = tensor_slice.mcore_box(tensor_slice.whole)
+            values = gradients[tensor_slice.hf_name][tensor_slice.hf_box(tensor_slice.whole).slices]
+            expected[name][box.slices] = values.view(box.sizes)
     assert all(float(gradient.abs().max()) > 0 for gradient in expected.values())
-    got, expected = {"logits": got, **found}, {"logits": logits, **expected}
+    actual, expected = {"logits": actual, **actual_gradients}, {"logits": logits, **expected}
     biases = {name for name in expected if name.endswith("bias")}
-    assert_all_close(*({n: d[n] for n in d if n not in biases} for d in (got, expected)))
-    # Sums over all tokens that nearly vanish; those of transformers are as far from fp64.
-    assert_all_close(*({n: d[n] for n in d if n in biases} for d in (got, expected)), bound=3e-5)
+    assert_all_close(*({n: d[n] for n in d if n not in biases} for d in (actual, expected)))
+    # Bias gradients are nearly vanishing sums; transformers' are as far from fp64.
+    assert_all_close(*({n: d[n] for n in d if n in biases} for d in (actual, expected)), bound=3e-5)
 
 
 @pytest.mark.parametrize("case", HYBRID_CASES)
-def test_import_then_export_is_the_identity(case: str, tmp_path: Path) -> None:
-    theirs = make_model(case)
+def test_import_then_export_is_identity(case: str, tmp_path: Path) -> None:
+    hf_model = make_model(case)
     if case.endswith("next") or case == "nemotronh":
-        theirs = theirs.to(torch.bfloat16)  # decay rates and their like keep the dtype they have
-    for name, buffer in theirs.named_buffers():
+        # Decay rates and other fp32 parameters keep their dtype.
+        hf_model = hf_model.to(torch.bfloat16)
+    for name, buffer in hf_model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
-    source = save_folder(theirs, tmp_path / "source")
+    source = save_folder(hf_model, tmp_path / "source")
     imported(source, tmp_path / "checkpoints")
     words = ["export", "--load", tmp_path / "checkpoints", "--save"]
     convert(*words, tmp_path / "again", "--max-shard-size", "9KB")
@@ -132,18 +133,18 @@ def test_import_then_export_is_the_identity(case: str, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         texts = [(folder / name).read_text() for folder in (source, tmp_path / "again")]
         assert json.loads(texts[0]) == json.loads(texts[1])
-    # And without the config.json that it came with, transformers computes the same.
+    # Without the original config.json, transformers still computes the same logits.
     (tmp_path / "checkpoints" / "hugging_face" / "config.json").unlink()
     convert(*words, tmp_path / "anew")
     loaded = load_folder(tmp_path / "anew")
-    assert type(loaded) is type(theirs)
+    assert type(loaded) is type(hf_model)
     with one_thread(), torch.no_grad():
         expected = load_folder(source)(TOKENS, use_cache=False).logits
         assert torch.equal(loaded(TOKENS, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("case", ["qwen3next", "nemotronh"])
-def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_path: Path) -> None:
+def test_in_memory_names_and_skipped_mtp_tensors(case: str, tmp_path: Path) -> None:
     model = make_model(case)
     hub = save_folder(model, tmp_path / "hub")
     memory = save_folder(model, tmp_path / "memory", save_original_format=False)
@@ -151,10 +152,10 @@ def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_p
     assert names != tensors(hub).keys()
     assert any(name.endswith(".experts.down_proj") for name in names)
     assert case != "nemotronh" or "model.embeddings.weight" in names
-    further = {"mtp.layers.0.norm.weight": torch.ones(48), "mtp.fc.weight": torch.ones(4, 4)}
-    save_file({**tensors(hub), **further}, hub / "model.safetensors")
-    said = convert("import", "--hf", hub, "--save", tmp_path / "a")
-    assert "skipped 2 tensors under mtp." in said
+    mtp_tensors = {"mtp.layers.0.norm.weight": torch.ones(48), "mtp.fc.weight": torch.ones(4, 4)}
+    save_file({**tensors(hub), **mtp_tensors}, hub / "model.safetensors")
+    printed = convert("import", "--hf", hub, "--save", tmp_path / "a")
+    assert "skipped 2 tensors under mtp." in printed
     before, after = (
         checkpoint_weights(tmp_path / "a/iter_0000000"),
         checkpoint_weights(imported(memory, tmp_path / "b")),
@@ -164,34 +165,36 @@ def test_names_of_models_in_memory_and_parts_that_have_no_place(case: str, tmp_p
 
 
 @pytest.mark.slow
-def test_decay_rates_and_their_like_do_not_follow_a_dtype(tmp_path: Path) -> None:
+def test_decay_rates_stay_in_fp32(tmp_path: Path) -> None:
     source = save_folder(make_model("nemotronh"), tmp_path / "source")
     convert("import", "--hf", source, "--save", tmp_path / "a", "--dtype", "bfloat16", "--verify")
     assert read_extra(tmp_path / "a/iter_0000000")["config"]["bf16"]
     convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--dtype", "float16")
     before, after = tensors(source), tensors(tmp_path / "out")
-    wide = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
+    fp32_names = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
     endings = ("A_log", "dt_bias", ".D", "e_score_correction_bias")
-    assert wide == {name for name in before if name.endswith(endings)}
-    assert wide
-    assert all(torch.equal(before[name], after[name]) for name in wide)
+    assert fp32_names == {name for name in before if name.endswith(endings)}
+    assert fp32_names
+    assert all(torch.equal(before[name], after[name]) for name in fp32_names)
 
 
 def test_time_step_limit_is_used_not_transformers_time_step_min(
     tmp_path: Path,
 ) -> None:
-    """Transformers up to 5.23 bounds the steps of Nemotron-H by time_step_min, and has no upper
-    bound; the weights were trained with those of time_step_limit."""
-    theirs = make_model("nemotronh-dense", time_step_min=0.9)
-    source = save_folder(theirs, tmp_path / "source")
+    """Transformers up to 5.23 bounds the steps of Nemotron-H by time_step_min, without an upper
+    bound; the weights were trained with the bounds of time_step_limit."""
+    hf_model = make_model("nemotronh-dense", time_step_min=0.9)
+    source = save_folder(hf_model, tmp_path / "source")
     model = checkpoint_model(imported(source, tmp_path / "a"))
     assert model.config.mamba.dt_limit[0] == 0.0
     change_json(source / "config.json", time_step_limit=[0.9, {"__float__": "Infinity"}])
     bounded = checkpoint_model(imported(source, tmp_path / "b"))
     with one_thread(), torch.no_grad():
-        expected = theirs(TOKENS, use_cache=False).logits
-        free, same = (m.full_logits(TOKENS).transpose(0, 1) for m in (model, bounded))
-    assert float((same - expected).abs().max()) < 1e-4
-    assert float((free - expected).abs().max()) > 1e-2
-    # What `--verify` compares with is transformers with the published limit.
+        expected = hf_model(TOKENS, use_cache=False).logits
+        unbounded_logits, bounded_logits = (
+            m.full_logits(TOKENS).transpose(0, 1) for m in (model, bounded)
+        )
+    assert float((bounded_logits - expected).abs().max()) < 1e-4
+    assert float((unbounded_logits - expected).abs().max()) > 1e-2
+    # `--verify` compares with transformers under the published limit.
     convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--verify")

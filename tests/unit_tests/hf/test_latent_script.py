@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of a Megatron-LM script with multi-latent attention are the model of transformers."""
+"""Flags of a Megatron-LM script with multi-latent attention describe transformers' model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.hf_folders import DEEPSEEK, VOCABULARY, make_model, save_fold
 from tests.support.inputs import generator, one_thread
 
 
-def test_a_script_of_latent_attention_computes_as_transformers(tmp_path: Path) -> None:
+def test_mla_script_matches_transformers(tmp_path: Path) -> None:
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -32,8 +32,8 @@ def test_a_script_of_latent_attention_computes_as_transformers(tmp_path: Path) -
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
-    theirs = make_model("deepseek", rope_parameters=yarn, n_group=1, topk_group=1)
-    folder, source = open_model(str(save_folder(theirs, tmp_path / "hf")), flag="--load-hf")
+    hf_model = make_model("deepseek", rope_parameters=yarn, n_group=1, topk_group=1)
+    folder, source = open_model(str(save_folder(hf_model, tmp_path / "hf")), flag="--load-hf")
     sizes = {flag: DEEPSEEK[name] for flag, name in {
         "num-layers": "num_hidden_layers", "num-attention-heads": "num_attention_heads",
         "q-lora-rank": "q_lora_rank", "kv-lora-rank": "kv_lora_rank",
@@ -53,18 +53,18 @@ def test_a_script_of_latent_attention_computes_as_transformers(tmp_path: Path) -
         f"--mock-data --vocab-size {VOCABULARY}"
     )
     tokens = torch.randint(VOCABULARY, (2, 50), generator=generator(4))
-    found = []
-    for more in ("", "--rope-type rope"):
-        config = gpt_config(read_run(f"{script} {more}".split(), Launch()).config, VOCABULARY)
-        odd = differences(source.config, config)
-        assert bool(odd) == bool(more), odd
+    logits = []
+    for rope_flags in ("", "--rope-type rope"):
+        config = gpt_config(read_run(f"{script} {rope_flags}".split(), Launch()).config, VOCABULARY)
+        mismatches = differences(source.config, config)
+        assert bool(mismatches) == bool(rope_flags), mismatches
         storage = Storage(initialize=False)
         model = GPTModel(config, ProcessGroupCollection.single(), storage=storage)
         read_weights(folder, source, weight_chunks(model.store), coordinator=Solo())
         with one_thread(), torch.no_grad():
-            found.append(model.full_logits(tokens).transpose(0, 1))
+            logits.append(model.full_logits(tokens).transpose(0, 1))
     with one_thread(), torch.no_grad():
-        expected = theirs(tokens, use_cache=False).logits
-    assert expected.std() > 1  # else an absolute bound would say little
-    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
-    assert (found[1] - expected).abs().max() > 0.1, "plain rotations are another model"
+        expected = hf_model(tokens, use_cache=False).logits
+    assert expected.std() > 1  # otherwise an absolute bound would prove little
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4)
+    assert (logits[1] - expected).abs().max() > 0.1, "plain RoPE is a different model"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json may say: every value that is not supported is an error that names its field."""
+"""config.json of dense models: every unsupported value is an error that names its field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCaus
 QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
-def test_what_is_absent_has_the_default_of_transformers() -> None:
+def test_absent_fields_have_the_defaults_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for fields, name in (
         (LLAMA, "LlamaConfig"),
@@ -44,36 +44,36 @@ def test_what_is_absent_has_the_default_of_transformers() -> None:
         (SEED_OSS, "SeedOssConfig"),
         (QWEN3, "Qwen3Config"),
     ):
-        theirs = getattr(transformers, name)(num_key_value_heads=6, **fields)
-        found = read_model({**fields, "num_key_value_heads": 6}, where="config.json")
-        attention = found.config.attention
-        assert attention.kv_channels == getattr(theirs, "head_dim", 8)
+        hf = getattr(transformers, name)(num_key_value_heads=6, **fields)
+        model = read_model({**fields, "num_key_value_heads": 6}, where="config.json")
+        attention = model.config.attention
+        assert attention.kv_channels == getattr(hf, "head_dim", 8)
         assert attention.num_query_groups == 6
-        biased = fields is QWEN2 or getattr(theirs, "attention_bias", False)
+        biased = fields is QWEN2 or getattr(hf, "attention_bias", False)
         assert attention.qkv_bias == biased
-        assert attention.output_bias == getattr(theirs, "attention_out_bias", False)
-        assert attention.window == (theirs.sliding_window if fields is MISTRAL else None)
-        assert found.config.norm.epsilon == theirs.rms_norm_eps
-        assert found.config.rope.base == theirs.rope_parameters["rope_theta"]
-        assert found.config.tied == theirs.tie_word_embeddings
-        assert found.config.init_std == theirs.initializer_range
-        assert found.dtype is torch.bfloat16
-        assert found.max_length == 64
+        assert attention.output_bias == getattr(hf, "attention_out_bias", False)
+        assert attention.window == (hf.sliding_window if fields is MISTRAL else None)
+        assert model.config.norm.epsilon == hf.rms_norm_eps
+        assert model.config.rope.base == hf.rope_parameters["rope_theta"]
+        assert model.config.tied == hf.tie_word_embeddings
+        assert model.config.init_std == hf.initializer_range
+        assert model.dtype is torch.bfloat16
+        assert model.max_length == 64
 
 
-def test_key_value_heads_and_head_dim_that_are_absent_or_null() -> None:
+def test_absent_or_null_kv_heads_and_head_dim_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     for fields, name, nullable in (
         (MISTRAL, "Mistral", ("head_dim",)),
         (QWEN2, "Qwen2", ("num_key_value_heads",)),
         (SEED_OSS, "SeedOss", ("num_key_value_heads", "head_dim")),
     ):
-        for more in ({}, *({field: None} for field in nullable)):
-            given = {**fields, "hidden_size": 64, "num_attention_heads": 32, **more}
-            theirs = getattr(transformers, f"{name}Config")(**given)
-            attention = read_model(given, where="x").config.attention
-            assert attention.num_query_groups == theirs.num_key_value_heads, (name, more)
-            assert attention.kv_channels == getattr(theirs, "head_dim", 2), (name, more)
+        for null_field in ({}, *({field: None} for field in nullable)):
+            all_fields = {**fields, "hidden_size": 64, "num_attention_heads": 32, **null_field}
+            hf = getattr(transformers, f"{name}Config")(**all_fields)
+            attention = read_model(all_fields, where="x").config.attention
+            assert attention.num_query_groups == hf.num_key_value_heads, (name, null_field)
+            assert attention.kv_channels == getattr(hf, "head_dim", 2), (name, null_field)
 
 
 WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -107,13 +107,13 @@ WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("base", "changes"), WINDOWS)
-def test_a_window_is_that_of_transformers(base: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_window_matches_transformers(base: dict[str, Any], changes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = {**base, "num_key_value_heads": 6, **changes}
     name = base["architectures"][0].removesuffix("ForCausalLM")
-    theirs = getattr(transformers, f"{name}Config")(**fields)
-    types = getattr(theirs, "layer_types", ["sliding_attention"])
-    window = theirs.sliding_window if set(types) == {"sliding_attention"} else None
+    hf = getattr(transformers, f"{name}Config")(**fields)
+    types = getattr(hf, "layer_types", ["sliding_attention"])
+    window = hf.sliding_window if set(types) == {"sliding_attention"} else None
     assert read_model(fields, where="x").config.attention.window == window
 
 
@@ -152,7 +152,7 @@ WRONG_WINDOWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("base", "changes", "text"), WRONG_WINDOWS)
-def test_what_the_dense_families_do_not_support_is_named(
+def test_unsupported_field_of_a_dense_family_is_named(
     base: dict[str, Any], changes: dict[str, Any], text: str
 ) -> None:
     fields = {**base, "num_key_value_heads": 6}
@@ -203,20 +203,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "text"), WRONG)
-def test_a_value_that_is_not_supported_is_named(changes: dict[str, Any], text: str) -> None:
+def test_unsupported_value_is_named(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text) as error:
         read_model({**LLAMA, **changes}, where="dir/config.json")
     assert "dir/config.json" in str(error.value)
 
 
-def test_what_qwen3_has_not_and_what_is_off_by_default() -> None:
+def test_qwen3_refuses_mlp_bias_and_ignores_a_disabled_window() -> None:
     with pytest.raises(ValueError, match="mlp_bias is True: Qwen3ForCausalLM has none"):
         read_model({**QWEN3, "mlp_bias": True}, where="x")
     window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
     assert read_model({**QWEN3, **window}, where="x") == read_model(QWEN3, where="x")
 
 
-def test_yarn_is_scaled_as_transformers_does() -> None:
+def test_yarn_frequencies_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -225,7 +225,7 @@ def test_yarn_is_scaled_as_transformers_does() -> None:
         {**SCALED, "mscale": 0.7, "mscale_all_dim": 1.3},
         {**SCALED, "mscale": 0.7},
         {"rope_type": "yarn", "factor": 4.0},
-        # A ramp that would end beyond the last feature, and one that would begin before the first.
+        # Ramps that would end beyond the last feature or begin before the first feature.
         {
             **SCALED,
             "original_max_position_embeddings": 4096,
@@ -237,18 +237,18 @@ def test_yarn_is_scaled_as_transformers_does() -> None:
     ]
     for parameters in cases:
         fields = {**LLAMA, "rope_parameters": {"rope_theta": 500.0, **parameters}}
-        theirs = transformers.LlamaConfig(**fields)
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+        hf = transformers.LlamaConfig(**fields)
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
         rope = read_model(fields, where="x").config.rope
         assert rope.scaling is not None
         assert rope.scaling.magnitude == pytest.approx(magnitude)
-        found = inverse_frequencies(8, base=rope.base, scaling=rope.scaling)
-        torch.testing.assert_close(found, frequencies)
+        actual = inverse_frequencies(8, base=rope.base, scaling=rope.scaling)
+        torch.testing.assert_close(actual, frequencies)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> GPTConfig:
-    """Draw a model that one of the architectures without experts can be."""
+    """Draw a model of one of the architectures without experts."""
     kind = draw(st.sampled_from(["llama", "mistral", "qwen2", "seed_oss", "qwen3"]))
     has_window = kind in ("mistral", "qwen2", "qwen3") and draw(st.booleans())
     groups, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 8))
@@ -299,17 +299,17 @@ def models(draw: st.DrawFn) -> GPTConfig:
 
 @given(config=models(), max_length=st.integers(1, 200_000))
 @settings(deadline=None)
-def test_what_is_written_is_read_back(config: GPTConfig, max_length: int) -> None:
+def test_written_config_is_read_back(config: GPTConfig, max_length: int) -> None:
     fields = write_config(config, max_length=max_length, dtype=torch.float16, end_tokens=(1, 2))
-    found = read_model(json.loads(json.dumps(fields)), where="x")
-    assert found.config == config
-    assert (found.max_length, found.dtype) == (max_length, torch.float16)
+    model = read_model(json.loads(json.dumps(fields)), where="x")
+    assert model.config == config
+    assert (model.max_length, model.dtype) == (max_length, torch.float16)
     assert fields["eos_token_id"] == [1, 2]
-    # And the same fields, given back as what the model came from, stay as they are.
-    again = write_config(
+    # Writing on top of the same fields (`base`) leaves them unchanged.
+    rewritten = write_config(
         config, max_length=None, dtype=torch.float16, end_tokens=(), base={**fields, "note": 1}
     )
-    assert {**again, "dtype": None} == {**fields, "note": 1, "dtype": None}
+    assert {**rewritten, "dtype": None} == {**fields, "note": 1, "dtype": None}
 
 
 QUERY, OUTPUT = {"qkv_bias": True}, {"output_bias": True}
@@ -326,7 +326,7 @@ WRITTEN: list[tuple[dict[str, Any], bool, str]] = [
 
 
 @pytest.mark.parametrize(("attention", "biased", "model_type"), WRITTEN)
-def test_a_model_is_written_as_what_it_is(
+def test_model_is_written_under_its_own_model_type(
     attention: dict[str, Any], biased: bool, model_type: str
 ) -> None:
     model = read_model(LLAMA, where="x").config
@@ -345,11 +345,11 @@ def test_a_model_is_written_as_what_it_is(
 @pytest.mark.parametrize(
     ("text", "size"), [("5GB", 5 * 10**9), ("1 kb", 1000), ("77", 77), ("2MB", 2 * 10**6)]
 )
-def test_sizes_of_files(text: str, size: int) -> None:
+def test_shard_sizes_are_parsed(text: str, size: int) -> None:
     assert shard_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["0", "-1GB", "5GiB", "many", "", "1e9"])
-def test_impossible_sizes_of_files(text: str) -> None:
+def test_invalid_shard_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--max-shard-size"):
         shard_bytes(text)

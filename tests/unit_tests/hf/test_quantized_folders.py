@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders in block-scaled FP8, as DeepSeek-V3 is published, and in MXFP4, as gpt-oss is."""
+"""Folders in block-scaled FP8 (DeepSeek-V3) and in MXFP4 (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ from tests.support.ranks import run_ranks
 TOKENS = torch.randint(VOCABULARY, (2, 19), generator=generator(6))
 
 
-def touched(box: Box, sizes: Sequence[int]) -> int:
-    """Return how many blocks of such sizes a box lies in."""
+def blocks_of_box(box: Box, sizes: Sequence[int]) -> int:
+    """Return how many quantization blocks a box overlaps."""
     return math.prod(
-        (at + n - 1) // size - at // size + 1
-        for at, n, size in zip(box.offsets, box.sizes, sizes, strict=True)
+        (offset + n - 1) // size - offset // size + 1
+        for offset, n, size in zip(box.offsets, box.sizes, sizes, strict=True)
     )
 
 
-def stored_bytes(found: dict[str, TensorInfo], name: str, box: Box) -> int:
-    """Return what the elements of a box and the scales of their blocks take in a file."""
-    if f"{name}_scale_inv" in found:
-        return box.numel + 4 * touched(box, BLOCK)
-    if f"{name}_blocks" in found:
-        return 17 * touched(box, (*[1] * (len(box.sizes) - 1), 32))
-    tensor = found[name]
+def stored_bytes(infos: dict[str, TensorInfo], name: str, box: Box) -> int:
+    """Return the bytes of a box's elements and of its blocks' scales in a file."""
+    if f"{name}_scale_inv" in infos:
+        return box.numel + 4 * blocks_of_box(box, BLOCK)
+    if f"{name}_blocks" in infos:
+        return 17 * blocks_of_box(box, (*[1] * (len(box.sizes) - 1), 32))
+    tensor = infos[name]
     return box.numel * (tensor.end - tensor.begin) // math.prod(tensor.shape)
 
 
 def needed_bytes(path: Path, model: HuggingFaceModel, chunks: Sequence[TensorChunk]) -> int:
-    """Return what a header, elements of chunks and the scales of their blocks take."""
+    """Return the bytes of the header, the chunks' elements and the scales of their blocks."""
     (file,) = path.glob("*.safetensors")
     with SafetensorsFile(file) as opened:
-        found = dict(opened.tensors)
-    names = [name.removesuffix("_blocks") for name in found]
+        infos = dict(opened.tensors)
+    names = [name.removesuffix("_blocks") for name in infos]
     mapped = tensor_map(model.kind, model.config, names=names)
-    total = min(tensor.begin for tensor in found.values())
+    total = min(tensor.begin for tensor in infos.values())
     for chunk in chunks:
-        for part in mapped.mcore_tensors[chunk.name].slices:
-            if (common := part.common(chunk.box)) is not None:
-                total += stored_bytes(found, part.hf_name, part.hf_box(common))
+        for tensor_slice in mapped.mcore_tensors[chunk.name].slices:
+            if (common := tensor_slice.common(chunk.box)) is not None:
+                total += stored_bytes(infos, tensor_slice.hf_name, tensor_slice.hf_box(common))
     return total
 
 
-def on_a_rank(rank: int, world: int, path: Path) -> dict[str, Any]:
-    """Be one of four ranks: read slices of a quantized folder."""
+def read_slices(rank: int, world: int, path: Path) -> dict[str, Any]:
+    """Read the slices of one of four ranks from a quantized folder."""
     model, chunks, count = read_by_a_rank(rank, path, RankGrid(world_size=world, tp=2, ep=2))
     with torch.no_grad():
         return {
@@ -87,14 +87,14 @@ def test_ranks_read_only_their_blocks_and_match_transformers(
     make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     folder, values = make(tmp_path)
-    found = run_ranks(on_a_rank, 4, folder)
+    ranks = run_ranks(read_slices, 4, folder)
     with one_thread(), torch.no_grad():
         expected = load_folder(values)(TOKENS, use_cache=False).logits.transpose(0, 1)
-    whole = sum(math.prod(tensor.shape) for tensor in tensors(values).values())
-    for rank in found:
+    num_elements = sum(math.prod(tensor.shape) for tensor in tensors(values).values())
+    for rank in ranks:
         assert_close_by_metric("logits", rank["logits"], expected)
         assert rank["bytes"] == rank["needed"]
-        assert rank["elements"] < 0.6 * whole
+        assert rank["elements"] < 0.6 * num_elements
     exact = checkpoint_weights(imported(values, tmp_path / "a"))
     convert("import", "--hf", folder, "--save", tmp_path / "b", "--dtype", "float32")
     read = checkpoint_weights(tmp_path / "b" / "iter_0000000")
@@ -110,7 +110,7 @@ def test_ranks_read_only_their_blocks_and_match_transformers(
     ],
     ids=["fp8", "mxfp4"],
 )
-def test_export_writes_bf16_says_so_and_drops_the_field(make, words, tmp_path) -> None:
+def test_export_writes_bf16_and_drops_quantization_config(make, words, tmp_path) -> None:
     folder, values = make(tmp_path)
     change_json(folder / "config.json", dtype="bfloat16")
     printed = convert("import", "--hf", folder, "--save", tmp_path / "a", "--dtype", "bfloat16")
@@ -123,16 +123,16 @@ def test_export_writes_bf16_says_so_and_drops_the_field(make, words, tmp_path) -
     assert fields["dtype"] == "bfloat16"
     exact = checkpoint_weights(imported(values, tmp_path / "b"))
     convert("import", "--hf", out, "--save", tmp_path / "c", "--dtype", "float32")
-    again = checkpoint_weights(tmp_path / "c" / "iter_0000000")
-    assert exact.keys() == again.keys()
+    reimported = checkpoint_weights(tmp_path / "c" / "iter_0000000")
+    assert exact.keys() == reimported.keys()
     for name, tensor in exact.items():
         rounded = tensor if name.endswith("expert_bias") else tensor.bfloat16().float()
-        assert torch.equal(again[name], rounded), name
+        assert torch.equal(reimported[name], rounded), name
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder of DeepSeek-V3 in FP8."""
+    """Return a DeepSeek-V3 folder in FP8."""
     return fp8_folders(tmp_path)[0]
 
 
@@ -151,18 +151,18 @@ def folder(tmp_path: Path) -> Path:
         (MXFP4, "weight_block_size", [128, 128]),
     ],
 )
-def test_other_ways_to_quantize_are_refused_by_field(folder, config, field, value) -> None:
+def test_unsupported_quantization_is_refused_by_field(folder, config, field, value) -> None:
     change_json(folder / "config.json", quantization_config={**config, field: value})
     with pytest.raises(ValueError, match=rf"quantization_config\.{field}"):
         read_folder(open_folder(folder))
 
 
-def refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
-    """Change the tensors of a folder and return the error of its import."""
+def import_error(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """Change the tensors of a folder and return the error line of the import."""
     (file,) = folder.glob("*.safetensors")
-    found = load_file(file)
-    change(found)
-    save_file(found, file, metadata={"format": "pt"})
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
     error = convert("import", "--hf", folder, "--save", folder.parent / "a", code=2)
     assert error.count("\n") == 1
     return error
@@ -189,8 +189,8 @@ NAME = "model.layers.0.mlp.down_proj.weight"
         ),
     ],
 )
-def test_scales_of_fp8_that_do_not_fit_are_named(folder, change, words) -> None:
-    assert words in refused(folder, change)
+def test_mismatched_fp8_scales_are_named(folder, change, words) -> None:
+    assert words in import_error(folder, change)
 
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
@@ -215,5 +215,5 @@ BLOCKS, SCALES = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
         (lambda t: t[SCALES][2, 3].fill_(255), f"{BLOCKS} times {SCALES} is not finite"),
     ],
 )
-def test_scales_of_mxfp4_that_do_not_fit_are_named(change, words, tmp_path) -> None:
-    assert words in refused(mxfp4_folders(tmp_path)[0], change)
+def test_mismatched_mxfp4_scales_are_named(change, words, tmp_path) -> None:
+    assert words in import_error(mxfp4_folders(tmp_path)[0], change)

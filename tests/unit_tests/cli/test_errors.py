@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an entry point ends: codes, one line, one rank."""
+"""How an entry point ends: exit codes, one error line, one reporting rank."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ def _run(error, report=lambda text: contextlib.nullcontext(True)):
         (KeyboardInterrupt(), ExitCode.INTERRUPTED, "pretrain_gpt: interrupted\n"),
     ],
 )
-def test_code_and_line(error, code, text):
-    got, out, err = _run(error)
-    assert (got, out.getvalue(), err.getvalue()) == (code, "", text)
+def test_each_error_has_its_exit_code_and_line(error, code, text):
+    exit_code, out, err = _run(error)
+    assert (exit_code, out.getvalue(), err.getvalue()) == (code, "", text)
 
 
 def test_help_goes_to_stdout():
-    got, out, err = _run(HelpRequested("usage\n"))
-    assert (got, out.getvalue(), err.getvalue()) == (0, "usage\n", "")
+    exit_code, out, err = _run(HelpRequested("usage\n"))
+    assert (exit_code, out.getvalue(), err.getvalue()) == (0, "usage\n", "")
 
 
-def test_a_crash_keeps_its_traceback():
-    got, _, err = _run(RuntimeError("odd"))
-    assert got == ExitCode.CRASH
+def test_crash_prints_its_traceback():
+    exit_code, _, err = _run(RuntimeError("odd"))
+    assert exit_code == ExitCode.CRASH
     assert "Traceback" in err.getvalue()
 
 
-def test_a_rank_that_lost_the_claim_says_nothing():
-    asked = []
+def test_rank_that_may_not_report_prints_nothing():
+    reports = []
 
     def silent(text):
-        asked.append(text)
+        reports.append(text)
         return contextlib.nullcontext(False)
 
-    got, _, err = _run(ValueError("x"), silent)
-    assert (got, err.getvalue(), asked) == (ExitCode.USER_ERROR, "", ["error: x"])
+    exit_code, _, err = _run(ValueError("x"), silent)
+    assert (exit_code, err.getvalue(), reports) == (ExitCode.USER_ERROR, "", ["error: x"])
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end():
+def test_long_error_text_is_cut_in_the_middle():
     _, _, err = _run(ValueError("what is wrong " + "9" * 5000 + " and the fix"))
     line = err.getvalue()
     assert line.startswith("pretrain_gpt: error: what is wrong 9")

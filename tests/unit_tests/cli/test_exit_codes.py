@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documented table of exit codes is the one in the code, and every code is produced by a
-test."""
+"""The documented exit codes match the code, and a test produces every code."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def _meanings() -> dict[str, str]:
-    """Return the text below each member, as one line."""
+    """Return each member's docstring as one line."""
     (body,) = (
         n.body
         for n in ast.parse(inspect.getsource(errors)).body
@@ -25,13 +24,13 @@ def _meanings() -> dict[str, str]:
     )
     pairs = itertools.pairwise(body)
     return {
-        first.targets[0].id: " ".join(second.value.value.split())
-        for first, second in pairs
-        if isinstance(first, ast.Assign)
+        assignment.targets[0].id: " ".join(docstring.value.value.split())
+        for assignment, docstring in pairs
+        if isinstance(assignment, ast.Assign)
     }
 
 
-def test_the_documented_table_is_the_code():
+def test_documented_exit_codes_match_the_code():
     page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
     table = page.partition("## Exit codes")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", table, flags=re.MULTILINE)
@@ -41,8 +40,8 @@ def test_the_documented_table_is_the_code():
     ]
 
 
-def test_every_code_is_produced_by_a_test():
-    """Tests that run the program name the code they want, as `ExitCode.NAME`."""
+def test_every_exit_code_is_produced_by_a_test():
+    """Tests that run the program name the expected code as `ExitCode.NAME`."""
     tests = "".join(
         p.read_text(encoding="utf-8") for p in ROOT.glob("tests/functional_tests/**/*.py")
     )

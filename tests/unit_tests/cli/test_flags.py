@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every flag read as tyro reads it, precedence, errors of one line, help
-without torch."""
+"""The command line: flags read as tyro reads them, precedence, one-line errors, and help without
+torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ grad-reduce-in-bf16 reduce-scatter-with-fp32-accumulation
 """
 
 
-#: Flags without which a section refuses another.
+#: Flags that a section requires in addition to the option that is the key.
 NEEDS = {
     "save-interval": "--save folder",
     "async-save": "--save folder --save-interval 5",
@@ -69,12 +69,12 @@ def parse(text: str) -> Config:
 
 
 def _other_value(option) -> list[str]:
-    """Return words that give `option` a value other than its default."""
+    """Return arguments that set `option` to a value other than its default."""
     if option.kind is bool:
         return [f"--no-{option.name}" if option.default else f"--{option.name}"]
     if option.choices:
-        other = [c for c in option.choices if c != option.default] or list(option.choices)
-        return [f"--{option.name}", other[-1]]
+        choices = [c for c in option.choices if c != option.default] or list(option.choices)
+        return [f"--{option.name}", choices[-1]]
     value = {int: "7", float: "0.125", str: "some/path"}[option.kind]
     if option.name.endswith("-factor"):
         value = "7.5"
@@ -93,26 +93,26 @@ def _other_value(option) -> list[str]:
 @pytest.mark.parametrize("option", options(Config), ids=lambda o: o.name)
 def test_every_flag_is_read_as_tyro_reads_it(option):
     words = _other_value(option)
-    ours = read_flags(words, options(Config))[option.name]
+    actual = read_flags(words, options(Config))[option.name]
     section = {f.name: f for f in dataclasses.fields(Config)}[option.section]
     kind = next(type(vars(small_config())[section.name]) for f in [section])
     required = [
         w for o in options(kind) if o.required and o.name != option.name for w in _other_value(o)
     ]
     required += NEEDS.get(option.name, "").split()
-    theirs = tyro.cli(kind, args=[*required, *words])
-    assert ours == vars(theirs)[option.field]
-    assert option.required or ours != option.default or len(option.choices) == 1
+    expected = tyro.cli(kind, args=[*required, *words])
+    assert actual == vars(expected)[option.field]
+    assert option.required or actual != option.default or len(option.choices) == 1
 
 
-def test_spellings_are_megatrons_and_each_option_has_a_doc():
+def test_flags_are_spelled_as_in_megatron_and_documented():
     names = {o.name for o in options(Config)}
     assert not set(MEGATRON_FLAGS.split()) - names
     docs = option_docs(Config)
     assert all(docs[name] for name in names)
 
 
-def test_switches_lists_and_equals():
+def test_switches_lists_and_equals_signs_are_parsed():
     config = parse(
         ARGUMENTS + " --bf16 --no-load-optim --lr=2e-4 --data-path 1 a 2 b --seq_length 40"
     )
@@ -144,14 +144,14 @@ def test_switches_lists_and_equals():
         ("--seed 1 --seed=1 --bf16 --bf16", {"seed": 1, "bf16": True}, []),
     ],
 )
-def test_the_last_of_two_flags_wins_with_a_note(text, values, notes):
-    said: list[str] = []
-    assert read_flags(text.split(), options(Config), say=said.append) == values
-    assert said == notes
+def test_last_of_two_flags_wins_with_a_note(text, values, notes):
+    lines: list[str] = []
+    assert read_flags(text.split(), options(Config), say=lines.append) == values
+    assert lines == notes
     if notes:
-        known = [*options(Config), *options(Invocation)]
+        all_options = [*options(Config), *options(Invocation)]
         with pytest.raises(ValueError, match="contradict: keep one"):
-            read_flags([*text.split(), "--strict_flags"], known, say=said.append)
+            read_flags([*text.split(), "--strict_flags"], all_options, say=lines.append)
 
 
 @pytest.mark.parametrize(
@@ -163,18 +163,18 @@ def test_the_last_of_two_flags_wins_with_a_note(text, values, notes):
         "--recompute-granularity full --recompute-activations",
     ],
 )
-def test_an_alias_and_its_option_that_disagree_are_refused(text):
-    """They are two flags in Megatron, so that neither is a later word on the other."""
+def test_alias_that_contradicts_its_option_is_refused(text):
+    """Megatron has both as separate flags, so the later flag does not override the earlier."""
     with pytest.raises(ValueError, match="contradict: keep one"):
         read_flags(text.split(), options(Config))
 
 
 def test_repeated_alias_keeps_last_value_and_warns_once():
-    said: list[str] = []
+    warnings: list[str] = []
     words = ["--vocab-file", "a", "--vocab_file", "b"]
-    values = read_flags(words, options(Config), say=said.append)
+    values = read_flags(words, options(Config), say=warnings.append)
     assert values == {"tokenizer-model": "b"}
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
 def test_flag_that_overrides_the_file_is_logged(tmp_path, capsys):
@@ -213,12 +213,12 @@ def test_errors_are_one_line_with_the_fix(words, message):
     assert "\n" not in str(caught.value)
 
 
-def test_everything_missing_is_named_at_once():
+def test_missing_flags_are_all_named_at_once():
     with pytest.raises(ValueError, match=r"missing --num-layers, --hidden-size, .*--lr: give them"):
         parse("")
 
 
-def test_faults_of_several_sections_are_listed_at_once():
+def test_errors_of_several_sections_are_listed_at_once():
     with pytest.raises(ValueError, match=r"--num-layers is 0.*; --micro-batch-size is -1"):
         parse(f"{ARGUMENTS} --num-layers 0 --micro-batch-size -1")
 
@@ -237,10 +237,10 @@ def test_config_file_sets_defaults_and_flags_win(tmp_path):
 
 def test_help_lists_every_flag_with_and_without_tyro(monkeypatch):
     names = [o.name for o in [*options(Config), *options(Invocation)]]
-    drawn = help_text(Config, about=Invocation, prog="p", description="d")
+    with_tyro = help_text(Config, about=Invocation, prog="p", description="d")
     monkeypatch.setitem(sys.modules, "tyro", None)
-    plain = help_text(Config, about=Invocation, prog="p", description="d")
-    for text in (drawn, plain):
+    without_tyro = help_text(Config, about=Invocation, prog="p", description="d")
+    for text in (with_tyro, without_tyro):
         assert not [n for n in names if f"--{n}" not in text]
 
 
@@ -251,14 +251,14 @@ def test_help_and_completion_are_requests_not_errors():
         parse("--print-completion bash")
 
 
-def test_print_config_is_the_config_as_yaml_and_feeds_back(tmp_path):
-    with pytest.raises(HelpRequested) as first:
+def test_print_config_writes_yaml_that_reads_back(tmp_path):
+    with pytest.raises(HelpRequested) as from_flags:
         parse(f"{ARGUMENTS} --seed 77 --print-config")
-    (tmp_path / "run.yaml").write_text(first.value.text)
-    with pytest.raises(HelpRequested) as second:
+    (tmp_path / "run.yaml").write_text(from_flags.value.text)
+    with pytest.raises(HelpRequested) as from_file:
         parse(f"--config {tmp_path / 'run.yaml'} --print-config")
-    assert "seed: 77" in first.value.text
-    assert second.value.text == first.value.text
+    assert "seed: 77" in from_flags.value.text
+    assert from_file.value.text == from_flags.value.text
 
 
 def test_parsing_and_help_do_not_import_torch():
@@ -270,8 +270,10 @@ def test_parsing_and_help_do_not_import_torch():
         "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); sys.exit(f'imported {bad}' if "
         "bad else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_flatten_and_build_are_inverse():

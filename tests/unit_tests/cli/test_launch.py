@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from torchrun's environment."""
+"""Launch: the environment of torchrun, other launchers, and the store of ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TORCHRUN = {
 }
 
 
-def test_a_single_process():
+def test_empty_environment_is_a_single_process():
     assert Launch.from_environment({}) == Launch(rank=0, world_size=1, local_rank=0)
 
 
-def test_torchrun():
+def test_torchrun_environment_is_read():
     assert Launch.from_environment(TORCHRUN) == Launch(
         rank=3,
         world_size=4,
@@ -66,7 +66,7 @@ SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"}
     ],
 )
 def test_processes_of_other_launchers_are_refused(environment, texts):
-    """Each of them would take itself for a run of one process, and save over the others."""
+    """Each process would otherwise run as a single process and overwrite the others' files."""
     with pytest.raises(ValueError, match="torchrun") as caught:
         Launch.from_environment(environment)
     assert all(text in str(caught.value) for text in texts), caught.value
@@ -76,21 +76,21 @@ def test_processes_of_other_launchers_are_refused(environment, texts):
     "environment",
     [
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # one task of a larger job
-        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"},  # a shell that salloc has started
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"},  # a shell started by salloc
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
-def test_one_process_of_another_launcher_is_a_run(environment):
+def test_single_process_of_another_launcher_is_accepted(environment):
     assert Launch.from_environment(environment) == Launch()
 
 
-def test_torchrun_started_by_srun_counts():
+def test_torchrun_started_by_srun_takes_precedence():
     assert Launch.from_environment({**SRUN, **TORCHRUN}) == Launch.from_environment(TORCHRUN)
 
 
 @pytest.mark.parametrize("module", ["training.pretrain_gpt", "inference.serve"])
-def test_an_entry_script_under_srun_writes_nothing(module, tmp_path, capsys, monkeypatch):
+def test_entry_script_under_srun_writes_no_file(module, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(error_reports, "PATIENCE_SECONDS", 0.0)
     program = importlib.import_module(f"megatron.{module}")
     argv = ["--load", str(tmp_path)]
@@ -142,39 +142,39 @@ def _free_port() -> int:
 @pytest.mark.parametrize(
     ("serves", "code"), [(False, ExitCode.PEER_LOST), (True, ExitCode.LAUNCHER_LOST)]
 )
-def test_a_port_that_nobody_listens_on_is_named(serves, code):
+def test_port_without_listener_is_named(serves, code):
     port = _free_port()
     with pytest.raises(RunStopped, match=f"MASTER_PORT {port} of MASTER_ADDR 127.0.0.1") as caught:
         _rank(1, port, serves=serves).connect(timeout_seconds=0.05, is_first_client=True)
     assert caught.value.code == code
 
 
-def test_a_port_in_use_is_named():
+def test_port_in_use_is_named():
     with (
-        socket.create_server(("", 0)) as other,
-        pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
+        socket.create_server(("", 0)) as listener,
+        pytest.raises(ValueError, match=f"MASTER_PORT {listener.getsockname()[1]} "),
     ):
-        _rank(0, other.getsockname()[1]).connect(timeout_seconds=1.0, is_first_client=True)
+        _rank(0, listener.getsockname()[1]).connect(timeout_seconds=1.0, is_first_client=True)
 
 
-def test_an_address_without_a_name_is_named():
+def test_unresolvable_address_is_named():
     with pytest.raises(ValueError, match=r"MASTER_ADDR no-such-host\.invalid"):
         _rank(1, 29500, "no-such-host.invalid").connect(timeout_seconds=0.05, is_first_client=True)
 
 
-def test_a_port_of_another_program_is_named():
-    """It takes connections and says nothing, or something else."""
+def test_port_of_another_program_is_named():
+    """The program accepts connections and does not speak the store's protocol."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(ValueError, match=f"MASTER_PORT {other.getsockname()[1]} "),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(ValueError, match=f"MASTER_PORT {listener.getsockname()[1]} "),
     ):
-        _rank(1, other.getsockname()[1]).connect(timeout_seconds=0.2, is_first_client=True)
+        _rank(1, listener.getsockname()[1]).connect(timeout_seconds=0.2, is_first_client=True)
 
 
-def test_what_ranks_write_outlives_the_launchers_store():
+def test_keys_of_ranks_outlive_the_launchers_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launch = _rank(0, server.port, serves=True)
-    (address, port), beside = launch.serve_store(timeout_seconds=10.0)
+    (address, port), rank_store = launch.serve_store(timeout_seconds=10.0)
     clients = [
         replace(launch, rank=rank, rank0_store=(address, port)).open_store(timeout_seconds=10.0)
         for rank in range(2)
@@ -191,12 +191,12 @@ def test_what_ranks_write_outlives_the_launchers_store():
     assert not clients[1].check(["c"])
     with pytest.raises(dist.DistStoreError):
         clients[0].wait(["never"], timedelta(seconds=0.01))
-    del beside
+    del rank_store
     with pytest.raises(dist.DistNetworkError):
         clients[1].check(["a"])
 
 
-def test_a_single_process_has_a_store_of_its_own():
+def test_single_process_has_its_own_store():
     store = Launch().open_store(timeout_seconds=1.0, is_first_client=True)
     store.set("a", "b")
     assert store.get("a") == b"b"
@@ -204,7 +204,7 @@ def test_a_single_process_has_a_store_of_its_own():
 
 @pytest.mark.parametrize(("rank", "address"), [(1, "127.0.0.1"), (0, "no-such-host.invalid")])
 def test_failed_start_is_reported_by_any_rank(rank, address, capsys):
-    """Also by one that is not the first of its machine: that one may be what is missing."""
+    """Local ranks other than 0 report too, because local rank 0 may be the missing rank."""
     argv = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1e-3"
     argv += " --micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type null"
     argv += " --vocab-size 9 --distributed-timeout-minutes 0.01"

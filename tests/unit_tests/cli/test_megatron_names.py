@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron's scripts: each is an option, has no effect, or is answered with a reason."""
+"""Flags of Megatron's scripts: an option, a flag without effect, or an error with a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron.training.config.translated_flags import TRANSLATED
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
-#: What scripts and test configurations around Megatron give, most used first.
-USED = """
+#: Flags of scripts and test configurations for Megatron, most used first.
+MEGATRON_FLAGS = """
 micro-batch-size num-attention-heads hidden-size max-position-embeddings seq-length num-layers
 tensor-model-parallel-size pipeline-model-parallel-size bf16 load save save-interval log-interval
 ckpt-format lr min-lr tokenizer-type tokenizer-model global-batch-size clip-grad transformer-impl
@@ -48,52 +48,52 @@ num-layers-per-virtual-pipeline-stage recompute-granularity wandb-project wandb-
 moe-layer-freq mock-data no-check-for-nan-in-loss-and-grad
 """
 
-#: Values that Megatron's scripts give to options of many values or choices.
+#: Values in Megatron's scripts of options with many values or choices.
 VALUES = """
 --tokenizer-type HuggingFaceTokenizer --transformer-impl local --lr-decay-style cosine
 --normalization RMSNorm --position-embedding-type rope --dataloader-type single
 --attention-backend auto --optimizer adam --data-parallel-sharding-strategy optim
 """
 
-KNOWN = {option.name: option for option in options(Config)}
-HARMLESS = {flag.name: flag.option for flag in NO_EFFECT}
+OPTIONS = {option.name: option for option in options(Config)}
+WITHOUT_EFFECT = {flag.name: flag.option for flag in NO_EFFECT}
 
 
-def words(option: Option, name: str) -> list[str]:
-    """Return words that give an option a value."""
+def flag_arguments(option: Option, name: str) -> list[str]:
+    """Return arguments that set an option."""
     if option.kind is bool:
         return [f"--{name}"]
-    given = VALUES.split()
-    if f"--{name}" in given:
-        return [f"--{name}", given[given.index(f"--{name}") + 1]]
+    arguments = VALUES.split()
+    if f"--{name}" in arguments:
+        return [f"--{name}", arguments[arguments.index(f"--{name}") + 1]]
     text = option.choices[0] if option.choices else {int: "2", float: "0.5", str: "a"}[option.kind]
     return [f"--{name}", text]
 
 
 def read(text: str) -> dict:
-    """Return the values that arguments give, as a program that trains reads them."""
-    return read_flags(text.split(), list(KNOWN.values()), harmless=list(HARMLESS.values()))
+    """Return the values of arguments, read as a training program reads them."""
+    return read_flags(text.split(), list(OPTIONS.values()), harmless=list(WITHOUT_EFFECT.values()))
 
 
-@pytest.mark.parametrize("name", USED.split())
-def test_each_flag_people_use_works_or_is_answered(name):
-    option = KNOWN.get(name) or KNOWN.get(name.removeprefix("no-"))
-    if option is not None and (name in KNOWN or option.kind is bool):
-        assert option.name in read_flags(words(option, name), list(KNOWN.values()))
+@pytest.mark.parametrize("name", MEGATRON_FLAGS.split())
+def test_each_used_megatron_flag_works_or_gets_advice(name):
+    option = OPTIONS.get(name) or OPTIONS.get(name.removeprefix("no-"))
+    if option is not None and (name in OPTIONS or option.kind is bool):
+        assert option.name in read_flags(flag_arguments(option, name), list(OPTIONS.values()))
         return
-    if name in HARMLESS:
-        assert name in read(" ".join(words(HARMLESS[name], name)))
+    if name in WITHOUT_EFFECT:
+        assert name in read(" ".join(flag_arguments(WITHOUT_EFFECT[name], name)))
         return
     with pytest.raises(ValueError, match=f"^--{name}( 2)?: ") as caught:
-        read_flags([f"--{name}", "2"], list(KNOWN.values()))
+        read_flags([f"--{name}", "2"], list(OPTIONS.values()))
     text = str(caught.value)
     assert "\n" not in text
     advice, reason = text.split(": ", 2)[1:]
-    assert advice in ("leave it out", "not supported") or advice.removeprefix("use --") in KNOWN
+    assert advice in ("leave it out", "not supported") or advice.removeprefix("use --") in OPTIONS
     assert len(reason.split()) >= 3
 
 
-def test_a_whole_script_is_answered_in_one_line():
+def test_all_problems_of_a_script_are_one_line():
     script = (
         "--pipeline-model-parallel-size 1 --context-parallel-size=1 --transformer-impl "
         "inference_optimized --ckpt-format tar --attention-softmax-in-fp32 --vocab-extra-ids 1 "
@@ -123,47 +123,48 @@ def test_a_whole_script_is_answered_in_one_line():
 
 def test_megatron_values_are_accepted_and_printed_by_local_name():
     for name, values in VALUE_NAMES.items():
-        for theirs, ours in values.items():
-            assert ours in KNOWN[name].choices
-            assert theirs not in KNOWN[name].choices
-            got = parse_command_line(
+        for megatron, local in values.items():
+            assert local in OPTIONS[name].choices
+            assert megatron not in OPTIONS[name].choices
+            config = parse_command_line(
                 Config,
-                last_wins([*ARGUMENTS.split(), f"--{name}", theirs]),
+                last_wins([*ARGUMENTS.split(), f"--{name}", megatron]),
                 prog="p",
                 description="d",
             ).config
-            assert vars(vars(got)[str(KNOWN[name].section)])[KNOWN[name].field] == ours
+            assert vars(vars(config)[str(OPTIONS[name].section)])[OPTIONS[name].field] == local
     assert our_value("tokenizer-type", "hf") == "hf"
     with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and use hf"):
         small_config("--tokenizer-type BertWordPieceCase")
 
 
 @pytest.mark.parametrize("text", ["127,0", "(127, 0)", "128"])
-def test_a_window_of_tokens_before_counts_the_token_too(text):
+def test_window_counts_the_current_token(text):
     assert small_config(f"--window-size {text.replace(' ', '')}").attention.window_size == 128
 
 
 @pytest.mark.parametrize("text", ["127,1", "-1,0", "127,-1"])
-def test_a_window_that_looks_ahead_is_refused(text):
+def test_window_that_looks_ahead_is_refused(text):
     with pytest.raises(ValueError, match="window-size"):
         small_config(f"--window-size {text}")
 
 
 def test_flag_tables_shadow_no_option_and_suggest_real_options():
-    switches = [f"no-{o.name}" for o in KNOWN.values() if o.kind is bool]
+    switches = [f"no-{o.name}" for o in OPTIONS.values() if o.kind is bool]
     translated = [option.name for option in TRANSLATED]
-    listed = [*KNOWN, *HARMLESS, *ALIASES, *translated, *switches]
+    listed = [*OPTIONS, *WITHOUT_EFFECT, *ALIASES, *translated, *switches]
     names = set(listed)
-    assert len(names) == len(listed), "a name stands for one thing"
-    assert not names & set(answered()), "an option works and needs no answer"
+    assert len(names) == len(listed), "a name has several meanings"
+    assert not names & set(answered()), "a supported option has advice"
     assert not [(n, p) for n in names for p in answered_prefixes() if n.startswith(p)]
-    for name, known in answered().items():
-        assert known.nearest is None or known.nearest in {*KNOWN, "config", "print-config"}, name
-        assert known.reason
-        assert not {"\n", ";"} & set(known.reason), name
+    for name, advice in answered().items():
+        nearest = {None, *OPTIONS, "config", "print-config"}
+        assert advice.nearest in nearest, name
+        assert advice.reason
+        assert not {"\n", ";"} & set(advice.reason), name
 
 
-#: Defaults of Megatron that decide what is computed, by flag.
+#: Megatron's defaults that change results, by flag.
 DEFAULTS = {
     "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9,
     "muon-momentum": 0.9, "muon-use-nesterov": False, "muon-num-ns-steps": 5,
@@ -176,12 +177,12 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def test_defaults_that_change_results_are_megatrons():
-    ours = {option.name: option.default for option in options(Config)}
-    assert {name: ours[name] for name in DEFAULTS} == DEFAULTS
+def test_defaults_that_change_results_match_megatron():
+    defaults = {option.name: option.default for option in options(Config)}
+    assert {name: defaults[name] for name in DEFAULTS} == DEFAULTS
 
 
-def test_an_unknown_flag_may_be_near_an_answered_one():
+def test_unknown_flag_may_be_near_a_flag_with_advice():
     assert answer("inference-whatever") is not None
     assert answer("whatever") is None
     with pytest.raises(ValueError, match="did you mean --attention-softmax-in-fp32"):
@@ -192,27 +193,27 @@ def test_an_unknown_flag_may_be_near_an_answered_one():
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_another_name_of_an_option_sets_it(name):
+def test_alias_of_an_option_sets_it(name):
     option, text = ALIASES[name]
-    given = f"--{name}" if text else " ".join(words(KNOWN[option], name))
-    value = text or " ".join(words(KNOWN[option], option)[1:])
+    alias_arguments = f"--{name}" if text else " ".join(flag_arguments(OPTIONS[option], name))
+    value = text or " ".join(flag_arguments(OPTIONS[option], option)[1:])
     expected = {"true": f"--{option}", "false": f"--no-{option}"}.get(text, f"--{option} {value}")
-    assert read(given) == read(expected)
+    assert read(alias_arguments) == read(expected)
 
 
-def test_another_name_takes_no_other_value_and_contradicts_none():
+def test_alias_with_a_value_or_a_contradiction_is_refused():
     with pytest.raises(ValueError, match="--recompute-activations takes no value"):
         read("--recompute-activations full")
-    for given in (
+    for arguments in (
         "--use-rotary-position-embeddings --position-embedding-type none",
         "--position-embedding-type none --use-rotary-position-embeddings",
     ):
         with pytest.raises(ValueError, match="contradict: keep one"):
-            read(given)
+            read(arguments)
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    ("name", "local"),
     [
         ("learning-rate", "lr"),
         ("tp", "tensor-model-parallel-size"),
@@ -223,22 +224,22 @@ def test_another_name_takes_no_other_value_and_contradicts_none():
         ("output_dir", "save"),
     ],
 )
-def test_flags_of_other_programs_suggest_the_local_name(name, ours):
-    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')}: use --{ours}: "):
+def test_flags_of_other_programs_suggest_the_local_name(name, local):
+    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')}: use --{local}: "):
         read(f"--{name} 3")
 
 
-def test_a_suggestion_is_never_a_flag_that_is_refused():
-    # A misspelling of every flag with an answer, which is nearest to that flag itself.
+def test_refused_flag_is_never_suggested():
+    # Misspell every flag with advice: the misspelling is nearest to the flag itself.
     for name in answered():
         with pytest.raises(ValueError) as caught:
             read(f"--{name}x 1")
         suggested = str(caught.value).partition("did you mean --")[2].rstrip("?")
         if suggested:
-            accepted = {*KNOWN, *HARMLESS, *(f"no-{n}" for n in KNOWN)}
+            accepted = {*OPTIONS, *WITHOUT_EFFECT, *(f"no-{n}" for n in OPTIONS)}
             assert suggested in accepted, str(caught.value)
 
 
-def test_an_answer_names_no_option_that_the_program_lacks():
+def test_advice_never_names_an_option_the_program_lacks():
     with pytest.raises(ValueError, match=r"^unknown flag --learning-rate$"):
-        read_flags(["--learning-rate", "1"], [KNOWN["seed"]])
+        read_flags(["--learning-rate", "1"], [OPTIONS["seed"]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""stdout and stderr that break: told once, and dropped or raised."""
+"""Broken stdout and stderr: reported once, then dropped or raised."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ def full():
 
 @pytest.fixture
 def pipe():
-    """The writing end of a pipe that nobody reads."""
-    theirs, ours = os.pipe()
-    os.close(theirs)
-    yield ours
-    os.close(ours)
+    """The write end of a pipe without a reader."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    yield write_end
+    os.close(write_end)
 
 
-def _stream(fd, told, *, closed=False):
+def _stream(fd, reports, *, closed=False):
     def broken(name, error):
-        told.append((name, error.errno))
+        reports.append((name, error.errno))
 
     return guarded(fd, "stdout", broken, closed=closed, like=sys.__stdout__)
 
 
 def test_full_disk_is_reported_once_and_writing_resumes(full, tmp_path):
-    told = []
-    stream = _stream(full, told)
+    reports = []
+    stream = _stream(full, reports)
     for _ in range(3):
         print("x" * 10_000, file=stream, flush=True)
-    assert told == [("stdout", errno.ENOSPC)]
-    with (tmp_path / "file").open("w") as room:
-        os.dup2(room.fileno(), full)
+    assert reports == [("stdout", errno.ENOSPC)]
+    with (tmp_path / "file").open("w") as file:
+        os.dup2(file.fileno(), full)
         print("room", file=stream, flush=True)
     assert (tmp_path / "file").read_text() == "room\n"
 
 
 def test_closed_reader_is_reported_once(pipe, monkeypatch):
-    told = []
-    stream = _stream(pipe, told)
+    reports = []
+    stream = _stream(pipe, reports)
     for _ in range(3):
         print("x", file=stream, flush=True)
-    assert told == [("stdout", errno.EPIPE)]
+    assert reports == [("stdout", errno.EPIPE)]
     monkeypatch.setattr("sys.stdout", stream)
     assert {name: error.errno for name, error in errors_of_streams().items()} == {
         "stdout": errno.EPIPE
@@ -62,10 +62,12 @@ def test_closed_reader_is_reported_once(pipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "code", "says"),
+    ("where", "code", "reported"),
     [("pipe", ExitCode.OUTPUT_CLOSED, False), ("full", ExitCode.USER_ERROR, True)],
 )
-def test_a_command_ends_without_a_traceback(where, code, says, request, monkeypatch, capsys):
+def test_command_ends_without_traceback_when_stdout_breaks(
+    where, code, reported, request, monkeypatch, capsys
+):
     def broken(name, error):
         raise OutputLost(error)
 
@@ -73,13 +75,13 @@ def test_a_command_ends_without_a_traceback(where, code, says, request, monkeypa
         request.getfixturevalue(where), "stdout", broken, closed=False, like=sys.__stdout__
     )
     monkeypatch.setattr("sys.stdout", stream)
-    found = run_entry_point(lambda: print("numbers"), prog="tool")
+    exit_code = run_entry_point(lambda: print("numbers"), prog="tool")
     monkeypatch.undo()
-    assert found == code
+    assert exit_code == code
     err = capsys.readouterr().err
-    assert bool(err) == says
+    assert bool(err) == reported
     assert "Traceback" not in err
-    if says:
+    if reported:
         assert "stdout" in err
 
 
@@ -95,19 +97,19 @@ os._exit(opened)
 """
 
 
-def test_no_file_takes_the_place_of_a_closed_stdout(tmp_path):
+def test_opened_file_does_not_replace_a_closed_stdout(tmp_path):
     program = CLOSED.format(path=str(tmp_path / "file"))
     shell = 'exec "$0" -c "$1" >&-'
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", shell, sys.executable, program], stderr=subprocess.PIPE, text=True, check=False
     )
-    assert done.returncode > 2
+    assert completed.returncode > 2
     assert (tmp_path / "file").read_text() == "file"
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("tool: stdout ")
+    assert completed.stderr.count("\n") == 1
+    assert completed.stderr.startswith("tool: stdout ")
 
 
-NOWHERE_TO_WRITE = """
+NO_WRITABLE_FILE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 from megatron.cli.standard_streams import go_on_without_streams, run_command
@@ -123,10 +125,10 @@ import tempfile
         "run_command(lambda: 7 if tempfile.gettempdir() else 1)",
     ],
 )
-def test_a_program_starts_where_no_file_can_be_written(start, tmp_path):
-    """torch asks for a temporary folder when it imports its compiler."""
+def test_program_starts_when_no_file_can_be_written(start, tmp_path):
+    """torch needs a temporary folder when it imports its compiler."""
     with (tmp_path / "log").open("wb") as log:
-        done = subprocess.run(
-            [sys.executable, "-c", NOWHERE_TO_WRITE.format(start=start)], stderr=log, check=False
+        completed = subprocess.run(
+            [sys.executable, "-c", NO_WRITABLE_FILE.format(start=start)], stderr=log, check=False
         )
-    assert done.returncode == 7
+    assert completed.returncode == 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies of tiktoken: ids equal to the library's own, options, records, and bad files."""
+"""tiktoken vocabularies: ids equal to the library's, options, records, and invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
 tiktoken = pytest.importorskip("tiktoken")
 
-#: As Megatron's documentation and Llama 3's reference have them, not as the code under test.
+#: Copied from Megatron's documentation and Llama 3's reference, not from the code under test.
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -48,97 +48,102 @@ PATTERNS = {
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-UPSTREAM = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 
-def encoding(pattern: str, first: int, special: dict[str, int], num: int = len(TOKENS)):
-    """Return the library's own encoding."""
-    ranks = {token: first + i for i, token in enumerate(TOKENS[:num])}
+def encoding(pattern: str, first_rank: int, special: dict[str, int], num: int = len(TOKENS)):
+    """Return the library's encoding of the same vocabulary."""
+    ranks = {token: first_rank + i for i, token in enumerate(TOKENS[:num])}
     return tiktoken.Encoding(
         "own", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
     )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_vocabulary_json_has_its_special_tokens_first(pattern, tmp_path):
+def test_vocabulary_json_has_special_tokens_first(pattern, tmp_path):
     path = write_vocabulary(tmp_path / "vocab.json")
-    special = dict(zip(UPSTREAM, range(7), strict=True))
+    special = dict(zip(MEGATRON_SPECIAL_TOKENS, range(7), strict=True))
     special |= {f"<SPECIAL_{i}>": i for i in range(7, 1000)}
-    own = encoding(pattern, 1000, special)
-    ours = build_tokenizer("tiktoken", model=path, tiktoken=TiktokenOptions(pattern=pattern))
-    assert ours.encode_batch(TEXTS) == own.encode_ordinary_batch(list(TEXTS))
-    assert [ours.tokenize(t, add_special_tokens=False) for t in TEXTS] == [
-        own.encode(t, allowed_special="all") for t in TEXTS
+    reference = encoding(pattern, 1000, special)
+    tokenizer = build_tokenizer("tiktoken", model=path, tiktoken=TiktokenOptions(pattern=pattern))
+    assert tokenizer.encode_batch(TEXTS) == reference.encode_ordinary_batch(list(TEXTS))
+    assert [tokenizer.tokenize(t, add_special_tokens=False) for t in TEXTS] == [
+        reference.encode(t, allowed_special="all") for t in TEXTS
     ]
-    assert 2 not in ours.tokenize(TEXTS[3])
-    assert {2, 9} < set(ours.tokenize(TEXTS[3], add_special_tokens=False))
-    assert (ours.vocab_size, ours.eod) == (own.n_vocab, 2) == (1000 + len(TOKENS), 2)
+    assert 2 not in tokenizer.tokenize(TEXTS[3])
+    assert {2, 9} < set(tokenizer.tokenize(TEXTS[3], add_special_tokens=False))
+    assert (
+        (tokenizer.vocab_size, tokenizer.eod) == (reference.n_vocab, 2) == (1000 + len(TOKENS), 2)
+    )
     for text in TEXTS:
-        assert ours.detokenize([1, *ours.tokenize(text), 2, ours.vocab_size + 4]) == text
+        assert (
+            tokenizer.detokenize([1, *tokenizer.tokenize(text), 2, tokenizer.vocab_size + 4])
+            == text
+        )
 
 
-def test_the_patterns_differ_and_v2_is_the_default(tmp_path):
+def test_patterns_differ_and_v2_is_the_default(tmp_path):
     path = write_vocabulary(tmp_path / "vocab.json")
-    made = {
+    tokenizers = {
         name: build_tokenizer("tiktoken", model=path, tiktoken=TiktokenOptions(pattern=name))
         for name in PATTERNS
     }
-    for name, tokenizer in made.items():
-        for other in made.keys() - {name}:
-            assert tokenizer.encode_batch(TEXTS) != made[other].encode_batch(TEXTS)
-            assert tokenizer.fingerprint != made[other].fingerprint
-    assert build_tokenizer("tiktoken", model=path).fingerprint == made["v2"].fingerprint
+    for name, tokenizer in tokenizers.items():
+        for other_name in tokenizers.keys() - {name}:
+            assert tokenizer.encode_batch(TEXTS) != tokenizers[other_name].encode_batch(TEXTS)
+            assert tokenizer.fingerprint != tokenizers[other_name].fingerprint
+    assert build_tokenizer("tiktoken", model=path).fingerprint == tokenizers["v2"].fingerprint
 
 
-def test_ranks_by_line_have_their_special_tokens_last(tmp_path):
+def test_rank_lines_have_special_tokens_last(tmp_path):
     path = write_ranks(tmp_path / "x.tiktoken")
     names = ("<|begin_of_text|>", "<|end_of_text|>")
     n = len(TOKENS)
     special = {names[0]: n, names[1]: n + 1, "<SPECIAL_2>": n + 2, "<SPECIAL_3>": n + 3}
-    own = encoding("llama3", 0, special)
+    reference = encoding("llama3", 0, special)
     options = TiktokenOptions(special_tokens=names, num_special_tokens=4)
-    ours = build_tokenizer(guess_type(path), model=path, tiktoken=options)
-    assert ours.encode_batch(TEXTS) == own.encode_ordinary_batch(list(TEXTS))
-    assert (ours.vocab_size, ours.eod) == (own.n_vocab, n + 1)
+    tokenizer = build_tokenizer(guess_type(path), model=path, tiktoken=options)
+    assert tokenizer.encode_batch(TEXTS) == reference.encode_ordinary_batch(list(TEXTS))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (reference.n_vocab, n + 1)
     text = "<|begin_of_text|>the"
-    assert ours.tokenize(text, add_special_tokens=False)[0] == n
-    assert ours.detokenize([n, *ours.tokenize("the"), n + 1]) == "the"
+    assert tokenizer.tokenize(text, add_special_tokens=False)[0] == n
+    assert tokenizer.detokenize([n, *tokenizer.tokenize("the"), n + 1]) == "the"
     plain = build_tokenizer("tiktoken", model=path)
     assert (plain.vocab_size, plain.eod) == (n, None)
     assert plain.tokenize("the") == [258]
 
 
-def test_the_size_of_the_vocabulary_leaves_ranks_out(tmp_path):
+def test_vocab_size_truncates_the_ranks(tmp_path):
     path = write_vocabulary(tmp_path / "vocab.json")
     options = TiktokenOptions(num_special_tokens=10)
-    ours = build_tokenizer("tiktoken", model=path, vocab_size=270, tiktoken=options)
-    special = dict(zip(UPSTREAM, range(7), strict=True))
+    tokenizer = build_tokenizer("tiktoken", model=path, vocab_size=270, tiktoken=options)
+    special = dict(zip(MEGATRON_SPECIAL_TOKENS, range(7), strict=True))
     special |= {f"<SPECIAL_{i}>": i for i in range(7, 10)}
-    own = encoding("v2", 10, special, num=260)
-    assert ours.encode_batch(TEXTS) == own.encode_ordinary_batch(list(TEXTS))
-    assert ours.vocab_size == own.n_vocab == 270
-    whole = build_tokenizer("tiktoken", model=path, vocab_size=9999, tiktoken=options)
-    assert whole.vocab_size == 10 + len(TOKENS)
+    reference = encoding("v2", 10, special, num=260)
+    assert tokenizer.encode_batch(TEXTS) == reference.encode_ordinary_batch(list(TEXTS))
+    assert tokenizer.vocab_size == reference.n_vocab == 270
+    untruncated = build_tokenizer("tiktoken", model=path, vocab_size=9999, tiktoken=options)
+    assert untruncated.vocab_size == 10 + len(TOKENS)
     with pytest.raises(ValueError, match="--vocab-size 265 is too small"):
         build_tokenizer("tiktoken", model=path, vocab_size=265, tiktoken=options)
 
 
-def test_a_byte_among_the_ranks_left_out_is_refused(tmp_path):
-    """The library panics, which is no Exception, on a text with a byte that is no token."""
+def test_truncation_that_drops_a_byte_is_refused(tmp_path):
+    """On a byte without a token the library panics, which raises no Exception subclass."""
     path = write_vocabulary(tmp_path / "vocab.json", (*TOKENS[256:], *TOKENS[:256]))
     options = TiktokenOptions(num_special_tokens=10)
-    kept = 10 + len(TOKENS)
-    whole = build_tokenizer("tiktoken", model=path, vocab_size=kept, tiktoken=options)
-    assert whole.detokenize(whole.tokenize("\U0010ffff")) == "\U0010ffff"
+    vocab_size = 10 + len(TOKENS)
+    tokenizer = build_tokenizer("tiktoken", model=path, vocab_size=vocab_size, tiktoken=options)
+    assert tokenizer.detokenize(tokenizer.tokenize("\U0010ffff")) == "\U0010ffff"
     with pytest.raises(ValueError, match="1 of the 256 bytes are not tokens: raise --vocab-size"):
-        build_tokenizer("tiktoken", model=path, vocab_size=kept - 1, tiktoken=options)
+        build_tokenizer("tiktoken", model=path, vocab_size=vocab_size - 1, tiktoken=options)
 
 
-@pytest.mark.parametrize("part", [" ", "a", "^"])
-def test_a_run_of_a_million_characters_comes_back(part, tmp_path):
-    ours = build_tokenizer("tiktoken", model=write_vocabulary(tmp_path / "vocab.json"))
-    text = f"the {part * 1_000_000}a lower"
-    assert ours.detokenize(ours.tokenize(text)) == text
+@pytest.mark.parametrize("character", [" ", "a", "^"])
+def test_million_equal_characters_survive_a_round_trip(character, tmp_path):
+    tokenizer = build_tokenizer("tiktoken", model=write_vocabulary(tmp_path / "vocab.json"))
+    text = f"the {character * 1_000_000}a lower"
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -152,21 +157,21 @@ def test_a_run_of_a_million_characters_comes_back(part, tmp_path):
         ({"special_tokens": ("a", "b"), "num_special_tokens": 1}, "names 2"),
     ],
 )
-def test_impossible_options_are_refused(options, message):
+def test_invalid_tiktoken_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         TiktokenOptions(**options)
     if "pattern" in options:  # the flag has choices
         return
-    given = TokenizerConfig(
+    config = TokenizerConfig(
         tokenizer_type="tiktoken",
         tokenizer_model="a",
         **{f"tiktoken_{name}": value for name, value in options.items()},
     )
-    problems = check(dataclasses.replace(small_config(), tokenizer=given), 1)
+    problems = check(dataclasses.replace(small_config(), tokenizer=config), 1)
     assert any(message in problem for problem in problems)
 
 
-def spoil(path: Path, **fields: object) -> None:
+def change_entry(path: Path, **fields: object) -> None:
     """Change an entry of a vocabulary JSON."""
     entries = json.loads(path.read_text())
     entries[7] |= fields
@@ -195,7 +200,7 @@ def spoil(path: Path, **fields: object) -> None:
         (b"\x00\xff" * 50, "not a base64 token"),
     ],
 )
-def test_files_that_are_none_are_refused_in_one_line(content, message, tmp_path):
+def test_invalid_tiktoken_file_is_refused_in_one_line(content, message, tmp_path):
     (tmp_path / "x.tiktoken").write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         build_tokenizer("tiktoken", model=tmp_path / "x.tiktoken")
@@ -203,7 +208,7 @@ def test_files_that_are_none_are_refused_in_one_line(content, message, tmp_path)
     assert "x.tiktoken" in str(caught.value)
 
 
-def test_places_that_are_no_file_are_refused(tmp_path):
+def test_missing_special_and_huge_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none\.tiktoken: No such file"):
         build_tokenizer("tiktoken", model=tmp_path / "none.tiktoken")
     with pytest.raises(ValueError, match="needs --tokenizer-model"):
@@ -216,14 +221,14 @@ def test_places_that_are_no_file_are_refused(tmp_path):
             build_tokenizer("tiktoken", model=tmp_path / name)
 
 
-def test_without_the_library_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_tiktoken_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ValueError, match="pip install tiktoken"):
         build_tokenizer("tiktoken", model=write_ranks(tmp_path / "x.tiktoken"))
 
 
-def test_other_kinds_say_which_one_reads_the_file(tmp_path):
-    ranks = write_ranks(tmp_path / "tokenizer.model")  # as Llama 3 calls it
+def test_other_tokenizers_name_the_type_that_reads_the_file(tmp_path):
+    ranks = write_ranks(tmp_path / "tokenizer.model")  # the file's name in Llama 3
     vocabulary = write_vocabulary(tmp_path / "tokens.json")
     for kind, path in ((SentencePieceTokenizer, ranks), (HuggingFaceTokenizer, vocabulary)):
         with pytest.raises(ValueError, match="--tokenizer-type tiktoken reads it"):
@@ -234,10 +239,10 @@ def test_other_kinds_say_which_one_reads_the_file(tmp_path):
     assert not is_tiktoken_file(tmp_path / "none")
 
 
-def test_token_files_and_checkpoints_make_it_again(tmp_path, capsys):
+def test_tokenizer_is_rebuilt_from_token_files_and_checkpoints(tmp_path, capsys):
     model = write_vocabulary(tmp_path / "vocab.json")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[:4]))
-    given = {"tiktoken_pattern": "v1", "tiktoken_num_special_tokens": 20}
+    flags = {"tiktoken_pattern": "v1", "tiktoken_num_special_tokens": 20}
     preprocess(
         PreprocessConfig(
             input=(str(tmp_path / "a.jsonl"),),
@@ -246,43 +251,43 @@ def test_token_files_and_checkpoints_make_it_again(tmp_path, capsys):
             tokenizer_model=str(model),
             append_eod=True,
             workers=1,
-            tiktoken=TiktokenFlags(**given),
+            tiktoken=TiktokenFlags(**flags),
         )
     )
     words = "--tokenizer-type TikTokenizer --tiktoken-pattern v1 --tiktoken-num-special-tokens 20"
-    places = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/same --tokenizer-model {model}"
-    preprocess_main(f"{places} {words} --append-eod --workers 1".split())
+    paths = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/same --tokenizer-model {model}"
+    preprocess_main(f"{paths} {words} --append-eod --workers 1".split())
     assert (tmp_path / "same.bin").read_bytes() == (tmp_path / "data.bin").read_bytes()
     inspect_main([str(tmp_path / "data"), "--document", "0"])
     assert TEXTS[0] in capsys.readouterr().out
     prefix = str(tmp_path / "data")
     kind = {"tokenizer_type": "tiktoken", "tokenizer_model": str(model)}
-    found = read_vocabulary(TokenizerConfig(**kind, **given), [prefix])
-    same = read_vocabulary(TokenizerConfig(), [prefix])
-    assert found == same
-    assert (found.size, found.eod) == (20 + len(TOKENS), 2)
+    vocabulary = read_vocabulary(TokenizerConfig(**kind, **flags), [prefix])
+    recorded = read_vocabulary(TokenizerConfig(), [prefix])
+    assert vocabulary == recorded
+    assert (vocabulary.size, vocabulary.eod) == (20 + len(TOKENS), 2)
     with pytest.raises(ValueError, match="written with another tokenizer"):
         read_vocabulary(TokenizerConfig(**kind, tiktoken_pattern="v2"), [prefix])
     moved = write_vocabulary(tmp_path / "moved.json")
     for path in (None, str(moved)):
-        again = choose_tokenizer(json.loads(json.dumps(dict(found.tokenizer))), path)
-        assert isinstance(again, TiktokenTokenizer)
-        assert again.fingerprint == found.tokenizer["fingerprint"]
+        rebuilt = choose_tokenizer(json.loads(json.dumps(dict(vocabulary.tokenizer))), path)
+        assert isinstance(rebuilt, TiktokenTokenizer)
+        assert rebuilt.fingerprint == vocabulary.tokenizer["fingerprint"]
     assert capsys.readouterr().err == ""
-    spoil(model, token_str="other")
+    change_entry(model, token_str="other")
     with pytest.raises(ValueError, match="has changed since"):
-        choose_tokenizer(found.tokenizer, None)
+        choose_tokenizer(vocabulary.tokenizer, None)
 
 
 @pytest.mark.parametrize(
     "record", [3, [], {"pattern": 3}, {"special_tokens": [3]}, {"num_special_tokens": "a"}]
 )
-def test_a_record_that_is_none_is_refused(record, tmp_path):
+def test_invalid_tiktoken_record_is_refused(record, tmp_path):
     with pytest.raises(ValueError, match="tiktoken"):
         TiktokenOptions.from_json(record)
 
 
-def test_flags_of_tiktoken_are_for_its_kind_alone(tmp_path, capsys):
+def test_tiktoken_flags_have_no_effect_on_other_types(tmp_path, capsys):
     words = [*ARGUMENTS.split(), "--tiktoken-pattern", "v2"]
     read_run(words, Launch())
     assert "no effect here: --tiktoken-pattern" in capsys.readouterr().err

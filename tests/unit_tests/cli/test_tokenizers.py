@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers give text back unchanged, and a trained one is repeatable."""
+"""Tokenizers reproduce text unchanged, and training a tokenizer is repeatable."""
 
 import hashlib
 import json
@@ -28,11 +28,11 @@ TEXTS = ["def f(x):\n    return x  # ünïcödé\n", "the theory of the thing", 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    """A tokenizer of 300 ids."""
+    """A BPE tokenizer with 300 ids."""
     return train_bpe(TEXTS * 5, 300, tmp_path_factory.mktemp("bpe") / "tokenizer.json")
 
 
-def test_trained_tokenizer_has_all_bytes_and_an_end(bpe):
+def test_trained_tokenizer_has_all_bytes_and_an_eod(bpe):
     assert bpe.vocab_size == 300
     assert bpe.eod == 0
     assert bpe.detokenize([bpe.eod]) == ""
@@ -50,14 +50,14 @@ def test_batches_equal_single_texts(bpe):
     assert [ids.tolist() for ids in arrays] == ByteTokenizer().encode_batch(TEXTS)
 
 
-def test_training_is_repeatable(bpe, tmp_path):
-    again = train_bpe(TEXTS * 5, 300, tmp_path / "again.json")
-    other = train_bpe(TEXTS * 5, 290, tmp_path / "other.json")
-    assert again.fingerprint == bpe.fingerprint
-    assert other.fingerprint != bpe.fingerprint
+def test_tokenizer_training_is_repeatable(bpe, tmp_path):
+    repeated = train_bpe(TEXTS * 5, 300, tmp_path / "again.json")
+    smaller = train_bpe(TEXTS * 5, 290, tmp_path / "other.json")
+    assert repeated.fingerprint == bpe.fingerprint
+    assert smaller.fingerprint != bpe.fingerprint
 
 
-def test_ids_are_those_of_transformers(bpe, tmp_path):
+def test_ids_match_transformers(bpe, tmp_path):
     train_bpe(TEXTS * 5, 300, tmp_path / "tokenizer.json")
     reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     folder = HuggingFaceTokenizer(tmp_path)
@@ -74,8 +74,8 @@ HARD = [
 
 
 @pytest.fixture
-def two_files(tmp_path):
-    """A folder with vocab.json and merges.txt."""
+def vocabulary_folder(tmp_path):
+    """Return a folder with vocab.json and merges.txt."""
     train_bpe([*TEXTS, *HARD[:2], "12345 12345"] * 5, 330, tmp_path / "tokenizer.json")
     model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
     (tmp_path / "tokenizer.json").unlink()
@@ -86,7 +86,7 @@ def two_files(tmp_path):
 
 
 def describe_tokenizer(folder, **fields):
-    """Write tokenizer_config.json, with two tokens behind the 330 of the vocabulary."""
+    """Write tokenizer_config.json with two tokens after the 330 of the vocabulary."""
     token = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     added = {
         "331": {**token, "content": "<tool>", "rstrip": True, "special": False},
@@ -97,70 +97,71 @@ def describe_tokenizer(folder, **fields):
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"])
-def test_vocab_json_and_merges_txt_are_read_as_in_transformers(kind, two_files):
-    describe_tokenizer(two_files, tokenizer_class=kind)
-    named = getattr(transformers, kind.removesuffix("Fast"))
-    reference = named.from_pretrained(str(two_files))
-    ours, same = HuggingFaceTokenizer(two_files), HuggingFaceTokenizer(two_files / "vocab.json")
-    assert (ours.vocab_size, ours.eod) == (332, reference.eos_token_id) == (332, 330)
+def test_vocab_json_and_merges_txt_match_transformers(kind, vocabulary_folder):
+    describe_tokenizer(vocabulary_folder, tokenizer_class=kind)
+    hf_class = getattr(transformers, kind.removesuffix("Fast"))
+    reference = hf_class.from_pretrained(str(vocabulary_folder))
+    tokenizer = HuggingFaceTokenizer(vocabulary_folder)
+    from_file = HuggingFaceTokenizer(vocabulary_folder / "vocab.json")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (332, reference.eos_token_id) == (332, 330)
     for text in [*TEXTS, *HARD]:
         ids = reference.encode(text)
-        assert ours.tokenize(text) == same.tokenize(text) == ids
-        assert ours.detokenize(ids) == reference.decode(ids, skip_special_tokens=True)
-    assert same.fingerprint == ours.fingerprint
-    other = "GPT2Tokenizer" if kind.startswith("Qwen2") else "Qwen2Tokenizer"
-    describe_tokenizer(two_files, tokenizer_class=other)
-    assert HuggingFaceTokenizer(two_files).tokenize(HARD[0]) != ours.tokenize(HARD[0])
-    assert HuggingFaceTokenizer(two_files).fingerprint != ours.fingerprint
+        assert tokenizer.tokenize(text) == from_file.tokenize(text) == ids
+        assert tokenizer.detokenize(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert from_file.fingerprint == tokenizer.fingerprint
+    other_class = "GPT2Tokenizer" if kind.startswith("Qwen2") else "Qwen2Tokenizer"
+    describe_tokenizer(vocabulary_folder, tokenizer_class=other_class)
+    assert HuggingFaceTokenizer(vocabulary_folder).tokenize(HARD[0]) != tokenizer.tokenize(HARD[0])
+    assert HuggingFaceTokenizer(vocabulary_folder).fingerprint != tokenizer.fingerprint
 
 
-def test_vocab_file_implies_gpt2_unless_tokenizer_config_differs(two_files):
-    reference = transformers.GPT2Tokenizer.from_pretrained(str(two_files))
+def test_vocab_file_implies_gpt2_unless_tokenizer_config_differs(vocabulary_folder):
+    reference = transformers.GPT2Tokenizer.from_pretrained(str(vocabulary_folder))
     for name in ("vocab.json", "merges.txt"):
-        (two_files / name).rename(two_files / f"gpt2-{name}")
-    ours = HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+        (vocabulary_folder / name).rename(vocabulary_folder / f"gpt2-{name}")
+    tokenizer = HuggingFaceTokenizer(vocabulary_folder / "gpt2-vocab.json")
     for text in [*TEXTS, *HARD]:
-        assert ours.tokenize(text) == reference.encode(text)
-    describe_tokenizer(two_files, tokenizer_class="Qwen2Tokenizer")
-    other = HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
-    assert other.fingerprint != ours.fingerprint
-    (two_files / "gpt2-merges.txt").unlink()
+        assert tokenizer.tokenize(text) == reference.encode(text)
+    describe_tokenizer(vocabulary_folder, tokenizer_class="Qwen2Tokenizer")
+    qwen2 = HuggingFaceTokenizer(vocabulary_folder / "gpt2-vocab.json")
+    assert qwen2.fingerprint != tokenizer.fingerprint
+    (vocabulary_folder / "gpt2-merges.txt").unlink()
     with pytest.raises(ValueError, match=r"gpt2-vocab\.json"):
-        HuggingFaceTokenizer(two_files / "gpt2-vocab.json")
+        HuggingFaceTokenizer(vocabulary_folder / "gpt2-vocab.json")
 
 
-def test_the_fingerprint_of_two_files_is_of_their_bytes(two_files):
-    """A blank that the library does not keep changes it, and nothing that the library writes
-    does."""
+def test_fingerprint_hashes_the_bytes_of_both_files(vocabulary_folder):
+    """Whitespace that the library drops changes the fingerprint; its own output does not."""
 
-    def by_hand() -> str:
-        files = [(two_files / name).read_bytes() for name in ("vocab.json", "merges.txt")]
-        said = json.dumps(["GPT2Tokenizer", []]).encode()
-        parts = [hashlib.sha256(part).digest() for part in (*files, said)]
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+    def expected_fingerprint() -> str:
+        files = [(vocabulary_folder / name).read_bytes() for name in ("vocab.json", "merges.txt")]
+        settings = json.dumps(["GPT2Tokenizer", []]).encode()
+        digests = [hashlib.sha256(content).digest() for content in (*files, settings)]
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
-    seen = set()
+    fingerprints = set()
     for name in (None, "vocab.json", "merges.txt"):
         if name is not None:
-            path = two_files / name
+            path = vocabulary_folder / name
             path.write_bytes(path.read_bytes() + b"\n")
-        ours = HuggingFaceTokenizer(two_files / "vocab.json")
-        assert ours.fingerprint == by_hand()
-        seen.add(ours.fingerprint)
-    assert len(seen) == 3
+        tokenizer = HuggingFaceTokenizer(vocabulary_folder / "vocab.json")
+        assert tokenizer.fingerprint == expected_fingerprint()
+        fingerprints.add(tokenizer.fingerprint)
+    assert len(fingerprints) == 3
 
 
-def test_merges_are_not_read_through_a_link_that_leads_elsewhere(two_files, tmp_path_factory):
-    """Inside the folder a link is followed, as hub caches have them; the user has named neither."""
-    expected = HuggingFaceTokenizer(two_files / "vocab.json").tokenize(HARD[0])
-    merges, elsewhere = two_files / "merges.txt", tmp_path_factory.mktemp("elsewhere") / "m.txt"
-    merges.rename(two_files / "beside.txt")
-    merges.symlink_to("beside.txt")
-    assert HuggingFaceTokenizer(two_files / "vocab.json").tokenize(HARD[0]) == expected
-    (two_files / "beside.txt").rename(elsewhere)
+def test_merges_link_out_of_the_folder_is_refused(vocabulary_folder, tmp_path_factory):
+    """A link inside the folder is followed, because hub caches use such links."""
+    expected = HuggingFaceTokenizer(vocabulary_folder / "vocab.json").tokenize(HARD[0])
+    merges = vocabulary_folder / "merges.txt"
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "m.txt"
+    merges.rename(vocabulary_folder / "target.txt")
+    merges.symlink_to("target.txt")
+    assert HuggingFaceTokenizer(vocabulary_folder / "vocab.json").tokenize(HARD[0]) == expected
+    (vocabulary_folder / "target.txt").rename(elsewhere)
     merges.unlink()
     merges.symlink_to(elsewhere)
-    for path in (two_files, two_files / "vocab.json"):
+    for path in (vocabulary_folder, vocabulary_folder / "vocab.json"):
         with pytest.raises(ValueError, match="link"):
             HuggingFaceTokenizer(path)
 
@@ -174,7 +175,7 @@ def test_merges_file_is_read_from_the_vocabulary_folder():
         assert "--vocab-file" in merge_file_problem(model, "merges.txt")
 
 
-def test_what_vocab_json_and_merges_txt_do_not_say_is_refused(two_files):
+def test_unsupported_vocab_json_settings_are_refused(vocabulary_folder):
     gpt2 = {"tokenizer_class": "GPT2Tokenizer"}
     for fields, text in (
         ({}, "tokenizer_class is None"),
@@ -186,25 +187,25 @@ def test_what_vocab_json_and_merges_txt_do_not_say_is_refused(two_files):
         ({**gpt2, "added_tokens_decoder": {"x": {"content": "<x>"}}}, "added_tokens_decoder"),
         ({**gpt2, "added_tokens_decoder": ["<x>"]}, "added_tokens_decoder"),
     ):
-        describe_tokenizer(two_files, **fields)
+        describe_tokenizer(vocabulary_folder, **fields)
         with pytest.raises(ValueError, match=text):
-            HuggingFaceTokenizer(two_files)
-    (two_files / "tokenizer_config.json").write_text(json.dumps(gpt2))
-    HuggingFaceTokenizer(two_files)
-    (two_files / "added_tokens.json").write_text('{"<x>": 330}')
+            HuggingFaceTokenizer(vocabulary_folder)
+    (vocabulary_folder / "tokenizer_config.json").write_text(json.dumps(gpt2))
+    HuggingFaceTokenizer(vocabulary_folder)
+    (vocabulary_folder / "added_tokens.json").write_text('{"<x>": 330}')
     with pytest.raises(ValueError, match=r"added_tokens\.json"):
-        HuggingFaceTokenizer(two_files)
-    (two_files / "added_tokens.json").unlink()
+        HuggingFaceTokenizer(vocabulary_folder)
+    (vocabulary_folder / "added_tokens.json").unlink()
     for content in (b"\xff", b"a b c\n", b"no such\n"):
-        (two_files / "merges.txt").write_bytes(content)
+        (vocabulary_folder / "merges.txt").write_bytes(content)
         with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt"):
-            HuggingFaceTokenizer(two_files)
-    (two_files / "merges.txt").unlink()
+            HuggingFaceTokenizer(vocabulary_folder)
+    (vocabulary_folder / "merges.txt").unlink()
     with pytest.raises(ValueError, match=r"vocab\.json: No such file|tokenizer"):
-        HuggingFaceTokenizer(two_files / "vocab.json")
+        HuggingFaceTokenizer(vocabulary_folder / "vocab.json")
 
 
-def test_byte_tokenizer():
+def test_byte_tokenizer_encodes_utf8_bytes():
     tokenizer = ByteTokenizer()
     assert tokenizer.tokenize("aé") == [97, 195, 169]
     assert tokenizer.detokenize([97, 195, 169, tokenizer.eod]) == "aé"
@@ -212,7 +213,7 @@ def test_byte_tokenizer():
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
 
 
-def test_null_tokenizer():
+def test_null_tokenizer_reads_numbers():
     tokenizer = NullTokenizer(100)
     assert tokenizer.tokenize("0 99\n7") == [0, 99, 7]
     assert tokenizer.detokenize([0, 99, tokenizer.eod]) == "0 99"
@@ -223,7 +224,7 @@ def test_null_tokenizer():
         tokenizer.tokenize("one")
 
 
-def test_tokenizers_from_flags(bpe, tmp_path):
+def test_tokenizers_are_built_from_flags(bpe, tmp_path):
     train_bpe(TEXTS, 270, tmp_path / "t.json")
     assert build_tokenizer("hf", model=tmp_path / "t.json").vocab_size == 270
     assert build_tokenizer("byte").vocab_size == 257
@@ -244,9 +245,9 @@ def test_tokenizers_from_flags(bpe, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory):
-    """Return the path of a SentencePiece model that falls back to bytes."""
-    folder = tmp_path_factory.mktemp("pieces")
+def sp_model(tmp_path_factory):
+    """Return the path of a SentencePiece model with byte fallback."""
+    folder = tmp_path_factory.mktemp("sp_model")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the theory of the thing", "a def is a def of a thing"] * 20),
         model_prefix=str(folder / "tokenizer"),
@@ -258,9 +259,9 @@ def pieces(tmp_path_factory):
     return folder / "tokenizer.model"
 
 
-def test_sentencepiece(pieces):
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
-    tokenizer = SentencePieceTokenizer(pieces)
+def test_sentencepiece_tokenizer_matches_the_library(sp_model):
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
+    tokenizer = SentencePieceTokenizer(sp_model)
     texts = ["the thing of a def", "日本 🙂 é", "a"]
     assert tokenizer.encode_batch(texts) == [reference.encode(text) for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_arrays(texts)] == tokenizer.encode_batch(texts)
@@ -269,10 +270,10 @@ def test_sentencepiece(pieces):
         assert tokenizer.detokenize([*ids, tokenizer.eod, tokenizer.vocab_size + 5]) == text
     assert tokenizer.vocab_size == reference.get_piece_size()
     assert tokenizer.eod == reference.piece_to_id("</s>")
-    assert SentencePieceTokenizer(pieces.parent).fingerprint == tokenizer.fingerprint
+    assert SentencePieceTokenizer(sp_model.parent).fingerprint == tokenizer.fingerprint
 
 
-def test_sentencepiece_files_that_are_none(pieces, tmp_path):
+def test_invalid_sentencepiece_files_are_refused(sp_model, tmp_path):
     (tmp_path / "x.model").write_bytes(b"no model")
     (tmp_path / "empty.model").write_bytes(b"")
     for name in ("x.model", "empty.model"):
@@ -284,20 +285,23 @@ def test_sentencepiece_files_that_are_none(pieces, tmp_path):
         build_tokenizer("sentencepiece")
 
 
-def test_the_kind_follows_from_the_file(pieces):
-    assert guess_type(pieces) == "sentencepiece"
+def test_tokenizer_type_is_guessed_from_the_file(sp_model):
+    assert guess_type(sp_model) == "sentencepiece"
     assert guess_type("tokenizer.json") == guess_type(None) == "hf"
-    assert isinstance(build_tokenizer(guess_type(pieces), model=pieces), SentencePieceTokenizer)
+    assert isinstance(
+        build_tokenizer(guess_type(sp_model), model=sp_model),
+        SentencePieceTokenizer,
+    )
 
 
-def test_a_folder_says_which_token_ends_a_document(bpe, tmp_path):
+def test_eos_token_of_a_folder_is_the_eod(bpe, tmp_path):
     train_bpe(TEXTS * 5, 300, tmp_path / "tokenizer.json")
     config = tmp_path / "tokenizer_config.json"
     name = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json")
     ).convert_ids_to_tokens(7)
-    for said, expected in [(name, 7), ({"content": name}, 7), (None, bpe.eod)]:
-        config.write_text(json.dumps({"eos_token": said}))
+    for eos_token, expected in [(name, 7), ({"content": name}, 7), (None, bpe.eod)]:
+        config.write_text(json.dumps({"eos_token": eos_token}))
         assert HuggingFaceTokenizer(tmp_path).eod == expected
         assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").eod == expected
     config.write_text('{"eos_token": "<none>"}')
@@ -319,27 +323,27 @@ def test_truncation_and_padding_of_tokenizer_file_are_ignored(bpe, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece", "byte", "null"])
-def test_a_continuation_streams_exactly_the_text_that_follows(kind, bpe, pieces):
+def test_continuation_streams_exactly_the_following_text(kind, bpe, sp_model):
     tokenizer = {
-        "hf": bpe, "sentencepiece": SentencePieceTokenizer(pieces), "byte": ByteTokenizer(),
+        "hf": bpe, "sentencepiece": SentencePieceTokenizer(sp_model), "byte": ByteTokenizer(),
         "null": NullTokenizer(50),
     }[kind]  # fmt: skip
-    prompt, rest = ("3 4", " 5 6") if kind == "null" else ("the theory of", " the 日本 🙂 thing")
-    before, ids = tokenizer.tokenize(prompt), tokenizer.tokenize(prompt + rest)
+    prompt, suffix = ("3 4", " 5 6") if kind == "null" else ("the theory of", " the 日本 🙂 thing")
+    before, ids = tokenizer.tokenize(prompt), tokenizer.tokenize(prompt + suffix)
     assert ids[: len(before)] == before
     after = ids[len(before) :]
-    assert continuation(tokenizer, before)(after) == rest
+    assert continuation(tokenizer, before)(after) == suffix
     stream = TextStream(tokenizer.detokenize, before)
-    shown = [stream.push([token]) for token in after]
-    assert "".join([*shown, stream.push([], finished=True)]) == rest
-    assert "\ufffd" not in "".join(shown)
+    deltas = [stream.push([token]) for token in after]
+    assert "".join([*deltas, stream.push([], finished=True)]) == suffix
+    assert "\ufffd" not in "".join(deltas)
 
 
 @pytest.mark.parametrize("run", ["a" * 3_000_000, "\n" * 3_000_000, "ab" * 1_500_000])
-def test_a_word_of_megabytes_does_not_hold_up_training(tmp_path, run):
+def test_training_splits_a_word_of_megabytes(tmp_path, run):
     texts = ["some words of a text " * 50, f"{run} after it"]
     begin = time.monotonic()
     tokenizer = train_bpe(texts, 300, tmp_path / "tokenizer.json")
-    # Uncut it takes hours.
+    # Without the split, training takes hours.
     assert time.monotonic() - begin < 20.0
     assert tokenizer.detokenize(tokenizer.tokenize("after aaa words")) == "after aaa words"

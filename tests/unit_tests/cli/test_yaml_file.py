@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files of options: types, file:line in every error, and writing that reads back the same."""
+"""YAML files of options: types, file:line in every error, and a round trip of written options."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.cli.yaml_file import read_options, write_options
 from megatron.training.config import Config
 from tests.unit_tests.training.small_config import small_config
 
-KNOWN = options(Config)
+OPTIONS = options(Config)
 
 
 def read(tmp_path, text: str):
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    return read_options(file, KNOWN)
+    return read_options(file, OPTIONS)
 
 
-def test_values_get_the_types_of_the_schema(tmp_path):
+def test_values_have_the_types_of_the_schema(tmp_path):
     values = read(
         tmp_path,
         "# a comment\nlr: 1e-4\nmin_lr: 1.5E-05\nnum-layers: 4\nbf16: true\nsave: 123\n"
@@ -73,7 +73,7 @@ def test_errors_name_file_and_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_cannot_run_code(tmp_path):
+def test_yaml_tags_cannot_run_code(tmp_path):
     canary = tmp_path / "canary"
     text = f"data-path: !!python/object/apply:os.system ['touch {canary}']"
     with pytest.raises(ValueError):
@@ -84,15 +84,15 @@ def test_a_file_cannot_run_code(tmp_path):
 def test_variable_is_expanded_and_plain_text_is_unchanged(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text('save: ${ROOT}/a\nload: "$${ROOT}/${STEP}"\nseed: ${STEP}\ndata-path: ["${A}"]')
-    got = read_options(file, KNOWN, environment={"ROOT": "/runs", "STEP": "7", "A": "none"})
-    assert got == {
+    values = read_options(file, OPTIONS, environment={"ROOT": "/runs", "STEP": "7", "A": "none"})
+    assert values == {
         "save": "/runs/a",
         "load": "${ROOT}/7",
         "seed": 7,
         "data-path": ("none",),
     }
     config = small_config("--save ${ROOT}/$${X}/$x --load ${")
-    written = write_options(flatten(config), KNOWN)
+    written = write_options(flatten(config), OPTIONS)
     assert build(Config, read(tmp_path, written)) == config
 
 
@@ -105,20 +105,20 @@ def test_variable_is_expanded_and_plain_text_is_unchanged(tmp_path):
         ("save: https://me:${WORD}@host", r"run.yaml:1: save contains a user and a password"),
     ],
 )
-def test_variables_that_are_absent_secret_or_wrong(tmp_path, text, message):
+def test_absent_secret_or_invalid_variables_are_refused(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     environment = {"WANDB_API_KEY": "hush", "WORD": "word"}
     with pytest.raises(ValueError, match=message) as caught:
-        read_options(tmp_path / "run.yaml", KNOWN, environment=environment)
+        read_options(tmp_path / "run.yaml", OPTIONS, environment=environment)
     assert "hush" not in str(caught.value)
 
 
-def test_megatrons_keys_are_answered_with_their_place(tmp_path):
+def test_unsupported_megatron_keys_are_named_with_their_line(tmp_path):
     with pytest.raises(ValueError, match=r"run.yaml:2: load-main-params-from-ckpt: .* saf"):
         read(tmp_path, "seed: 3\nload_main_params_from_ckpt: true")
 
 
-def test_other_names_of_an_option_are_keys_too(tmp_path):
+def test_aliases_of_an_option_are_keys_too(tmp_path):
     text = "hybrid_override_pattern: MM*-\nrecompute-activations: true"
     values = {"hybrid-layer-pattern": "MM*-", "recompute-granularity": "selective"}
     assert read(tmp_path, text) == values
@@ -128,24 +128,24 @@ def test_other_names_of_an_option_are_keys_too(tmp_path):
         read(tmp_path, "hybrid-layer-pattern: MM\nhybrid-override-pattern: MM")
 
 
-def test_an_unreadable_file_is_one_line(tmp_path):
+def test_unreadable_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
-        read_options(tmp_path / "absent.yaml", KNOWN)
+        read_options(tmp_path / "absent.yaml", OPTIONS)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
-        read_options(tmp_path / "bytes.yaml", KNOWN)
+        read_options(tmp_path / "bytes.yaml", OPTIONS)
 
 
-def test_an_empty_file_sets_nothing(tmp_path):
+def test_empty_file_sets_nothing(tmp_path):
     assert read(tmp_path, "# nothing\n") == {}
 
 
-def test_what_is_written_reads_back_the_same(tmp_path):
+def test_written_options_read_back_unchanged(tmp_path):
     config = small_config("--bf16 --save none --data-path 1 a:b 2 #c --split 1 --lr 1e-05")
-    text = write_options(flatten(config), KNOWN, notes={"world size": "4"})
-    again = build(Config, read(tmp_path, text))
-    assert again == config
-    assert write_options(flatten(again), KNOWN, notes={"world size": "4"}) == text
+    text = write_options(flatten(config), OPTIONS, notes={"world size": "4"})
+    reread = build(Config, read(tmp_path, text))
+    assert reread == config
+    assert write_options(flatten(reread), OPTIONS, notes={"world size": "4"}) == text
 
 
 _OPTION = Option(name="save", section=None, field="save", kind=str, optional=True)
@@ -154,11 +154,11 @@ _LIST = Option(name="data-path", section=None, field="data_path", kind=str, many
 
 @settings(max_examples=60, deadline=None)
 @given(
-    one=st.none() | st.text(st.characters(blacklist_categories=["Cs"])),
+    text=st.none() | st.text(st.characters(blacklist_categories=["Cs"])),
     many=st.lists(st.text(st.characters(blacklist_categories=["Cs"])), min_size=1),
 )
-def test_any_text_survives(one, many, tmp_path_factory):
+def test_any_text_survives_a_round_trip(text, many, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / f"any-{os.getpid()}.yaml"
-    values = {"save": one, "data-path": tuple(many)}
+    values = {"save": text, "data-path": tuple(many)}
     file.write_text(write_options(values, [_OPTION, _LIST]), encoding="utf-8", newline="")
     assert read_options(file, [_OPTION, _LIST]) == values

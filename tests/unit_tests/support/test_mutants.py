@@ -142,10 +142,8 @@ def test_executed_keeps_only_expressions_that_ran(victim):
     assert executed_by(lambda: None) == set()
     mean = executed_by(lambda: victim.mean([1]))
     assert mean == {m.what for m in all_mutations if m.function == "mean"}
-    box_alone, box_in_group = (
-        executed_by(lambda: victim.Box.own(3, 1)),
-        executed_by(lambda: victim.Box.own(3, 2)),
-    )
+    box_alone = executed_by(lambda: victim.Box.own(3, 1))
+    box_in_group = executed_by(lambda: victim.Box.own(3, 2))
     assert "group > 1: to GtE" in box_alone
     assert "all_reduce(x, group): skipped" in box_in_group - box_alone
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the engine: its requests, what it counts, what it refuses."""
+"""The engine's benchmark: its requests, its figures, and refused options."""
 
 from __future__ import annotations
 
@@ -36,49 +36,59 @@ def run(root: Path, *words: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-SMALL = ("--num-requests", "6", "--input-tokens", "40", "--max-output-tokens", "20")
+REQUESTS = ("--num-requests", "6", "--input-tokens", "40", "--max-output-tokens", "20")
 
 
 @pytest.mark.parametrize("rate", [None, "200"])
-def test_what_was_generated_is_counted(root: Path, tmp_path: Path, rate: str | None) -> None:
+def test_generated_tokens_and_latencies_are_reported(
+    root: Path, tmp_path: Path, rate: str | None
+) -> None:
     path = tmp_path / "bench.json"
-    words = [*SMALL, "--shared-prefix-tokens", "33", "--repeats", "2", "--output-json", str(path)]
-    more = ("--request-rate", rate) if rate else ("--async-scheduling", "--inference-cuda-graphs")
+    words = [
+        *REQUESTS,
+        "--shared-prefix-tokens",
+        "33",
+        "--repeats",
+        "2",
+        "--output-json",
+        str(path),
+    ]
+    mode = ("--request-rate", rate) if rate else ("--async-scheduling", "--inference-cuda-graphs")
     with mock.patch.object(
         llm, "CudaRecorder", side_effect=lambda *_, **__: TapeRecorder(OpTape())
     ):
-        code, out, err = run(root, *words, *more)
+        code, out, err = run(root, *words, *mode)
     assert code == 0, err
-    found = json.loads(path.read_text(encoding="utf-8"))
-    lengths = [request.max_new_tokens for request in requests_of_small()]
-    assert found["output_tokens"] == sum(lengths)
+    report = json.loads(path.read_text(encoding="utf-8"))
+    lengths = [request.max_new_tokens for request in six_requests()]
+    assert report["output_tokens"] == sum(lengths)
     assert 8 <= min(lengths) < max(lengths) <= 20
-    assert found["prefix_hit"] == 3 * 5 * 32  # in every repeat anew, the first one not counted
-    assert found["tokens_per_second_least"] <= found["tokens_per_second"]
-    assert 0 < found["itl_p50_ms"] <= found["itl_p99_ms"]
-    assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
-    assert 0 < found["host_us_per_step"] < 1e5
-    assert found["most_rows"] == 6 if rate is None else 1 <= found["most_rows"] <= 6
-    assert found["cache_bytes"] >= found["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
-    assert found["loop"] == ("asynchronous" if rate is None else "synchronous")
-    assert (found["planning_hidden"] > 0) == (rate is None)
+    assert report["prefix_hit"] == 3 * 5 * 32  # in each repeat, except the first request
+    assert report["tokens_per_second_least"] <= report["tokens_per_second"]
+    assert 0 < report["itl_p50_ms"] <= report["itl_p99_ms"]
+    assert 0 < report["ttft_p50_ms"] <= report["ttft_p99_ms"]
+    assert 0 < report["host_us_per_step"] < 1e5
+    assert report["most_rows"] == 6 if rate is None else 1 <= report["most_rows"] <= 6
+    assert report["cache_bytes"] >= report["most_cached_tokens"] * 2 * 2 * 2 * 8 * 4
+    assert report["loop"] == ("asynchronous" if rate is None else "synchronous")
+    assert (report["planning_hidden"] > 0) == (rate is None)
     if rate is None:
-        assert found["graphs_captured"] in (3, 4)  # of at most 1, 2, 4 and 8 rows
-        assert found["graph_hits"] > found["graphs_captured"]
-        assert found["graph_capture_seconds"] > 0
-        assert found["graph_eager_steps"] >= 3 * 2  # those of prompts, in every repeat
-        # At every replay the pages of two layers and the inputs.
-        assert found["graph_addresses_equal"] == found["graph_hits"] * (2 + 1)
-    assert found["wasted_tokens"] == 0  # every end is a known length
-    assert f"{found['output_tokens']:,}" in out
+        assert report["graphs_captured"] in (3, 4)  # for up to 1, 2, 4 and 8 rows
+        assert report["graph_hits"] > report["graphs_captured"]
+        assert report["graph_capture_seconds"] > 0
+        assert report["graph_eager_steps"] >= 3 * 2  # the prompt steps of every repeat
+        # Each replay compares the pages of two layers and the inputs.
+        assert report["graph_addresses_equal"] == report["graph_hits"] * (2 + 1)
+    assert report["wasted_tokens"] == 0  # every length is known in advance
+    assert f"{report['output_tokens']:,}" in out
 
 
-def test_generate_reports_what_graphs_did(root: Path) -> None:
-    made: list[TapeRecorder] = []
+def test_generate_reports_graph_statistics(root: Path) -> None:
+    recorders: list[TapeRecorder] = []
 
     def recorder(*_: object, **__: object) -> TapeRecorder:
-        made.append(TapeRecorder(OpTape()))
-        return made[-1]
+        recorders.append(TapeRecorder(OpTape()))
+        return recorders[-1]
 
     err = io.StringIO()
     words = ["--load", str(root), "--device", "cpu", "--prompt", "A", "--max-new-tokens", "6"]
@@ -91,30 +101,30 @@ def test_generate_reports_what_graphs_did(root: Path) -> None:
     line = next(line for line in err.getvalue().splitlines() if "CUDA graphs" in line)
     numbers = [float(word) for word in re.findall(r"[\d.]+", line)]
     captured, _, replayed, buffers, eager = numbers
-    assert captured == sum(one.captures for one in made) > 0
-    assert replayed == sum(one.tape.replays for one in made)
+    assert captured == sum(tape_recorder.captures for tape_recorder in recorders) > 0
+    assert replayed == sum(tape_recorder.tape.replays for tape_recorder in recorders)
     assert (replayed + eager, buffers) == (6, 2 + 1)
 
 
 OPTIMIZED = ("--transformer-impl", "inference_optimized")
 
 
-def test_steps_on_a_cpu_are_recorded_unless_that_is_turned_off(root: Path) -> None:
+def test_cpu_steps_are_recorded_unless_enforce_eager_is_set(root: Path) -> None:
     words = ["--load", str(root), "--device", "cpu", "--prompt", "AB", "--max-new-tokens", "6"]
-    said = []
-    for more in ((), ("--enforce-eager",)):
+    texts = []
+    for eager_flags in ((), ("--enforce-eager",)):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            assert generate.main([*words, *OPTIMIZED, "--top-k", "1", *more], {}) == 0
-        said.append(out.getvalue())
+            assert generate.main([*words, *OPTIMIZED, "--top-k", "1", *eager_flags], {}) == 0
+        texts.append(out.getvalue())
         recorded = re.search(
             r"CPU graphs: 1 captured .* 5 steps replayed .* 1 eager", err.getvalue()
         )
-        assert (recorded is None) == bool(more), err.getvalue()
-    assert said[0] == said[1]
+        assert (recorded is None) == bool(eager_flags), err.getvalue()
+    assert texts[0] == texts[1]
 
 
-def measured_on_a_rank(
+def bench_on_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
@@ -123,41 +133,41 @@ def measured_on_a_rank(
     return code, out.getvalue(), err.getvalue()
 
 
-def test_tensor_parallel_ranks_take_arrivals_by_one_clock(root: Path) -> None:
+def test_tensor_parallel_ranks_share_one_arrival_clock(root: Path) -> None:
     _store, launcher = serve_store(2)
-    words = ["--load", str(root), "--device", "cpu", "--tensor-model-parallel-size", "2", *SMALL]
+    words = ["--load", str(root), "--device", "cpu", "--tensor-model-parallel-size", "2", *REQUESTS]
     words += ["--request-rate", "100", "--repeats", "2", "--check-plans"]
-    with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:
+    with start_ranks(bench_on_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
     assert "tokens_per_second" in out
     assert out_1 == ""
 
 
-def test_replicas_share_the_requests(root: Path, tmp_path: Path) -> None:
+def test_replicas_share_requests(root: Path, tmp_path: Path) -> None:
     _store, launcher = serve_store(2)
     path = tmp_path / "bench.json"
-    words = ["--load", str(root), "--device", "cpu", *SMALL, "--shared-prefix-tokens", "33"]
+    words = ["--load", str(root), "--device", "cpu", *REQUESTS, "--shared-prefix-tokens", "33"]
     words += ["--request-rate", "100", "--repeats", "1", "--inference-max-requests", "4"]
     words += ["--output-json", str(path)]
-    with start_ranks(measured_on_a_rank, 2, words, launcher, init=False) as ranks:
+    with start_ranks(bench_on_rank, 2, words, launcher, init=False) as ranks:
         (code, _, err), (code_1, out_1, err_1) = ranks.values(timeout=60.0)
     assert (code, code_1, out_1) == (0, 0, ""), err + err_1
-    found = json.loads(path.read_text(encoding="utf-8"))
-    sent = [int(number) for number in found["replica_requests"].split(", ")]
-    hits = [int(number) for number in found["replica_prefix_hits"].split(", ")]
-    assert sum(sent) == 2 * 6  # in two repeats, one of which is not counted
-    assert sent[0] > sent[1]  # the replica of the prefix, as long as it has rows
-    assert sum(hits) == found["prefix_hit"] > 0
-    assert found["output_tokens"] == sum(r.max_new_tokens for r in requests_of_small())
+    report = json.loads(path.read_text(encoding="utf-8"))
+    sent = [int(number) for number in report["replica_requests"].split(", ")]
+    hits = [int(number) for number in report["replica_prefix_hits"].split(", ")]
+    assert sum(sent) == 2 * 6  # two repeats, of which one is warm-up
+    assert sent[0] > sent[1]  # replica 0 caches the prefix and is preferred while it has free rows
+    assert sum(hits) == report["prefix_hit"] > 0
+    assert report["output_tokens"] == sum(r.max_new_tokens for r in six_requests())
 
 
-def requests_of_small() -> list[Request]:
+def six_requests() -> list[Request]:
     load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
     return make_requests(load, 259)
 
 
-def test_arrivals_are_those_of_the_rate() -> None:
+def test_arrival_times_follow_the_request_rate() -> None:
     times = arrival_times(Load(num_requests=4000, request_rate=50.0))
     assert times == sorted(times)
     assert times[0] == 0.0
@@ -165,7 +175,7 @@ def test_arrivals_are_those_of_the_rate() -> None:
     assert arrival_times(Load(num_requests=3)) == [0.0] * 3
 
 
-def test_static_batches_compute_rows_to_the_longest_end() -> None:
+def test_static_batches_compute_rows_up_to_the_longest_output() -> None:
     assert static_waste([4, 2, 1, 1], 2) == pytest.approx((2 * 4 + 2 * 1) / 8)
     assert static_waste([3, 3], 16) == 1.0
 
@@ -191,7 +201,7 @@ def test_static_batches_compute_rows_to_the_longest_end() -> None:
         ),
     ],
 )
-def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:
+def test_invalid_bench_options_are_one_line(root: Path, words: list[str], text: str) -> None:
     code, out, err = run(root, *words)
     assert (code, out) == (2, "")
     assert text in err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command, from a checkpoint to text and JSON: one process, two ranks, and what it refuses."""
+"""The command from a checkpoint to text and JSON: one process, two ranks, and refusals."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ from tests.support.ranks import start_ranks
 CONFIG = GPTConfig(
     num_layers=2,
     hidden_size=32,
-    vocab_size=259,  # more than the tokenizer has, and uneven over two ranks
+    vocab_size=259,  # larger than the tokenizer's, and uneven over two ranks
     attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=8),
     mlp=MLPConfig(ffn_hidden_size=48),
     init_std=0.3,
@@ -50,17 +50,17 @@ def make_model(dtype: torch.dtype = torch.float32) -> GPTModel:
     return GPTModel(CONFIG, ProcessGroupCollection.single(), seed=1, dtype=dtype)
 
 
-def save(root: Path, saved: GPTModel, *, iteration: int = 7, **changes: Any) -> Path:
-    """Save a checkpoint as training does, with some of what it says about itself changed."""
+def save(root: Path, gpt: GPTModel, *, iteration: int = 7, **changes: Any) -> Path:
+    """Save a checkpoint as training does, with some of its metadata changed."""
     extra = {
         "model": CONFIG.to_json(),
         "config": {"bf16": False, "max-position-embeddings": 40},
         "tokenizer": BYTES,
     }
     extra.update(changes)
-    # Through JSON, as tuples come back as lists.
+    # JSON turns tuples into lists, as a stored checkpoint does.
     extra = json.loads(json.dumps({k: v for k, v in extra.items() if v is not None}))
-    return save_checkpoint(root, iteration, weight_chunks(saved.store), extra, coordinator=Solo())
+    return save_checkpoint(root, iteration, weight_chunks(gpt.store), extra, coordinator=Solo())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continuations(model: GPTModel) -> list[Completion]:
-    """Return what `model` says to `PROMPTS` with `FLAGS`."""
+    """Return the completions of `PROMPTS` by `model` with `FLAGS`."""
     tokenizer = ByteTokenizer()
     prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
     return generate(
@@ -83,9 +83,9 @@ def continuations(model: GPTModel) -> list[Completion]:
     )
 
 
-def arguments(root: Path, *more: str) -> list[str]:
+def arguments(root: Path, *extra_flags: str) -> list[str]:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    flags = last_wins(["--load", str(root), *FLAGS, "--device", "cpu", *more])
+    flags = last_wins(["--load", str(root), *FLAGS, "--device", "cpu", *extra_flags])
     return [*prompts, *flags]
 
 
@@ -98,7 +98,7 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.covers("generation", runs="generates")
-def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path) -> None:
+def test_text_and_json_match_the_saved_model(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code, out, err = run(*arguments(root, "--output-json", str(path)))
     assert code == 0, err
@@ -119,8 +119,8 @@ def test_text_and_json_are_what_the_saved_model_says(root: Path, tmp_path: Path)
     assert "iter_0000007" in err
 
 
-def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> Any:
-    """Return the exit code, both outputs, and how many steps the optimized forward made."""
+def command_on_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> Any:
+    """Return the exit code, stdout, stderr, and the number of steps of the optimized forward."""
     steps: list[int] = []
     note_optimized_steps(steps)
     out, err = io.StringIO(), io.StringIO()
@@ -129,25 +129,25 @@ def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[st
     return code, out.getvalue(), err.getvalue(), len(steps)
 
 
-def test_the_optimized_forward_says_the_same(
+def test_optimized_forward_generates_the_same_tokens(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
-    # Undone at the end of the test.
+    # note_optimized_steps replaces __call__; monkeypatch restores it after the test.
     monkeypatch.setattr(InferenceOptimizedModel, "__call__", InferenceOptimizedModel.__call__)
     note_optimized_steps(steps)
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    assert run(*arguments(root, "--output-json", str(one)))[0] == 0
+    reference_path, optimized_path = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(root, "--output-json", str(reference_path)))[0] == 0
     assert not steps
-    words = arguments(root, "--output-json", str(two), *OPTIMIZED)
+    words = arguments(root, "--output-json", str(optimized_path), *OPTIMIZED)
     assert run(*words)[0] == 0
     assert len(steps) > 1
-    assert_same_results(one, two)
+    assert_same_outputs(reference_path, optimized_path)
 
 
-def assert_same_results(one: Path, two: Path) -> None:
-    """Compare two files of results: probabilities up to rounding, all else exactly."""
-    for a, b in zip(json.loads(one.read_text()), json.loads(two.read_text()), strict=True):
+def assert_same_outputs(expected: Path, actual: Path) -> None:
+    """Compare two output files: logprobs up to rounding, everything else exactly."""
+    for a, b in zip(json.loads(expected.read_text()), json.loads(actual.read_text()), strict=True):
         logprobs = torch.tensor([a.pop("logprobs"), b.pop("logprobs")])
         assert a == b
         torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=1e-5)
@@ -165,14 +165,14 @@ def assert_same_results(one: Path, two: Path) -> None:
     ],
 )
 @pytest.mark.covers("generation", runs="generates")
-def test_two_ranks_print_and_write_what_one_process_does(
+def test_two_ranks_write_the_single_process_output(
     root: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    _, text, _ = run(*arguments(root, "--output-json", str(one)))
+    single_path, ranks_path = tmp_path / "one.json", tmp_path / "two.json"
+    _, text, _ = run(*arguments(root, "--output-json", str(single_path)))
     _store, launcher = serve_store(2)
-    words = arguments(root, "--output-json", str(two), *layout)
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    words = arguments(root, "--output-json", str(ranks_path), *layout)
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
     assert (steps > 1) == ("inference_optimized" in layout)
@@ -180,90 +180,89 @@ def test_two_ranks_print_and_write_what_one_process_does(
     assert out_1 == ""
     assert "from 3 prompt(s)" in err
     assert err_1 == ""
-    why = "sequence parallel collectives: torch.distributed (rank 0: the model is on cpu, "
-    assert (why in err) == ({"--sequence-parallel", *OPTIMIZED} <= set(layout))
-    assert_same_results(one, two)
+    reason = "sequence parallel collectives: torch.distributed (rank 0: the model is on cpu, "
+    assert (reason in err) == ({"--sequence-parallel", *OPTIMIZED} <= set(layout))
+    assert_same_outputs(single_path, ranks_path)
 
 
 @pytest.mark.parametrize(("mode", "code"), [("require", 2), ("off", 0), ("tries", 0)])
-def test_nvls_is_required_or_left_off_on_both_ranks(
-    root: Path, tmp_path: Path, mode: str, code: int
-) -> None:
+def test_nvls_mode_applies_to_both_ranks(root: Path, tmp_path: Path, mode: str, code: int) -> None:
     _store, launcher = serve_store(2)
     words = arguments(root, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     words += [*OPTIMIZED, "--output-json", str(tmp_path / "out.json")]
     words += ["--nvls", mode] if mode != "tries" else ["--nvls-tries", "9"]
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
-    assert [each[0] for each in outcomes] == [code, code], outcomes
-    said = outcomes[0][2]
+    assert [outcome[0] for outcome in outcomes] == [code, code], outcomes
+    log = outcomes[0][2]
     if mode == "tries":
-        assert "--nvls-tries bounds no wait of torch.distributed" in said
+        assert "--nvls-tries bounds no wait of torch.distributed" in log
         return
     if mode == "off":
-        assert "sequence parallel collectives: torch.distributed (--nvls off)" in said
+        assert "sequence parallel collectives: torch.distributed (--nvls off)" in log
         return
-    assert "--nvls require: the collectives would go through torch.distributed (rank 0: the" in said
-    assert "use --nvls auto" in said
-    assert said.count("\n") == 1
+    assert "--nvls require: the collectives would go through torch.distributed (rank 0: the" in log
+    assert "use --nvls auto" in log
+    assert log.count("\n") == 1
     assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "said"),
+    ("heads", "groups", "message"),
     [(3, 1, "num-attention-heads 3"), (6, 3, "num-query-groups 3")],
 )
-def test_heads_that_ranks_cannot_share_are_refused(
-    tmp_path: Path, heads: int, groups: int, said: str
+def test_heads_not_divisible_by_ranks_are_refused(
+    tmp_path: Path, heads: int, groups: int, message: str
 ) -> None:
     attention = replace(CONFIG.attention, num_attention_heads=heads, num_query_groups=groups)
     config = replace(CONFIG, attention=attention)
-    saved = GPTModel(config, ProcessGroupCollection.single(), seed=1)
-    save(tmp_path / "root", saved, model=config.to_json())
+    model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    save(tmp_path / "root", model, model=config.to_json())
     words = arguments(tmp_path / "root", *TENSOR, "--sequence-parallel", *OPTIMIZED)
     _store, launcher = serve_store(2)
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
-    assert [each[0] for each in outcomes] == [2, 2]
-    assert said in outcomes[0][2]
+    assert [outcome[0] for outcome in outcomes] == [2, 2]
+    assert message in outcomes[0][2]
     assert outcomes[0][2].count("\n") == 1
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.003), ("int8", 0.01)])
-def test_copies_of_the_weights_say_nearly_the_same(
-    root: Path, tmp_path: Path, dtype: str, most: float
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.003), ("int8", 0.01)])
+def test_low_bit_weights_give_nearly_the_same_logprobs(
+    root: Path, tmp_path: Path, dtype: str, bound: float
 ) -> None:
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    assert run(*arguments(root, "--prompt-logprobs", "--output-json", str(one)))[0] == 0
-    words = arguments(root, "--prompt-logprobs", "--output-json", str(two), *OPTIMIZED)
+    full_path, low_bit_path = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(root, "--prompt-logprobs", "--output-json", str(full_path)))[0] == 0
+    words = arguments(root, "--prompt-logprobs", "--output-json", str(low_bit_path), *OPTIMIZED)
     code, _, err = run(*words, "--weights-dtype", dtype)
     assert code == 0, err
-    found = re.search(
+    match = re.search(
         rf"{dtype} weights: copies of 9 matrices, .* relative error .*, at most (.*)%", err
     )
-    assert 0 < float(found[1]) / 100 < most
-    asked = [
-        torch.tensor(json.loads(path.read_text())[2]["prompt_logprobs"]) for path in (one, two)
+    assert 0 < float(match[1]) / 100 < bound
+    logprobs = [
+        torch.tensor(json.loads(path.read_text())[2]["prompt_logprobs"])
+        for path in (full_path, low_bit_path)
     ]
-    off = (asked[0] - asked[1]).abs().max()
-    assert 1e-5 < off < 0.5
+    difference = (logprobs[0] - logprobs[1]).abs().max()
+    assert 1e-5 < difference < 0.5
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norm_without_fused_form_is_reported(tmp_path: Path, kind: Any) -> None:
     config = replace(CONFIG, norm=NormConfig(kind=kind))
-    saved = GPTModel(config, ProcessGroupCollection.single(), seed=1)
-    save(tmp_path / "root", saved, model=config.to_json())
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    assert run(*arguments(tmp_path / "root", "--output-json", str(one)))[0] == 0
-    words = arguments(tmp_path / "root", "--output-json", str(two), *OPTIMIZED)
+    model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
+    save(tmp_path / "root", model, model=config.to_json())
+    reference_path, optimized_path = tmp_path / "one.json", tmp_path / "two.json"
+    assert run(*arguments(tmp_path / "root", "--output-json", str(reference_path)))[0] == 0
+    words = arguments(tmp_path / "root", "--output-json", str(optimized_path), *OPTIMIZED)
     code, _, err = run(*words)
     assert code == 0, err
     assert ("LayerNorm runs as in training: only RMSNorm is fused" in err) == (kind == "LayerNorm")
-    assert_same_results(one, two)
+    assert_same_outputs(reference_path, optimized_path)
 
 
-def test_copies_need_the_optimized_forward() -> None:
+def test_low_bit_weights_need_the_optimized_forward() -> None:
     code, _, err = run("--load", "nowhere", "--prompt", "a", "--weights-dtype", "int8")
     assert code == 2
     assert "--weights-dtype int8 needs --transformer-impl inference_optimized" in err
@@ -273,48 +272,50 @@ def test_copies_need_the_optimized_forward() -> None:
 @pytest.mark.parametrize(
     "option", [("--nvls", "require"), ("--nvls", "off"), ("--nvls-tries", "9")]
 )
-@pytest.mark.parametrize("more", [(), OPTIMIZED])
-def test_nvls_without_collectives_to_choose_is_refused(
-    option: tuple[str, str], more: tuple[str, ...]
+@pytest.mark.parametrize("extra_flags", [(), OPTIMIZED])
+def test_nvls_option_without_nvls_collectives_is_refused(
+    option: tuple[str, str], extra_flags: tuple[str, ...]
 ) -> None:
-    code, _, err = run("--load", "nowhere", "--prompt", "a", *option, *more)
+    code, _, err = run("--load", "nowhere", "--prompt", "a", *option, *extra_flags)
     assert code == 2
     assert f"{' '.join(option)} is for the collectives of --sequence-parallel" in err
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("more", [("--nvls-tries", "0"), ("--nvls-tries", "9", "--nvls", "off")])
-def test_tries_that_bound_nothing_are_refused(more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "nvls_flags", [("--nvls-tries", "0"), ("--nvls-tries", "9", "--nvls", "off")]
+)
+def test_invalid_nvls_tries_are_refused(nvls_flags: tuple[str, ...]) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", *OPTIMIZED)
-    code, _, err = run("--load", "nowhere", "--prompt", "a", *layout, *more)
+    code, _, err = run("--load", "nowhere", "--prompt", "a", *layout, *nvls_flags)
     assert code == 2
-    assert f"--nvls-tries is {more[1]}" in err
+    assert f"--nvls-tries is {nvls_flags[1]}" in err
     assert err.count("\n") == 1
 
 
-def test_one_iter_folder_and_bf16_weights(tmp_path: Path) -> None:
+def test_bf16_iteration_folder_is_loaded(tmp_path: Path) -> None:
     model = make_model(torch.bfloat16)
     folder = save(tmp_path / "root", model, config={"bf16": True, "seq-length": 40})
     path = tmp_path / "out.json"
     code, _, err = run(*arguments(folder, "--output-json", str(path)))
     assert code == 0, err
-    got = [(r["ids"], r["logprobs"]) for r in json.loads(path.read_text(encoding="utf-8"))]
-    assert got == [(c.tokens, c.logprobs) for c in continuations(model)]
+    actual = [(r["ids"], r["logprobs"]) for r in json.loads(path.read_text(encoding="utf-8"))]
+    assert actual == [(c.tokens, c.logprobs) for c in continuations(model)]
 
 
 def test_recorded_tokenizer_is_used_and_other_file_is_warned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, other = tmp_path / "tokenizer.json", tmp_path / "other.json"
+    path, other_path = tmp_path / "tokenizer.json", tmp_path / "other.json"
     tokenizer = train_bpe(["low lower lowest"] * 3, 262, path)
-    train_bpe(["wide wider widest"] * 3, 262, other)
+    train_bpe(["wide wider widest"] * 3, 262, other_path)
     recorded = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
     assert choose_tokenizer(recorded, None).tokenize("lower") == tokenizer.tokenize("lower")
     assert choose_tokenizer(recorded, str(path)).tokenize("lower") == tokenizer.tokenize("lower")
     assert capsys.readouterr().err == ""
-    assert choose_tokenizer(recorded, str(other)).tokenize("low") != tokenizer.tokenize("low")
+    assert choose_tokenizer(recorded, str(other_path)).tokenize("low") != tokenizer.tokenize("low")
     assert "is not the file that the model was trained with" in capsys.readouterr().err
-    other.replace(path)
+    other_path.replace(path)
     with pytest.raises(ValueError, match="has changed since"):
         choose_tokenizer(recorded, None)
 
@@ -340,7 +341,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(model=replace(CONFIG, hidden_size=40).to_json()), [], "[32, 40]"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_invalid_option_or_checkpoint_is_refused_in_one_line(
     changes: dict[str, Any], words: list[str], text: str, tmp_path: Path
 ) -> None:
     save(tmp_path, make_model(), **changes)
@@ -351,7 +352,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert out == ""
 
 
-def test_a_missing_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_missing_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     for missing in (tmp_path / "none", tmp_path, tmp_path / "iter_0000001"):
         code, _, err = run(*arguments(missing))
         assert code == 2
@@ -389,28 +390,28 @@ def test_print_config_needs_no_checkpoint_and_reads_back(words: list[str], tmp_p
     assert run("--config", str(file), "--print-config") == (0, out, "")
 
 
-def command_whose_second_rank_dies(
+def command_with_rank_1_killed(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> Any:
-    step, taken = Engine.step, itertools.count(1)
+    step, step_numbers = Engine.step, itertools.count(1)
 
     def dying(engine: Engine) -> list[Completion]:
-        if rank == 1 and next(taken) == 4:
+        if rank == 1 and next(step_numbers) == 4:
             os._exit(9)
         return step(engine)
 
     Engine.step = dying  # type: ignore[method-assign]
-    return command_on_a_rank(rank, world, words, launcher)
+    return command_on_rank(rank, world, words, launcher)
 
 
-def test_a_rank_that_dies_ends_the_others(root: Path) -> None:
+def test_death_of_a_rank_ends_its_peers(root: Path) -> None:
     _store, launcher = serve_store(2)
     words = arguments(root, "--tensor-model-parallel-size", "2")
     words += ["--distributed-timeout-minutes", "0.2"]
-    with start_ranks(command_whose_second_rank_dies, 2, words, launcher, init=False) as ranks:
-        lives, dies = ranks.outcomes(timeout=60.0)
-    assert dies.exit_code == 9
-    code, _, err, _ = lives.value
+    with start_ranks(command_with_rank_1_killed, 2, words, launcher, init=False) as ranks:
+        survivor, killed = ranks.outcomes(timeout=60.0)
+    assert killed.exit_code == 9
+    code, _, err, _ = survivor.value
     assert code == ExitCode.PEER_LOST
     assert "rank 0 lost another rank" in err
     assert err.count("\n") == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of generation: prompts of any text and number, bad values, files."""
+"""Options of generation: any number of prompts of any text, invalid values, prompt files."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> No
         (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
     ],
 )
-def test_bad_arguments_are_one_line(words: list[str], text: str) -> None:
+def test_invalid_arguments_are_one_line(words: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text) as caught:
         parse(*words)
     assert "\n" not in str(caught.value)
@@ -75,7 +75,7 @@ def test_prompts_are_read_from_command_line_then_from_file(tmp_path: Path) -> No
     assert read_prompts(prompts) == ["before", "first line", "  indented ü", "last"]
 
 
-def test_no_prompt_or_no_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_prompt_or_prompt_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt: give --prompt"):
         read_prompts(Prompts())
     with pytest.raises(ValueError, match=r"--prompt-file .*none.txt cannot be read"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding by the command line and `LLM`: the same texts, what is counted, refused."""
+"""Speculative decoding by the command line and `LLM`: texts, statistics and refusals."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import (
     BYTES,
     CONFIG,
-    command_on_a_rank,
+    command_on_rank,
     save,
 )
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 from tests.unit_tests.inference.test_hybrids import CONFIG as HYBRID
 
-LONGER = {"bf16": False, "max-position-embeddings": 120}
+LONG_CONTEXT = {"bf16": False, "max-position-embeddings": 120}
 
 
-def saved(folder: Path, tokenizer: dict = BYTES, **fields) -> str:
+def save_folder(folder: Path, tokenizer: dict = BYTES, **fields) -> str:
     """Save a model with some fields of its config changed; return its folder."""
     config = dataclasses.replace(CONFIG, **fields)
     model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
-    save(folder, model, model=config.to_json(), config=LONGER, tokenizer=tokenizer)
+    save(folder, model, model=config.to_json(), config=LONG_CONTEXT, tokenizer=tokenizer)
     return str(folder)
 
 
@@ -51,10 +51,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tokenizer = train_bpe(["low lower lowest"] * 3, 259, path)
     merged = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
     return {
-        "merged": saved(root / "merged", merged),
-        "model": saved(root / "model", mtp_num_layers=2),
-        "plain": saved(root / "plain"),
-        "larger": saved(root / "larger", vocab_size=300),
+        "merged": save_folder(root / "merged", merged),
+        "model": save_folder(root / "model", mtp_num_layers=2),
+        "plain": save_folder(root / "plain"),
+        "larger": save_folder(root / "larger", vocab_size=300),
     }
 
 
@@ -69,7 +69,7 @@ PROMPTS = ("--prompt", "to be or not to be or not to be", "--prompt", "A")
 TEXT = (*PROMPTS, "--max-new-tokens", "20", "--temperature", "0.7", "--seed", "3")
 
 
-def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> None:
+def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> None:
     plain = run(generate, "--load", folders["model"], *TEXT)
     assert " drafts, " not in plain[2]
     methods = {
@@ -78,8 +78,8 @@ def test_every_kind_of_draft_yields_the_same_texts(folders: dict[str, str]) -> N
         "mtp": ("--transformer-impl", "inference_optimized"),
     }
     for method, words in methods.items():
-        asked = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
-        code, out, err = run(generate, *asked)
+        arguments = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
+        code, out, err = run(generate, *arguments)
         assert (code, out) == (0, plain[1]), err
         assert " drafts, " in err
         if method == "draft":  # its weights are the model's
@@ -100,7 +100,7 @@ def test_speculation_on_two_stages_prints_single_process_text(
     if "draft" in method:
         words += ["--speculative-draft-model", folders["plain"]]
     _store, launcher = serve_store(2)
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
     assert (code, code_1) == (0, 0), err + err_1
     assert (out, out_1) == (plain[1], "")
@@ -110,17 +110,17 @@ def test_speculation_on_two_stages_prints_single_process_text(
         assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
 
 
-def test_the_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
+def test_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     words = ["--num-requests", "3", "--max-output-tokens", "20", "--repeats", "1", "--warmup", "0"]
     words += ["--load", folders["model"], "--output-json", str(path), "--inference-memory-gb"]
     words += ["0.002", "--speculative-method", "draft"]
     code, _, err = run(bench, *words, "--speculative-draft-model", folders["plain"])
     assert code == 0, err
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["drafts_accepted"] == found["drafts_proposed"] > 0
-    assert found["tokens_per_forward"] > 3
-    assert 0.4e6 < found["cache_bytes"] <= 1e6  # the draft model has half of the memory
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["drafts_accepted"] == report["drafts_proposed"] > 0
+    assert report["tokens_per_forward"] > 3
+    assert 0.4e6 < report["cache_bytes"] <= 1e6  # half of the memory is the draft model's
 
 
 SHAPES = {
@@ -128,49 +128,49 @@ SHAPES = {
     "larger": CacheShapes(attention=((2, 8),) * 8),
     "recurrent": CacheShapes(states={"a": ((3, 50), torch.float32)}),
     "hybrid": CacheShapes(attention=((2, 8),), states={"a": ((3, 50), torch.float32)}),
-    "neither": CacheShapes(),  # a pipeline stage of MLPs
+    "none": CacheShapes(),  # a pipeline stage of MLPs
 }
 
 
-def least_bytes(of: CacheShapes, config: EngineConfig) -> int:
-    """Return the bytes of the states of all rows, and of one block of tokens."""
+def minimum_bytes(shapes: CacheShapes, config: EngineConfig) -> int:
+    """Return the bytes of all rows' recurrent states and of one block of tokens."""
     slots = 2 * config.max_num_seqs if config.num_speculative_tokens else config.max_num_seqs
-    slots += 2 if config.prefix_caching else 1  # of a snapshot, and nobody's
-    states = slots * 4 * 150 if of.states else 0
-    return states + config.block_size * len(of.attention) * 2 * 2 * 8 * 4
+    slots += 2 if config.prefix_caching else 1  # a snapshot's slot and the unused slot
+    states = slots * 4 * 150 if shapes.states else 0
+    return states + config.block_size * len(shapes.attention) * 2 * 2 * 8 * 4
 
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("draft", ["attention", "recurrent", "hybrid"])
 @pytest.mark.parametrize("model", list(SHAPES))
-def test_both_models_have_the_states_of_their_rows_and_blocks(model, draft, caching):
-    shapes, smaller = SHAPES[model], SHAPES[draft]
+def test_cache_memory_holds_states_and_blocks_of_both_models(model, draft, caching):
+    target, drafter = SHAPES[model], SHAPES[draft]
     config = EngineConfig(max_num_seqs=3, prefix_caching=caching, num_speculative_tokens=4)
-    least = least_bytes(shapes, config)
-    least += least_bytes(smaller, dataclasses.replace(config, num_speculative_tokens=0))
-    with pytest.raises(ValueError, match=f"give at least {least:,}$"):
-        split_cache_memory(dataclasses.replace(config, memory_bytes=least - 1), shapes, smaller)
-    for memory in (least, least + 1, least + 5000, 10 * least, 1_000_000):
-        given = dataclasses.replace(config, memory_bytes=memory)
+    minimum = minimum_bytes(target, config)
+    minimum += minimum_bytes(drafter, dataclasses.replace(config, num_speculative_tokens=0))
+    with pytest.raises(ValueError, match=f"give at least {minimum:,}$"):
+        split_cache_memory(dataclasses.replace(config, memory_bytes=minimum - 1), target, drafter)
+    for memory in (minimum, minimum + 1, minimum + 5000, 10 * minimum, 1_000_000):
+        with_memory = dataclasses.replace(config, memory_bytes=memory)
         used = 0
-        for own, of in zip(
-            split_cache_memory(given, shapes, smaller), (shapes, smaller), strict=True
+        for engine, shapes in zip(
+            split_cache_memory(with_memory, target, drafter), (target, drafter), strict=True
         ):
-            blocks, slots = own.sizes(of)
+            blocks, slots = engine.sizes(shapes)
             assert blocks >= 1
-            states = 4 * 150 * (slots + 1) if of.states else 0
-            used += states + blocks * own.block_size * of.token_bytes
+            states = 4 * 150 * (slots + 1) if shapes.states else 0
+            used += states + blocks * engine.block_size * shapes.token_bytes
         assert used <= memory
     if caching and model == "recurrent":
-        own, _ = split_cache_memory(given, shapes, smaller)
-        assert own.sizes(shapes)[1] > 2 * config.max_num_seqs + 1, "snapshots of states"
+        engine, _ = split_cache_memory(with_memory, target, drafter)
+        assert engine.sizes(target)[1] > 2 * config.max_num_seqs + 1, "snapshots of states"
 
 
-def test_memory_is_shared_by_the_bytes_of_a_token():
+def test_cache_memory_is_split_by_bytes_per_token():
     config = EngineConfig(memory_bytes=5_000_000)
-    of_model, of_draft = split_cache_memory(config, SHAPES["larger"], SHAPES["attention"])
-    assert (of_model.memory_bytes, of_draft.memory_bytes) == (4_000_000, 1_000_000)
-    assert of_model.sizes(SHAPES["larger"]) == of_draft.sizes(SHAPES["attention"])
+    model_config, draft_config = split_cache_memory(config, SHAPES["larger"], SHAPES["attention"])
+    assert (model_config.memory_bytes, draft_config.memory_bytes) == (4_000_000, 1_000_000)
+    assert model_config.sizes(SHAPES["larger"]) == draft_config.sizes(SHAPES["attention"])
 
 
 @pytest.mark.parametrize(("pattern", "stages"), [("M-G-", 1), ("M-*-", 2)])
@@ -178,7 +178,7 @@ def test_attention_free_first_stage_accepts_drafts(
     folders: dict[str, str], tmp_path: Path, pattern: str, stages: int
 ) -> None:
     mixers = {"mamba": HYBRID.mamba, "delta_net": HYBRID.delta_net, "ffn_pattern": ""}
-    folder = saved(tmp_path / "hybrid", pattern=pattern, num_layers=len(pattern), **mixers)
+    folder = save_folder(tmp_path / "hybrid", pattern=pattern, num_layers=len(pattern), **mixers)
     plain = run(generate, "--load", folder, *TEXT)
     words = ["--device", "cpu", "--load", folder, *TEXT, "--inference-memory-gb", "0.002"]
     words += ["--speculative-method", "draft", "--speculative-draft-model", folders["plain"]]
@@ -187,28 +187,28 @@ def test_attention_free_first_stage_accepts_drafts(
         code, out, err = run(generate, *words)
     else:
         _store, launcher = serve_store(2)
-        with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+        with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
             (code, out, err, _), _ = ranks.values(timeout=60.0)
     assert (code, out) == (0, plain[1]), err
     assert " drafts, " in err
 
 
-def test_a_stop_string_ends_a_text_within_the_tokens_of_a_step() -> None:
+def test_stop_string_ends_text_within_the_tokens_of_a_step() -> None:
     loaded = Loaded(max_length=100, speculation=Speculation(speculative_method="ngram"))
     llm = LLM(loaded, Inference())
     text = "abcdefghijklmnop"
-    asked = TextParams(max_new_tokens=20, sampling=GREEDY, stop=("hij",))
-    (found,) = llm.generate([text + text[:3]], asked)
-    assert (found.text, found.finish_reason) == ("defg", "stop")
-    assert found.ids == tuple(b"defghij")
-    assert len(found.logprobs) == 7
+    params = TextParams(max_new_tokens=20, sampling=GREEDY, stop=("hij",))
+    (output,) = llm.generate([text + text[:3]], params)
+    assert (output.text, output.finish_reason) == ("defg", "stop")
+    assert output.ids == tuple(b"defghij")
+    assert len(output.logprobs) == 7
     assert llm.engine.stats.steps < 4
     assert llm.engine.unfinished == 0
 
 
-def test_steps_of_a_draft_model_are_recorded_on_a_cpu(folders: dict[str, str]) -> None:
+def test_steps_of_a_draft_model_are_recorded_on_cpu(folders: dict[str, str]) -> None:
     speculation = Speculation(speculative_method="draft", speculative_draft_model=folders["plain"])
-    asked, found = TextParams(max_new_tokens=12, sampling=GREEDY), []
+    params, outputs = TextParams(max_new_tokens=12, sampling=GREEDY), []
     for eager in (False, True):
         with LLM.open(
             folders["model"],
@@ -217,29 +217,29 @@ def test_steps_of_a_draft_model_are_recorded_on_a_cpu(folders: dict[str, str]) -
             device="cpu",
             transformer_impl="inference_optimized",
         ) as llm:
-            found.append(llm.generate(["AB"], asked)[0].ids)
+            outputs.append(llm.generate(["AB"], params)[0].ids)
             assert isinstance(llm.engine.proposer, DraftModel)
             graphs = llm.engine.graphs, llm.engine.proposer.engine.graphs
-        assert all(one is None if eager else one.replayed > 0 for one in graphs)
-    assert found[0] == found[1]
+        assert all(recorder is None if eager else recorder.replayed > 0 for recorder in graphs)
+    assert outputs[0] == outputs[1]
 
 
-def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
+def test_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
     speculation = Speculation(speculative_method="draft", speculative_draft_model=folders["plain"])
-    asked = TextParams(max_new_tokens=12, sampling=GREEDY)
+    params = TextParams(max_new_tokens=12, sampling=GREEDY)
     with LLM.open(folders["model"], speculation=speculation, device="cpu") as llm:
         assert isinstance(llm.engine.proposer, DraftModel)
         caches = llm.engine.cache, llm.engine.proposer.engine.cache
-        before, (wanted,) = [cache.num_bytes for cache in caches], llm.generate(["A"], asked)
+        before, (expected,) = [cache.num_bytes for cache in caches], llm.generate(["A"], params)
         llm.sleep()
         assert [cache.num_bytes for cache in caches] == [0, 0]
         llm.wake()
         assert [cache.num_bytes for cache in caches] == before
         accepted = llm.engine.stats.accepted
-        (found,) = llm.generate(["A"], asked)
-        assert found.ids == wanted.ids
+        (output,) = llm.generate(["A"], params)
+        assert output.ids == expected.ids
         assert llm.engine.stats.accepted > accepted
-        # The administration of a server.
+        # The same through a server's administration.
         control = EngineControl(llm.replicas, llm.loaded)
         with pytest.raises(ValueError, match="sleep level 2"):
             control.apply({"action": "sleep", "level": 2})
@@ -275,12 +275,12 @@ def test_a_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         ("model", ["--speculative-method", "mtp", "--async-scheduling"], "--async-scheduling"),
     ],
 )
-def test_what_cannot_be_speculated_is_named(
+def test_invalid_speculation_options_are_named(
     folders: dict[str, str], load: str, words: list[str], named: str
 ) -> None:
     words = [folders.get(word, word) for word in words]
-    asked = ("--load", folders[load], *words, "--prompt", "A", "--max-new-tokens", "40")
-    code, out, err = run(generate, *asked)
+    arguments = ("--load", folders[load], *words, "--prompt", "A", "--max-new-tokens", "40")
+    code, out, err = run(generate, *arguments)
     assert (code, out) == (2, "")
     assert named in err
     assert len(err.splitlines()) == 1

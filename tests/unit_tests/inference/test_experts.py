@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command on models with experts and latent attention, against the whole model run anew."""
+"""The command on models with experts and latent attention against a full forward of each text."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ MODELS = {
     ),
 }
 PROMPTS = ("Once", "", "two words é", "ab")
-NEW = 9
+NUM_NEW = 9
 
 
-def place_values(chunk: TensorChunk) -> None:
-    """Fill a chunk with what its logical tensor holds there, on any grid."""
+def fill_chunk(chunk: TensorChunk) -> None:
+    """Fill a chunk with its slice of a random logical tensor, on any rank grid."""
     noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
     values = 1.0 + 0.2 * noise if "norm" in chunk.name else 0.4 * noise
-    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    chunk.tensor.copy_(values[tuple(slice(first, first + size) for first, size in places)])
+    extents = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    chunk.tensor.copy_(values[tuple(slice(offset, offset + size) for offset, size in extents)])
 
 
 def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coordinator) -> None:
-    """Save a model as training on these ranks does, with what only training has."""
+    """Save a model as training on these ranks does, including MTP layers."""
     model = GPTModel(MODELS[name], groups)
     chunks = weight_chunks(model.store)
     for chunk in chunks:
-        place_values(chunk)
+        fill_chunk(chunk)
     tokenizer = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257"}
     extra = {
         "model": json.loads(json.dumps(MODELS[name].to_json())),
@@ -109,14 +109,14 @@ def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coor
     save_checkpoint(root, 7, chunks, extra, coordinator=coordinator)
 
 
-def save_on_a_rank(rank: int, world: int, root: str, name: str) -> None:
+def save_on_rank(rank: int, world: int, root: str, name: str) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
     save(root, name, groups, Coordinator.from_groups(groups, timeout_seconds=20.0))
 
 
-def arguments(load: Path, output: Path, *more: str) -> list[str]:
+def arguments(load: Path, output: Path, *extra: str) -> list[str]:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    flags = ["--max-new-tokens", str(NEW), "--temperature", "0", "--device", "cpu", *more]
+    flags = ["--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--device", "cpu", *extra]
     return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
 
 
@@ -128,66 +128,66 @@ def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-def results(path: Path) -> list[dict[str, Any]]:
+def read_outputs(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What one process says by a checkpoint from two ranks that shared the experts."""
+class SingleProcessRun:
+    """The outputs of a single process with a checkpoint written by two expert-parallel ranks."""
 
     config: GPTConfig
     folder: Path
     model: GPTModel
-    results: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def generated(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Generated:
-    folder, path = (tmp_path_factory.mktemp(request.param) / part for part in ("saved", "1.json"))
-    run_ranks(save_on_a_rank, 2, str(folder), request.param)
+def single_process(request: pytest.FixtureRequest, tmp_path_factory: Any) -> SingleProcessRun:
+    folder, path = (tmp_path_factory.mktemp(request.param) / name for name in ("saved", "1.json"))
+    run_ranks(save_on_rank, 2, str(folder), request.param)
     built: list[GPTModel] = []
 
-    class Watched(GPTModel):
-        def __init__(self, *parts: Any, **options: Any) -> None:
-            super().__init__(*parts, **options)
+    class RecordedModel(GPTModel):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             built.append(self)
 
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setattr(checkpoint_model, "GPTModel", Watched)
+        patch.setattr(checkpoint_model, "GPTModel", RecordedModel)
         code, err = run(arguments(folder, path), {})
     assert code == 0, err
     (model,) = built
-    return Generated(MODELS[request.param], folder, model, results(path))
+    return SingleProcessRun(MODELS[request.param], folder, model, read_outputs(path))
 
 
 @pytest.mark.covers("generation", runs="generates")
-def test_greedy_text_is_what_the_whole_model_finds_most_probable(generated: Generated) -> None:
-    config = generated.config
-    # Each prompt alone, without a cache, by a model of which no expert is ever full.
+def test_greedy_tokens_are_the_argmax_of_a_full_forward(single_process: SingleProcessRun) -> None:
+    config = single_process.config
+    # Run each prompt alone, without a cache, in a model without expert capacity.
     model = GPTModel(
         replace(config, moe=replace(config.moe, capacity_factor=None), mtp_num_layers=0),
         ProcessGroupCollection.single(),
     )
     for chunk in weight_chunks(model.store):
-        place_values(chunk)
-    said = set()
-    for result in generated.results:
-        tokens = result["prompt_ids"] + result["ids"]
+        fill_chunk(chunk)
+    distinct = set()
+    for output in single_process.outputs:
+        tokens = output["prompt_ids"] + output["ids"]
         with torch.no_grad(), one_thread():
             logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
-        logits = logits[len(result["prompt_ids"]) - 1 : -1]
-        assert logits.argmax(-1).tolist() == result["ids"]
-        found = logits.log_softmax(-1).amax(-1)
-        assert_close_by_metric(result["prompt"], torch.tensor(result["logprobs"]), found)
-        said |= set(result["ids"])
-    assert len(said) > 8
+        logits = logits[len(output["prompt_ids"]) - 1 : -1]
+        assert logits.argmax(-1).tolist() == output["ids"]
+        expected = logits.log_softmax(-1).amax(-1)
+        assert_close_by_metric(output["prompt"], torch.tensor(output["logprobs"]), expected)
+        distinct |= set(output["ids"])
+    assert len(distinct) > 8
 
 
-def test_what_only_training_has_is_left_in_the_checkpoint(generated: Generated) -> None:
-    held = read_manifest(generated.folder / "iter_0000007").tensors
-    assert "mtp.0.projection.weight" in held
-    model = generated.model
+def test_mtp_layers_and_capacity_are_not_loaded(single_process: SingleProcessRun) -> None:
+    stored = read_manifest(single_process.folder / "iter_0000007").tensors
+    assert "mtp.0.projection.weight" in stored
+    model = single_process.model
     assert not [name for name in model.store.handles if name.startswith("mtp.")]
     routers = [m for m in model.modules() if isinstance(m, Router)]
     assert len(routers) == 2
@@ -196,7 +196,7 @@ def test_what_only_training_has_is_left_in_the_checkpoint(generated: Generated) 
         assert not router.counted.any()
 
 
-def command_on_a_rank(
+def command_on_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> tuple[int, str]:
     torch.set_num_threads(1)
@@ -218,16 +218,16 @@ def command_on_a_rank(
     ids=("dp", "dp ep", "tp", "pp", "ep"),
 )
 @pytest.mark.covers("generation", runs="generates")
-def test_two_ranks_generate_what_one_process_does(
-    generated: Generated, tmp_path: Path, layout: tuple[str, ...]
+def test_two_ranks_generate_the_single_process_tokens(
+    single_process: SingleProcessRun, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     _store, launcher = serve_store(2)
-    more = (*layout, "--inference-max-requests", "3")
-    words = arguments(generated.folder, tmp_path / "two.json", *more)
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    flags = (*layout, "--inference-max-requests", "3")
+    words = arguments(single_process.folder, tmp_path / "two.json", *flags)
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    for a, b in zip(results(tmp_path / "two.json"), generated.results, strict=True):
+    for a, b in zip(read_outputs(tmp_path / "two.json"), single_process.outputs, strict=True):
         assert a["ids"] == b["ids"]
-        got, expected = (torch.tensor(r["logprobs"]) for r in (a, b))
-        assert_close_by_metric(a["prompt"], got, expected)
+        actual, expected = (torch.tensor(r["logprobs"]) for r in (a, b))
+        assert_close_by_metric(a["prompt"], actual, expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to results: tokens, rows, empty prompts, the end of a document, stop strings, refusals."""
+"""From texts to outputs: tokens, rows, empty prompts, end of document, stop strings, refusals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class NextByte:
-    """Find the byte after the last one most probable, and the end of the document after `z`."""
+    """A model whose most probable token is the next byte, or the end of document after `z`."""
 
     def __init__(self) -> None:
         self.head = self
 
     def __call__(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        following = torch.where(x.t() == ord("z"), 256, (x.t() + 1) % 256)
-        return 5 * torch.nn.functional.one_hot(following, 257).float()
+        next_tokens = torch.where(x.t() == ord("z"), 256, (x.t() + 1) % 256)
+        return 5 * torch.nn.functional.one_hot(next_tokens, 257).float()
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -40,7 +40,7 @@ class NextByte:
 
 @dataclass
 class Loaded:
-    """A loaded checkpoint without a checkpoint."""
+    """A stand-in for a loaded checkpoint."""
 
     max_length: int = 16
     vocab_size: int = 257
@@ -63,12 +63,12 @@ class Loaded:
         return NextByte()
 
 
-def params(new: int, **more) -> TextParams:
-    return TextParams(max_new_tokens=new, sampling=GREEDY, **more)
+def params(max_new_tokens: int, **options) -> TextParams:
+    return TextParams(max_new_tokens=max_new_tokens, sampling=GREEDY, **options)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
-def test_results_come_in_order_however_many_rows_run(rows: int) -> None:
+def test_outputs_are_in_prompt_order_with_any_number_of_rows(rows: int) -> None:
     llm = LLM(Loaded(), Inference(inference_max_requests=rows))
     results = llm.generate(["ab", "xy", "m"], params(3))
     assert [(r.prompt, r.text, r.finish_reason) for r in results] == [
@@ -82,30 +82,30 @@ def test_results_come_in_order_however_many_rows_run(rows: int) -> None:
     assert llm.engine.unfinished == 0
 
 
-def test_pieces_add_up_to_the_results() -> None:
+def test_deltas_add_up_to_the_outputs() -> None:
     llm = LLM(Loaded())
-    shown: dict[int, str] = {}
-    for piece in llm.stream(["ab", "m"], params(4)):
-        shown[piece.prompt] = shown.get(piece.prompt, "") + piece.text
-        if piece.output is not None:
-            assert piece.output.text == shown[piece.prompt]
-    assert shown == {0: "cdef", 1: "nopq"}
+    texts: dict[int, str] = {}
+    for delta in llm.stream(["ab", "m"], params(4)):
+        texts[delta.prompt] = texts.get(delta.prompt, "") + delta.text
+        if delta.output is not None:
+            assert delta.output.text == texts[delta.prompt]
+    assert texts == {0: "cdef", 1: "nopq"}
 
 
-def test_a_stream_that_is_left_early_frees_what_it_has() -> None:
+def test_stream_closed_early_frees_its_blocks() -> None:
     llm = LLM(Loaded())
-    pieces = llm.stream(["ab", "m"], params(9))
-    next(pieces)
+    deltas = llm.stream(["ab", "m"], params(9))
+    next(deltas)
     assert llm.engine.unfinished == 2
-    pieces.close()
+    deltas.close()
     assert llm.engine.unfinished == llm.engine.scheduler.pool.references == 0
 
 
-def test_a_stream_goes_on_after_sleep() -> None:
+def test_stream_continues_after_sleep() -> None:
     llm = LLM(Loaded(cache_shapes=CacheShapes(attention=((1, 4),))))
     full = llm.engine.cache.num_bytes
-    pieces = llm.stream(["ab"], params(5))
-    text = next(pieces).text
+    deltas = llm.stream(["ab"], params(5))
+    text = next(deltas).text
     with pytest.raises(ValueError, match="level 3"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="use level 1"):  # a CPU is the host
@@ -116,45 +116,47 @@ def test_a_stream_goes_on_after_sleep() -> None:
         llm.generate(["x"], params(1))
     llm.wake()
     assert llm.engine.cache.num_bytes == full > 0
-    assert text + "".join(piece.text for piece in pieces) == "cdefg"
+    assert text + "".join(delta.text for delta in deltas) == "cdefg"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_stop_string_ends_an_output_and_is_not_in_its_text(asynchronous: bool) -> None:
+def test_stop_string_ends_an_output_and_is_not_in_its_text(asynchronous: bool) -> None:
     llm = LLM(Loaded(), Inference(async_scheduling=asynchronous))
-    first, second = llm.generate(["ab", "d"], params(9, stop=("fg",)))
-    assert (first.text, first.finish_reason) == ("cde", "stop")
-    assert bytes(first.ids) == b"cdefg"
-    assert (second.text, second.finish_reason) == ("e", "stop")
+    first_output, second_output = llm.generate(["ab", "d"], params(9, stop=("fg",)))
+    assert (first_output.text, first_output.finish_reason) == ("cde", "stop")
+    assert bytes(first_output.ids) == b"cdefg"
+    assert (second_output.text, second_output.finish_reason) == ("e", "stop")
     assert (llm.engine.stats.wasted > 0) == asynchronous
     (cut,) = llm.generate(["ab"], params(4, stop=("fg",)))
-    assert (cut.text, cut.finish_reason) == ("cdef", "length")  # what was held back is shown
+    assert (cut.text, cut.finish_reason) == ("cdef", "length")  # withheld text is emitted
 
 
-def test_requested_options_are_reported() -> None:
-    chosen = SamplingParams(temperature=0, logprobs=2)
-    asked = TextParams(max_new_tokens=2, sampling=chosen, num_outputs=2, prompt_logprobs=True)
-    first, second = LLM(Loaded()).generate(["abc"], asked)
-    assert (first.index, second.index) == (0, 1)
-    assert [t[0][0] for t in first.top_logprobs] == [100, 101]
-    assert first.top_logprobs[0][0][1] == first.logprobs[0]
-    assert len(first.top_logprobs[0]) == 2
-    one = torch.nn.functional.one_hot(torch.tensor(0), 257) * 5.0
-    likely = one.log_softmax(0)[0].item()
-    assert first.prompt_logprobs == second.prompt_logprobs == pytest.approx((likely, likely))
+def test_logprobs_and_several_outputs_are_reported() -> None:
+    sampling = SamplingParams(temperature=0, logprobs=2)
+    text_params = TextParams(
+        max_new_tokens=2, sampling=sampling, num_outputs=2, prompt_logprobs=True
+    )
+    output_0, output_1 = LLM(Loaded()).generate(["abc"], text_params)
+    assert (output_0.index, output_1.index) == (0, 1)
+    assert [t[0][0] for t in output_0.top_logprobs] == [100, 101]
+    assert output_0.top_logprobs[0][0][1] == output_0.logprobs[0]
+    assert len(output_0.top_logprobs[0]) == 2
+    logits = torch.nn.functional.one_hot(torch.tensor(0), 257) * 5.0
+    likely = logits.log_softmax(0)[0].item()
+    assert output_0.prompt_logprobs == output_1.prompt_logprobs == pytest.approx((likely, likely))
 
 
-def test_an_empty_prompt_starts_a_new_document() -> None:
+def test_empty_prompt_is_the_end_of_document_token() -> None:
     (request,) = text_requests(Loaded(), [""], params(1))
     assert request.prompt == (256,)
 
 
-def test_every_output_is_its_own_sequence() -> None:
+def test_each_output_has_its_own_sequence_number() -> None:
     requests = text_requests(Loaded(), ["a", "a"], params(1, num_outputs=3))
     assert [r.sequence for r in requests] == [0, 3]
 
 
-def test_prompts_are_refused_before_anything_is_generated() -> None:
+def test_invalid_prompts_are_refused_before_any_step() -> None:
     llm = LLM(Loaded())
     with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is too long: 14 tokens"):
         next(llm.stream(["a", "b" * 14], params(3)))
@@ -163,7 +165,7 @@ def test_prompts_are_refused_before_anything_is_generated() -> None:
         text_requests(Loaded(vocab_size=128), ["é"], params(1))
 
 
-def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
+def test_too_small_cache_is_refused_with_the_needed_size() -> None:
     loaded = Loaded(max_length=100, cache_shapes=CacheShapes(attention=((1, 4),)))
     llm = LLM(loaded, num_blocks=2)
     with pytest.raises(ValueError, match="40 tokens take 3 blocks of 16 tokens, the cache has 2"):
@@ -172,6 +174,6 @@ def test_a_cache_too_small_for_a_prompt_says_what_would_do() -> None:
         LLM(loaded, Inference(inference_memory_gb=1e-9))
 
 
-def test_gpu_steps_are_not_forced_to_be_eager() -> None:
+def test_enforce_eager_is_refused_on_gpu() -> None:
     with pytest.raises(ValueError, match="--enforce-eager does nothing on a GPU"):
         graph_recorder(Loaded(device="cuda", optimized=True), Inference(enforce_eager=True))

@@ -15,7 +15,7 @@ TEXTS = ["the theory of the thing", "a def is a def of a thing"] * 20
 
 
 def make_tokenizer(kind: str, folder: Path) -> dict[str, Any]:
-    """Make a tokenizer and return what training would record of it."""
+    """Make a tokenizer and return its record in a training checkpoint."""
     model, size = None, None
     if kind == "hf":
         model = str(folder / "tokenizer.json")
@@ -36,7 +36,7 @@ def make_tokenizer(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["hf", "sentencepiece", "byte", "null"])
-def test_a_prompt_is_continued(kind: str, tmp_path: Path) -> None:
+def test_every_tokenizer_continues_a_prompt(kind: str, tmp_path: Path) -> None:
     recorded = make_tokenizer(kind, tmp_path)
     save(tmp_path / "saved", make_model(), tokenizer=recorded)
     prompt = "7 8 9" if kind == "null" else "the thing"
@@ -55,5 +55,5 @@ def test_a_prompt_is_continued(kind: str, tmp_path: Path) -> None:
     assert result["prompt_ids"] == tokenizer.tokenize(prompt)
     assert len(result["ids"]) > 3
     assert out == f"{prompt}{result['text']}\n"
-    whole = tokenizer.detokenize([*result["prompt_ids"], *result["ids"]])
-    assert prompt + result["text"] == whole
+    full_text = tokenizer.detokenize([*result["prompt_ids"], *result["ids"]])
+    assert prompt + result["text"] == full_text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command on a hybrid checkpoint, against the whole model run anew; in parts, on two ranks."""
+"""The command on a hybrid checkpoint against a full forward; chunked prefill; two ranks."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ CONFIG = GPTConfig(
     init_std=0.4,
 )
 PROMPTS = ("Once", "", "two words é", "ab")
-NEW = 9
+NUM_NEW = 9
 
 
-def place_values(chunk: TensorChunk) -> None:
-    """Fill a chunk with what its logical tensor holds there, off its initial values."""
+def fill_chunk(chunk: TensorChunk) -> None:
+    """Fill a chunk with its slice of a random logical tensor, away from the initial values."""
     noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
-    values = 0.2 * noise  # larger ones would magnify rounding
+    values = 0.2 * noise  # larger values would magnify rounding
     if "norm" in chunk.name:
         values = 1.0 + 0.2 * noise
     elif "A_log" in chunk.name:
         values = 0.3 * noise - 1.5
-    places = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    chunk.tensor.copy_(values[tuple(slice(first, first + size) for first, size in places)])
+    extents = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+    chunk.tensor.copy_(values[tuple(slice(offset, offset + size) for offset, size in extents)])
 
 
-def filled(config: GPTConfig) -> GPTModel:
+def filled_model(config: GPTConfig) -> GPTModel:
     model = GPTModel(config, ProcessGroupCollection.single())
     for chunk in weight_chunks(model.store):
-        place_values(chunk)
+        fill_chunk(chunk)
     return model
 
 
@@ -90,13 +90,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "fingerprint": "byte-257",
         },
     }
-    save_checkpoint(folder, 7, weight_chunks(filled(CONFIG).store), extra, coordinator=Solo())
+    save_checkpoint(folder, 7, weight_chunks(filled_model(CONFIG).store), extra, coordinator=Solo())
     return folder
 
 
-def arguments(load: Path, output: Path, *more: str) -> list[str]:
+def arguments(load: Path, output: Path, *extra: str) -> list[str]:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    flags = ["--max-new-tokens", str(NEW), "--temperature", "0", "--device", "cpu", *more]
+    flags = ["--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--device", "cpu", *extra]
     return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
 
 
@@ -108,98 +108,98 @@ def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-def results(path: Path) -> list[dict[str, Any]]:
+def read_outputs(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def assert_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for a, b in zip(got, expected, strict=True):
+def assert_same_outputs(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert a["ids"] == b["ids"]
-        found, wanted = (torch.tensor(r["logprobs"]) for r in (a, b))
-        assert_close_by_metric(a["prompt"], found, wanted)
+        actual_logprobs, expected_logprobs = (torch.tensor(r["logprobs"]) for r in (a, b))
+        assert_close_by_metric(a["prompt"], actual_logprobs, expected_logprobs)
 
 
 @pytest.fixture(scope="module")
-def written(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def expected_outputs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("text") / "one.json"
     code, err = run(arguments(root, path), {})
     assert code == 0, err
-    return results(path)
+    return read_outputs(path)
 
 
-def test_greedy_text_is_what_the_whole_model_finds_most_probable(
-    written: list[dict[str, Any]],
+def test_greedy_tokens_are_the_argmax_of_a_full_forward(
+    expected_outputs: list[dict[str, Any]],
 ) -> None:
-    # Each prompt alone, without a cache, by a model of which no expert is ever full.
+    # Run each prompt alone, without a cache, in a model without expert capacity.
     moe = replace(CONFIG.moe, capacity_factor=None)
-    model = filled(replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern=""))
-    said = set()
-    for result in written:
-        tokens = result["prompt_ids"] + result["ids"]
+    model = filled_model(replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern=""))
+    distinct = set()
+    for output in expected_outputs:
+        tokens = output["prompt_ids"] + output["ids"]
         with torch.no_grad(), one_thread():
             logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
-        logits = logits[len(result["prompt_ids"]) - 1 : -1]
-        assert logits.argmax(-1).tolist() == result["ids"]
-        found = logits.log_softmax(-1).amax(-1)
-        assert_close_by_metric(result["prompt"], torch.tensor(result["logprobs"]), found)
-        said |= set(result["ids"])
-    assert len(said) > 8
+        logits = logits[len(output["prompt_ids"]) - 1 : -1]
+        assert logits.argmax(-1).tolist() == output["ids"]
+        expected = logits.log_softmax(-1).amax(-1)
+        assert_close_by_metric(output["prompt"], torch.tensor(output["logprobs"]), expected)
+        distinct |= set(output["ids"])
+    assert len(distinct) > 8
 
 
 @pytest.mark.parametrize("rows", ["16", "3", "1"])
-def test_prompts_in_parts_and_other_batches_yield_the_same(
+def test_chunked_prefill_and_batch_size_change_no_token(
     root: Path,
-    written: list[dict[str, Any]],
+    expected_outputs: list[dict[str, Any]],
     rows: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths, forward = [], GPTModel.forward
 
-    def watched(self, tokens, **options):
+    def recorded_forward(self, tokens, **options):
         lengths.append(tokens.shape[1])
         return forward(self, tokens, **options)
 
-    monkeypatch.setattr(GPTModel, "forward", watched)
+    monkeypatch.setattr(GPTModel, "forward", recorded_forward)
     path = tmp_path / "parts.json"
-    more = ("--inference-max-tokens", "5", "--inference-max-requests", rows)
-    code, err = run(arguments(root, path, *more), {})
+    flags = ("--inference-max-tokens", "5", "--inference-max-requests", rows)
+    code, err = run(arguments(root, path, *flags), {})
     assert code == 0, err
-    assert_same(results(path), written)
+    assert_same_outputs(read_outputs(path), expected_outputs)
     longest = len(PROMPTS[2].encode())
     assert longest == 12
     assert max(lengths) == 5
 
 
-def command_on_a_rank(
+def command_on_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> tuple[int, str, int]:
     steps: list[int] = []
     note_optimized_steps(steps)
-    code, said = run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    return code, said, len(steps)
+    code, err = run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return code, err, len(steps)
 
 
 @pytest.mark.parametrize(
-    "how", [(), ("--sequence-parallel", "--transformer-impl", "inference_optimized")]
+    "extra_flags", [(), ("--sequence-parallel", "--transformer-impl", "inference_optimized")]
 )
-def test_two_ranks_generate_what_one_process_does(
-    root: Path, written: list[dict[str, Any]], tmp_path: Path, how: tuple[str, ...]
+def test_two_ranks_generate_the_single_process_tokens(
+    root: Path, expected_outputs: list[dict[str, Any]], tmp_path: Path, extra_flags: tuple[str, ...]
 ) -> None:
     _store, launcher = serve_store(2)
-    more = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3", *how)
-    more += ("--inference-max-tokens", "6")
-    words = arguments(root, tmp_path / "two.json", *more)
-    with start_ranks(command_on_a_rank, 2, words, launcher, init=False) as ranks:
+    flags = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3", *extra_flags)
+    flags += ("--inference-max-tokens", "6")
+    words = arguments(root, tmp_path / "two.json", *flags)
+    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
     assert [code for code, *_ in outcomes] == [0, 0], outcomes
-    assert all((steps > 1) == bool(how) for *_, steps in outcomes)
-    assert_same(results(tmp_path / "two.json"), written)
+    assert all((steps > 1) == bool(extra_flags) for *_, steps in outcomes)
+    assert_same_outputs(read_outputs(tmp_path / "two.json"), expected_outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3next", "mamba2", "nemotronh"])
-def test_transformers_says_the_same_with_its_own_cache(case: str, tmp_path: Path) -> None:
+def test_transformers_generates_the_same_tokens(case: str, tmp_path: Path) -> None:
     model = make_model(case, eos_token_id=None)
     folder = save_folder(model, tmp_path / "model")
     words = {f"w{i}": i for i in range(VOCABULARY)}
@@ -214,9 +214,9 @@ def test_transformers_says_the_same_with_its_own_cache(case: str, tmp_path: Path
         [*texts, *line.split(), "--inference-max-tokens", "4", "--inference-max-requests", "3"], {}
     )
     assert code == 0, err
-    for result, prompt in zip(results(path), prompts, strict=True):
+    for output, prompt in zip(read_outputs(path), prompts, strict=True):
         with one_thread(), torch.no_grad():
-            said = model.generate(
+            expected = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 max_new_tokens=12,
@@ -224,5 +224,5 @@ def test_transformers_says_the_same_with_its_own_cache(case: str, tmp_path: Path
                 use_cache=True,
                 pad_token_id=0,
             )
-        assert result["ids"] == said[0, len(prompt) :].tolist()
-    assert len({i for result in results(path) for i in result["ids"]}) > 8
+        assert output["ids"] == expected[0, len(prompt) :].tolist()
+    assert len({i for output in read_outputs(path) for i in output["ids"]}) > 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each option of generation changes what it says it changes, from the command line on."""
+"""Each option of generation has its documented effect, from the command line on."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def generated(root: Path, *words: str) -> tuple[list[dict[str, Any]], str, str]:
-    """Return the results, what was shown and what was said at the end."""
+def generate(root: Path, *words: str) -> tuple[list[dict[str, Any]], str, str]:
+    """Return the outputs, stdout and stderr."""
     path = root / "out.json"
-    usual = [
+    defaults = [
         *("--load", str(root), "--device", "cpu", "--max-new-tokens", "16"),
         *("--temperature", "0.8", "--seed", "5", "--output-json", str(path)),
     ]
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    code, out, err = run(*prompts, *last_wins([*usual, *words]))
+    code, out, err = run(*prompts, *last_wins([*defaults, *words]))
     assert code == 0, err
     return json.loads(path.read_text(encoding="utf-8")), out, err
 
 
-def ids(results: list[dict[str, Any]]) -> list[list[int]]:
-    return [result["ids"] for result in results]
+def ids(outputs: list[dict[str, Any]]) -> list[list[int]]:
+    return [output["ids"] for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def ids(results: list[dict[str, Any]]) -> list[list[int]]:
     ],
 )
 def test_sampling_options_change_tokens(root: Path, words: str) -> None:
-    plain, _, _ = generated(root)
-    changed, _, _ = generated(root, *words.split())
+    plain, _, _ = generate(root)
+    changed, _, _ = generate(root, *words.split())
     if words == "--stop e":
-        words_of = [result["text"] for result in plain]
-        assert [r["text"] for r in changed] == [text.split("e")[0] for text in words_of]
+        plain_texts = [output["text"] for output in plain]
+        assert [r["text"] for r in changed] == [text.split("e")[0] for text in plain_texts]
     else:
         assert ids(changed) != ids(plain)
 
@@ -76,34 +76,34 @@ def test_sampling_options_change_tokens(root: Path, words: str) -> None:
         "--no-prefix-caching",
     ],
 )
-def test_the_sizes_of_the_engine_change_no_token(root: Path, words: str) -> None:
-    plain, _, said = generated(root)
-    changed, _, changed_said = generated(root, *words.split())
+def test_engine_sizes_do_not_change_tokens(root: Path, words: str) -> None:
+    plain, _, log = generate(root)
+    changed, _, changed_log = generate(root, *words.split())
     assert ids(changed) == ids(plain)
     # Steps, computed tokens, prefix hits or preemptions differ.
-    assert said.splitlines()[-1] != changed_said.splitlines()[-1]
+    assert log.splitlines()[-1] != changed_log.splitlines()[-1]
 
 
-def test_several_outputs_differ_and_follow_their_prompt(root: Path) -> None:
-    results, out, _ = generated(root, "--num-outputs", "3")
-    assert [(r["prompt"], r["index"]) for r in results] == [
+def test_outputs_of_a_prompt_differ_and_are_grouped(root: Path) -> None:
+    outputs, out, _ = generate(root, "--num-outputs", "3")
+    assert [(r["prompt"], r["index"]) for r in outputs] == [
         (text, index) for text in PROMPTS for index in range(3)
     ]
-    assert len({tuple(found) for found in ids(results)}) == 9
+    assert len({tuple(tokens) for tokens in ids(outputs)}) == 9
     assert "--- prompt 2 of 3, output 3 of 3" in out
 
 
-def test_json_lines_hold_what_the_list_does(root: Path, tmp_path: Path) -> None:
+def test_json_lines_equal_the_json_list(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    more = ("--logprobs", "3", "--prompt-logprobs", "--output-jsonl", str(path))
-    results, _, _ = generated(root, *more)
+    flags = ("--logprobs", "3", "--prompt-logprobs", "--output-jsonl", str(path))
+    outputs, _, _ = generate(root, *flags)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert sorted(lines, key=lambda r: PROMPTS.index(r["prompt"])) == results
-    for result in results:
-        assert [len(tops) for tops in result["top_logprobs"]] == [3] * len(result["ids"])
-        for tops in result["top_logprobs"]:
+    assert sorted(lines, key=lambda r: PROMPTS.index(r["prompt"])) == outputs
+    for output in outputs:
+        assert [len(tops) for tops in output["top_logprobs"]] == [3] * len(output["ids"])
+        for tops in output["top_logprobs"]:
             assert sum(math.exp(value) for _, value in tops) <= 1 + 1e-6
-        assert len(result["prompt_logprobs"]) == len(result["prompt_ids"]) - 1
+        assert len(output["prompt_logprobs"]) == len(output["prompt_ids"]) - 1
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_json_lines_hold_what_the_list_does(root: Path, tmp_path: Path) -> None:
         (["--chat", "--num-outputs", "2"], "a turn has one answer"),
     ],
 )
-def test_bad_values_are_one_line(root: Path, words: list[str], text: str) -> None:
+def test_invalid_options_are_one_line(root: Path, words: list[str], text: str) -> None:
     code, out, err = run("--prompt", "a", "--load", str(root), "--device", "cpu", *words)
     assert (code, out) == (2, "")
     assert text in err
     assert err.count("\n") == 1
 
 
-def test_a_chat_answers_turn_after_turn(
+def test_chat_answers_each_turn_with_its_history(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "chat.jsonl"

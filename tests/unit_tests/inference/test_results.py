@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON of results: what is in it, whole or absent, bad paths known early."""
+"""The JSON file of outputs: its content, atomic writes, and early errors of invalid paths."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from megatron.inference.generate import check_json_path, write_json
 from megatron.inference.llm import TextOutput
 
-RESULT = TextOutput(
+OUTPUT = TextOutput(
     prompt='say "ü"\n',
     prompt_ids=(5, 6),
     text="ß\u2028",
@@ -19,15 +19,15 @@ RESULT = TextOutput(
 )
 
 
-def test_the_file_reads_back(tmp_path: Path) -> None:
+def test_json_file_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "out.json"
     check_json_path(path)
-    write_json(path, [RESULT, RESULT])
+    write_json(path, [OUTPUT, OUTPUT])
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") == 4
-    first, second = json.loads(text)
-    assert first == second
-    assert first == {
+    output_0, output_1 = json.loads(text)
+    assert output_0 == output_1
+    assert output_0 == {
         "prompt": 'say "ü"\n',
         "prompt_ids": [5, 6],
         "index": 0,
@@ -39,11 +39,11 @@ def test_the_file_reads_back(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["out.json"]
 
 
-def test_bad_paths_are_named(tmp_path: Path) -> None:
+def test_invalid_paths_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder: name a file"):
         check_json_path(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot make the folder"):
         check_json_path(tmp_path / "file" / "out.json")
     with pytest.raises(ValueError, match="cannot be written"):
-        write_json(tmp_path / "absent" / "out.json", [RESULT])
+        write_json(tmp_path / "absent" / "out.json", [OUTPUT])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of generation and of a server that were started with different options or files, and what
-several ranks refuse after loading."""
+"""Ranks of generation and of a server that start with different options or files, and refusals by
+several ranks after loading."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def facts_of(schema: type, *words: str) -> StartFacts:
     return start_facts(line.config)
 
 
-def refusal(first: StartFacts, second: StartFacts) -> str | None:
-    """Let two ranks compare facts; return the error of rank 0, None for none."""
-    store, found = dist.HashStore(), ["", ""]
+def refusal(facts_0: StartFacts, facts_1: StartFacts) -> str | None:
+    """Let two ranks compare start facts; return rank 0's error, or None if they agree."""
+    store, errors = dist.HashStore(), ["", ""]
 
     def compare(rank: int, facts: StartFacts) -> None:
         try:
             check_same_start(StoreCoordinator(store, rank, 2, timeout_seconds=20.0), facts)
         except ValueError as error:
-            found[rank] = str(error)
+            errors[rank] = str(error)
 
-    other = threading.Thread(target=compare, args=(1, second))
-    other.start()
-    compare(0, first)
-    other.join()
-    assert found[0] == found[1]
-    return found[0] or None
+    rank_1 = threading.Thread(target=compare, args=(1, facts_1))
+    rank_1.start()
+    compare(0, facts_0)
+    rank_1.join()
+    assert errors[0] == errors[1]
+    return errors[0] or None
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def refusal(first: StartFacts, second: StartFacts) -> str | None:
         (ServeConfig, ["--tensor-model-parallel-size", "2"], "is 1 on rank 0 and 2 on rank 1"),
     ],
 )
-def test_an_option_of_one_rank_is_named(schema, words, named):
+def test_option_that_differs_between_ranks_is_named(schema, words, named):
     assert named in (refusal(facts_of(schema), facts_of(schema, *words)) or "")
 
 
-def test_what_rank_0_alone_uses_may_differ():
-    own = ("--host", "node1", "--port", "1", "--api-key-file", "k")
-    assert refusal(facts_of(ServeConfig), facts_of(ServeConfig, *own)) is None
+def test_options_used_only_by_rank_0_may_differ():
+    rank_0_flags = ("--host", "node1", "--port", "1", "--api-key-file", "k")
+    assert refusal(facts_of(ServeConfig), facts_of(ServeConfig, *rank_0_flags)) is None
     schemas = (GenerateConfig, ServeConfig, BenchConfig)
-    known = {option.name for schema in schemas for option in options(schema)}
-    assert set(inference_options.MAY_DIFFER) <= known
+    names = {option.name for schema in schemas for option in options(schema)}
+    assert set(inference_options.MAY_DIFFER) <= names
 
 
-def command_on_a_rank(
+def command_on_rank(
     rank: int, world: int, words: list[list[str]], launcher: dict[str, str], *, program: str
 ) -> tuple[int, str, bool]:
-    """Return the exit code, stderr, and whether there was a process group."""
+    """Return the exit code, stderr, and whether a process group was initialized."""
     err = io.StringIO()
     main = {"generate": generate.main, "serve": serve.main}[program]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
@@ -92,28 +92,28 @@ def command_on_a_rank(
     return code, err.getvalue(), dist.is_initialized()
 
 
-def on_generate(*args):
-    return command_on_a_rank(*args, program="generate")
+def generate_on_rank(*args):
+    return command_on_rank(*args, program="generate")
 
 
-def on_serve(*args):
-    return command_on_a_rank(*args, program="serve")
+def serve_on_rank(*args):
+    return command_on_rank(*args, program="serve")
 
 
-def refused(command, *words: list[str]) -> str:
-    """Run a command on two ranks, which both refuse; return the one line that rank 0 prints."""
+def refusal_line(command, *words: list[str]) -> str:
+    """Run a command that both of two ranks refuse; return the line printed by rank 0."""
     _store, launcher = serve_store(2)
     with start_ranks(command, 2, list(words), launcher, init=False) as ranks:
-        (first, line, *_), (second, silence, *_) = outcomes = ranks.values(timeout=60.0)
-    assert (first, second) == (2, 2), outcomes
+        (code_0, line, *_), (code_1, err_1, *_) = outcomes = ranks.values(timeout=60.0)
+    assert (code_0, code_1) == (2, 2), outcomes
     assert line.count("\n") == 1, line
-    assert not silence
+    assert not err_1
     return line
 
 
 def test_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR, "--prompt"]
-    line = refused(on_generate, [*words, "a"], [*words, "b", "--seed", "7"])
+    line = refusal_line(generate_on_rank, [*words, "a"], [*words, "b", "--seed", "7"])
     assert "prompts is " in line
     assert "--seed is 1234 on rank 0 and 7 on rank 1" in line
 
@@ -121,65 +121,69 @@ def test_ranks_with_different_options_are_refused(root):
 @pytest.mark.slow(seconds=15)
 def test_server_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR]
-    line = refused(on_serve, [*words, "--port", "0"], [*words, "--inference-block-size", "32"])
+    line = refusal_line(
+        serve_on_rank, [*words, "--port", "0"], [*words, "--inference-block-size", "32"]
+    )
     assert "--inference-block-size is 16 on rank 0 and 32 on rank 1" in line
 
 
-def on_another_copy(rank: int, world: int, words: list[list[str]], launcher: dict[str, str]):
-    """Be a rank of generation, on whose machine another model stands where --load says."""
+def generate_on_copy(rank: int, world: int, words: list[list[str]], launcher: dict[str, str]):
+    """Run a rank of generation; on rank 1, --load reads another folder."""
     if rank:
-        here, there = Path(words[0][1]), Path(words[1][1])
+        load_folder, local_folder = Path(words[0][1]), Path(words[1][1])
         read = checkpoint_model.open_regular
-        checkpoint_model.open_regular = lambda path, **how: read(
-            there / path.relative_to(here), **how
+        checkpoint_model.open_regular = lambda path, **options: read(
+            local_folder / path.relative_to(load_folder), **options
         )
-    return on_generate(rank, world, [words[0], words[0]], launcher)
+    return generate_on_rank(rank, world, [words[0], words[0]], launcher)
 
 
-def test_a_model_is_compared_by_content(root, tmp_path):
+def test_models_of_ranks_are_compared_by_content(root, tmp_path):
     words = ["--device", "cpu", *TENSOR, "--prompt", "a", "--max-new-tokens", "2"]
-    copied, other = tmp_path / "copied", tmp_path / "other"
+    copied, other_model = tmp_path / "copied", tmp_path / "other"
     shutil.copytree(root, copied)
-    save(other, GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2))
-    here = ["--load", str(root), *words]
+    save(other_model, GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2))
+    arguments = ["--load", str(root), *words]
     _store, launcher = serve_store(2)
     with start_ranks(
-        on_another_copy, 2, [here, ["--load", str(copied)]], launcher, init=False
+        generate_on_copy, 2, [arguments, ["--load", str(copied)]], launcher, init=False
     ) as ranks:
         assert [code for code, *_ in ranks.values(timeout=60.0)] == [0, 0]
-    assert "model's files" in refused(on_another_copy, here, ["--load", str(other)])
+    assert "model's files" in refusal_line(
+        generate_on_copy, arguments, ["--load", str(other_model)]
+    )
 
 
-def slow_on_rank_0(rank: int, *args) -> tuple[int, str, float]:
-    """Return the exit code, stderr, and when rank 0 printed, or another rank ended."""
-    make, printed = llm.LLM.__init__, []
+def generate_slowly_on_rank_0(rank: int, *args) -> tuple[int, str, float]:
+    """Return the exit code, stderr, and the time at which rank 0 printed or rank 1 ended."""
+    init, printed = llm.LLM.__init__, []
 
-    def make_slowly(*args, **kwargs):
+    def slow_init(*args, **kwargs):
         time.sleep(0.0 if rank else 0.5)
-        make(*args, **kwargs)
+        init(*args, **kwargs)
 
     class Timed(io.StringIO):
         def write(self, text: str) -> int:
             printed.append(time.monotonic())
             return super().write(text)
 
-    llm.LLM.__init__, err = make_slowly, Timed()
+    llm.LLM.__init__, err = slow_init, Timed()
     _world, words, launcher = args
     with contextlib.redirect_stderr(err):
         code = generate.main(words[rank], {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     return code, err.getvalue(), (time.monotonic() if rank else printed[-1])
 
 
-def test_no_rank_ends_before_a_refusal_after_loading_is_printed(root):
-    """torchrun ends rank 0 as soon as another rank has ended."""
+def test_rank_1_ends_after_rank_0_printed_a_late_refusal(root):
+    """torchrun terminates rank 0 as soon as rank 1 has ended."""
     words = ["--load", str(root), "--device", "cpu", *TENSOR, "--prompt", "a"]
     words += ["--inference-memory-gb", "1e-6"]
     _store, launcher = serve_store(2)
-    with start_ranks(slow_on_rank_0, 2, [words, words], launcher, init=False) as ranks:
-        (first, line, printed), (second, silence, ended) = ranks.values(timeout=60.0)
-    assert (first, second) == (2, 2)
+    with start_ranks(generate_slowly_on_rank_0, 2, [words, words], launcher, init=False) as ranks:
+        (code_0, line, printed), (code_1, err_1, ended) = ranks.values(timeout=60.0)
+    assert (code_0, code_1) == (2, 2)
     assert "give at least" in line
-    assert not silence
+    assert not err_1
     assert printed < ended
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of file that is read: a sound folder, how its content is spoiled, who reads it."""
+"""File kinds: for each, a valid folder, how its content is damaged, and the readers."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ Reader = Callable[[Path], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of file.
+    """One kind of input file.
 
     Args:
-        base: name of the sound folder.
-        file: in it, that is spoiled.
-        readers: one of them reads the folder; the quick ones first.
+        base: name of the valid folder.
+        file: the file in the folder that is damaged.
+        readers: readers of the folder, the fastest first; a trial picks one.
         text: see `spoil`.
         seal: see `spoil`.
     """
@@ -67,12 +67,12 @@ class Kind:
 
 
 def call(main: Callable[[Sequence[str], dict[str, str]], int], *words: str) -> Reader:
-    """Return a reader that calls an entry point; `@/` in its words is the folder."""
+    """Return a reader that calls an entry point; `@/` in `words` stands for the folder."""
     return lambda folder: main([word.replace("@", str(folder), 1) for word in words], {})
 
 
 def command(run: Callable[[Sequence[str]], None], *words: str) -> Reader:
-    """Return a reader that calls what an entry point calls."""
+    """Return a reader that calls `run` with the error handling of an entry point."""
 
     def main(argv: Sequence[str], environment: dict[str, str]) -> int:
         return run_entry_point(lambda: run(argv), prog="test", err=sys.stderr, out=sys.stdout)
@@ -86,12 +86,12 @@ def _plot(argv: Sequence[str]) -> None:
 
 
 def _sealed(content: bytes) -> bytes:
-    """Give a manifest the digest that its content has."""
+    """Return a manifest whose digest matches its content."""
     kind, _, _ = manifest._split_head(content, Path("manifest"))
     length = len(manifest._HEAD % (kind.encode(), b"0" * manifest._HEX_DIGITS))
     body = content[length:]
-    found = manifest.digest(body, kind)[-manifest._HEX_DIGITS :]
-    return manifest._HEAD % (kind.encode(), found.encode()) + body
+    digest = manifest.digest(body, kind)[-manifest._HEX_DIGITS :]
+    return manifest._HEAD % (kind.encode(), digest.encode()) + body
 
 
 def _try_sealed(content: bytes) -> bytes:
@@ -101,7 +101,7 @@ def _try_sealed(content: bytes) -> bytes:
 
 
 def _spoiled_manifest(content: bytes, rng: random.Random, inside: tuple[str, ...] = ()) -> bytes:
-    """Spoil what comes after the digest, so that it can be made sound again."""
+    """Damage the content after the digest, so that `_sealed` can fix the digest."""
     kind, _, _ = manifest._split_head(content, Path("manifest"))
     length = len(manifest._HEAD % (kind.encode(), b"0" * manifest._HEX_DIGITS))
     spoiled = spoiled_json(b"{" + content[length:], rng, inside)
@@ -379,15 +379,15 @@ KINDS: dict[str, Kind] = {
 
 
 def make_bases(root: Path) -> None:
-    """Make the sound folders."""
+    """Create the valid folders."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for name, make in _MAKERS.items():
             (root / name).mkdir()
             make(root / name)
 
 
-def _must(code: int) -> None:
-    assert code == 0, f"a sound folder gives exit code {code}"
+def _check_success(code: int) -> None:
+    assert code == 0, f"a valid folder gives exit code {code}"
 
 
 def _make_hf(folder: Path) -> None:
@@ -409,13 +409,13 @@ def _make_hf(folder: Path) -> None:
         },
     }
     (folder / "hf" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    described = {
+    description = {
         "eos_token": {"content": "</s>", "special": True},
         "bos_token": "<s>",
         "chat_template": BUILT_IN["chatml"],
         "model_max_length": 1 << 20,
     }
-    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(description))
     (folder / "prompts.txt").write_text("a\nb a\n\n")
     (folder / "text.jsonl").write_text('{"text": "a b ab"}\n')
 
@@ -426,16 +426,16 @@ def _special(number: int, content: str) -> dict[str, object]:
 
 
 def save_llama(folder: Path, *, shards: Sequence[str] = SHARDS) -> None:
-    """Write a small model as transformers does, its weights in files of these names."""
-    hidden, head, heads, groups, ffn = 16, 6, 4, 2, 24
+    """Write a small model as transformers does, with its weights in the files `shards`."""
+    hidden, head_dim, heads, groups, ffn = 16, 6, 4, 2, 24
     shapes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
     for i in range(2):
         layer = f"model.layers.{i}"
         shapes |= {
-            f"{layer}.self_attn.q_proj": (heads * head, hidden),
-            f"{layer}.self_attn.k_proj": (groups * head, hidden),
-            f"{layer}.self_attn.v_proj": (groups * head, hidden),
-            f"{layer}.self_attn.o_proj": (hidden, heads * head),
+            f"{layer}.self_attn.q_proj": (heads * head_dim, hidden),
+            f"{layer}.self_attn.k_proj": (groups * head_dim, hidden),
+            f"{layer}.self_attn.v_proj": (groups * head_dim, hidden),
+            f"{layer}.self_attn.o_proj": (hidden, heads * head_dim),
             f"{layer}.mlp.gate_proj": (ffn, hidden),
             f"{layer}.mlp.up_proj": (ffn, hidden),
             f"{layer}.mlp.down_proj": (hidden, ffn),
@@ -455,7 +455,7 @@ def save_llama(folder: Path, *, shards: Sequence[str] = SHARDS) -> None:
         "bos_token_id": None,
         "dtype": "float32",
         "eos_token_id": 7,
-        "head_dim": head,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -475,8 +475,8 @@ def save_llama(folder: Path, *, shards: Sequence[str] = SHARDS) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
     files = {name: shards[i % len(shards)] for i, name in enumerate(tensors)}
     for file in shards:
-        held = {name: tensor for name, tensor in tensors.items() if files[name] == file}
-        save_file(held, folder / file, metadata={"format": "pt"})
+        shard_tensors = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(shard_tensors, folder / file, metadata={"format": "pt"})
     if len(shards) == 1:
         return
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -486,16 +486,16 @@ def save_llama(folder: Path, *, shards: Sequence[str] = SHARDS) -> None:
 
 def _make_imported(folder: Path) -> None:
     _make_hf(folder)
-    _must(FOLDER[0](folder))
+    _check_success(FOLDER[0](folder))
 
 
 def _make_data(folder: Path) -> None:
     write_tokens(folder / "data", documents=8)
     _describe(folder)
-    _must(train(*DATA, "--data-cache-path", "@/cache")(folder))
+    _check_success(train(*DATA, "--data-cache-path", "@/cache")(folder))
     for pattern, name in (("*.npy", "NPY"), ("*.json", "JSON")):
-        found = sorted((folder / "cache").rglob(pattern))[0]
-        found.with_name(name).symlink_to(found.name)
+        cached = sorted((folder / "cache").rglob(pattern))[0]
+        cached.with_name(name).symlink_to(cached.name)
     paths = {name: [str(folder / "data")] for name in ("train", "valid", "test")}
     (folder / "paths.json").write_text(json.dumps(paths))
     lines = [
@@ -512,14 +512,14 @@ def _make_data(folder: Path) -> None:
 
 
 def _describe(folder: Path) -> None:
-    described = {"type": "null", "vocab_size": 61, "eod": 60, "fingerprint": "null-60"}
-    (folder / "data.json").write_text(json.dumps({"tokenizer": described}))
+    description = {"type": "null", "vocab_size": 61, "eod": 60, "fingerprint": "null-60"}
+    (folder / "data.json").write_text(json.dumps({"tokenizer": description}))
 
 
 def _make_run(folder: Path) -> None:
     write_tokens(folder / "data", documents=8)
     _describe(folder)
-    _must(train(*DATA, "--save", "@/run", "--save-interval", "1")(folder))
+    _check_success(train(*DATA, "--save", "@/run", "--save-interval", "1")(folder))
     (folder / "run" / ".writer.lock").touch()
     host = {"host": "a", "rank": 1, "iteration": 3, "kind": "nan", "values": ["nan", "nan"]}
     hosts = {"hosts": [{**host, "sound": "0x1.8p+2", "sound_on": ["b"]}]}
@@ -559,7 +559,7 @@ def _make_text(folder: Path) -> None:
     write_ranks(folder / "ranks.tiktoken")
 
 
-def _make_interrupted(folder: Path, *, at: str) -> None:
+def _make_interrupted(folder: Path, *, interrupted_method: str) -> None:
     lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(9))
     (folder / "text.jsonl").write_text(lines)
     config = preprocess_data.PreprocessConfig(
@@ -569,7 +569,10 @@ def _make_interrupted(folder: Path, *, at: str) -> None:
         append_eod=True,
         workers=1,
     )
-    with mock.patch.object(Output, at, side_effect=OSError), contextlib.suppress(OSError):
+    with (
+        mock.patch.object(Output, interrupted_method, side_effect=OSError),
+        contextlib.suppress(OSError),
+    ):
         preprocess_data.preprocess(config, block_bytes=16, commit_bytes=1)
     assert (folder / "tokens.journal").stat().st_size
 
@@ -586,19 +589,19 @@ _MAKERS = {
     "run": _make_run,
     "text": _make_text,
     "torch": _make_torch,
-    "halfway": partial(_make_interrupted, at="finish"),
-    "nearly": partial(_make_interrupted, at="publish"),
+    "halfway": partial(_make_interrupted, interrupted_method="finish"),
+    "nearly": partial(_make_interrupted, interrupted_method="publish"),
 }
 
 
 def trial(root: Path, scratch: Path, name: str, number: int) -> int:
-    """Spoil a file of a kind and have it read; return the exit code.
+    """Damage a file of a kind, read the folder, and return the exit code.
 
     Args:
-        root: of the sound folders.
-        scratch: of this process.
-        name: of the kind.
-        number: which of its files.
+        root: folder that contains the valid folders.
+        scratch: folder for copies.
+        name: name of the kind.
+        number: seed of the damage.
     """
     kind = KINDS[name]
     rng = random.Random(f"{name} {number}")
@@ -608,18 +611,18 @@ def trial(root: Path, scratch: Path, name: str, number: int) -> int:
 
 
 def sound_trial(root: Path, scratch: Path, name: str, reader: int) -> int:
-    """Have a sound file of a kind read by one of its readers; return the exit code."""
+    """Read a valid file of a kind with one of its readers and return the exit code."""
     kind = KINDS[name]
     return kind.readers[reader](_sound_copy(root, scratch, kind)[0])
 
 
 def _sound_copy(root: Path, scratch: Path, kind: Kind) -> tuple[Path, Path]:
-    """Copy a sound folder, and have the file that is spoiled tell the paths of the copy."""
+    """Copy a valid folder and replace the folder's path in the kind's file by the copy's."""
     folder = fresh_copy(root / kind.base, scratch / str(os.getpid()))
     path = (folder / kind.file).resolve()
     sound = path.read_bytes()
-    if (told := str(root / kind.base).encode()) in sound:
-        sound = sound.replace(told, str(folder).encode())
+    if (root_bytes := str(root / kind.base).encode()) in sound:
+        sound = sound.replace(root_bytes, str(folder).encode())
         path.write_bytes(kind.seal(sound) if kind.seal is not None else sound)
     np.random.seed(0)
     return folder, path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point on ranks of which the first is late to read its options."""
+"""The entry point on several ranks, where rank 0 is the last to read its options."""
 
 from __future__ import annotations
 

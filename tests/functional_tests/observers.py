@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be seen of a run's options: what follows from them, what parts are made with, what the
-run logs, learns and writes."""
+"""Observations of a run's options: derived values, constructor arguments, log, losses and files."""
 
 from __future__ import annotations
 
@@ -34,17 +33,17 @@ from megatron.training.layouts import packed_cuts
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretrain_gpt import read_run, start_watch
-from tests.functional_tests.small_run import program_of, run_here
+from tests.functional_tests.small_run import program_of, run_in_process
 
-#: What a clock measures, and when.
-_CLOCKED = re.compile(
+#: Timestamps and measured times of log lines.
+_TIMINGS = re.compile(
     r"^ \[.*?\] |elapsed time per iteration \(ms\): [\d.]+|tokens per second[^|]*|"
     r"throughput[^|]*|memory \(MB\)[^|]*"
 )
 
 
 class _ConstructorCalled(Exception):
-    """Carries what a part would have been made with."""
+    """Carries the arguments of a constructor."""
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:
@@ -52,7 +51,7 @@ def _stop(*args: Any, **kwargs: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as text that is equal for equal options; objects by their class alone."""
+    """Return a value as text that is equal for equal options; an object becomes its class name."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 def plan(argv: list[str], world: int) -> Any:
-    """Return what follows from options without a run: sizes, schedules, configs of the core."""
+    """Return all values derived from options without a run: sizes, schedules, core configs."""
     run = read_run(argv, Launch(world_size=world), program=program_of(argv))
     samples = range(0, run.train_samples, 4)
     lr, decay = core_configs.learning_rate_schedule(run), core_configs.weight_decay_schedule(run)
@@ -98,8 +97,8 @@ def plan(argv: list[str], world: int) -> Any:
 
 
 def _order(run: ResolvedRun) -> Any:
-    several = run.config.pipeline.pipeline_model_parallel_size > 1
-    return core_configs.pipeline_order(run.config) if several else None
+    has_stages = run.config.pipeline.pipeline_model_parallel_size > 1
+    return core_configs.pipeline_order(run.config) if has_stages else None
 
 
 def _cuts(run: ResolvedRun, vocab_size: int) -> Any:
@@ -107,8 +106,8 @@ def _cuts(run: ResolvedRun, vocab_size: int) -> Any:
         groups=ProcessGroupCollection.single(), device=torch.device("cpu")
     )
     model = model_table.gpt_config(run.config, vocab_size)
-    cuts = packed_cuts(run, context, model)
-    return None if cuts is None else _plain(vars(cuts))
+    packed_chunks = packed_cuts(run, context, model)
+    return None if packed_chunks is None else _plain(vars(packed_chunks))
 
 
 def _model_arguments(run: ResolvedRun, vocab_size: int) -> Any:
@@ -116,12 +115,12 @@ def _model_arguments(run: ResolvedRun, vocab_size: int) -> Any:
         groups=ProcessGroupCollection.single(), device=torch.device("cpu"), coordinator=Solo()
     )
     vocabulary = Vocabulary(size=vocab_size, eod=None, tokenizer={})
-    nothing: Any = None
+    no_collector: Any = None
     with mock.patch.object(session, "GPTModel", _stop):
         try:
-            session.build_session(run, context, vocabulary, nothing)
-        except _ConstructorCalled as made:
-            return made.args
+            session.build_session(run, context, vocabulary, no_collector)
+        except _ConstructorCalled as called:
+            return called.args
     raise AssertionError("no model was made")
 
 
@@ -129,25 +128,25 @@ def _timeout(run: ResolvedRun) -> Any:
     launch: Any = SimpleNamespace(world_size=2, rank=0, attempt=0, connect=_stop)
     try:
         start_watch(run, launch, mock.Mock())
-    except _ConstructorCalled as made:
-        return made.args
+    except _ConstructorCalled as called:
+        return called.args
     raise AssertionError("no store was opened")
 
 
 def _straggler_factor(run: ResolvedRun) -> Any:
     groups = ProcessGroupCollection.single()
     context: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
-    parts: Any = SimpleNamespace(run=run, context=context)
+    session: Any = SimpleNamespace(run=run, context=context)
     with mock.patch.object(session_faults, "StragglerReport", _stop):
         try:
-            session_faults.straggler_report(parts, say=print, metrics=mock.Mock())
-        except _ConstructorCalled as made:
-            return made.args
+            session_faults.straggler_report(session, say=print, metrics=mock.Mock())
+        except _ConstructorCalled as called:
+            return called.args
     return None
 
 
 def listeners(argv: list[str], world: int) -> list[str]:
-    """Return what listens to the collectives of a run on several ranks."""
+    """Return the classes of the objects that observe the collectives of a run on several ranks."""
     launch = Launch(world_size=world)
     run = read_run(argv, launch)
     groups = SimpleNamespace(observers=[])
@@ -164,22 +163,22 @@ def listeners(argv: list[str], world: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a run showed.
+class RunObservation:
+    """Observations of one run.
 
     Args:
         code: exit code.
-        lines: what it printed, without what a clock measures and where it wrote.
-        losses: of training, by iteration.
-        files: names of what it wrote.
-        parts: what its parts were made with.
+        lines: printed lines, without measured times and output paths.
+        losses: training losses by iteration.
+        files: names of the written files.
+        constructors: names and arguments of the observed constructors.
     """
 
     code: int
     lines: tuple[str, ...]
     losses: dict[int, float | None]
     files: frozenset[str]
-    parts: tuple[Any, ...]
+    constructors: tuple[Any, ...]
 
 
 def _losses(metrics: Path) -> dict[int, float | None]:
@@ -188,8 +187,8 @@ def _losses(metrics: Path) -> dict[int, float | None]:
     return {event["iteration"]: event.get("lm_loss") for event in events}
 
 
-#: The parts whose arguments are noted.
-_PARTS = (
+#: The constructors and functions whose arguments are recorded.
+_CONSTRUCTORS = (
     (session, "DataParallel"),
     (session, "Optimizer"),
     (session, "TrainStep"),
@@ -203,74 +202,78 @@ _PARTS = (
 )
 
 
-def _trackers(noting: Callable[..., Any]) -> dict[str, Any]:
-    """Return stand-ins for the libraries of tracking servers, whose start is noted."""
+def _trackers(record: Callable[..., Any]) -> dict[str, Any]:
+    """Return fakes of the tracking libraries that record how they are started."""
 
     def init(*, config: Any, **named: Any) -> Any:
-        return noting("wandb", lambda **n: mock.MagicMock(id="w"))(**named)
+        return record("wandb", lambda **n: mock.MagicMock(id="w"))(**named)
 
-    made = mock.MagicMock(**{"info.run_id": "m"})
+    mlflow_run = mock.MagicMock(**{"info.run_id": "m"})
     client = SimpleNamespace(
-        get_experiment_by_name=noting("experiment", lambda name: mock.MagicMock(experiment_id=1)),
-        create_run=noting("run", lambda experiment, run_name: made),
+        get_experiment_by_name=record("experiment", lambda name: mock.MagicMock(experiment_id=1)),
+        create_run=record("run", lambda experiment, run_name: mlflow_run),
         log_batch=lambda *args, **named: None,
         set_terminated=lambda run: None,
     )
     entities = mock.MagicMock()
     mlflow = mock.MagicMock(
-        MlflowClient=noting("mlflow", lambda tracking_uri: client), entities=entities
+        MlflowClient=record("mlflow", lambda tracking_uri: client), entities=entities
     )
     wandb = mock.MagicMock(init=init)
     return {"wandb": wandb, "mlflow": mlflow, "mlflow.entities": entities}
 
 
 @contextlib.contextmanager
-def _noting(notes: list[Any]) -> Iterator[None]:
-    """Note what the parts of a run are made with."""
+def _record_constructors(recorded: list[Any]) -> Iterator[None]:
+    """Record the arguments of the constructors of a run."""
 
-    def noting(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded_make(*args: Any, **kwargs: Any) -> Any:
-            notes.append((name, _plain(args), _plain(kwargs)))
-            part = make(*args, **kwargs)
-            if name == "read_vocabulary":
-                notes.append((name, _plain(part)))
-            return part
+    def record(constructor_name: str, constructor: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded_constructor(*args: Any, **kwargs: Any) -> Any:
+            recorded.append((constructor_name, _plain(args), _plain(kwargs)))
+            constructed = constructor(*args, **kwargs)
+            if constructor_name == "read_vocabulary":
+                recorded.append((constructor_name, _plain(constructed)))
+            return constructed
 
-        return recorded_make
+        return recorded_constructor
 
     with contextlib.ExitStack() as stack:
-        for module, name in _PARTS:
-            wrapped = noting(name, getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, wrapped))
-        stack.enter_context(mock.patch.dict(sys.modules, _trackers(noting)))
-        arm = noting("arm", StopRequests.arm)
+        for module, constructor_name in _CONSTRUCTORS:
+            wrapped = record(constructor_name, getattr(module, constructor_name))
+            stack.enter_context(mock.patch.object(module, constructor_name, wrapped))
+        stack.enter_context(mock.patch.dict(sys.modules, _trackers(record)))
+        arm = record("arm", StopRequests.arm)
         stack.enter_context(
             mock.patch.object(StopRequests, "arm", lambda self, **kwargs: arm(self, **kwargs))
         )
         yield
 
 
-def see(argv: list[str], out: Path) -> Seen:
-    """Run in this process and return what can be seen.
+def observe_run(argv: list[str], out: Path) -> RunObservation:
+    """Run in this process and return the observations.
 
     Args:
-        argv: arguments; `{out}` in one stands for the folder.
-        out: empty folder for what the run writes.
+        argv: arguments; `{out}` stands for the folder `out`.
+        out: empty folder for the files of the run.
     """
     metrics = out / "metrics.jsonl"
     words = [word.replace("{out}", str(out)) for word in argv]
     if "--metrics-file" not in words:
         words += ["--metrics-file", str(metrics)]
     text = io.StringIO()
-    parts: list[Any] = []
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), _noting(parts):
-        code = run_here(words)
+    constructors: list[Any] = []
+    with (
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+        _record_constructors(constructors),
+    ):
+        code = run_in_process(words)
     torch.use_deterministic_algorithms(False)
-    lines = (_CLOCKED.sub("", line) for line in text.getvalue().splitlines())
-    return Seen(
+    lines = (_TIMINGS.sub("", line) for line in text.getvalue().splitlines())
+    return RunObservation(
         code=code,
         lines=tuple(line.replace(str(out), "OUT") for line in lines),
         losses=_losses(metrics) if metrics.exists() else {},
         files=frozenset(str(file.relative_to(out)) for file in out.rglob("*")),
-        parts=tuple(parts),
+        constructors=tuple(constructors),
     )

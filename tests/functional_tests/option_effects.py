@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each option of a run changes: two values of it, and where the difference is seen.
+"""The effect of each option: two values, and the observer that shows the difference.
 
 Observers, from the cheapest: `plan` is everything derived from the options without a run,
-`listeners` who is told of collectives; `parts` is what the parts of a run are made with; `loss`,
-`log` and `file` are what a run of two steps shows; `refusal` is what is said about the options.
+`listeners` are the observers of collectives; `constructors` are the arguments of constructors and
+functions of a run; `loss`, `log` and `file` are observed in a run of two steps; `refusal` is the
+error message about the options.
 """
 
 from __future__ import annotations
@@ -11,33 +12,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Observer = Literal["plan", "listeners", "parts", "loss", "log", "file", "refusal"]
+Observer = Literal["plan", "listeners", "constructors", "loss", "log", "file", "refusal"]
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Where one option shows.
+    """The observable effect of one option.
 
     Args:
-        observer: what to compare.
-        one, other: the option's two values as words; "" leaves the option out. A switch has none:
-            it is compared off and on.
-        base: flags that both runs have.
-        without: flags of the small run that neither has.
-        replaces: flags of the small run that the other value stands in for.
-        world: number of processes that the options are for.
+        observer: the observation to compare.
+        baseline, changed: the option's two values; "" leaves the option out. A switch has no
+            values: off is compared with on.
+        base: flags of both runs.
+        without: flags of the small run that both runs leave out.
+        replaces: flags of the small run that the changed value replaces.
+        world: number of processes.
     """
 
     observer: Observer
-    one: str = ""
-    other: str = ""
+    baseline: str = ""
+    changed: str = ""
     base: str = ""
     without: str = ""
     replaces: str = ""
     world: int = 1
 
 
-#: A run whose second step has a loss that is NaN.
+#: A run whose second step has a NaN loss.
 _NAN = "--lr 1e38 --lr-warmup-iters 0 --lr-decay-style constant --clip-grad 0 --train-iters 4"
 _WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 4"
 _ITERS = "--train-iters --lr-warmup-iters"
@@ -170,15 +171,17 @@ EFFECTS: dict[str, Effect] = {
     "mamba-conv-bias": Effect("plan", base=_MAMBA),
     "add-mamba-bias": Effect("plan", base=_MAMBA),
     "mamba-dt-limit": Effect("plan", "0.001", "0.001 0.1", _MAMBA),
-    "tokenizer-type": Effect("parts", "null", "byte", "--vocab-size 300"),
+    "tokenizer-type": Effect("constructors", "null", "byte", "--vocab-size 300"),
     "tokenizer-hf-no-include-special-tokens": Effect(
         "parts", base="--tokenizer-model {bos}", without="--vocab-size"
     ),
-    "tiktoken-pattern": Effect("parts", "v1", "v2", _TIKTOKEN, "--vocab-size"),
-    "tiktoken-num-special-tokens": Effect("parts", "", "5", _TIKTOKEN, "--vocab-size"),
-    "tiktoken-special-tokens": Effect("parts", "a b", "b </s>", _TIKTOKEN, "--vocab-size"),
+    "tiktoken-pattern": Effect("constructors", "v1", "v2", _TIKTOKEN, "--vocab-size"),
+    "tiktoken-num-special-tokens": Effect("constructors", "", "5", _TIKTOKEN, "--vocab-size"),
+    "tiktoken-special-tokens": Effect("constructors", "a b", "b </s>", _TIKTOKEN, "--vocab-size"),
     "merge-file": Effect("refusal", "", "{tokenizer}"),
-    "tokenizer-model": Effect("parts", "{tokenizer}", "{tokenizer2}", without="--vocab-size"),
+    "tokenizer-model": Effect(
+        "constructors", "{tokenizer}", "{tokenizer2}", without="--vocab-size"
+    ),
     "vocab-size": Effect("plan", "61", "62"),
     "make-vocab-size-divisible-by": Effect("plan", "4", "128"),
     # The layout
@@ -242,7 +245,7 @@ EFFECTS: dict[str, Effect] = {
     "distributed-timeout-minutes": Effect("plan", "10", "20"),
     "transformer-impl": Effect("refusal", "local", "transformer_engine"),
     "attention-backend": Effect("plan", "auto", "reference"),
-    # FP8 and FP4: without TransformerEngine all of them are refused
+    # FP8 and FP4: refused without TransformerEngine
     "fp8-format": Effect("refusal", "", "e4m3"),
     "fp8-recipe": Effect("refusal", "tensorwise", "mxfp8", "--fp8-format e4m3 --hidden-size 48"),
     "fp8-margin": Effect("refusal", "0", "1"),
@@ -294,15 +297,15 @@ EFFECTS: dict[str, Effect] = {
     "fp16": Effect("plan"),
     "mtp-num-layers": Effect("loss", "", "1"),
     "mtp-loss-scaling-factor": Effect("loss", "", "0.5", base="--mtp-num-layers 2"),
-    "calculate-per-token-loss": Effect("parts"),
-    "deterministic-mode": Effect("parts"),
+    "calculate-per-token-loss": Effect("constructors"),
+    "deterministic-mode": Effect("constructors"),
     "device": Effect("log", "cpu", "cuda"),
     "eval-interval": Effect("log", "1", "2"),
     "eval-global-batch-size": Effect("log", "8", "16", "--eval-interval 1 --eval-iters 1"),
     "eval-micro-batch-size": Effect("plan", "2", "4"),
     "eval-iters": Effect("log", "1", "2", "--eval-interval 1"),
-    "manual-gc": Effect("parts"),
-    "manual-gc-interval": Effect("parts", "0", "3", "--manual-gc"),
+    "manual-gc": Effect("constructors"),
+    "manual-gc-interval": Effect("constructors", "0", "3", "--manual-gc"),
     "max-consecutive-bad-steps": Effect("log", "1", "2", _NAN),
     # The update and its schedule
     "optimizer": Effect("plan", "adam", "sgd"),
@@ -363,7 +366,7 @@ EFFECTS: dict[str, Effect] = {
     "split": Effect("loss", "90,10", "50,50"),
     "data-cache-path": Effect("file", "", "{out}/cache"),
     "dataloader-type": Effect("loss", "single", "cyclic"),
-    "num-workers": Effect("parts", "0", "1"),
+    "num-workers": Effect("constructors", "0", "1"),
     "eod-mask-loss": Effect("loss"),
     "reset-position-ids": Effect("loss"),
     "reset-attention-mask": Effect("loss"),
@@ -376,7 +379,9 @@ EFFECTS: dict[str, Effect] = {
     "load": Effect("log", "", "{saved}"),
     "save-interval": Effect("file", "", "1", "--save {out}/save"),
     "async-save": Effect("log", base="--save {out}/save --save-interval 9"),
-    "on-failed-save": Effect("parts", "continue", "stop", "--save {out}/save --save-interval 9"),
+    "on-failed-save": Effect(
+        "constructors", "continue", "stop", "--save {out}/save --save-interval 9"
+    ),
     "save-keep-last": Effect("file", "", "1", "--save {out}/save --save-interval 1"),
     "save-retain-interval": Effect("file", "", "2", "--save {out}/save --save-interval 1"),
     "load-fallback": Effect("log", base="--load {damaged}"),
@@ -389,10 +394,10 @@ EFFECTS: dict[str, Effect] = {
     "load-hf": Effect("refusal", "", "{hf}", without="--num-layers --hidden-size"),
     "hf-export-check": Effect("log"),
     "finetune": Effect("log", base="--load {saved}"),
-    # Signals and steps that go wrong
-    "exit-signal-handler": Effect("parts", base="--save {out}/save"),
-    "exit-signal": Effect("parts", "SIGTERM", "SIGUSR1"),
-    "exit-grace-seconds": Effect("parts", "25", "20", "--save {out}/save"),
+    # Signals and bad steps
+    "exit-signal-handler": Effect("constructors", base="--save {out}/save"),
+    "exit-signal": Effect("constructors", "SIGTERM", "SIGUSR1"),
+    "exit-grace-seconds": Effect("constructors", "25", "20", "--save {out}/save"),
     "exit-duration-in-mins": Effect("log", "", "1e-6"),
     "rerun-mode": Effect("log", "disabled", "validate_results", _NAN),
     "rerun-interval": Effect("log", "1", "2", "--rerun-mode report_determinism_stats"),
@@ -411,15 +416,15 @@ EFFECTS: dict[str, Effect] = {
     "log-params-norm": Effect("log"),
     "tensorboard-dir": Effect("file", "", "{out}/board"),
     "metrics-file": Effect("file", "{out}/metrics.jsonl", "{out}/other.jsonl"),
-    "wandb-project": Effect("parts", "", "a"),
-    "wandb-exp-name": Effect("parts", "", "a", "--wandb-project p"),
-    "wandb-entity": Effect("parts", "", "a", "--wandb-project p"),
+    "wandb-project": Effect("constructors", "", "a"),
+    "wandb-exp-name": Effect("constructors", "", "a", "--wandb-project p"),
+    "wandb-entity": Effect("constructors", "", "a", "--wandb-project p"),
     "wandb-save-dir": Effect("file", "", "{out}/wandb", "--wandb-project p"),
-    "mlflow-experiment": Effect("parts", "", "a"),
-    "mlflow-run-name": Effect("parts", "", "a", "--mlflow-experiment e"),
-    "mlflow-tracking-uri": Effect("parts", "", "a", "--mlflow-experiment e"),
-    "progress": Effect("parts", "plain", "live"),
-    # Profiles; what a CPU cannot do is said by the run
+    "mlflow-experiment": Effect("constructors", "", "a"),
+    "mlflow-run-name": Effect("constructors", "", "a", "--mlflow-experiment e"),
+    "mlflow-tracking-uri": Effect("constructors", "", "a", "--mlflow-experiment e"),
+    "progress": Effect("constructors", "plain", "live"),
+    # Profiles; the run logs what a CPU does not support
     "profile": Effect("log"),
     "use-pytorch-profiler": Effect("log", base=f"--profile {_STEPS} --profile-dir {{out}}/traces"),
     "profile-step-start": Effect("log", "0", "1", f"{_TRACE} --profile-step-end 2"),
@@ -428,7 +433,7 @@ EFFECTS: dict[str, Effect] = {
     "profile-dir": Effect("file", "{out}/one", "{out}/other", f"{_TRACE} {_STEPS}"),
     "record-memory-history": Effect("log"),
     "memory-snapshot-path": Effect("refusal", "", "a"),
-    # Experiments, of a checkout
+    # Experiments; only in a checkout
     "experiment": Effect("log", "", "weight_average"),
     "experiment-option": Effect(
         "log",

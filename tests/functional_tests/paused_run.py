@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pretrain_gpt as a program that waits in its sixth step, until it is killed; for torchrun."""
+"""pretrain_gpt that pauses in its sixth step until it is killed; a program for torchrun."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron.training import pretrain_gpt, session
 
 
 def hold(step: int) -> None:
-    """Never carry out this step of this process."""
-    whole = session.SessionSteps.take_step
+    """Pause this process when it reaches step number `step`."""
+    take_step = session.SessionSteps.take_step
     count = [0]
 
-    def holding(self, *arguments, **named):
+    def paused(self, *args, **kwargs):
         count[0] += 1
         if count[0] == step:
             time.sleep(600)
-        return whole(self, *arguments, **named)
+        return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = holding
+    session.SessionSteps.take_step = paused
 
 
 if __name__ == "__main__":

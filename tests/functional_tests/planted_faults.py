@@ -25,7 +25,7 @@ def _planted_rank(
 def running_with(
     plant: Callable[[int], None], argv: list[str], *, world: int = 2
 ) -> Iterator[RankSet]:
-    """Start a run with a fault; see `run_with`."""
+    """Start a run with a planted fault; see `run_with`."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with start_ranks(_planted_rank, world, server.port, argv, plant, init=False) as ranks:
         yield ranks
@@ -35,26 +35,26 @@ def running_with(
 def run_with(
     plant: Callable[[int], None], argv: list[str], *, world: int = 2, timeout: float = 60.0
 ) -> tuple[list[Outcome], list[str]]:
-    """Run with a fault, and return how the ranks ended and what they printed.
+    """Run with a planted fault and return the outcomes and logs of the ranks.
 
     Args:
-        plant: called in every rank with its number, before it starts; a module-level function.
+        plant: module-level function that is called in every rank, with the rank, before the run.
     """
     with running_with(plant, argv, world=world) as ranks:
-        found = ranks.outcomes(timeout=timeout)
-        return found, [ranks.log(rank) for rank in range(world)]
+        outcomes = ranks.outcomes(timeout=timeout)
+        return outcomes, [ranks.log(rank) for rank in range(world)]
 
 
 def on_microbatch(number: int, fault: Callable[[session.Microbatch], None]) -> None:
-    """Have `fault` change this process's microbatch of this number, from 1."""
+    """Apply `fault` to this process's microbatch `number`, counted from 1."""
     count = [0]
-    whole = session.microbatch
+    build_microbatch = session.microbatch
 
-    def faulty(batch, device, **more):
-        made = whole(batch, device, **more)
+    def faulty(batch, device, **kwargs):
+        microbatch = build_microbatch(batch, device, **kwargs)
         count[0] += 1
         if count[0] == number:
-            fault(made)
-        return made
+            fault(microbatch)
+        return microbatch
 
     session.microbatch = faulty

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small pretraining run for tests: its data, its flags, and ranks that carry it out.
+"""A small pretraining run for tests: its data, its flags, and its ranks.
 
 Ranks come from the forkserver and call the entry point's own `main`, with the variables of torchrun
 set as it sets them.
@@ -28,7 +28,7 @@ from tests.support.ranks import DEVICES, Outcome, RankSet, start_ranks
 
 VOCABULARY = 61
 
-#: 2 layers, grouped queries, odd sizes; 12 steps of 8 samples are two epochs and a part of a third.
+#: 2 layers, grouped queries, uneven sizes; 12 steps of 8 samples are between two and three epochs.
 FLAGS = """
 --num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --num-attention-heads 4
 --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu
@@ -40,7 +40,7 @@ FLAGS = """
 
 
 def write_tokens(prefix: Path, *, seed: int = 5, documents: int = 30) -> Path:
-    """Write token files in which a token mostly follows from the one before it."""
+    """Write token files in which the previous token mostly determines the next one."""
     random = np.random.default_rng(seed)
     with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
         for _ in range(documents):
@@ -53,20 +53,20 @@ def write_tokens(prefix: Path, *, seed: int = 5, documents: int = 30) -> Path:
     return prefix
 
 
-def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> list[str]:
-    """Return the small run's arguments on the data at `prefix`, and further ones, which win.
+def flags(prefix: Path, options: str = "", *, without: Collection[str] = ()) -> list[str]:
+    """Return the small run's arguments for the data at `prefix`; `options` override them.
 
     Args:
-        without: flags that are left out, with their values.
+        without: flags to leave out, with their values.
     """
     words, left_out = [], False
-    given = [*FLAGS.split(), "--data-path", str(prefix), *more.split()]
+    arguments = [*FLAGS.split(), "--data-path", str(prefix), *options.split()]
     if DEVICES[-1] == "cuda":
-        given = ["--device", "cuda", *given]
-    if "--load-hf" not in given:
-        positions = "rope" if program_of(given) is pretrain_gpt.PRETRAIN_GPT else "none"
-        given = ["--position-embedding-type", positions, *given]
-    for word in last_wins(given):
+        arguments = ["--device", "cuda", *arguments]
+    if "--load-hf" not in arguments:
+        positions = "rope" if program_of(arguments) is pretrain_gpt.PRETRAIN_GPT else "none"
+        arguments = ["--position-embedding-type", positions, *arguments]
+    for word in last_wins(arguments):
         left_out = word in without if word.startswith("--") else left_out
         words += [] if left_out else [word]
     if not {"--save", "--metrics-file", "--tensorboard-dir"} & set(words):
@@ -75,14 +75,13 @@ def flags(prefix: Path, more: str = "", *, without: Collection[str] = ()) -> lis
 
 
 def program_of(argv: list[str]) -> pretrain_gpt.Program:
-    """Return the entry script that arguments are for: a pattern with recurrent blocks has its
-    own."""
+    """Return the entry script for `argv`: a pattern with recurrent blocks needs pretrain_hybrid."""
     flag = "--hybrid-layer-pattern"
     pattern = argv[argv.index(flag) + 1] if flag in argv else ""
     return PRETRAIN_HYBRID if set("GM") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
 
 
-def run_here(argv: list[str]) -> int:
+def run_in_process(argv: list[str]) -> int:
     """Run in this process, as a single rank, and return the exit code."""
     return pretrain_gpt.main(argv, {}, program=program_of(argv))
 
@@ -90,10 +89,10 @@ def run_here(argv: list[str]) -> int:
 def rank_process(
     rank: int, world: int, port: int, argv: list[str], *, run_id: str | None = None
 ) -> NoReturn:
-    """Be one rank of a run, and end as the entry point does: with its code, at once.
+    """Run one rank and exit at once with the entry point's code.
 
     Args:
-        run_id: of a launcher that this process is a child of.
+        run_id: run id of the launcher, if this process is the child of a launcher.
     """
     environment = {} if run_id is None else {"TORCHELASTIC_RUN_ID": run_id}
     environment |= {
@@ -111,7 +110,7 @@ def rank_process(
 
 
 def launched_rank(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
-    """Be one rank of a run that a launcher of `tests.support.launchers` has started."""
+    """Run one rank that a launcher of `tests.support.launchers` has started."""
     rank_process(rank, world, port, argv, run_id="test")
 
 
@@ -119,10 +118,10 @@ def launched_rank(rank: int, world: int, port: int, argv: list[str]) -> NoReturn
 def running(
     world: int, argv: list[str], *, process: Callable[..., None] = rank_process
 ) -> Iterator[RankSet]:
-    """Start the run on fresh ranks; the store is served here, as torchrun serves it.
+    """Start the run on new ranks; this process serves the store, like torchrun.
 
     Args:
-        process: what each rank does, with the arguments of `rank_process`.
+        process: function that each rank calls, with the arguments of `rank_process`.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with start_ranks(process, world, server.port, argv, init=False) as ranks:
@@ -131,25 +130,25 @@ def running(
 
 
 def run_on(world: int, argv: list[str], *, timeout: float = 100.0) -> list[Outcome]:
-    """Run to the end and return how every rank ended; on an unexpected failure show the logs."""
+    """Run to the end and return every rank's outcome; an unexpected failure shows the logs."""
     if world == 1:
-        code = run_here(argv)
+        code = run_in_process(argv)
         assert code == 0
         return [Outcome(0, exit_code=code)]
-    return _to_the_end(world, argv, timeout)[0]
+    return _run_to_end(world, argv, timeout)[0]
 
 
 def output_of(world: int, argv: list[str], *, timeout: float = 100.0) -> str:
-    """Run to the end and return what the ranks have printed, one after the other."""
-    return _to_the_end(world, argv, timeout)[1]
+    """Run to the end and return the concatenated logs of the ranks."""
+    return _run_to_end(world, argv, timeout)[1]
 
 
-def _to_the_end(world: int, argv: list[str], timeout: float) -> tuple[list[Outcome], str]:
+def _run_to_end(world: int, argv: list[str], timeout: float) -> tuple[list[Outcome], str]:
     with running(world, argv) as ranks:
-        found = ranks.outcomes(timeout=timeout)
+        outcomes = ranks.outcomes(timeout=timeout)
         logs = "\n".join(f"--- rank {rank}\n{ranks.log(rank)}" for rank in range(world))
-    assert all(o.exit_code == 0 for o in found), f"{found}\n{logs}"
-    return found, logs
+    assert all(o.exit_code == 0 for o in outcomes), f"{outcomes}\n{logs}"
+    return outcomes, logs
 
 
 def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
@@ -158,8 +157,7 @@ def losses(metrics: Path, kind: str = "train") -> dict[int, float]:
 
 
 def timeless(metrics: Path) -> list[dict]:
-    """Return a run's events without what a clock measured, and without those of saves and of
-    a process's end."""
+    """Return a run's metrics events without timing and memory fields, saves and process ends."""
     speed = ("seconds_per_iteration", "tokens_per_second", "tflops")
     measured = (*speed, "memory_bytes", "peak_memory_bytes")
     events = [event for event in read_metrics(metrics) if event["kind"] not in ("end", "save")]
@@ -168,12 +166,12 @@ def timeless(metrics: Path) -> list[dict]:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """Return the SHA-256 of every tensor in a checkpoint, over its chunks in order."""
-    found = {}
+    tensor_digests = {}
     for name, tensor in read_manifest(checkpoint).tensors.items():
-        digest = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for chunk in tensor.chunks:
             with (checkpoint / chunk.file).open("rb") as file:
                 file.seek(chunk.begin)
-                digest.update(file.read(chunk.end - chunk.begin))
-        found[name] = digest.hexdigest()
-    return found
+                sha256.update(file.read(chunk.end - chunk.begin))
+        tensor_digests[name] = sha256.hexdigest()
+    return tensor_digests

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of valid structure at any size: deep, wide, many, overlapping, sparse.
 
-What grows faster than the file is found by files that a reader accepts, or refuses only after it
-has gone through them, more than by broken ones. Each structure fills about as many bytes as it is
-told; numbers and names are drawn from a seed.
+Valid files, which a reader accepts or refuses only after reading them, find costs that grow faster
+than the file better than damaged files do. Each structure fills about the requested number of
+bytes; a seed determines numbers and names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.hostile_files import fresh_copy
 from tests.support.read_limits import ReadLimits, measure_read, read_faults
 from tests.support.torch_archives import archive, description, metadata, numbers
 
-#: Makes the content of a file from draws, about how many bytes it has, and the sound content.
+#: Makes the content of a file from a generator, its approximate size, and the valid content.
 Make = Callable[[random.Random, int, bytes], bytes]
 
 
@@ -36,40 +36,40 @@ class Structure:
     """A file of generated structure.
 
     Args:
-        kind: of `hostile_kinds.KINDS`: the folder, the file in it, and its readers.
+        kind: key of `hostile_kinds.KINDS`, which names the folder, the file and its readers.
         make: makes the file's content.
-        bytes_at_most: the size from which the file is refused by its size alone.
-        library_bytes: memory that a library takes for each byte of the file, beside the reader's.
-        document_bytes: longest document of a text; what is longer is refused or split.
+        max_bytes: largest size that is not refused for its size alone.
+        library_bytes: memory that a library takes for each byte of the file, besides the reader's.
+        document_bytes: longest document of a text; longer documents are refused or split.
     """
 
     kind: str
     make: Make
-    bytes_at_most: int = 1 << 30
+    max_bytes: int = 1 << 30
     library_bytes: int = 0
     document_bytes: int = 0
 
     def limits(self, path: Path) -> ReadLimits:
-        """Return what reading the file may take."""
+        """Return the limits of reading the file."""
         size = path.stat().st_size
         parsed = size + self.document_bytes
         limits = ReadLimits.of(size + self.document_bytes, metadata_bytes=parsed)
-        more = self.library_bytes * size
-        return dataclasses.replace(limits, memory_bytes=limits.memory_bytes + more)
+        library_memory = self.library_bytes * size
+        return dataclasses.replace(limits, memory_bytes=limits.memory_bytes + library_memory)
 
 
 def structure_faults(root: Path, scratch: Path, name: str, *, seed: int, size: int) -> list[str]:
-    """Have a structure read, and a sound file of its kind by the same reader.
+    """Read a structure, and a valid file of its kind with the same reader.
 
     Args:
-        root: of the sound folders.
+        root: folder that contains the valid folders.
         scratch: folder for copies.
-        name: of the structure.
-        seed: of its draws.
-        size: of the file, about.
+        name: name of the structure.
+        seed: seed of its random numbers.
+        size: approximate size of the file in bytes.
 
     Returns:
-        What is wrong with the read; see `read_faults`.
+        The problems of the read; see `read_faults`.
     """
     structure = STRUCTURES[name]
     kind, rng = KINDS[structure.kind], random.Random(f"{name} {seed}")
@@ -79,7 +79,7 @@ def structure_faults(root: Path, scratch: Path, name: str, *, seed: int, size: i
     assert trivial.code == 0, trivial.text
     folder = fresh_copy(root / kind.base, scratch)
     path = (folder / kind.file).resolve()
-    path.write_bytes(structure.make(rng, min(size, structure.bytes_at_most), path.read_bytes()))
+    path.write_bytes(structure.make(rng, min(size, structure.max_bytes), path.read_bytes()))
     limits = structure.limits(path)
     return read_faults(measure_read(partial(reader, folder), limits), limits, trivial)
 
@@ -97,7 +97,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _fill(size: int, make: Callable[[int], str]) -> Iterator[str]:
-    """Yield texts, numbered, until they have so many characters."""
+    """Yield numbered texts until they have `size` characters."""
     number = filled = 0
     while filled < size:
         text = make(number)
@@ -105,32 +105,32 @@ def _fill(size: int, make: Callable[[int], str]) -> Iterator[str]:
         number, filled = number + 1, filled + len(text) + 3
 
 
-# Objects of JSON that hold much beside what is looked for.
+# JSON objects with many unused values.
 
 
 def wide_json(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Add names with numbers."""
+    """Add many fields with numbers."""
     names = _fill(size, lambda i: f"{_word(rng)}{i}")
     return _changed(content, **{name: i for i, name in enumerate(names)})
 
 
 def many_small_objects(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Add a list of the smallest values that take memory of their own."""
+    """Add a list of the smallest values that allocate memory."""
     value = rng.choice(({}, [], [0], {"a": 0}, "ab", 1.5, 1 << 40))
     return _changed(content, more=[value] * (size // len(_json(value) + b",")))
 
 
 def deep_json(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Add many values as deep as is read."""
+    """Add many values at the largest depth that is read."""
     depth = rng.randint(30, 60)
     left, right = rng.choice((("[", "]"), ('{"a":', "}")))
-    each = left * depth + "0" + right * depth
-    nested = "[" + ",".join([each] * max(1, size // len(each))) + "]"
+    value = left * depth + "0" + right * depth
+    nested = "[" + ",".join([value] * max(1, size // len(value))) + "]"
     return content.rstrip()[:-1] + b',"more":' + nested.encode() + b"}"
 
 
 def long_lists(name: str, value: Callable[[int], Any]) -> Make:
-    """Return what gives a field a long list."""
+    """Return a function that sets a field to a long list."""
 
     def make(rng: random.Random, size: int, content: bytes) -> bytes:
         length = len(_json(value(1000))) + 1
@@ -140,7 +140,7 @@ def long_lists(name: str, value: Callable[[int], Any]) -> Make:
 
 
 def many_files(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Put every tensor of an index of weights into a file of its own."""
+    """Put every tensor of an index of weights into a separate file."""
     files = {f"model.layers.{i}.x": f"{i}.safetensors" for i in range(size // 40)}
     return _changed(content, weight_map=files)
 
@@ -149,14 +149,14 @@ def many_files(rng: random.Random, size: int, content: bytes) -> bytes:
 
 
 def many_tensors(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Add tensors without elements, of some dimensions."""
+    """Add tensors without elements, with several dimensions."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     shape = [rng.choice((1, 1 << 40)) for _ in range(rng.randint(0, 7))] + [0]
     entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
-    each = len(_json(entry)) + 30
+    entry_bytes = len(_json(entry)) + 30
     pattern = rng.choice(("model.layers.{}.x", "model.layers.0.mlp.experts.{}.down_proj.weight"))
-    table = _json({**{pattern.format(i): entry for i in range(size // each)}, **header})
+    table = _json({**{pattern.format(i): entry for i in range(size // entry_bytes)}, **header})
     return struct.pack("<Q", len(table)) + table + content[8 + length :]
 
 
@@ -203,14 +203,17 @@ def many_chunks(rng: random.Random, size: int, content: bytes) -> bytes:
 def many_empty_sequences(rng: random.Random, size: int, content: bytes) -> bytes:
     """Add sequences or documents without tokens to an index."""
     _, _, code, sequences, entries = struct.unpack("<9sQBQQ", content[:34])
-    lengths, rest = content[34 : 34 + 4 * sequences], content[34 + 4 * sequences :]
-    offsets, documents = rest[: 8 * sequences], rest[8 * sequences : 8 * (sequences + entries)]
+    lengths, tail = content[34 : 34 + 4 * sequences], content[34 + 4 * sequences :]
+    offsets, documents = (
+        tail[: 8 * sequences],
+        tail[8 * sequences : 8 * (sequences + entries)],
+    )
     count = size // 20
     end = struct.unpack("<q", offsets[-8:])[0] + struct.unpack("<i", lengths[-4:])[0] * 2
     if rng.random() < 0.5:  # documents only
-        more = documents[-8:] * (2 * count)
+        added_documents = documents[-8:] * (2 * count)
         head = struct.pack("<9sQBQQ", content[:9], 1, code, sequences, entries + 2 * count)
-        return head + lengths + offsets + documents + more
+        return head + lengths + offsets + documents + added_documents
     rising = np.arange(sequences + 1, sequences + 1 + count, dtype="<i8").tobytes()
     head = struct.pack("<9sQBQQ", content[:9], 1, code, sequences + count, entries + count)
     return (
@@ -223,7 +226,7 @@ def many_empty_sequences(rng: random.Random, size: int, content: bytes) -> bytes
 
 
 def json_lines(make: Callable[[random.Random, int], Any]) -> Make:
-    """Return what writes lines of objects."""
+    """Return a function that writes lines of JSON objects."""
 
     def write(rng: random.Random, size: int, content: bytes) -> bytes:
         return b"\n".join(line.encode() for line in _fill(size, lambda i: json.dumps(make(rng, i))))
@@ -237,7 +240,7 @@ def one_long_line(rng: random.Random, size: int, content: bytes) -> bytes:
 
 
 def packed(make: Make) -> Make:
-    """Return what compresses lines."""
+    """Return a function that compresses lines."""
     return lambda rng, size, content: gzip.compress(make(rng, size, gzip.decompress(content)))
 
 
@@ -246,27 +249,29 @@ def long_template(rng: random.Random, size: int, content: bytes) -> bytes:
     sound = content.decode()
     kind = rng.randrange(4)
     if kind == 0:
-        more = "".join(_fill(size, lambda i: f"{{% if messages[{i}] %}}{i}{{% endif %}}"))
+        addition = "".join(_fill(size, lambda i: f"{{% if messages[{i}] %}}{i}{{% endif %}}"))
     elif kind == 1:
-        more = "".join(_fill(size, lambda i: f"{{% macro m{i}(a) %}}{{{{ a }}}}{{% endmacro %}}"))
+        addition = "".join(
+            _fill(size, lambda i: f"{{% macro m{i}(a) %}}{{{{ a }}}}{{% endmacro %}}")
+        )
     elif kind == 2:
         depth = rng.randint(5, 18)
-        more = "{% if 1 %}" * depth + "{{ 1 }}" * (size // 7) + "{% endif %}" * depth
+        addition = "{% if 1 %}" * depth + "{{ 1 }}" * (size // 7) + "{% endif %}" * depth
     else:
-        more = "{{ '" + "x" * size + "' | length }}"
-    return (sound + more).encode()
+        addition = "{{ '" + "x" * size + "' | length }}"
+    return (sound + addition).encode()
 
 
 def long_yaml(rng: random.Random, size: int, content: bytes) -> bytes:
     """Add long lists, long texts or many unknown options."""
     kind = rng.randrange(3)
     if kind == 0:
-        more = "data-path: [" + ", ".join(_fill(size, lambda i: f"a{i}")) + "]"
+        addition = "data-path: [" + ", ".join(_fill(size, lambda i: f"a{i}")) + "]"
     elif kind == 1:
-        more = "\n".join(_fill(size, lambda i: f"unknown-{i}: {i}"))
+        addition = "\n".join(_fill(size, lambda i: f"unknown-{i}: {i}"))
     else:
-        more = 'load: "' + "x" * size + '"'
-    return content + more.encode() + b"\n"
+        addition = 'load: "' + "x" * size + '"'
+    return content + addition.encode() + b"\n"
 
 
 # Tokenizers
@@ -297,8 +302,10 @@ def many_added_tokens(rng: random.Random, size: int, content: bytes) -> bytes:
 
 def many_ranks(rng: random.Random, size: int, content: bytes) -> bytes:
     """Add tokens to ranks by line."""
-    first = len(content.splitlines())
-    lines = _fill(size, lambda i: f"{base64.b64encode(f'token {i}'.encode()).decode()} {first + i}")
+    num_ranks = len(content.splitlines())
+    lines = _fill(
+        size, lambda i: f"{base64.b64encode(f'token {i}'.encode()).decode()} {num_ranks + i}"
+    )
     return content + "".join(line + "\n" for line in lines).encode()
 
 
@@ -306,7 +313,7 @@ _MESSAGE = {"role": "user", "content": "a"}
 
 STRUCTURES: dict[str, Structure] = {
     **{
-        f"{make.__name__} in {kind}": Structure(kind=kind, make=make, bytes_at_most=10 << 20)
+        f"{make.__name__} in {kind}": Structure(kind=kind, make=make, max_bytes=10 << 20)
         for kind in (
             *("config.json", "generation_config.json", "tokenizer_config.json"),
             *("index of weights", "description of tokens"),
@@ -315,7 +322,7 @@ STRUCTURES: dict[str, Structure] = {
     },
     **{
         f"long {name} in {kind}": Structure(
-            kind=kind, make=long_lists(name, value), bytes_at_most=15 << 20
+            kind=kind, make=long_lists(name, value), max_bytes=15 << 20
         )
         for kind, name, value in (
             ("config.json", "layer_types", lambda i: "full_attention"),
@@ -325,9 +332,9 @@ STRUCTURES: dict[str, Structure] = {
             ("tokenizer_config.json", "chat_template", lambda i: {"name": f"n{i}", "template": ""}),
         )
     },
-    "files": Structure(kind="index of weights", make=many_files, bytes_at_most=15 << 20),
-    "tensors": Structure(kind="safetensors", make=many_tensors, bytes_at_most=7 << 20),
-    "names": Structure(kind="safetensors", make=long_names, bytes_at_most=7 << 20),
+    "files": Structure(kind="index of weights", make=many_files, max_bytes=15 << 20),
+    "tensors": Structure(kind="safetensors", make=many_tensors, max_bytes=7 << 20),
+    "names": Structure(kind="safetensors", make=long_names, max_bytes=7 << 20),
     "stored tensors": Structure(kind="torch's metadata", make=many_stored),
     "chunks": Structure(kind="torch's metadata", make=many_chunks),
     "sequences": Structure(kind="token index", make=many_empty_sequences),
@@ -349,17 +356,15 @@ STRUCTURES: dict[str, Structure] = {
             lambda rng, i: {"messages": [_MESSAGE] * 50 + [{**_MESSAGE, "role": "assistant"}]}
         ),
     ),
-    "statements": Structure(kind="chat template", make=long_template, bytes_at_most=900_000),
-    "YAML": Structure(kind="YAML", make=long_yaml, bytes_at_most=250_000),
-    # The library's tables of a vocabulary of short tokens, and Python's of its ids.
+    "statements": Structure(kind="chat template", make=long_template, max_bytes=900_000),
+    "YAML": Structure(kind="YAML", make=long_yaml, max_bytes=250_000),
+    # The library's tables of a vocabulary of short tokens, and Python's table of ids.
     "vocabulary": Structure(
-        kind="tokenizer.json", make=large_vocabulary, bytes_at_most=60 << 20, library_bytes=24
+        kind="tokenizer.json", make=large_vocabulary, max_bytes=60 << 20, library_bytes=24
     ),
-    "added tokens": Structure(
-        kind="tokenizer.json", make=many_added_tokens, bytes_at_most=60 << 20
-    ),
-    # The library takes a dict of the ranks by their bytes.
+    "added tokens": Structure(kind="tokenizer.json", make=many_added_tokens, max_bytes=60 << 20),
+    # The library needs a dict of ranks by token bytes.
     "ranks": Structure(
-        kind="tiktoken ranks", make=many_ranks, bytes_at_most=60 << 20, library_bytes=12
+        kind="tiktoken ranks", make=many_ranks, max_bytes=60 << 20, library_bytes=12
     ),
 }

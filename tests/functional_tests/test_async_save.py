@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints written in the background hold the bits of those that training waits for."""
+"""Asynchronously written checkpoints equal synchronously written ones bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = (
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         f"{CUT} --bf16 --optimizer muon",
         pytest.param(
@@ -39,17 +39,17 @@ EXPERTS = (
 )
 @pytest.mark.covers("saved asynchronously", runs="async")
 @pytest.mark.gpus(2)
-def test_every_state_is_caught_between_two_updates(tmp_path, more):
-    """A save at every step: each is copied while the next step computes."""
+def test_async_save_snapshots_state_between_updates(tmp_path, options):
+    """Save at every step: each checkpoint is copied while the next step computes."""
     prefix = write_tokens(tmp_path / "tokens")
-    common = f"--train-iters 5 --save-interval 1 --eval-interval 0 {more}"
+    common = f"--train-iters 5 --save-interval 1 --eval-interval 0 {options}"
     run_on(2, flags(prefix, f"{common} --save {tmp_path / 'waits'}"))
     run_on(2, flags(prefix, f"{common} --async-save --save {tmp_path / 'goes_on'}"))
     for iteration in range(1, 6):
         name = f"iter_{iteration:07d}"
-        found = digests(tmp_path / "goes_on" / name)
-        assert found == digests(tmp_path / "waits" / name), name
-        assert len(found) > 30
+        actual = digests(tmp_path / "goes_on" / name)
+        assert actual == digests(tmp_path / "waits" / name), name
+        assert len(actual) > 30
     # As text: a gradient norm may be NaN, which equals nothing.
     assert str(timeless(tmp_path / "goes_on/metrics.jsonl")) == str(
         timeless(tmp_path / "waits/metrics.jsonl")

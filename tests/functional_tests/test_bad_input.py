@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong: one line that says what and how to mend it, a code other than 0, no
-loss."""
+"""User errors: one line that says how to fix it, a nonzero exit code, and no data loss."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megatron.cli import error_reports
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import start_ranks
 
@@ -29,10 +28,10 @@ def prefix(tmp_path):
 
 
 def refused(capsys, argv, *texts, code=ExitCode.USER_ERROR):
-    """Run and expect one line on stderr with these texts."""
-    got = run_here(argv)
+    """Run and expect one line on stderr that contains `texts`."""
+    code_of_run = run_in_process(argv)
     err = capsys.readouterr().err
-    assert got == code, err
+    assert code_of_run == code, err
     assert err.startswith("pretrain_gpt: ")
     assert err.count("\n") == 1, err
     for text in texts:
@@ -51,27 +50,27 @@ def test_option_error_is_printed_once_across_killed_ranks(prefix):
     assert re.search(rf"exitcode +: {int(ExitCode.USER_ERROR)} ", output), output
 
 
-def test_another_machine_s_first_rank_tells_what_rank_0_does_not(prefix, capsys, monkeypatch):
+def test_first_rank_of_each_node_reports_a_local_error(prefix, capsys, monkeypatch):
     monkeypatch.setattr(error_reports, "PATIENCE_SECONDS", 0.01)
     address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for rank, local, lines in ((2, 0, 1), (3, 1, 0)):
-        place = {**address, "RANK": str(rank), "LOCAL_RANK": str(local)}
-        code = pretrain_gpt.main(flags(prefix, "--config absent.yaml"), place)
+    for rank, local_rank, num_lines in ((2, 0, 1), (3, 1, 0)):
+        environment = {**address, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        code = pretrain_gpt.main(flags(prefix, "--config absent.yaml"), environment)
         assert code == ExitCode.USER_ERROR
         err = capsys.readouterr().err
-        assert err.count("\n") == lines, err
-        assert ("absent.yaml" in err) == bool(lines)
+        assert err.count("\n") == num_lines, err
+        assert ("absent.yaml" in err) == bool(num_lines)
 
 
-def test_an_unknown_vocabulary(prefix, capsys):
+def test_missing_vocabulary_size_is_refused(prefix, capsys):
     argv = flags(prefix, SHORT)
-    at = argv.index("--vocab-size")
-    refused(capsys, argv[:at] + argv[at + 2 :], "give --tokenizer-model, or --vocab-size")
+    index = argv.index("--vocab-size")
+    refused(capsys, argv[:index] + argv[index + 2 :], "give --tokenizer-model, or --vocab-size")
 
 
-def test_tokens_of_another_tokenizer(prefix, capsys):
-    described = {"tokenizer": {"fingerprint": "other", "vocab_size": 61, "eod": 0}}
-    prefix.with_suffix(".json").write_text(json.dumps(described))
+def test_tokens_of_another_tokenizer_are_refused(prefix, capsys):
+    description = {"tokenizer": {"fingerprint": "other", "vocab_size": 61, "eod": 0}}
+    prefix.with_suffix(".json").write_text(json.dumps(description))
     argv = flags(prefix, f"{SHORT} --tokenizer-type byte --vocab-size 300")
     refused(capsys, argv, "written with another tokenizer")
 
@@ -80,16 +79,16 @@ def test_tokens_of_another_tokenizer(prefix, capsys):
 def saved(prefix, tmp_path, capsys):
     """Return a folder with one checkpoint, at iteration 2."""
     folder = tmp_path / "saved"
-    assert run_here(flags(prefix, f"{SHORT} --save {folder}")) == 0
+    assert run_in_process(flags(prefix, f"{SHORT} --save {folder}")) == 0
     capsys.readouterr()
     return folder
 
 
-def test_a_missing_checkpoint(prefix, saved, capsys):
+def test_missing_checkpoint_is_refused(prefix, saved, capsys):
     refused(capsys, flags(prefix, f"--load {saved / 'iter_0000009'}"), "no such checkpoint")
 
 
-def test_damaged_checkpoints(prefix, saved, tmp_path, capsys):
+def test_damaged_checkpoints_are_refused(prefix, saved, tmp_path, capsys):
     shard = "iter_0000002/shard-00000.safetensors"
     content = (saved / shard).read_bytes()
     for name, damaged in {
@@ -104,12 +103,12 @@ def test_damaged_checkpoints(prefix, saved, tmp_path, capsys):
     refused(capsys, flags(prefix, f"--load {tmp_path / 'truncated'}"), "no undamaged checkpoint")
 
 
-def test_a_checkpoint_of_other_numbers_or_data(prefix, saved, tmp_path, capsys):
+def test_checkpoint_of_other_dtype_or_data_is_refused(prefix, saved, tmp_path, capsys):
     refused(capsys, flags(prefix, f"--bf16 --load {saved}"), "bf16: False in", "--no-load-optim")
-    other = write_tokens(tmp_path / "other", seed=6)
-    refused(capsys, flags(other, f"--load {saved}"), "trained on other data", "--finetune")
-    finetune = flags(other, f"--load {saved} --finetune {SHORT} --bf16")
-    assert run_here(finetune) == 0
+    changed_prefix = write_tokens(tmp_path / "other", seed=6)
+    refused(capsys, flags(changed_prefix, f"--load {saved}"), "trained on other data", "--finetune")
+    finetune = flags(changed_prefix, f"--load {saved} --finetune {SHORT} --bf16")
+    assert run_in_process(finetune) == 0
     assert "; starting at iteration 0" in capsys.readouterr().out
 
 
@@ -120,7 +119,7 @@ def test_unwritable_save_folder_is_refused_before_training(prefix, tmp_path, cap
 
 
 def _limited(rank: int, world: int, argv: list[str], bytes_left: int) -> int:
-    """Run where no file can grow beyond a size, as on a full disk."""
+    """Run with a file size limit, like on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
     return pretrain_gpt.main(argv, {})
@@ -130,9 +129,9 @@ def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(prefix, saved):
     shard = saved / "iter_0000002" / "shard-00000.safetensors"
     argv = flags(prefix, f"--train-iters 3 --eval-interval 0 --save {saved} --load {saved}")
     with start_ranks(_limited, 1, argv, shard.stat().st_size // 2, init=False) as ranks:
-        found = ranks.outcomes(timeout=60)
+        outcomes = ranks.outcomes(timeout=60)
         text = ranks.log(0)
-    assert found[0].value == ExitCode.SAVE_FAILED, text
+    assert outcomes[0].value == ExitCode.SAVE_FAILED, text
     assert "saving failed: " in text
     assert "Traceback" not in text
     assert latest_checkpoint(saved) == saved / "iter_0000002"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint command: what it lists, inspects, verifies and compares, and its exit codes."""
+"""The checkpoint command: list, inspect, verify and compare, and their exit codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPES = {"a.weight": (6, 10), "a.bias": (6,), "optimizer.exp_avg/a.weight": (6,
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Return the tensors of the checkpoints of these tests."""
+    """Return the tensors of the test checkpoints."""
     random = generator(3)
     return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
 
@@ -69,7 +69,7 @@ def save(root: Path, step: int, values: dict[str, torch.Tensor], **extra: Any) -
 
 
 def save_in_columns(rank: int, world: int, root: Path, port: int) -> None:
-    """Save the same from two ranks that hold half of the columns each."""
+    """Save the same tensors from two ranks with half of the columns each."""
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     chunks = []
     for name, value in tensors().items():
@@ -89,27 +89,27 @@ def save_in_columns(rank: int, world: int, root: Path, port: int) -> None:
 
 
 def command(capsys: Any, words: str) -> tuple[int, str, str]:
-    """Run a command and return its exit code and what it printed."""
+    """Run a command and return its exit code, stdout and stderr."""
     capsys.readouterr()
     code = checkpoint.main(words.split(), {})
     return code, *capsys.readouterr()
 
 
 def flip(path: Path, position: int) -> None:
-    """Turn one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 4
-    path.write_bytes(data)
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
 
 
 def hold(rank: int, world: int, root: Path) -> None:
-    """Claim a folder until killed."""
+    """Hold the lock of a folder until killed."""
     with SaveFolderLock(root):
         (root / "claimed").touch()
         time.sleep(60)
 
 
-def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsys):
+def test_list_shows_damage_and_the_checkpoint_to_load(tmp_path, capsys):
     root = tmp_path / "run"
     for step in (5, 10, 15):
         save(root, step, tensors())
@@ -120,7 +120,7 @@ def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsy
     assert "a run would load: iter_0000015" in out
     assert "tracker: 15" in out
     assert "in use by: nobody" in out
-    # A bit is seen by reading only, a missing file at once.
+    # Only reading finds a flipped bit; a missing file is found at once.
     shard = root / "iter_0000015" / "shard-00000.safetensors"
     flip(shard, shard.stat().st_size - 3)
     assert command(capsys, f"list {root}")[0] == 0
@@ -154,19 +154,19 @@ def test_list_tells_whole_from_damaged_and_what_a_run_would_load(tmp_path, capsy
         "list --help",
     ],
 )
-def test_a_pipe_that_nobody_reads_ends_a_command_quietly(words, tmp_path, capsys, monkeypatch):
+def test_command_ends_quietly_on_a_closed_pipe(words, tmp_path, capsys, monkeypatch):
     save(tmp_path / "run", 5, tensors())
-    theirs, ours = os.pipe()
-    os.close(theirs)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
 
     def broken(name, error):
         raise OutputLost(error)
 
-    pipe = guarded(ours, "stdout", broken, closed=False, like=None)
+    pipe = guarded(write_end, "stdout", broken, closed=False, like=None)
     monkeypatch.setattr("sys.stdout", pipe)
     code = checkpoint.main(words.format(root=tmp_path / "run").split(), {})
     monkeypatch.undo()
-    os.close(ours)
+    os.close(write_end)
     assert code == ExitCode.OUTPUT_CLOSED
     assert capsys.readouterr().err == ""
 
@@ -185,7 +185,7 @@ def test_convert_names_missing_arguments_without_model_flags(words, line, capsys
     assert err == f"{checkpoint.PROG}: error: {line}\n"
 
 
-def test_list_names_who_writes_and_leaves_the_lock_alone(tmp_path, capsys):
+def test_list_names_the_writer_without_taking_the_lock(tmp_path, capsys):
     root = tmp_path / "run"
     with start_ranks(hold, 1, root, init=False) as ranks:
         for _ in range(1000):
@@ -201,7 +201,7 @@ def test_list_names_who_writes_and_leaves_the_lock_alone(tmp_path, capsys):
     assert "in use by: nobody" in command(capsys, f"list {root}")[1]
 
 
-def test_inspect_shows_fields_totals_and_where_tensors_lie(tmp_path, capsys):
+def test_inspect_shows_fields_totals_and_tensor_offsets(tmp_path, capsys):
     folder = save(tmp_path / "run", 5, tensors())
     code, out, _ = command(capsys, f"inspect {tmp_path / 'run'} --tensors a.*")
     assert code == 0
@@ -213,18 +213,18 @@ def test_inspect_shows_fields_totals_and_where_tensors_lie(tmp_path, capsys):
     assert f"[0:6] in shard-00000.safetensors at bytes [{begin}, {begin + 24})" in out
     assert "exp_avg/" not in out
     code, out, _ = command(capsys, f"inspect {folder} --json --tensors")
-    found = json.loads(out)
-    assert found["tensors"].keys() == SHAPES.keys()
-    assert found["tensors"]["a.weight"]["shape"] == [6, 10]
-    assert found["totals"]["weights"]["bytes"] == 268
-    assert {name: found[name] for name in EXTRA if name != "format"} == {
+    report = json.loads(out)
+    assert report["tensors"].keys() == SHAPES.keys()
+    assert report["tensors"]["a.weight"]["shape"] == [6, 10]
+    assert report["totals"]["weights"]["bytes"] == 268
+    assert {name: report[name] for name in EXTRA if name != "format"} == {
         name: value for name, value in EXTRA.items() if name != "format"
     }
     assert json.loads(command(capsys, f"inspect {folder} --json")[1])["tensors"] == {}
 
 
-@pytest.mark.parametrize(("more", "kept"), [("", 3), (" --with-optimizer", 4)])
-def test_the_state_of_experiments_is_no_weight(more, kept, tmp_path, capsys):
+@pytest.mark.parametrize(("options", "num_tensors"), [("", 3), (" --with-optimizer", 4)])
+def test_experiment_state_is_not_counted_as_weights(options, num_tensors, tmp_path, capsys):
     averages = {f"experiment.average/{name}": value for name, value in tensors().items()}
     folder = save(tmp_path / "run", 5, tensors() | averages)
     code, out, _ = command(capsys, f"inspect {folder} --json")
@@ -234,10 +234,10 @@ def test_the_state_of_experiments_is_no_weight(more, kept, tmp_path, capsys):
         "weights": 3, "optimizer.exp_avg": 1, "experiment.average": 4,
     }  # fmt: skip
     file = tmp_path / "a.safetensors"
-    words = f"convert {folder} {file} --from native --to single-file{more}"
+    words = f"convert {folder} {file} --from native --to single-file{options}"
     assert command(capsys, words)[0] == 0
     with safe_open(file, "pt") as opened:
-        assert set(opened.keys()) == {n for n in SHAPES if kept == 4 or "/" not in n}
+        assert set(opened.keys()) == {n for n in SHAPES if num_tensors == 4 or "/" not in n}
 
 
 def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
@@ -247,11 +247,11 @@ def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
     code, out, err = command(capsys, f"verify {root}")
     assert code == 0
     assert out.count("whole ") == 3
-    held = sum(file.bytes for file in read_manifest(folders[0]).files.values())
+    shard_bytes = sum(file.bytes for file in read_manifest(folders[0]).files.values())
     header = next(iter(read_manifest(folders[0]).files.values())).header_bytes
-    assert f"{held - header} bytes of 4 tensors in 1 files verified" in out
-    noted = [line for line in err.splitlines() if "of a GPT of this version" not in line]
-    assert noted == [f"warning: {folders[0] / 'notes.txt'} is not part of the checkpoint"]
+    assert f"{shard_bytes - header} bytes of 4 tensors in 1 files verified" in out
+    warnings = [line for line in err.splitlines() if "of a GPT of this version" not in line]
+    assert warnings == [f"warning: {folders[0] / 'notes.txt'} is not part of the checkpoint"]
     # The newest and the oldest: neither hides the other.
     for folder in (folders[0], folders[2]):
         chunk = read_manifest(folder).tensors["a.weight"].chunks[0]
@@ -268,20 +268,20 @@ def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
     assert f"cannot read {folders[1] / 'shard-00000.safetensors'}" in err
 
 
-def test_compare_sees_through_layouts_and_names_what_differs(tmp_path, capsys):
+def test_compare_ignores_layout_and_names_differences(tmp_path, capsys):
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(save_in_columns, 2, tmp_path / "cut", server.port)
     cut = tmp_path / "cut" / "iter_0000005"
     assert len(read_manifest(cut).tensors["a.weight"].chunks) == 2, "the layouts are the same"
-    other = {"config": {"save": "runs/b", "lr": 0.1}, "window": {"loss": 9.0}}
-    whole = save(tmp_path / "whole", 5, tensors(), **other)
+    changed_fields = {"config": {"save": "runs/b", "lr": 0.1}, "window": {"loss": 9.0}}
+    whole = save(tmp_path / "whole", 5, tensors(), **changed_fields)
     code, out, _ = command(capsys, f"compare {cut} {whole}")
     assert code == 0, out
     assert "config.save: 'runs/a' and 'runs/b'" in out
     assert "equal: 4 of 4 common tensors are equal, 0 fields differ" in out
 
     values = tensors()
-    values["a.weight"][4, 7] += 0.5  # in the second half, which is another rank's
+    values["a.weight"][4, 7] += 0.5  # in the second half, on the other rank
     largest = max(values["a.weight"].abs().max(), tensors()["a.weight"].abs().max())
     changed = save(tmp_path / "changed", 5, values)
     code, out, _ = command(capsys, f"compare {cut} {changed}")
@@ -294,7 +294,7 @@ def test_compare_sees_through_layouts_and_names_what_differs(tmp_path, capsys):
 
 
 def test_compare_reads_large_tensors_to_their_end(tmp_path, capsys):
-    whole = torch.randn(3000, 400, generator=generator(8))  # two pieces of 4 MB
+    whole = torch.randn(3000, 400, generator=generator(8))  # two chunks of 4 MB
     save(tmp_path / "a", 5, {"a.weight": whole})
     for row, count in ((2999, 1), (1500, 2)):
         whole[row, 399] += 1.0
@@ -305,7 +305,7 @@ def test_compare_reads_large_tensors_to_their_end(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "text", "tolerant"),
+    ("change", "text", "tolerant_code"),
     [
         ({"a.bias": torch.tensor([1.0, 2, 3, 4, 5, float("nan")])}, "by at most inf", 1),
         ({"a.weight": -tensors()["a.weight"] * 0}, "60 of 60 elements differ", 1),
@@ -316,7 +316,7 @@ def test_compare_reads_large_tensors_to_their_end(tmp_path, capsys):
         ({"progress": {"iteration": 6}}, "progress.iteration: 5 and 6", 1),
     ],
 )
-def test_compare_finds_every_kind_of_difference(tmp_path, capsys, change, text, tolerant):
+def test_compare_finds_every_kind_of_difference(tmp_path, capsys, change, text, tolerant_code):
     save(tmp_path / "a", 5, tensors())
     extra = {"progress": change.pop("progress")} if "progress" in change else {}
     values = {**tensors(), **change}
@@ -325,16 +325,16 @@ def test_compare_finds_every_kind_of_difference(tmp_path, capsys, change, text, 
     assert code == 1
     assert text in out
     words = f"compare {tmp_path / 'a'} {tmp_path / 'b'} --tolerance 0.01"
-    assert command(capsys, words)[0] == tolerant
+    assert command(capsys, words)[0] == tolerant_code
 
 
 def test_compare_equates_nans_and_infs_but_not_signed_zeros(tmp_path, capsys):
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, 2.0])
-    save(tmp_path / "a", 5, {"a.bias": odd})
-    save(tmp_path / "b", 5, {"a.bias": odd.clone()})
-    minus = odd.clone()
-    minus[3] = -0.0
-    save(tmp_path / "c", 5, {"a.bias": minus})
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1.0, 2.0])
+    save(tmp_path / "a", 5, {"a.bias": values})
+    save(tmp_path / "b", 5, {"a.bias": values.clone()})
+    negative_zero = values.clone()
+    negative_zero[3] = -0.0
+    save(tmp_path / "c", 5, {"a.bias": negative_zero})
     assert command(capsys, f"compare {tmp_path / 'a'} {tmp_path / 'b'}")[0] == 0
     code, out, _ = command(capsys, f"compare {tmp_path / 'a'} {tmp_path / 'c'}")
     assert code == 1
@@ -357,17 +357,17 @@ def test_compare_equates_nans_and_infs_but_not_signed_zeros(tmp_path, capsys):
         ("", "'nothing' is not a command"),
     ],
 )
-def test_what_cannot_be_carried_out_is_one_line(tmp_path, capsys, words, text):
+def test_invalid_commands_are_refused_in_one_line(tmp_path, capsys, words, text):
     save(tmp_path / "root", 5, tensors())
     (tmp_path / "empty").mkdir()
-    places = {name: str(tmp_path / name) for name in ("root", "absent", "empty")}
-    code, out, err = command(capsys, words.format(**places))
+    folders = {name: str(tmp_path / name) for name in ("root", "absent", "empty")}
+    code, out, err = command(capsys, words.format(**folders))
     assert (code, out) == (2, "")
     assert text in err
     assert err.count("\n") == 1
 
 
-def test_every_command_explains_itself(capsys):
+def test_every_command_has_help(capsys):
     code, out, _ = command(capsys, "--help")
     assert code == 0
     for name in checkpoint.COMMANDS:
@@ -380,7 +380,7 @@ def test_every_command_explains_itself(capsys):
     assert "--num-layers" in text
 
 
-def test_a_checkpoint_of_a_later_program_is_no_damage(tmp_path, capsys, monkeypatch):
+def test_checkpoint_of_later_version_is_not_called_damaged(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(manifest, "VERSION", 2)
     folder = save(tmp_path / "run", 5, tensors())
     monkeypatch.undo()
@@ -409,8 +409,8 @@ def test_a_damaged_manifest_is_named(tmp_path, capsys):
         assert err.count("\n") == 1
 
 
-def prune_at_first_call(root: Path, monkeypatch: Any, name: str) -> None:
-    """Remove all checkpoints but the newest one when a function of the command is first called."""
+def prune_when_called(root: Path, monkeypatch: Any, name: str) -> None:
+    """Prune all but the newest checkpoint when a function of the command is first called."""
     original = getattr(inspection, name)
     pruned: list[Path] = []
 
@@ -424,10 +424,10 @@ def prune_at_first_call(root: Path, monkeypatch: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["verify {}", "list {}", "list {} --verify"])
-def test_what_retention_removes_meanwhile_is_not_damaged(words, tmp_path, capsys, monkeypatch):
+def test_checkpoint_pruned_meanwhile_is_not_called_damaged(words, tmp_path, capsys, monkeypatch):
     for step in (5, 10, 15):
         save(tmp_path / "run", step, tensors())
-    prune_at_first_call(tmp_path / "run", monkeypatch, "verify_contents")
+    prune_when_called(tmp_path / "run", monkeypatch, "verify_contents")
     code, out, err = command(capsys, words.format(tmp_path / "run"))
     assert code == 0, err
     assert "iter_0000015" in out
@@ -447,8 +447,8 @@ def test_newest_checkpoint_is_found_while_others_are_removed(tmp_path, monkeypat
         return original(folder)
 
     monkeypatch.setattr(run_folder, "read_manifest", saving)
-    found = latest_checkpoint(tmp_path, fall_back=False, say=lines.append)
-    assert (found, lines) == (tmp_path / "iter_0000010", [])
+    newest = latest_checkpoint(tmp_path, fall_back=False, say=lines.append)
+    assert (newest, lines) == (tmp_path / "iter_0000010", [])
 
 
 def test_list_survives_manifest_that_links_to_itself(tmp_path, capsys):
@@ -510,7 +510,7 @@ GRADIENT, ROUNDING = 1e-2, 1e-11
 
 
 def trained(rounding: torch.Tensor, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a model after Adam steps, with another rounding of the gradient that is zero."""
+    """Return a model after Adam steps, with the given rounding of the zero gradient."""
     random = generator(4)
     gradient = GRADIENT * torch.rand(4, 4, generator=random)
     return {
@@ -527,7 +527,7 @@ def trained(rounding: torch.Tensor, **changes: torch.Tensor) -> dict[str, torch.
 A, B = torch.tensor([1.0, -0.5, 0.3]), torch.tensor([-0.2, 0.7, -1.0])
 
 
-def test_compare_takes_the_rounding_of_a_zero_gradient_as_zero(tmp_path, capsys):
+def test_compare_ignores_rounding_of_zero_gradients(tmp_path, capsys):
     save(tmp_path / "a", 5, trained(A))  # 5 steps at 0.1: a weight moves by 0.5 at most
     save(tmp_path / "b", 5, trained(B))
     paths = f"{tmp_path / 'a'} {tmp_path / 'b'}"
@@ -551,7 +551,7 @@ def test_compare_takes_the_rounding_of_a_zero_gradient_as_zero(tmp_path, capsys)
         ({"optimizer.exp_avg_sq/key.bias": torch.zeros(3)}, "key.bias"),  # one is not trained
     ],
 )
-def test_compare_still_finds_what_is_no_rounding(changes, name, tmp_path, capsys):
+def test_compare_reports_differences_above_rounding(changes, name, tmp_path, capsys):
     save(tmp_path / "a", 5, trained(A))
     save(tmp_path / "b", 5, trained(B, **changes))
     words = f"compare {tmp_path / 'a'} {tmp_path / 'b'} --tolerance 1e-6"

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import read_extra
 from megatron.hf import convert
 from megatron.inference import generate
 from megatron.training import checkpoint, pretrain_gpt
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.read_limits import (
     ReadCost,
     ReadLimits,
@@ -37,7 +37,7 @@ from tests.support.stored_structures import (
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 SINGLE = ("--from", "native", "--to", "single-file")
-#: The commands of files; `@` is the folder of checkpoints.
+#: The commands that read checkpoints; `@` stands for the folder of checkpoints.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "list": ("list", "@"),
     "list --verify": ("list", "@", "--verify"),
@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", "@", "@"),
     "convert": ("convert", "@", "@.safetensors", *SINGLE),
 }
-#: A structure is written in a process of its own: its objects would belong to every reader.
+#: A separate process writes a structure: forked readers would inherit its objects.
 WRITING = ReadLimits(cpu_seconds=120.0, memory_bytes=4 << 30, file_bytes=0)
 
 
@@ -76,7 +76,7 @@ def write(root: Path, make: Callable[[], Structure]) -> None:
 
 
 def limits_of(root: Path, *, times: int = 1) -> ReadLimits:
-    """Return the limits of reading a folder of checkpoints so many times."""
+    """Return the limits of reading a folder of checkpoints `times` times."""
     files = [path for path in root.glob("iter_*/*") if path.is_file()]
     metadata = sum(path.stat().st_size for path in files if path.name == "manifest.json")
     for shard in root.glob("iter_*/*.safetensors"):
@@ -88,20 +88,20 @@ def limits_of(root: Path, *, times: int = 1) -> ReadLimits:
 
 @pytest.fixture(scope="module")
 def trivial(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReadCost]:
-    """Return what a command takes on a trivial checkpoint."""
+    """Return a function that measures a command on a trivial checkpoint."""
     root = tmp_path_factory.mktemp("trivial") / "run"
     write_structure(root, Structure(tensors={"w": Tensor(shape=(1,))}))
     return cache(lambda name: measure_read(partial(run_command, name, root)))
 
 
 def faults_of(root: Path, name: str, trivial: ReadCost, *, refused: str | None = "") -> list[str]:
-    """Return what is wrong with a command on a folder.
+    """Return the problems of a command on a folder.
 
     Args:
         root: the folder.
-        name: of the command.
-        trivial: what it takes on a trivial checkpoint.
-        refused: in the line of a refusal; "" where it may be refused, None where it may not.
+        name: name of the command.
+        trivial: cost of the command on a trivial checkpoint.
+        refused: expected text of the refusal; "" allows a refusal, None forbids it.
     """
     limits = limits_of(root, times=1 + (name == "compare"))
     cost = measure_read(partial(run_command, name, root), limits)
@@ -113,17 +113,17 @@ def faults_of(root: Path, name: str, trivial: ReadCost, *, refused: str | None =
     return [f"{name}: {fault}" for fault in faults]
 
 
-def test_a_pinwheel_of_boxes_is_verified_within_the_limits(tmp_path, trivial):
+def test_pinwheel_of_chunks_is_verified_within_limits(tmp_path, trivial):
     write(tmp_path / "run", lambda: STRUCTURES["pinwheel"](0.15))
     for name in ("list", "verify"):
         assert not faults_of(tmp_path / "run", name, trivial(name), refused=None)
 
 
-def _without_places(fields: dict[str, Any]) -> None:
+def _without_chunks(fields: dict[str, Any]) -> None:
     fields["tensors"] = {f"{i}": {"dtype": "U8", "shape": [0], "chunks": []} for i in range(20_000)}
 
 
-def _dimensions(fields: dict[str, Any]) -> None:
+def _many_dimensions(fields: dict[str, Any]) -> None:
     ones = [1] * 400_000
     for chunk in fields["tensors"]["w"]["chunks"]:
         chunk.update(sizes=ones, offsets=[0] * 400_000)
@@ -131,9 +131,9 @@ def _dimensions(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "refused"), [(_without_places, "lies in no file"), (_dimensions, "400000 dim")]
+    ("change", "refused"), [(_without_chunks, "lies in no file"), (_many_dimensions, "400000 dim")]
 )
-def test_what_no_checkpoint_holds_is_refused_at_once(change, refused, tmp_path, trivial):
+def test_impossible_manifest_is_refused_within_limits(change, refused, tmp_path, trivial):
     folder = write_structure(tmp_path / "run", Structure(tensors={"w": Tensor(shape=(1,))}))
     path = folder / "manifest.json"
     fields = json.loads(path.read_bytes())
@@ -176,7 +176,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     write_tokens(folder / "tokens")
     words = "--train-iters 1 --eval-interval 0 --lr-decay-iters 9"
-    assert run_here(flags(folder / "tokens", f"{words} --save {folder / 'save'}")) == 0
+    assert run_in_process(flags(folder / "tokens", f"{words} --save {folder / 'save'}")) == 0
     return folder
 
 
@@ -198,23 +198,25 @@ def _export(run: Path, root: Path) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("read", [_resume, _generate, _export])
 def test_programs_refuse_structures_of_other_models(read, run, tmp_path):
-    """With the description of a run's model, and tensors that are not its own."""
+    """The structures have the description of a run's model, but other tensors."""
     extra = read_extra(run / "save" / "iter_0000001")
     limits = ReadLimits.of(0, metadata_bytes=0)
-    known = measure_read(partial(read, run, run / "save"), replace(limits, memory_bytes=1 << 30))
+    trivial_cost = measure_read(
+        partial(read, run, run / "save"), replace(limits, memory_bytes=1 << 30)
+    )
     faults = []
     for structure in STRUCTURES:
         root = tmp_path / structure.replace(" ", "-")
 
         def make(structure: str = structure) -> Structure:
-            found = STRUCTURES[structure](1.0)
-            return replace(found, extra={**found.extra, **extra})
+            structure_of_name = STRUCTURES[structure](1.0)
+            return replace(structure_of_name, extra={**structure_of_name.extra, **extra})
 
         write(root, make)
         limits = limits_of(root)
         cost = measure_read(partial(read, run, root), limits)
-        found = read_faults(cost, limits, known)
+        structure_of_name = read_faults(cost, limits, trivial_cost)
         if cost.code in (0, None):
-            found.append(f"exit code {cost.code}: {cost.text}")
-        faults += [f"{structure}: {fault}" for fault in found]
+            structure_of_name.append(f"exit code {cost.code}: {cost.text}")
+        faults += [f"{structure}: {fault}" for fault in structure_of_name]
     assert not faults, "\n".join(faults)

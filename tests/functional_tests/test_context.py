@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose ranks share the tokens of their samples: every engine has the numbers of one process,
-with documents packed to length."""
+"""Context parallel runs on packed documents: every strategy has the losses of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     flags,
     losses,
-    run_here,
+    run_in_process,
     run_on,
     running,
     write_tokens,
@@ -28,14 +27,14 @@ from tests.functional_tests.torchrun_job import torchrun
 CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 SHORT = f"--train-iters 3 --eval-interval 3 --lr-warmup-iters 0 {PACKED}"
-APART = "--context-parallel-cut documents"
-#: Nothing that a rank could leave out for itself: a window over borders of chunks, learned sinks.
+BY_DOCUMENTS = "--context-parallel-cut documents"
+#: A window across chunk boundaries and learned sinks need the tokens of other ranks.
 SINKS = "--window-size 9 --softmax-type learnable"
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> Path:
-    """Return where documents are, which a token ends."""
+    """Write documents that end with token 3 and return their prefix."""
     prefix = write_tokens(tmp_path_factory.mktemp("data") / "tokens")
     described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
     prefix.with_suffix(".json").write_text(json.dumps(described))
@@ -43,19 +42,20 @@ def prefix(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("alike", "world", "more", "line"),
+    ("common", "world", "options", "line"),
     [
         (
             "",
             2,
-            f"{CP} --cp-comm-type p2p --check-collectives --log-straggler {APART} "
+            f"{CP} --cp-comm-type p2p --check-collectives --log-straggler {BY_DOCUMENTS} "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             "context parallel 2 by p2p: p2p was asked for",
         ),
         (
             f"{SINKS} --calculate-per-token-loss",
             4,
-            f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --no-overlap-grad-reduce {APART}",
+            f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --no-overlap-grad-reduce "
+            f"{BY_DOCUMENTS}",
             "context parallel 2 by a2a: a2a was asked for",
         ),
         (
@@ -68,58 +68,60 @@ def prefix(tmp_path_factory) -> Path:
 )
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.gpus("world")
-def test_ranks_that_share_samples_have_the_losses_of_one(
-    prefix, tmp_path, capsys, alike, world, more, line
+def test_context_parallel_losses_match_one_process(
+    prefix, tmp_path, capsys, common, world, options, line
 ):
-    one, shared = tmp_path / "one.jsonl", tmp_path / "shared.jsonl"
-    run_on(1, flags(prefix, f"{SHORT} {alike} --metrics-file {one}"))
-    with running(world, flags(prefix, f"{SHORT} {alike} {more} --metrics-file {shared}")) as ranks:
-        found = ranks.outcomes(timeout=100)
+    reference, sharded = tmp_path / "one.jsonl", tmp_path / "shared.jsonl"
+    run_on(1, flags(prefix, f"{SHORT} {common} --metrics-file {reference}"))
+    with running(
+        world, flags(prefix, f"{SHORT} {common} {options} --metrics-file {sharded}")
+    ) as ranks:
+        outcomes = ranks.outcomes(timeout=100)
         log = ranks.log(world - 1)
-    assert all(outcome.exit_code == 0 for outcome in found), log
+    assert all(outcome.exit_code == 0 for outcome in outcomes), log
     assert line in log
     assert "; each rank has 12 of the 24 tokens of a sample" in log
     assert "by documents, with " in log
-    assert (APART in more) == ("; by --context-parallel-cut: documents" in log), log
+    assert (BY_DOCUMENTS in options) == ("; by --context-parallel-cut: documents" in log), log
     for kind in ("train", "validation"):
-        wanted = losses(one, kind)
-        assert wanted
-        assert losses(shared, kind) == pytest.approx(wanted, rel=1e-6)
+        expected = losses(reference, kind)
+        assert expected
+        assert losses(sharded, kind) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(2)
-def test_a_run_goes_on_with_its_documents_cut_in_another_way(prefix, tmp_path):
-    one, save = tmp_path / "one.jsonl", tmp_path / "save"
+def test_run_resumes_with_another_context_parallel_cut(prefix, tmp_path):
+    reference, save = tmp_path / "one.jsonl", tmp_path / "save"
     common = SHORT.replace("--eval-interval 3", "--eval-interval 2")
-    run_on(1, flags(prefix, f"{common} --metrics-file {one}"))
+    run_on(1, flags(prefix, f"{common} --metrics-file {reference}"))
     saves = f"{common} {CP} --save {save} --load {save} --save-interval 2"
-    run_on(2, flags(prefix, f"{saves} {APART} --exit-interval 2"))
+    run_on(2, flags(prefix, f"{saves} {BY_DOCUMENTS} --exit-interval 2"))
     run_on(2, flags(prefix, f"{saves} --context-parallel-cut row"))
     for kind in ("train", "validation"):
-        wanted = losses(one, kind)
-        assert 2 in wanted
-        assert losses(save / "metrics.jsonl", kind) == pytest.approx(wanted, rel=1e-6)
+        expected = losses(reference, kind)
+        assert 2 in expected
+        assert losses(save / "metrics.jsonl", kind) == pytest.approx(expected, rel=1e-6)
 
 
-def test_documents_matter_to_these_runs(prefix, tmp_path):
-    # The same tokens count in all of them.
+def test_document_masks_and_sinks_change_the_losses(prefix, tmp_path):
+    # All runs have the same loss mask.
     whole = "--eod-mask-loss"
     cases = {"packed": PACKED, "whole": whole, "window": f"{whole} --window-size 9"}
     cases["all"] = f"{PACKED} {SINKS}"
-    found = []
-    for name, more in cases.items():
+    final_losses = []
+    for name, options in cases.items():
         metrics = tmp_path / f"{name}.jsonl"
-        common = SHORT.replace(PACKED, more).replace("--eval-interval 3", "--eval-interval 0")
+        common = SHORT.replace(PACKED, options).replace("--eval-interval 3", "--eval-interval 0")
         run_on(1, flags(prefix, f"{common} --metrics-file {metrics}"))
-        found.append(losses(metrics)[3])
-    ordered = sorted(found)
-    assert min(b - a for a, b in pairwise(ordered)) > 1e-5, found
+        final_losses.append(losses(metrics)[3])
+    sorted_losses = sorted(final_losses)
+    assert min(b - a for a, b in pairwise(sorted_losses)) > 1e-5, final_losses
 
 
 def test_indivisible_sizes_are_reported_before_reading_files(capsys):
     absent = flags(Path("/absent"), f"{CP} --seq-length 26 --cp-comm-type a2a")
-    assert run_here(absent) == ExitCode.USER_ERROR
+    assert run_in_process(absent) == ExitCode.USER_ERROR
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"{CP} does not divide the world of 1 processes" in err
@@ -129,8 +131,8 @@ def test_indivisible_sizes_are_reported_before_reading_files(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.covers("resumed on another layout", runs="loads")
-def test_eight_ranks_on_the_corpus_are_resumed_by_one(tmp_path):
-    """2 x 2 x 2 ranks by the launcher of real jobs; the losses are those of one process alone."""
+def test_run_on_8_ranks_resumes_on_one_rank(tmp_path):
+    """torchrun starts 2 x 2 x 2 ranks; the losses match a single process."""
     build_corpus(tmp_path / "corpus.jsonl", library=Path(json.__file__).parent)
     preprocess(
         PreprocessConfig(
@@ -144,8 +146,8 @@ def test_eight_ranks_on_the_corpus_are_resumed_by_one(tmp_path):
     whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
     common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
 
-    def argv(more: str) -> list[str]:
-        words = flags(tmp_path / "corpus", f"{common} {more}")
+    def argv(options: str) -> list[str]:
+        words = flags(tmp_path / "corpus", f"{common} {options}")
         return [word for word in words if word not in ("--vocab-size", "61")]
 
     run_on(1, argv(f"--metrics-file {whole}"))

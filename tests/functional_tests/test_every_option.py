@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of a run changes something that can be seen: the table of effects has them all."""
+"""Every option of a run has an observable effect, listed in `option_effects`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from megatron.cli.schema import Option, options
 from megatron.cli.tokenizers import train_bpe
 from megatron.training.config import Config
 from megatron.training.pretrain_gpt import read_run
-from tests.functional_tests.observers import Seen, listeners, plan, see
+from tests.functional_tests.observers import RunObservation, listeners, observe_run, plan
 from tests.functional_tests.option_effects import EFFECTS, Effect
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.arguments import last_wins
 from tests.support.llama_tokenizer import write_llama_tokenizer
 from tests.support.tiktoken_files import write_ranks
 
 OPTIONS = {option.name: option for option in options(Config)}
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
-#: An option of this kind is compared in a run of two steps.
-RUNS = ("parts", "loss", "log", "file")
+#: Observers that need a run of two steps.
+RUNS = ("constructors", "loss", "log", "file")
 
 
-def test_the_table_has_every_option_and_no_other():
+def test_table_lists_exactly_the_options():
     missing = set(OPTIONS) - set(EFFECTS)
-    assert not missing, f"say in option_effects.py what these change: {sorted(missing)}"
+    assert not missing, f"add the effects of these options to option_effects.py: {sorted(missing)}"
     assert not set(EFFECTS) - set(OPTIONS)
 
 
 def write_hugging_face(folder: Path) -> Path:
-    """Write what says which model a Hugging Face folder holds; that of the small run."""
+    """Write a Hugging Face folder with the config of the small run's model."""
     folder.mkdir()
     shape = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 64, "vocab_size": 61}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
@@ -49,71 +49,73 @@ def write_hugging_face(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, str]:
-    """Write the files that options name, and return where they are by the names of the table."""
+def option_paths(tmp_path_factory) -> dict[str, str]:
+    """Write the files that options refer to and return their paths by the names in the table."""
     root = tmp_path_factory.mktemp("options")
-    found = {}
+    paths = {}
     for name, seed in (("data", 5), ("data2", 6)):
         prefix = write_tokens(root / name, seed=seed)
         described = {"tokenizer": {"vocab_size": 61, "eod": 3}}
         prefix.with_suffix(".json").write_text(json.dumps(described))
-        found[name] = str(prefix)
+        paths[name] = str(prefix)
     chats = write_tokens(root / "chats").with_suffix(".json")
     chats.write_text(json.dumps({"kind": "chat", "tokenizer": {"vocab_size": 61, "eod": 3}}))
-    found["chats"] = str(root / "chats")
+    paths["chats"] = str(root / "chats")
     for end in ("", "2"):
-        data = found[f"data{end}"]
-        (root / f"args{end}").write_text(data)
-        found[f"args{end}"] = str(root / f"args{end}")
-        splits = {"train": [data], "valid": [data], "test": None}
+        data_prefix = paths[f"data{end}"]
+        (root / f"args{end}").write_text(data_prefix)
+        paths[f"args{end}"] = str(root / f"args{end}")
+        splits = {"train": [data_prefix], "valid": [data_prefix], "test": None}
         (root / f"splits{end}").write_text(json.dumps(splits))
-        found[f"splits{end}"] = str(root / f"splits{end}")
+        paths[f"splits{end}"] = str(root / f"splits{end}")
         words = ["the theory of the thing", f"a def is a def{end} of a thing{end}"]
         model = root / f"tokenizer{end}.json"
         train_bpe(words * 20, 300, model)
-        found[f"tokenizer{end}"] = str(model)
+        paths[f"tokenizer{end}"] = str(model)
     write_llama_tokenizer(root / "bos")
-    found["bos"] = str(root / "bos")
-    found["ranks"] = str(write_ranks(root / "ranks.tiktoken"))
-    found["hf"] = str(write_hugging_face(root / "hf"))
-    assert run_here(flags(Path(found["data"]), f"{SHORT} --save {root / 'saved'}")) == 0
+    paths["bos"] = str(root / "bos")
+    paths["ranks"] = str(write_ranks(root / "ranks.tiktoken"))
+    paths["hf"] = str(write_hugging_face(root / "hf"))
+    assert run_in_process(flags(Path(paths["data"]), f"{SHORT} --save {root / 'saved'}")) == 0
     shutil.copytree(root / "saved", root / "damaged")
     (root / "damaged" / "iter_0000009").mkdir()
-    return {**found, "saved": str(root / "saved"), "damaged": str(root / "damaged")}
+    return {**paths, "saved": str(root / "saved"), "damaged": str(root / "damaged")}
 
 
-def arguments(option: Option, effect: Effect, other: bool, places: dict[str, str]) -> list[str]:
+def arguments(
+    option: Option, effect: Effect, changed: bool, option_paths: dict[str, str]
+) -> list[str]:
     """Return the command line with one of the option's two values."""
     if option.kind is bool:
-        words = [f"--{option.name}" if other else f"--no-{option.name}"]
+        words = [f"--{option.name}" if changed else f"--no-{option.name}"]
     else:
-        value = effect.other if other else effect.one
+        value = effect.changed if changed else effect.baseline
         words = [f"--{option.name}", *value.split()] if value else []
     dropped = ["--metrics-file", *effect.without.split()]
-    dropped += effect.replaces.split() if other else []
-    start = flags(Path(places["data"]), SHORT if effect.observer in RUNS else "")
-    kept = [w for i, w in enumerate(start) if w not in dropped and start[i - 1] not in dropped]
-    more = " ".join([*effect.base.split(), *words])
-    for name, place in places.items():
-        more = more.replace(f"{{{name}}}", place)
-    return last_wins([*kept, *more.split()])
+    dropped += effect.replaces.split() if changed else []
+    start = flags(Path(option_paths["data"]), SHORT if effect.observer in RUNS else "")
+    remaining = [w for i, w in enumerate(start) if w not in dropped and start[i - 1] not in dropped]
+    text = " ".join([*effect.base.split(), *words])
+    for name, option_path in option_paths.items():
+        text = text.replace(f"{{{name}}}", option_path)
+    return last_wins([*remaining, *text.split()])
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> Callable[[list[str]], Seen]:
-    """Return `see` that runs the same arguments once."""
-    known: dict[tuple[str, ...], Seen] = {}
+def observe_cached(tmp_path_factory) -> Callable[[list[str]], RunObservation]:
+    """Return `observe_run` with a cache by arguments."""
+    observations: dict[tuple[str, ...], RunObservation] = {}
 
-    def look(argv: list[str]) -> Seen:
-        if tuple(argv) not in known:
-            known[tuple(argv)] = see(argv, tmp_path_factory.mktemp("run"))
-        return known[tuple(argv)]
+    def look(argv: list[str]) -> RunObservation:
+        if tuple(argv) not in observations:
+            observations[tuple(argv)] = observe_run(argv, tmp_path_factory.mktemp("run"))
+        return observations[tuple(argv)]
 
     return look
 
 
 def option_problem(argv: list[str], world: int) -> str:
-    """Return what is wrong with options, or that nothing is."""
+    """Return the error message about options, or "fine"."""
     try:
         read_run(argv, Launch(world_size=world))
     except ValueError as error:
@@ -121,36 +123,48 @@ def option_problem(argv: list[str], world: int) -> str:
     return "fine"
 
 
-def observe(name: str, other: bool, places: dict[str, str], seen: Callable[..., Seen]) -> Any:
-    """Return what the table says to compare, for one of an option's two values."""
+def observe(
+    name: str,
+    changed: bool,
+    option_paths: dict[str, str],
+    observe_cached: Callable[..., RunObservation],
+) -> Any:
+    """Return the observation that the table names, for one of an option's two values."""
     effect = EFFECTS[name]
-    argv = arguments(OPTIONS[name], effect, other, places)
+    argv = arguments(OPTIONS[name], effect, changed, option_paths)
     if effect.observer == "plan":
         return plan(argv, effect.world)
     if effect.observer == "listeners":
         return listeners(argv, effect.world)
     if effect.observer == "refusal":
         return option_problem(argv, effect.world)
-    found = seen(argv)
+    observation = observe_cached(argv)
     return {
-        "parts": found.parts,
-        "loss": found.losses,
-        "log": (found.code, found.lines),
-        "file": found.files,
+        "constructors": observation.constructors,
+        "loss": observation.losses,
+        "log": (observation.code, observation.lines),
+        "file": observation.files,
     }[effect.observer]
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_two_values_of_an_option_differ_where_the_table_says(name, places, seen):
-    one, other = (observe(name, second, places, seen) for second in (False, True))
-    assert one, "there is something to compare"
-    assert one != other
+def test_option_values_differ_in_the_named_observer(name, option_paths, observe_cached):
+    baseline, changed_observation = (
+        observe(name, changed, option_paths, observe_cached) for changed in (False, True)
+    )
+    assert baseline, "there is nothing to compare"
+    assert baseline != changed_observation
 
 
 @pytest.mark.parametrize("name", ["lr", "seed", "eval-iters", "save", "manual-gc-interval"])
-def test_what_is_compared_is_the_same_twice(name, places, tmp_path_factory):
-    first, again = (
-        observe(name, True, places, lambda argv: see(argv, tmp_path_factory.mktemp("again")))
+def test_observations_are_reproducible(name, option_paths, tmp_path_factory):
+    observation, repeated = (
+        observe(
+            name,
+            True,
+            option_paths,
+            lambda argv: observe_run(argv, tmp_path_factory.mktemp("again")),
+        )
         for _ in range(2)
     )
-    assert first == again
+    assert observation == repeated

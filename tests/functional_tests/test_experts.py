@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with experts through several layouts: each part goes on from the last checkpoint, with
-the losses and the biases of experts of a single process, and its loads are drawn."""
+"""A run with experts in several layouts: each phase resumes from the last checkpoint, with the
+losses and expert biases of a single process, and the expert loads are plotted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MODEL = (
 )
 COMMON = f"{MODEL} --eval-interval 0 --train-iters 12"
 
-#: Processes, layout and last iteration of each further part.
-PARTS = (
+#: Processes, layout and exit iteration of the phases after the first.
+PHASES = (
     (4, f"{EP} 2 {TP} 2 --ddp-bucket-size 4000", 7),
     (4, f"{EP} 2 {TP} 2 {ETP} 1 --sequence-parallel {STRATEGY} optim_grads_params", 8),
     (4, f"{EP} 2 {PP} 2 --pipeline-schedule zb-h1 --moe-token-dispatcher-type allgather", 10),
@@ -47,7 +47,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Train in one process without interruption; return its folder, beside the data."""
+    """Train in one process without interruption and return its folder, next to the data."""
     root = tmp_path_factory.mktemp("experts")
     prefix = write_tokens(root / "tokens")
     run_on(1, flags(prefix, f"{COMMON} --save {root / 'whole'}"))
@@ -56,11 +56,13 @@ def whole(tmp_path_factory):
     return root / "whole"
 
 
-def go_on(prefix, parts, world, layout, last):
+def resume(prefix, resumed, world, layout, exit_iteration):
     """Train from the last checkpoint up to an iteration."""
-    more = f"{COMMON} {layout} --save {parts} --load {parts} --exit-interval {last}"
-    run_on(world, flags(prefix, more))
-    assert max(losses(parts / "metrics.jsonl")) == last
+    options = (
+        f"{COMMON} {layout} --save {resumed} --load {resumed} --exit-interval {exit_iteration}"
+    )
+    run_on(world, flags(prefix, options))
+    assert max(losses(resumed / "metrics.jsonl")) == exit_iteration
 
 
 @pytest.mark.timeout(300)
@@ -68,11 +70,11 @@ def go_on(prefix, parts, world, layout, last):
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
 def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
-    prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
-    go_on(prefix, parts, 4, f"{EP} 4", 5)
-    go_on(prefix, parts, 4, f"{EP} 2 {TP} 2", 12)
-    compare(whole, parts)
-    check_plot(parts)
+    prefix, resumed = whole.with_name("tokens"), tmp_path / "parts"
+    resume(prefix, resumed, 4, f"{EP} 4", 5)
+    resume(prefix, resumed, 4, f"{EP} 2 {TP} 2", 12)
+    compare(whole, resumed)
+    check_plot(resumed)
 
 
 @pytest.mark.slow
@@ -80,56 +82,59 @@ def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_experts_go_on_in_any_layout(whole, tmp_path):
-    prefix, parts = whole.with_name("tokens"), tmp_path / "parts"
-    first = f"{COMMON} {EP} 4 --save {parts} --exit-interval 5"
-    job = torchrun(flags(prefix, first), "--standalone", processes=4)
+def test_experts_resume_in_any_layout(whole, tmp_path):
+    prefix, resumed = whole.with_name("tokens"), tmp_path / "parts"
+    start_flags = f"{COMMON} {EP} 4 --save {resumed} --exit-interval 5"
+    job = torchrun(flags(prefix, start_flags), "--standalone", processes=4)
     output, _ = job.communicate(timeout=100)
     assert job.returncode == 0, output
     assert "experts: 8 in 3 of 4 layers, a token goes to 2 and a shared one by sigmoid" in output
     assert "tokens by alltoall: fewest rows per rank" in output
     assert "| load balance: worst " in output
-    for world, layout, last in PARTS:
-        go_on(prefix, parts, world, layout, last)
-    compare(whole, parts)
+    for world, layout, exit_iteration in PHASES:
+        resume(prefix, resumed, world, layout, exit_iteration)
+    compare(whole, resumed)
 
 
-def compare(whole, parts):
-    """See that a run in parts has the losses, loads and biases of one that is whole."""
-    expected, found = (losses(folder / "metrics.jsonl") for folder in (whole, parts))
-    assert found.keys() == expected.keys()
-    for iteration, loss in found.items():
+def compare(uninterrupted, resumed):
+    """Assert that a resumed run has the losses, loads and biases of the uninterrupted run."""
+    expected, actual = (losses(folder / "metrics.jsonl") for folder in (uninterrupted, resumed))
+    assert actual.keys() == expected.keys()
+    for iteration, loss in actual.items():
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
-    check_loads(read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"))
-    check_biases(whole / "iter_0000012", parts / "iter_0000012")
+    check_loads(
+        read_metrics(uninterrupted / "metrics.jsonl"), read_metrics(resumed / "metrics.jsonl")
+    )
+    check_biases(uninterrupted / "iter_0000012", resumed / "iter_0000012")
 
 
-def check_loads(expected, loads):
-    """Compare the loads of experts, which are whole numbers over their mean, and what routers
-    measured."""
-    trained = [[e for e in events if e["kind"] == "train"] for events in (expected, loads)]
-    for one, other in zip(*trained, strict=True):
-        assert one[EXPERT_LOAD] == other[EXPERT_LOAD], one["iteration"]
-        assert list(one[EXPERT_LOAD]) == ["layer 1", "layer 2", "layer 3"]
-        assert all(len(row) == 8 for row in one[EXPERT_LOAD].values())
+def check_loads(expected, resumed_events):
+    """Compare expert loads, which are exact counts over their mean, and router statistics."""
+    trained = [[e for e in events if e["kind"] == "train"] for events in (expected, resumed_events)]
+    for expected_event, resumed_event in zip(*trained, strict=True):
+        assert expected_event[EXPERT_LOAD] == resumed_event[EXPERT_LOAD], expected_event[
+            "iteration"
+        ]
+        assert list(expected_event[EXPERT_LOAD]) == ["layer 1", "layer 2", "layer 3"]
+        assert all(len(row) == 8 for row in expected_event[EXPERT_LOAD].values())
         for name in ("expert_load_max", "router_entropy", "aux_loss", "z_loss"):
-            assert other[name] == pytest.approx(one[name], rel=1e-5), name
+            assert resumed_event[name] == pytest.approx(expected_event[name], rel=1e-5), name
 
 
-def check_biases(whole, parts):
-    """See that the biases of experts are saved, equal, and have moved."""
+def check_biases(uninterrupted, resumed):
+    """Assert that expert biases are saved, equal, and have changed."""
     names = [f"decoder.blocks.{block}.moe.router.expert_bias" for block in (3, 5, 7)]
-    hashes = digests(whole), digests(parts)
-    kept = [name for name in read_manifest(whole).tensors if "expert_bias" in name]
-    assert len(kept) == 3
+    hashes = digests(uninterrupted), digests(resumed)
+    bias_names = [name for name in read_manifest(uninterrupted).tensors if "expert_bias" in name]
+    assert len(bias_names) == 3
     for name in names:
-        (key,) = [k for k in kept if name in k]
+        (key,) = [k for k in bias_names if name in k]
         assert hashes[0][key] == hashes[1][key]
-    assert len({hashes[0][key] for key in kept}) == 3, "biases have not moved"
+    assert len({hashes[0][key] for key in bias_names}) == 3, "biases have not moved"
 
 
 def check_plot(folder):
-    """Draw the loads by the command that users give, and see every expert of every layer."""
+    """Plot the loads with the plot command and assert that it shows every expert of every layer."""
     html, picture = folder / "load.html", folder / "load.png"
     words = ["plot", "--metrics", str(folder), "--html", str(html), "--output", str(picture)]
     with mock.patch.object(sys, "argv", words):
@@ -156,5 +161,5 @@ def test_run_over_capacity_ends_everywhere_and_resumes_with_more(tmp_path):
     assert f"{factor} 1.01 x its even share" in text
     assert "no weight has changed" in text
     run_on(2, flags(prefix, f"{common} {save} {factor} 2"))
-    expected, found = (losses(f / "metrics.jsonl") for f in (tmp_path / "plain", saved))
-    assert found == pytest.approx(expected, rel=1e-5)
+    expected, actual = (losses(f / "metrics.jsonl") for f in (tmp_path / "plain", saved))
+    assert actual == pytest.approx(expected, rel=1e-5)

@@ -16,7 +16,7 @@ from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
-from tests.functional_tests.small_run import digests, flags, losses, run_here, run_on
+from tests.functional_tests.small_run import digests, flags, losses, run_in_process, run_on
 
 COMMON = (
     "--vocab-size 257 --seq-length 96 --max-position-embeddings 96 --eval-interval 4 "
@@ -27,7 +27,7 @@ COMMON = (
 
 @pytest.fixture
 def talks(tmp_path):
-    """Write conversations that count, and preprocess them; return the prefix."""
+    """Write and preprocess conversations that count; return the prefix."""
     source = random.Random(3)
     lines = []
     for i in range(80):
@@ -57,90 +57,96 @@ def talks(tmp_path):
 @pytest.mark.covers("fine-tuning on chats")
 @pytest.mark.covers("resumed to the same bits", runs="loads")
 @pytest.mark.gpus("world")
-def test_layouts_learn_the_same_and_go_on_where_they_stopped(talks, tmp_path, capsys, world):
-    """Tensor parallel over two ranks; the slow one has two lanes of them."""
+def test_fine_tuning_matches_across_layouts_and_resumes(talks, tmp_path, capsys, world):
+    """Tensor parallel 2; the slow case has two data-parallel ranks in addition."""
     common = f"--sft {COMMON} --save-interval 4"
-    assert run_here(flags(talks, f"{common} --save {tmp_path}/one")) == 0
+    assert run_in_process(flags(talks, f"{common} --save {tmp_path}/one")) == 0
     assert "conversations packed into" in capsys.readouterr().out
     layout = f"{common} --tensor-model-parallel-size 2 --sequence-parallel"
     layout += " --use-distributed-optimizer"
     run_on(world, flags(talks, f"{layout} --save {tmp_path}/many"))
-    one, many = (losses(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
-    assert many == pytest.approx(one, rel=2e-4)
-    assert one[8] < 0.8 * one[1]
+    single, parallel = (losses(tmp_path / name / "metrics.jsonl") for name in ("one", "many"))
+    assert parallel == pytest.approx(single, rel=2e-4)
+    assert single[8] < 0.8 * single[1]
     kinds = [e["kind"] for e in read_metrics(tmp_path / "one/metrics.jsonl")]
     assert kinds.count("validation") == 3
 
     resumed = f"{common} --load {tmp_path}/one/iter_0000004 --save {tmp_path}/again"
-    assert run_here(flags(talks, resumed)) == 0
+    assert run_in_process(flags(talks, resumed)) == 0
     assert digests(tmp_path / "again/iter_0000008") == digests(tmp_path / "one/iter_0000008")
 
 
-#: What trains on conversations in the documentation.
+#: Pages of the documentation that train on conversations.
 PAGES = ("README.md", *(f"docs/{page}.md" for page in ("hugging-face", "your-own-data")))
 
 
 def test_documented_fine_tuning_weighs_every_token_alike():
     root = Path(__file__).resolve().parents[2]
     everything = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("examples/**/*.*")]
-    found = set()
+    pages = set()
     for page in everything:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in text.splitlines():
             words = line.split()
             if "megatron.training.pretrain_gpt" in words and "--sft" in words:
                 assert "--calculate-per-token-loss" in words, f"{page}: {line}"
-                found.add(str(page.relative_to(root)))
-    assert found == set(PAGES)
+                pages.add(str(page.relative_to(root)))
+    assert pages == set(PAGES)
 
 
 @pytest.mark.gpus(1)
-def test_microbatches_weigh_alike_or_tokens_do(talks, tmp_path, capsys):
-    """With the flag the loss does not depend on how samples fall into microbatches; without it
-    a run says that it does."""
-    found = {}
+def test_per_token_loss_is_independent_of_microbatch_size(talks, tmp_path, capsys):
+    """With the flag the loss does not depend on the microbatch size; without it a run warns."""
+    initial_losses = {}
     for flag in ("", "--calculate-per-token-loss"):
         for size in (1, 8):
             words = f"--sft {COMMON} {flag} --micro-batch-size {size} --exit-interval 1"
             metrics = tmp_path / f"{size}{flag}.jsonl"
             capsys.readouterr()
-            assert run_here(flags(talks, f"{words} --metrics-file {metrics}")) == 0
-            told = "--sft without --calculate-per-token-loss" in capsys.readouterr().out
-            assert told == (size == 1 and not flag), "a step of one microbatch has nothing to weigh"
-            found[flag, size] = losses(metrics)[1]
-    per_token = found["--calculate-per-token-loss", 8]
-    assert found["--calculate-per-token-loss", 1] == pytest.approx(per_token, rel=1e-6)
-    assert found["", 8] == pytest.approx(per_token, rel=1e-6)
-    assert found["", 1] != pytest.approx(per_token, rel=1e-5)
+            assert run_in_process(flags(talks, f"{words} --metrics-file {metrics}")) == 0
+            is_warned = "--sft without --calculate-per-token-loss" in capsys.readouterr().out
+            assert is_warned == (size == 1 and not flag), (
+                "a step of one microbatch has nothing to weigh"
+            )
+            initial_losses[flag, size] = losses(metrics)[1]
+    per_token = initial_losses["--calculate-per-token-loss", 8]
+    assert initial_losses["--calculate-per-token-loss", 1] == pytest.approx(per_token, rel=1e-6)
+    assert initial_losses["", 8] == pytest.approx(per_token, rel=1e-6)
+    assert initial_losses["", 1] != pytest.approx(per_token, rel=1e-5)
 
 
 def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
-    """Plain samples of the same tokens first; then conversations from the first sample on."""
+    """Train on plain samples of the tokens first, then on the conversations."""
     before = f"{COMMON} --save {tmp_path}/base --train-iters 4"
-    assert run_here(flags(talks, before)) == ExitCode.USER_ERROR
-    said = capsys.readouterr().err
-    assert f"{talks} contains conversations" in said
-    assert "--sft" in said
-    assert "--allow-chat-as-text" in said
+    assert run_in_process(flags(talks, before)) == ExitCode.USER_ERROR
+    err = capsys.readouterr().err
+    assert f"{talks} contains conversations" in err
+    assert "--sft" in err
+    assert "--allow-chat-as-text" in err
     assert not (tmp_path / "base").exists()
-    assert run_here(flags(talks, f"{before} --allow-chat-as-text")) == 0
+    assert run_in_process(flags(talks, f"{before} --allow-chat-as-text")) == 0
     sft = f"--sft {COMMON} --train-iters 4"
     capsys.readouterr()
-    assert run_here(flags(talks, f"{sft} --load {tmp_path}/base")) == 2
+    assert run_in_process(flags(talks, f"{sft} --load {tmp_path}/base")) == 2
     assert "kind: None in the checkpoint, sft now" in capsys.readouterr().err
-    found = {}
-    for name, how in (
+    run_losses = {}
+    for name, load_flags in (
         ("finetune", f"--load {tmp_path}/base --finetune"),
         ("pretrained", f"--pretrained-checkpoint {tmp_path}/base"),
         ("scratch", ""),
     ):
-        assert run_here(flags(talks, f"{sft} {how} --metrics-file {tmp_path}/{name}.jsonl")) == 0
-        found[name] = losses(tmp_path / f"{name}.jsonl")
-    assert found["finetune"] == found["pretrained"]
-    assert found["finetune"][1] < 0.9 * found["scratch"][1]
+        assert (
+            run_in_process(
+                flags(talks, f"{sft} {load_flags} --metrics-file {tmp_path}/{name}.jsonl")
+            )
+            == 0
+        )
+        run_losses[name] = losses(tmp_path / f"{name}.jsonl")
+    assert run_losses["finetune"] == run_losses["pretrained"]
+    assert run_losses["finetune"][1] < 0.9 * run_losses["scratch"][1]
 
 
-#: Every router's statistics, a bias, a capacity, both auxiliary losses and a depth of prediction.
+#: Expert bias, capacity, both auxiliary losses and an MTP layer.
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 "
     "--moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -149,8 +155,8 @@ EXPERTS = (
 
 
 def write_long_talks(prefix: Path) -> Path:
-    """Write conversations of 82 to 97 tokens: a row of 96, 128 or 160 tokens holds one, and 97
-    tokens fill a row of 96, inputs and labels together."""
+    """Write conversations of 82 to 97 tokens: a row of 96, 128 or 160 tokens holds one
+    conversation, and 97 tokens fill a row of 96 inputs and labels."""
     source = np.random.default_rng(3)
     with (
         IndexedDatasetWriter(prefix, np.uint16) as tokens,
@@ -164,32 +170,32 @@ def write_long_talks(prefix: Path) -> Path:
 
 
 def printed_loads(text: str) -> list[str]:
-    """Return what log lines print of routers."""
+    """Return the router statistics of log lines."""
     return re.findall(r"load balance: .*z loss [0-9.]+", text)
 
 
 @pytest.mark.covers("fine-tuning on chats")
-def test_experts_learn_the_same_in_rows_of_any_length(tmp_path, capsys):
-    prefix, found = write_long_talks(tmp_path / "talks"), []
+def test_expert_losses_are_independent_of_row_length(tmp_path, capsys):
+    prefix, runs = write_long_talks(tmp_path / "talks"), []
     common = f"--sft {COMMON} --max-position-embeddings 160 --train-iters 3 --eval-interval 3"
     for length in (96, 128):
         file = tmp_path / f"{length}.jsonl"
         argv = flags(prefix, f"{common} {EXPERTS} --seq-length {length} --metrics-file {file}")
-        assert run_here(argv) == 0
-        found.append((read_metrics(file), capsys.readouterr().out))
-    (short, said), (long, said_of_long) = found
-    assert len(printed_loads(said)) == 3
-    assert printed_loads(said) == printed_loads(said_of_long)
+        assert run_in_process(argv) == 0
+        runs.append((read_metrics(file), capsys.readouterr().out))
+    (short, short_log), (long, long_log) = runs
+    assert len(printed_loads(short_log)) == 3
+    assert printed_loads(short_log) == printed_loads(long_log)
     bounds = {"lm_loss": 1e-7, "mtp_1_loss": 1e-7, "expert_load": 0.0, "tokens_dropped": 0.0}
     norms = ("grad_norm", "aux_loss", "z_loss", "router_entropy")
     bounds |= dict.fromkeys(norms, 1e-6)
-    for one, other in zip(short, long, strict=True):
-        assert one.keys() == other.keys()
+    for short_event, long_event in zip(short, long, strict=True):
+        assert short_event.keys() == long_event.keys()
         for name, bound in bounds.items():
-            if bound and name in one:
-                assert one[name] == pytest.approx(other[name], rel=bound), name
+            if bound and name in short_event:
+                assert short_event[name] == pytest.approx(long_event[name], rel=bound), name
             else:
-                assert one.get(name) == other.get(name), name
+                assert short_event.get(name) == long_event.get(name), name
     trained = [event for event in short if event["kind"] == "train"]
     assert [min(event[name] for name in norms) > 0 for event in trained] == [True] * 3
     assert min(event["tokens_dropped"] for event in trained) > 0.01

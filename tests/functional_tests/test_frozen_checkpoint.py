@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of earlier programs, kept here for ever: they load, on another layout, and go on.
+"""Frozen checkpoints of earlier versions load on another layout and resume.
 
-`python -m tests.functional_tests.test_frozen_checkpoint version_N` makes a new one, of the format
-that is written now; one that exists is never made again (frozen/README.md).
+`python -m tests.functional_tests.test_frozen_checkpoint version_N` makes a checkpoint in the
+current format; an existing one is never made again (frozen/README.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from tests.functional_tests.test_golden_loss import PINNED
 from tests.functional_tests.test_upcycle import stored
 
 FROZEN = Path(__file__).with_name("frozen")
-KEPT = sorted(path for path in FROZEN.iterdir() if path.is_dir()) if FROZEN.is_dir() else []
+FROZEN_FOLDERS = (
+    sorted(path for path in FROZEN.iterdir() if path.is_dir()) if FROZEN.is_dir() else []
+)
 
 #: A model of 6,000 parameters, saved by two tensor parallel ranks after 4 of 8 iterations.
 FLAGS = """
@@ -43,10 +45,10 @@ FLAGS = """
 SAVING = "--save run --exit-interval 4 --tensor-model-parallel-size 2 --sequence-parallel"
 
 
-def go_on(folder: Path, words: str) -> str:
-    """Go on from a folder's checkpoint in one process and return the log without times."""
+def resume(folder: Path, words: str) -> str:
+    """Resume from a folder's checkpoint in one process and return the log without times."""
     argv = f"{words} --load . --data-path tokens --metrics-file metrics.jsonl".split()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "megatron.training.pretrain_gpt", *argv],
         env={**os.environ, **PINNED},
         cwd=folder,
@@ -55,10 +57,10 @@ def go_on(folder: Path, words: str) -> str:
         check=False,
         timeout=100,
     )
-    assert done.returncode == 0, done.stderr
-    kept = [line for line in done.stdout.splitlines() if "lm loss" in line]
+    assert process.returncode == 0, process.stderr
+    loss_lines = [line for line in process.stdout.splitlines() if "lm loss" in line]
     measured = r"\[.*?\] |elapsed time .*?\| | tokens per second:.*"
-    return "".join(re.sub(measured, "", line).strip() + "\n" for line in kept)
+    return "".join(re.sub(measured, "", line).strip() + "\n" for line in loss_lines)
 
 
 def digests_of(checkpoint: Path) -> dict[str, list[object]]:
@@ -75,17 +77,17 @@ def digests_of(checkpoint: Path) -> dict[str, list[object]]:
 
 
 def make(folder: Path) -> None:
-    """Make a folder to keep."""
+    """Make a frozen folder."""
     folder.mkdir(parents=True)
     write_tokens(folder / "tokens", documents=12)
     before = Path.cwd()
-    os.chdir(folder)  # no path of this machine shall be kept
+    os.chdir(folder)  # no path of this machine may be stored
     try:
         run_on(2, f"{FLAGS} {SAVING} --data-path tokens".split())
     finally:
         os.chdir(before)
     (folder / "run" / "iter_0000004").rename(folder / "iter_0000004")
-    manifest = folder / "iter_0000004" / "manifest.json"  # names the place of its data
+    manifest = folder / "iter_0000004" / "manifest.json"  # contains the path of its data
     text = manifest.read_text(encoding="utf-8").replace(str(folder), f"/data/{folder.name}")
     manifest.write_text(text, encoding="utf-8")
     shutil.rmtree(folder / "run")
@@ -93,18 +95,20 @@ def make(folder: Path) -> None:
     (folder / "flags.txt").write_text(f"{flags}\n", encoding="utf-8")
     digests = json.dumps(digests_of(folder / "iter_0000004"), indent=1)
     (folder / "digests.json").write_text(f"{digests}\n", encoding="utf-8")
-    kept = {path.name for path in folder.iterdir()}
-    losses = go_on(folder, flags)
+    names = {path.name for path in folder.iterdir()}
+    losses = resume(folder, flags)
     for path in folder.iterdir():
-        if path.name not in kept:
+        if path.name not in names:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (folder / "losses.txt").write_text(losses, encoding="utf-8")
 
 
-def test_there_is_one_of_every_version():
-    """A new version of the format comes with a folder of its own; see frozen/README.md."""
-    assert [folder.name for folder in KEPT] == [f"version_{n + 1}" for n in range(VERSION)]
-    for number, folder in enumerate(KEPT, start=1):
+def test_every_format_version_has_a_frozen_checkpoint():
+    """A new version of the format needs a new folder; see frozen/README.md."""
+    assert [folder.name for folder in FROZEN_FOLDERS] == [
+        f"version_{n + 1}" for n in range(VERSION)
+    ]
+    for number, folder in enumerate(FROZEN_FOLDERS, start=1):
         manifest = (folder / "iter_0000004" / "manifest.json").read_bytes()
         assert f'"version":{number},'.encode() in manifest
         assert not re.search(rb"/(tmp|home|root|work)/", manifest)
@@ -112,26 +116,26 @@ def test_there_is_one_of_every_version():
         assert size <= 150_000
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
-def test_frozen_checkpoint_still_loads_the_same_values(kept, capsys):
-    folder = kept / "iter_0000004"
+@pytest.mark.parametrize("frozen", FROZEN_FOLDERS, ids=lambda path: path.name)
+def test_frozen_checkpoint_still_loads_the_same_values(frozen, capsys):
+    folder = frozen / "iter_0000004"
     assert verify_checkpoint(folder).unexpected_files == ()
     manifest = read_manifest(folder)
     assert manifest.world_size == 2
     assert any(len(tensor.chunks) == 2 for tensor in manifest.tensors.values())
-    recorded = json.loads((kept / "digests.json").read_text(encoding="utf-8"))
+    recorded = json.loads((frozen / "digests.json").read_text(encoding="utf-8"))
     assert sum(name.startswith("optimizer.exp_avg_sq/") for name in recorded) == 21
     assert digests_of(folder) == recorded
-    assert checkpoint.main(["list", str(kept), "--verify"], {}) == 0
+    assert checkpoint.main(["list", str(frozen), "--verify"], {}) == 0
     assert "a run would load: iter_0000004" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
-def test_a_frozen_checkpoint_goes_on_in_one_process(kept, tmp_path):
-    shutil.copytree(kept, tmp_path / "run")  # nothing is written beside the one that is kept
-    found = go_on(tmp_path / "run", (kept / "flags.txt").read_text(encoding="utf-8"))
-    assert found == (kept / "losses.txt").read_text(encoding="utf-8")
-    assert [int(line.split()[1].rstrip("/")) for line in found.splitlines()] == [5, 6, 7, 8]
+@pytest.mark.parametrize("frozen", FROZEN_FOLDERS, ids=lambda path: path.name)
+def test_frozen_checkpoint_resumes_on_one_process(frozen, tmp_path):
+    shutil.copytree(frozen, tmp_path / "run")  # leave the frozen folder unchanged
+    loss_log = resume(tmp_path / "run", (frozen / "flags.txt").read_text(encoding="utf-8"))
+    assert loss_log == (frozen / "losses.txt").read_text(encoding="utf-8")
+    assert [int(line.split()[1].rstrip("/")) for line in loss_log.splitlines()] == [5, 6, 7, 8]
 
 
 if __name__ == "__main__":

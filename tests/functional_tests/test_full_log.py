@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose log cannot grow: a full disk as stderr, or a limit of the size of files."""
+"""Programs whose log cannot grow: stderr on a full disk, or a file size limit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def no_file_grows() -> None:
+def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def started(module: str, words: list[str], log: str, tmp_path: Path) -> subprocess.Popen[bytes]:
-    """Start a program with stdout to a pipe, and a log that is full."""
+    """Start a program with stdout to a pipe and stderr to a full log."""
     path = "/dev/full" if log == "full" else tmp_path / "log"
     with open(path, "ab") as stderr:
         return subprocess.Popen(
@@ -40,7 +40,7 @@ def started(module: str, words: list[str], log: str, tmp_path: Path) -> subproce
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            preexec_fn=None if log == "full" else no_file_grows,
+            preexec_fn=None if log == "full" else limit_file_size,
         )
 
 
@@ -63,7 +63,7 @@ def answers(url: str, job: subprocess.Popen[bytes]) -> list[Any]:
 
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("log", ["full", "limited"])
-def test_a_server_starts_answers_and_drains(root, tmp_path, log):
+def test_server_with_full_log_starts_answers_and_drains(root, tmp_path, log):
     number = port()
     words = ["--load", str(root), "--device", "cpu", "--port", str(number)]
     job = started("megatron.inference.serve", words, log, tmp_path)
@@ -80,7 +80,7 @@ def test_a_server_starts_answers_and_drains(root, tmp_path, log):
 
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("log", ["full", "limited"])
-def test_generation_and_training_end_well(root, tmp_path, log):
+def test_generation_and_training_succeed_with_full_log(root, tmp_path, log):
     words = ["--load", str(root), "--device", "cpu", "--prompt", "Once", "--max-new-tokens", "3"]
     job = started("megatron.inference.generate", words, log, tmp_path)
     out = job.communicate(timeout=120)[0]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a small deterministic run, to the printed digits, against a text kept here.
+"""The printed losses of a small deterministic run equal the recorded text.
 
-The instruction set is pinned: sums in wider registers round differently. A change of the text needs
-    its
-cause in the commit message; `python -m tests.functional_tests.test_golden_loss` writes it anew.
+The instruction set is pinned: sums in wider registers round differently. A commit that
+changes the text must state the cause; `python -m tests.functional_tests.test_golden_loss` rewrites
+the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def golden_lines(folder: Path) -> str:
     """Run and return the log without times."""
     prefix = write_tokens(folder / "tokens")
     argv = flags(prefix, "--deterministic-mode --train-iters 8 --eval-interval 4")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "megatron.training.pretrain_gpt", *argv],
         env={**os.environ, **PINNED},
         capture_output=True,
@@ -39,13 +39,13 @@ def golden_lines(folder: Path) -> str:
         check=True,
         timeout=100,
     )
-    kept = [line for line in done.stdout.splitlines() if "lm loss" in line]
+    loss_lines = [line for line in process.stdout.splitlines() if "lm loss" in line]
     measured = r"\[.*?\] |elapsed time .*?\| | tokens per second:.*"
-    timeless = [re.sub(measured, "", line).strip() for line in kept]
+    timeless = [re.sub(measured, "", line).strip() for line in loss_lines]
     return "\n".join(timeless) + "\n"
 
 
-def test_losses_are_the_golden_ones(tmp_path):
+def test_losses_match_the_golden_text(tmp_path):
     assert golden_lines(tmp_path) == GOLDEN.read_text(encoding="utf-8")
 
 

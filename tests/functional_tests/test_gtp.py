@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generalized tensor parallelism by its flags: a run goes on over layouts with and without it, with
-the losses of a single process, and what cannot be is refused before it starts."""
+"""Generalized tensor parallelism by its flags: a run resumes on layouts with and without it, with
+the losses of a single process, and impossible layouts are refused before the start."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ EXPERTS = (
 )
 
 
-def train(prefix, save, world, more):
+def train(prefix, save, world, options):
     """Train to the end, or to `--exit-interval`; return the losses."""
-    run_on(world, flags(prefix, f"{more} --save {save} --load {save}"))
+    run_on(world, flags(prefix, f"{options} --save {save} --load {save}"))
     return losses(save / "metrics.jsonl")
 
 
@@ -53,12 +53,12 @@ def train(prefix, save, world, more):
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_a_run_goes_on_with_and_without_weight_shards(tmp_path):
+def test_run_resumes_with_and_without_weight_shards(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     expected = train(prefix, tmp_path / "whole", 1, COMMON)
     assert expected[12] < expected[2] - 0.1, "the model has not learnt anything"
-    parts = tmp_path / "parts"
-    for world, layout, last in (
+    resumed = tmp_path / "parts"
+    for world, layout, exit_iteration in (
         (2, f"{SHARDS} 2", 2),
         (4, f"{SHARDS} 2 {STRATEGY} optim --overlap-param-gather", 4),
         (4, f"{TP} 2 --sequence-parallel {SHARDS} 4 --pipeline-model-parallel-size 1", 6),
@@ -66,10 +66,12 @@ def test_a_run_goes_on_with_and_without_weight_shards(tmp_path):
         (2, f"{SHARDS} 2 {STRATEGY} optim_grads_params", 10),
         (1, "", 12),
     ):
-        found = train(prefix, parts, world, f"{COMMON} {layout} --exit-interval {last}")
-        assert max(found) == last
-    assert found.keys() == expected.keys()
-    for iteration, loss in found.items():
+        actual = train(
+            prefix, resumed, world, f"{COMMON} {layout} --exit-interval {exit_iteration}"
+        )
+        assert max(actual) == exit_iteration
+    assert actual.keys() == expected.keys()
+    for iteration, loss in actual.items():
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
     validation = [
         losses(tmp_path / run / "metrics.jsonl", "validation") for run in ("whole", "parts")
@@ -80,41 +82,41 @@ def test_a_run_goes_on_with_and_without_weight_shards(tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_a_run_with_encoded_gathers_is_resumed_exactly(tmp_path):
+def test_run_with_quantized_gathers_resumes_exactly(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     layout = f"{COMMON} {SHARDS} 2 {FORMAT} mxfp8 {STRATEGY} optim --gtp-reduce-scatter-per step"
     expected = train(prefix, tmp_path / "whole", 2, layout)
     plain = train(prefix, tmp_path / "plain", 2, f"{COMMON} {SHARDS} 2")
     assert expected != plain, "weights are gathered as they are"
     train(prefix, tmp_path / "parts", 2, f"{layout} --exit-interval 6")
-    found = train(prefix, tmp_path / "parts", 2, layout)
-    assert found == expected
+    actual = train(prefix, tmp_path / "parts", 2, layout)
+    assert actual == expected
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.covers("numbers of one process", runs="ranks")
-def test_experts_have_weight_shards_of_their_own(tmp_path):
+def test_expert_weights_have_separate_weight_shards(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
-    alone = EXPERTS.replace("--expert-model-parallel-size 2 ", "")
-    expected = train(prefix, tmp_path / "whole", 1, alone)
+    single_rank = EXPERTS.replace("--expert-model-parallel-size 2 ", "")
+    expected = train(prefix, tmp_path / "whole", 1, single_rank)
     layout = f"{EXPERTS} {SHARDS} 4 {EXPERT_SHARDS} 2"
     output = output_of(4, flags(prefix, f"{layout} --save {tmp_path / 'parts'} --exit-interval 4"))
     line = next(line for line in output.splitlines() if "weight shards: " in line)
     assert "over gtp 4" in line
     assert "of experts over egtp 2" in line
-    found = train(prefix, tmp_path / "parts", 1, alone)
-    assert found.keys() == expected.keys()
-    for iteration, loss in found.items():
+    actual = train(prefix, tmp_path / "parts", 1, single_rank)
+    assert actual.keys() == expected.keys()
+    for iteration, loss in actual.items():
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
 
 
 def traced_process(rank: int, world: int, port: int, argv: list[str]) -> None:
-    """Be one rank of a run that writes down its collectives, next to its metrics."""
+    """Run one rank that writes its collectives to a file next to its metrics."""
     metrics = Path(argv[argv.index("--metrics-file") + 1])
     create = ProcessGroupCollection.create
 
-    def traced(*given: object, **more: object) -> ProcessGroupCollection:
-        groups = create(*given, **more)  # type: ignore[arg-type]
+    def create_traced(*args: object, **kwargs: object) -> ProcessGroupCollection:
+        groups = create(*args, **kwargs)  # type: ignore[arg-type]
         lines = metrics.with_name(f"trace{rank}").open("w", buffering=1)
 
         def note(record: CollectiveRecord) -> None:
@@ -123,19 +125,19 @@ def traced_process(rank: int, world: int, port: int, argv: list[str]) -> None:
         groups.observers.append(note)
         return groups
 
-    ProcessGroupCollection.create = staticmethod(traced)  # type: ignore[method-assign]
+    ProcessGroupCollection.create = staticmethod(create_traced)  # type: ignore[method-assign]
     rank_process(rank, world, port, argv)
 
 
 @pytest.mark.timeout(200)
-def test_flags_that_shard_nothing_change_nothing(tmp_path):
-    """Explicit counts of one shard a tp or etp rank: the same bits, the same collectives."""
+def test_explicit_single_weight_shard_changes_nothing(tmp_path):
+    """An explicit count of one shard per tp or etp rank changes no bit and no collective."""
     prefix = write_tokens(tmp_path / "tokens")
     layout = (
         f"{TP} 2 --num-experts 4 --moe-ffn-hidden-size 40 --eval-interval 0 --train-iters 3 "
         f"--expert-tensor-parallel-size 1 {STRATEGY} optim"
     )
-    found = []
+    runs = []
     for folder, shards in (("plain", ""), ("explicit", f"{SHARDS} 2 {EXPERT_SHARDS} 1")):
         save = tmp_path / folder
         metrics = f"--metrics-file {save / 'metrics.jsonl'} --save {save}"
@@ -146,14 +148,14 @@ def test_flags_that_shard_nothing_change_nothing(tmp_path):
             assert all(o.exit_code == 0 for o in outcomes), [ranks.log(rank) for rank in range(4)]
         traces = [(save / f"trace{rank}").read_text() for rank in range(4)]
         assert all(text.count("reduce_scatter") > 3 for text in traces)
-        found.append((timeless(save / "metrics.jsonl"), digests(save / "iter_0000003"), traces))
-    assert found[0] == found[1]
-    assert "gtp" not in "".join(found[0][2])
+        runs.append((timeless(save / "metrics.jsonl"), digests(save / "iter_0000003"), traces))
+    assert runs[0] == runs[1]
+    assert "gtp" not in "".join(runs[0][2])
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """The text that `make pretrain` trains on, as bytes."""
+    """The corpus of `make pretrain`, as bytes."""
     folder = tmp_path_factory.mktemp("corpus")
     build_corpus(folder / "corpus.jsonl", library=Path(json.__file__).parent)
     preprocess(
@@ -167,10 +169,10 @@ def corpus(tmp_path_factory) -> Path:
     return folder / "corpus"
 
 
-def on_corpus(corpus, more):
+def on_corpus(corpus, options):
     """Return the arguments of a run of byte tokens on the corpus."""
     return flags(
-        corpus, f"--tokenizer-type byte --eval-interval 0 {more}", without=["--vocab-size"]
+        corpus, f"--tokenizer-type byte --eval-interval 0 {options}", without=["--vocab-size"]
     )
 
 
@@ -203,32 +205,37 @@ def test_checkpoint_of_tp_gtp_ep_egtp_resumes_on_one_rank(corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_encoded_gathers_learn_the_corpus_as_well(corpus, tmp_path):
+def test_quantized_gathers_train_as_well_as_bf16(corpus, tmp_path):
     model = (
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --seq-length 128 --lr 3e-3 "
         f"--train-iters 200 {SHARDS} 2 {STRATEGY} optim"
     )
 
-    def last_losses(form, more=""):
-        metrics = tmp_path / f"{form}{len(more)}.jsonl"
-        run_on(2, on_corpus(corpus, f"{model} {FORMAT} {form} {more} --metrics-file {metrics}"))
-        found = losses(metrics)
-        assert len(found) == 200
-        return sum(found[i] for i in range(181, 201)) / 20
+    def final_loss(gather_format, options=""):
+        metrics = tmp_path / f"{gather_format}{len(options)}.jsonl"
+        run_on(
+            2,
+            on_corpus(
+                corpus, f"{model} {FORMAT} {gather_format} {options} --metrics-file {metrics}"
+            ),
+        )
+        run_losses = losses(metrics)
+        assert len(run_losses) == 200
+        return sum(run_losses[i] for i in range(181, 201)) / 20
 
-    plain = last_losses("bf16")
+    plain = final_loss("bf16")
     assert plain < 3.0, "the model has not learnt anything"
-    for form, bound, more in (
+    for gather_format, bound, options in (
         ("fp8", 0.01, ""),
         ("mxfp8", 0.01, ""),
         ("nvfp4", 0.03, ""),
         ("mxfp8", 0.01, f"{SCALE_BLOCKS} 1d"),
         ("nvfp4", 0.03, f"{SCALE_BLOCKS} 1d"),
     ):
-        loss = last_losses(form, more)
-        print(form, more, plain, loss, loss / plain - 1)
+        loss = final_loss(gather_format, options)
+        print(gather_format, options, plain, loss, loss / plain - 1)
         assert loss != plain
-        assert abs(loss / plain - 1) < bound, form
+        assert abs(loss / plain - 1) < bound, gather_format
 
 
 @pytest.mark.parametrize(
@@ -250,7 +257,7 @@ def test_encoded_gathers_learn_the_corpus_as_well(corpus, tmp_path):
          ["--gtp-reduce-scatter-per step", "optim_grads"]),
         (4, f"--num-experts 4 --expert-tensor-parallel-size 2 {TP} 2 {EXPERT_SHARDS} 3 {SHARDS} 3",
          [f"{EXPERT_SHARDS} 3", f" {SHARDS} 3"]),
-        # All that can be wrong together, in two runs.
+        # All problems together, in two runs.
         (4, f"{EXPERTS} --expert-model-parallel-size 1 {TP} 2 {SHARDS} 8 {EXPERT_SHARDS} 2 "
             f"--num-distributed-optimizer-instances 2 {FORMAT} mxfp8 "
             f"{STRATEGY} optim_grads_params --gtp-reduce-scatter-per step",

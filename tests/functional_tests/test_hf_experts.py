@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers with experts are trained here and go back, with the same numbers."""
+"""MoE models of transformers round-trip through training with equal logits."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ RUN = (
 
 @pytest.mark.slow
 @pytest.mark.covers("Hugging Face")
-def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> None:
+def test_deepseek_v3_round_trips_through_training(tmp_path: Path) -> None:
     folder = folder_with_further_layers(tmp_path / "made", "deepseek-even")
     start, saved = tmp_path / "imported", tmp_path / "saved"
-    first = checkpoint_weights(imported(folder, start))
-    data = write_tokens(tmp_path / "tokens")
+    initial = checkpoint_weights(imported(folder, start))
+    prefix = write_tokens(tmp_path / "tokens")
     run_on(
         4,
-        f"{RUN} --data-path {data} --load {start} --use-checkpoint-args --save {saved} "
+        f"{RUN} --data-path {prefix} --load {start} --use-checkpoint-args --save {saved} "
         "--train-iters 20 --lr 1e-2 --moe-aux-loss-coeff 0.01 --moe-router-bias-update-rate 0.05 "
         "--moe-router-load-balancing-type seq_aux_loss --tensor-model-parallel-size 2 "
         "--sequence-parallel --expert-model-parallel-size 2 --use-distributed-optimizer".split(),
     )
-    found = losses(saved / "metrics.jsonl")
-    assert found[20] < 0.8 * found[1], found
+    loss_by_step = losses(saved / "metrics.jsonl")
+    assert loss_by_step[20] < 0.8 * loss_by_step[1], loss_by_step
     trained = checkpoint_weights(saved / "iter_0000020")
     for name in ("decoder.blocks.3.moe.router.expert_bias", "mtp.1.projection.weight"):
-        assert not torch.equal(first[name], trained[name]), f"{name} was not trained"
+        assert not torch.equal(initial[name], trained[name]), f"{name} was not trained"
 
-    said = convert("export", "--load", saved, "--save", tmp_path / "out", "--verify")
-    assert "verified" in said
+    output = convert("export", "--load", saved, "--save", tmp_path / "out", "--verify")
+    assert "verified" in output
     tokens = torch.randint(61, (2, 31), generator=generator(5))
     with one_thread(), torch.no_grad():
         expected = load_folder(tmp_path / "out")(tokens, use_cache=False).logits
         before = load_folder(folder)(tokens, use_cache=False).logits
-        ours = checkpoint_model(saved / "iter_0000020").full_logits(tokens).transpose(0, 1)
-    assert float((before - expected).abs().max()) > 0.1  # the training shows
-    assert float((ours - expected).abs().max()) < 1e-4
+        actual = checkpoint_model(saved / "iter_0000020").full_logits(tokens).transpose(0, 1)
+    assert float((before - expected).abs().max()) > 0.1  # training has changed the logits
+    assert float((actual - expected).abs().max()) < 1e-4
     configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "out")]
     assert configs[0] == configs[1]
 
@@ -84,11 +84,11 @@ def test_deepseek_v3_through_training_on_four_ranks_and_back(tmp_path: Path) -> 
 def test_weights_arrive_in_model_and_masters_on_two_ranks(
     case: str, layout: str, tmp_path: Path
 ) -> None:
-    model = make_model(case).to(torch.bfloat16)  # whose masters are memory of their own
+    model = make_model(case).to(torch.bfloat16)  # with separate fp32 masters
     for layer in model.model.layers[1:] if case.startswith("deepseek") else ():
         layer.mlp.gate.e_score_correction_bias = layer.mlp.gate.e_score_correction_bias.float()
     folder = save_folder(model, tmp_path / "model", max_shard_size="20KB")
-    # Steps too small to change a bit: what is saved has gone through the optimizer's masters.
+    # Steps too small to change a bit: saved weights have passed through the optimizer's masters.
     run_on(
         2,
         f"{RUN} --mock-data --train-iters 2 --lr 1e-30 --weight-decay 0 --bf16 {layout} "
@@ -104,7 +104,7 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-direct-yarn"])
 @pytest.mark.covers("generation", runs="generates")
-def test_generation_from_a_folder_says_what_transformers_does(case: str, tmp_path: Path) -> None:
+def test_generation_from_folder_matches_transformers(case: str, tmp_path: Path) -> None:
     model = make_model(case, eos_token_id=None)
     folder = save_folder(model, tmp_path / "model", max_shard_size="40KB")
     words = {f"w{i}": i for i in range(VOCABULARY)}
@@ -115,10 +115,10 @@ def test_generation_from_a_folder_says_what_transformers_does(case: str, tmp_pat
     line = f"--load {folder} --temperature 0 --max-new-tokens 12 --device cpu --output-json {path}"
     with contextlib.redirect_stdout(io.StringIO()), one_thread():
         assert generate([*line.split(), "--prompt", "w7 w250 w3"], {}) == 0
-    (found,) = json.loads(path.read_text(encoding="utf-8"))
+    (generated,) = json.loads(path.read_text(encoding="utf-8"))
     ids = torch.tensor([[7, 250, 3]])
     with one_thread(), torch.no_grad():
-        for _ in range(12):  # without its cache: ours is the one under test
+        for _ in range(12):  # without transformers' KV cache
             logits = model(ids, use_cache=False).logits
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert found["ids"] == ids[0, 3:].tolist()
+    assert generated["ids"] == ids[0, 3:].tolist()

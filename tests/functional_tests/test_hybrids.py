@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids by their entry script: gated delta nets and Mamba-2 between attention, on any grid, with
-documents packed to length; what cannot be is told in one line."""
+"""Hybrid runs by pretrain_hybrid: gated delta nets and Mamba-2 with attention, in any layout, with
+packed documents; unsupported options are refused in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.functional_tests.small_run import (
     VOCABULARY,
     flags,
     losses,
-    run_here,
+    run_in_process,
     run_on,
     running,
     write_tokens,
@@ -38,8 +38,8 @@ from tests.support.inputs import one_thread
 CP, PP, TP = (f"--{kind}-parallel-size 2" for kind in ("context", "pipeline-model", "tensor-model"))
 SQUARE = f"{TP} --sequence-parallel {CP}"
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-#: Weights so large that what a state carries over moves losses by a thousandth; those of real runs
-#: are so small at first that it moves them by a millionth.
+#: Initial weights so large that a carried state changes losses by a thousandth; with the usual
+#: initialization it changes them by a millionth.
 SHORT = (
     "--train-iters 4 --global-batch-size 4 --eval-interval 4 --lr-warmup-iters 0 "
     f"--init-method-std 0.3 {PACKED}"
@@ -50,14 +50,14 @@ DELTA_NET = (
 )
 MAMBA = "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 5 --mamba-num-groups 2"
 SHAPES = f"{DELTA_NET} {MAMBA} --attention-output-gate --apply-layernorm-1p"
-#: All kinds of blocks of a hybrid, and a further token; further options win.
+#: All block kinds of a hybrid, and an MTP layer; later options override.
 MODEL = f"--num-layers 6 --hybrid-layer-pattern G-M-*-/*- {SHAPES}"
 #: The token that ends a document.
 EOD = 3
 
 
 def describe(prefix: Path) -> Path:
-    """Write which token ends a document, and return the prefix."""
+    """Write the token that ends a document to the description and return the prefix."""
     described = {"tokenizer": {"vocab_size": VOCABULARY, "eod": EOD}}
     prefix.with_suffix(".json").write_text(json.dumps(described))
     return prefix
@@ -65,44 +65,44 @@ def describe(prefix: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def threads() -> Iterator[None]:
-    """Give runs of one process one thread, as ranks have."""
+    """Give single-process runs one thread, like ranks."""
     with one_thread():
         yield
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> Path:
-    """Return where documents are, which a token ends."""
+    """Write documents that end with EOD and return their prefix."""
     return describe(write_tokens(tmp_path_factory.mktemp("data") / "tokens"))
 
 
 @pytest.fixture(scope="module")
-def alone(prefix, tmp_path_factory) -> Path:
-    """Train on one process, with a checkpoint on the way, and return the folder."""
+def single_rank(prefix, tmp_path_factory) -> Path:
+    """Train on one process with an intermediate checkpoint and return the folder."""
     folder = tmp_path_factory.mktemp("alone")
     run_on(1, flags(prefix, f"{SHORT} {MODEL} --save {folder} --save-interval 2"))
     return folder
 
 
 def trained(world: int, argv: list[str]) -> str:
-    """Run on so many ranks, and return the last one's log."""
+    """Train on `world` ranks and return the last rank's log."""
     with running(world, argv) as ranks:
-        found = ranks.outcomes(timeout=100)
-        first, log = ranks.log(0), ranks.log(world - 1)
-    assert all(outcome.exit_code == 0 for outcome in found), (first, log)
+        outcomes = ranks.outcomes(timeout=100)
+        log_of_rank_0, log = ranks.log(0), ranks.log(world - 1)
+    assert all(outcome.exit_code == 0 for outcome in outcomes), (log_of_rank_0, log)
     return log
 
 
-def assert_those_of_one(metrics: Path, alone: Path, *, since: int = 0) -> None:
-    """Expect the losses of the run of one process from an iteration on."""
+def assert_losses_match(metrics: Path, single_rank: Path, *, since: int = 0) -> None:
+    """Assert that losses from iteration `since` on match the single-process run."""
     for kind in ("train", "validation"):
-        wanted = losses(alone / "metrics.jsonl", kind)
-        assert 4 in wanted
-        wanted = {number: loss for number, loss in wanted.items() if number >= since}
-        assert losses(metrics, kind) == pytest.approx(wanted, rel=1e-6)
+        expected = losses(single_rank / "metrics.jsonl", kind)
+        assert 4 in expected
+        expected = {number: loss for number, loss in expected.items() if number >= since}
+        assert losses(metrics, kind) == pytest.approx(expected, rel=1e-6)
 
 
-def test_four_ranks_begin_and_one_goes_on_with_the_losses_of_one(prefix, alone, tmp_path):
+def test_hybrid_run_of_4_ranks_resumes_on_one_rank(prefix, single_rank, tmp_path):
     save = tmp_path / "save"
     saves = f"{SHORT} {MODEL} --save {save} --load {save} --save-interval 2"
     begins = flags(prefix, f"{saves} {SQUARE} --linear-cp-mode headwise --exit-interval 2")
@@ -111,48 +111,54 @@ def test_four_ranks_begin_and_one_goes_on_with_the_losses_of_one(prefix, alone, 
         assert f"{name}: recurrences over context parallel 2 by headwise: headwise was asked" in log
     assert latest_checkpoint(save, say=print) == save / "iter_0000002"
     run_on(1, flags(prefix, saves))
-    assert_those_of_one(save / "metrics.jsonl", alone)
+    assert_losses_match(save / "metrics.jsonl", single_rank)
 
 
 @pytest.mark.gpus(2)
-def test_hybrid_run_of_one_rank_resumes_on_context_parallel_2(prefix, alone, tmp_path):
+def test_hybrid_run_of_one_rank_resumes_on_context_parallel_2(prefix, single_rank, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    more = f"{SHORT} {MODEL} {CP} --load {alone / 'iter_0000002'} --metrics-file {metrics}"
-    log = trained(2, flags(prefix, more))
+    options = f"{SHORT} {MODEL} {CP} --load {single_rank / 'iter_0000002'} --metrics-file {metrics}"
+    log = trained(2, flags(prefix, options))
     for name in ("gated delta net", "Mamba-2"):
         assert f"{name}: recurrences over context parallel 2 by " in log
     assert "mtp 1 loss" in log
-    assert_those_of_one(metrics, alone, since=3)
+    assert_losses_match(metrics, single_rank, since=3)
 
 
-def test_a_checkpoint_says_what_its_model_is(alone, capsys):
-    words = f"--load {alone} --use-checkpoint-args --micro-batch-size 2 --lr 5e-3 --seq-length 24"
+def test_checkpoint_restores_the_hybrid_model_config(single_rank, capsys):
+    words = (
+        f"--load {single_rank} --use-checkpoint-args --micro-batch-size 2 --lr 5e-3 --seq-length 24"
+    )
     run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
-    saved = GPTConfig.from_json(read_extra(alone / "iter_0000004")["model"])
+    saved = GPTConfig.from_json(read_extra(single_rank / "iter_0000004")["model"])
     assert gpt_config(run.config, VOCABULARY) == saved
     assert (saved.pattern, saved.mtp_pattern) == ("G-M-*-", "*-")
-    assert run_here([*words.split(), "--hybrid-layer-pattern", "G-*-M-/*-"]) == ExitCode.USER_ERROR
+    assert (
+        run_in_process([*words.split(), "--hybrid-layer-pattern", "G-*-M-/*-"])
+        == ExitCode.USER_ERROR
+    )
     assert "contains another model: pattern: 'G-M-*-' in" in capsys.readouterr().err
 
 
 def write_rows(prefix: Path, order: list[int]) -> Path:
-    """Write 8 rows of 24 tokens, each of three documents; `order` says which comes first."""
+    """Write 8 rows of 24 tokens with three documents each, in the given order."""
     random, tokens = np.random.default_rng(7), []
     for _ in range(8):
         documents = [random.integers(EOD + 1, VOCABULARY, size) for size in (4, 7, 10)]
         for which in order:
             tokens += [*documents[which].tolist(), EOD]
-    tokens.append(EOD)  # the last label, which does not count
+    tokens.append(EOD)  # the last label, which is masked
     with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        writer.add_documents(np.array(tokens), np.array([len(tokens)]))  # one, which stays in order
+        # A single sequence keeps its order.
+        writer.add_documents(np.array(tokens), np.array([len(tokens)]))
     return describe(prefix)
 
 
 @pytest.mark.parametrize("pattern", ["G-", "M-"])
 @pytest.mark.gpus(1)
 def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
-    """Whatever stands before a document in its row, losses and updates are the same; there is no
-    attention, so states and convolutions alone could carry something over."""
+    """Losses and updates do not depend on preceding documents in a row. Without attention, only
+    states and convolutions could carry values over."""
     model = f"--num-layers 2 --hybrid-layer-pattern {pattern} --hidden-dropout 0 "
     model += DELTA_NET if pattern == "G-" else MAMBA
     attention = [
@@ -161,10 +167,10 @@ def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
     ]  # fmt: skip
 
     def losses_of(name: str, order: list[int], packed: str) -> dict[int, float]:
-        more = f"{SHORT.replace(PACKED, packed)} {model} --split 100,0,0 --train-iters 2"
-        more += f" --eval-interval 0 --metrics-file {tmp_path / name}.jsonl"
+        options = f"{SHORT.replace(PACKED, packed)} {model} --split 100,0,0 --train-iters 2"
+        options += f" --eval-interval 0 --metrics-file {tmp_path / name}.jsonl"
         rows = write_rows(tmp_path / name, order)
-        run_on(1, flags(rows, more, without=attention))
+        run_on(1, flags(rows, options, without=attention))
         return losses(tmp_path / f"{name}.jsonl")
 
     ends = losses_of("ends", [0, 1, 2], PACKED)
@@ -205,8 +211,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_options_are_reported_before_reading_files(capsys, name):
-    more, texts = REFUSED[name]
-    assert run_here(flags(Path("/absent"), more)) == ExitCode.USER_ERROR
+    options, texts = REFUSED[name]
+    assert run_in_process(flags(Path("/absent"), options)) == ExitCode.USER_ERROR
     err = capsys.readouterr().err
     assert err.startswith("pretrain_hybrid: ")
     assert err.count("\n") == 1, err
@@ -217,7 +223,7 @@ def test_unsupported_options_are_reported_before_reading_files(capsys, name):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("world", "more"),
+    ("world", "options"),
     [
         (2, f"{PP} --hybrid-layer-pattern G-|M-*-/*-"),
         (2, f"{PP} --hybrid-layer-pattern G|-M|-*|-/*-"),
@@ -229,19 +235,19 @@ def test_unsupported_options_are_reported_before_reading_files(capsys, name):
     ],
 )  # fmt: skip
 @pytest.mark.gpus("world")
-def test_every_layout_has_the_losses_of_one(prefix, alone, tmp_path, world, more):
+def test_losses_of_every_layout_match_one_process(prefix, single_rank, tmp_path, world, options):
     metrics = tmp_path / "metrics.jsonl"
-    trained(world, flags(prefix, f"{SHORT} {MODEL} {more} --metrics-file {metrics}"))
-    assert_those_of_one(metrics, alone)
+    trained(world, flags(prefix, f"{SHORT} {MODEL} {options} --metrics-file {metrics}"))
+    assert_losses_match(metrics, single_rank)
 
 
 @pytest.fixture(scope="module")
 def corpus_run(tmp_path_factory) -> tuple[Callable[[str], list[str]], dict[int, float], Path]:
-    """Begin a run of sixteen blocks on the corpus, on 2 x 2 ranks by the launcher of real jobs.
+    """Start a run of sixteen blocks on the corpus with torchrun, on 2 x 2 ranks.
 
     Returns:
-        What makes its arguments of further ones, the losses of one process alone, and where the
-        run was saved half-way.
+        A function that returns the arguments of the run for further options, the losses of one
+        process, and the folder of the checkpoint half-way.
     """
     folder = tmp_path_factory.mktemp("corpus")
     build_corpus(folder / "corpus.jsonl", library=Path(json.__file__).parent)
@@ -256,10 +262,10 @@ def corpus_run(tmp_path_factory) -> tuple[Callable[[str], list[str]], dict[int, 
     model = f"--hidden-size 48 --ffn-hidden-size 64 --seq-length 256 {DELTA_NET}"
     model += " --hybrid-layer-pattern G-G-G-*-G-G-G-*- --num-layers 16"
     common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
-    common += " --init-method-std 0.02"  # in sixteen blocks, larger ones make more of rounding
+    common += " --init-method-std 0.02"  # larger weights would amplify rounding in sixteen blocks
 
-    def argv(more: str) -> list[str]:
-        return flags(folder / "corpus", f"{common} {more}", without=["--vocab-size"])
+    def argv(options: str) -> list[str]:
+        return flags(folder / "corpus", f"{common} {options}", without=["--vocab-size"])
 
     metrics, save = folder / "alone.jsonl", folder / "save"
     run_on(1, argv(f"--metrics-file {metrics}"))
@@ -288,10 +294,10 @@ def corpus_run(tmp_path_factory) -> tuple[Callable[[str], list[str]], dict[int, 
         (4, f"{TP} --pipeline-model-parallel-size 2"),
     ],
 )
-def test_the_corpus_is_resumed_on_other_grids(corpus_run, tmp_path, world, layout):
-    argv, wanted, begun = corpus_run
+def test_deep_hybrid_run_resumes_on_other_grids(corpus_run, tmp_path, world, layout):
+    argv, expected, started = corpus_run
     save = tmp_path / "save"
-    shutil.copytree(begun, save)
+    shutil.copytree(started, save)
     run_on(world, argv(f"--save {save} --load {save} --save-interval 3 {layout}"), timeout=300)
-    assert sorted(wanted) == [1, 2, 3, 4, 5, 6]
-    assert losses(save / "metrics.jsonl") == pytest.approx(wanted, rel=1e-6)
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
+    assert losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and generation that start from a Hugging Face folder, without converting it."""
+"""Training and generation directly from a Hugging Face folder, without conversion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of several files, whose tokenizer has a word for every second id."""
+    """Return a folder with several files whose tokenizer has a word for every second id."""
     path = tmp_path_factory.mktemp("hf") / "model"
     save_folder(make_model("qwen3-8to1"), path, max_shard_size="40KB")
     vocabulary = {f"w{i}": i for i in range(0, VOCABULARY, 2)}
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(main: Any, words: str, *, code: int = 0) -> str:
-    """Run an entry point and return what it printed to the stream that matters."""
+    """Run an entry point; return its stdout, or its stderr if it must fail."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main(words.split(), {}) == code, err.getvalue()
@@ -52,10 +52,10 @@ def run(main: Any, words: str, *, code: int = 0) -> str:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a folder."""
-    found: dict[str, torch.Tensor] = {}
+    all_tensors: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        all_tensors |= load_file(path)
+    return all_tensors
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
     case: str, layout: str, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    model = make_model(case).to(torch.bfloat16)  # whose masters are memory of their own
+    model = make_model(case).to(torch.bfloat16)  # with separate fp32 masters
     folder = save_folder(model, tmp_path / "model", max_shard_size="20KB")
-    # Steps too small to change a bit: what is saved has gone through the optimizer's masters.
+    # Steps too small to change a bit: saved weights have passed through the optimizer's masters.
     words = f"{RUN} --lr 1e-30 --weight-decay 0 --bf16 {layout} --load-hf {folder} --save {saved}"
     run_on(2, words.split())
     run(convert, f"export --load {saved} --save {tmp_path / 'out'}")
@@ -87,23 +87,21 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
     assert configs[0] == configs[1]
 
 
-def test_the_same_line_resumes_and_an_imported_checkpoint_starts(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_same_command_resumes_and_import_trains_the_same(folder: Path, tmp_path: Path) -> None:
     saved, imported = tmp_path / "saved", tmp_path / "imported"
     line = f"{RUN} --lr 1e-2 --load-hf {folder} --save {saved} --load {saved}"
-    said = run(pretrain_gpt.main, f"{line} --exit-interval 2")
-    assert f"read the weights of {folder}; starting at iteration 0" in said
+    output = run(pretrain_gpt.main, f"{line} --exit-interval 2")
+    assert f"read the weights of {folder}; starting at iteration 0" in output
     assert "iter_0000002; resuming at iteration 2" in run(pretrain_gpt.main, line)
     run(convert, f"import --hf {folder} --save {imported}")
-    other = f"{RUN} --lr 1e-2 --load {imported} --use-checkpoint-args --save {tmp_path / 'b'}"
-    assert "loaded the weights of" in run(pretrain_gpt.main, other)
-    found = losses(saved / "metrics.jsonl")
-    assert len(found) == 3
-    assert found == losses(tmp_path / "b" / "metrics.jsonl")
+    from_import = f"{RUN} --lr 1e-2 --load {imported} --use-checkpoint-args --save {tmp_path / 'b'}"
+    assert "loaded the weights of" in run(pretrain_gpt.main, from_import)
+    loss_by_step = losses(saved / "metrics.jsonl")
+    assert len(loss_by_step) == 3
+    assert loss_by_step == losses(tmp_path / "b" / "metrics.jsonl")
 
 
-def test_what_makes_another_model_is_refused_by_flag(folder: Path) -> None:
+def test_flags_that_change_the_model_are_refused(folder: Path) -> None:
     free = "--attention-dropout 0.1 --max-position-embeddings 64"
     same = "--hidden-size 48 --num-layers 2 --qk-layernorm --rotary-base 10000"
     line = f"{RUN} --lr 1e-2 --load-hf {folder}"
@@ -115,36 +113,36 @@ def test_what_makes_another_model_is_refused_by_flag(folder: Path) -> None:
     for flag in ("--hidden-size is 64, there 48", "--swiglu is False", "--vocab-size is 300"):
         assert flag in text
     assert "--num-layers" not in text
-    both = run(pretrain_gpt.main, f"{line} --pretrained-checkpoint x", code=2)
-    assert "mutually exclusive" in both
+    err = run(pretrain_gpt.main, f"{line} --pretrained-checkpoint x", code=2)
+    assert "mutually exclusive" in err
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 64"
     text = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --load {folder}", code=2)
     assert "is a Hugging Face folder: give it to --load-hf" in text
 
 
-def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     folder = save_folder(make_model("llama-tied-llama3"), tmp_path / "model")
     train_bpe(["low lower lowest"] * 3, 262, folder / "tokenizer.json")
-    found = load_file(folder / "model.safetensors")
-    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    ways = [
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    commands = [
         (convert, f"import --hf {folder} --save {tmp_path}/{{}}"),
         (pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --save {tmp_path}/{{}}"),
         (generate, f"--load {folder} --prompt low --max-new-tokens 2"),
     ]
-    for number, (main, words) in enumerate(ways):
+    for number, (main, words) in enumerate(commands):
         run(main, words.format(number))
-    found["lm_head.weight"][VOCABULARY - 1, 5] += 1.0
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    for number, (main, words) in enumerate(ways, len(ways)):
+    weights["lm_head.weight"][VOCABULARY - 1, 5] += 1.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for number, (main, words) in enumerate(commands, len(commands)):
         text = run(main, words.format(number), code=2)
         assert text.count("\n") == 1
         assert "lm_head.weight differs" in text
         assert "tie_word_embeddings" in text
 
 
-def test_printed_options_feed_back(folder: Path, tmp_path: Path) -> None:
+def test_printed_options_can_be_loaded_as_config(folder: Path, tmp_path: Path) -> None:
     line = f"{RUN} --lr 1e-2 --load-hf {folder} --print-config"
     printed = run(pretrain_gpt.main, line)
     (tmp_path / "run.yaml").write_text(printed)
@@ -152,7 +150,7 @@ def test_printed_options_feed_back(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("Hugging Face")
-def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
+def test_exported_model_loads_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = train_bpe(["low lower lowest"] * 3, 262, tmp_path / "tokenizer.json")
     shape = "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --kv-channels 10 --swiglu "
@@ -162,9 +160,9 @@ def test_a_model_trained_here_opens_in_transformers(tmp_path: Path) -> None:
     saved, out = tmp_path / "saved", tmp_path / "out"
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {shape} --save {saved}")
     assert "verified" in run(convert, f"export --load {saved} --save {out} --verify")
-    theirs = transformers.AutoTokenizer.from_pretrained(str(out))
-    assert theirs("lower low").input_ids == tokenizer.tokenize("lower low")
-    assert theirs.eos_token_id == tokenizer.eod
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(str(out))
+    assert hf_tokenizer("lower low").input_ids == tokenizer.tokenize("lower low")
+    assert hf_tokenizer.eos_token_id == tokenizer.eod
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eod
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {out} --save {tmp_path / 'b'}")
     text = run(convert, f"export --load {saved} --save {out}", code=2)
@@ -187,9 +185,9 @@ def test_sentencepiece_tokenizer_is_loaded(tmp_path: Path) -> None:
             hard_vocab_limit=False,
             minloglevel=2,
         )
-    (one,) = results(folder, tmp_path / "one.json")
+    (expected,) = generate_json(folder, tmp_path / "one.json")
     run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
-    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    assert generate_json(tmp_path / "imported", tmp_path / "again.json") == [expected]
     printed = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --print-config")
     assert 'tokenizer-type: "sentencepiece"' in printed
     assert str(folder / "tokenizer.model") in printed
@@ -202,9 +200,9 @@ def test_tokenizer_of_vocab_and_merges_files_is_loaded(tmp_path: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    (one,) = results(folder, tmp_path / "one.json")
+    (expected,) = generate_json(folder, tmp_path / "one.json")
     run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
-    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    assert generate_json(tmp_path / "imported", tmp_path / "again.json") == [expected]
     printed = run(pretrain_gpt.main, f"{RUN} --lr 1e-2 --load-hf {folder} --print-config")
     assert str(folder / "vocab.json") in printed
     saved, out = tmp_path / "saved", tmp_path / "out"
@@ -216,9 +214,9 @@ def test_tokenizer_of_vocab_and_merges_files_is_loaded(tmp_path: Path) -> None:
     assert configs[0] == configs[1]
 
 
-def results(folder: Path, path: Path, more: str = "") -> list[dict[str, Any]]:
-    """Return what generation from a folder or a checkpoint yields."""
-    words = f"--load {folder} --temperature 0 --max-new-tokens 8 --device cpu --prompt w2 {more}"
+def generate_json(folder: Path, path: Path, options: str = "") -> list[dict[str, Any]]:
+    """Generate from a folder or a checkpoint and return the JSON output."""
+    words = f"--load {folder} --temperature 0 --max-new-tokens 8 --device cpu --prompt w2 {options}"
     run(generate, f"{words} --output-json {path}")
     return json.loads(path.read_text())
 
@@ -230,10 +228,10 @@ def generate_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[s
 
 @pytest.mark.covers("generation", runs="generates")
 def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path: Path) -> None:
-    (one,) = results(folder, tmp_path / "one.json")
-    assert len(one["ids"]) == 8
+    (single,) = generate_json(folder, tmp_path / "one.json")
+    assert len(single["ids"]) == 8
     run(convert, f"import --hf {folder} --save {tmp_path / 'imported'}")
-    assert results(tmp_path / "imported", tmp_path / "again.json") == [one]
+    assert generate_json(tmp_path / "imported", tmp_path / "again.json") == [single]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher = {
         "WORLD_SIZE": "2",
@@ -245,16 +243,16 @@ def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path:
     words += f"--tensor-model-parallel-size 2 --output-json {tmp_path / 'two.json'}"
     with start_ranks(generate_on_a_rank, 2, words.split(), launcher, init=False) as ranks:
         assert ranks.values(timeout=60.0) == [0, 0]
-    (two,) = json.loads((tmp_path / "two.json").read_text())
-    assert two["ids"] == one["ids"]
-    # Any of several ends stops, from the folder and from what was imported of it.
-    change_json(folder / "generation_config.json", eos_token_id=[one["ids"][3], 1])
-    first = one["ids"].index(one["ids"][3]) + 1
+    (parallel,) = json.loads((tmp_path / "two.json").read_text())
+    assert parallel["ids"] == single["ids"]
+    # Each of several end tokens stops generation, from the folder and from its import.
+    change_json(folder / "generation_config.json", eos_token_id=[single["ids"][3], 1])
+    stop_length = single["ids"].index(single["ids"][3]) + 1
     for source in (folder, tmp_path / "stopping"):
         if source != folder:
             run(convert, f"import --hf {folder} --save {source}")
-        (found,) = results(source, tmp_path / "stopped.json")
-        assert (found["ids"], found["finish_reason"]) == (one["ids"][:first], "stop")
+        (stopped,) = generate_json(source, tmp_path / "stopped.json")
+        assert (stopped["ids"], stopped["finish_reason"]) == (single["ids"][:stop_length], "stop")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path:
     ],
     ids=["fp8", "mxfp4"],
 )
-def test_a_quantized_folder_trains_and_generates_as_its_values(
+def test_quantized_folder_trains_like_dequantized_values(
     make: Any, layout: str, tmp_path: Path
 ) -> None:
     ends = []
@@ -274,7 +272,9 @@ def test_a_quantized_folder_trains_and_generates_as_its_values(
         save = tmp_path / f"{folder.name}-run"
         words = f"{RUN} --lr 1e-2 --expert-model-parallel-size 2 {layout}"
         run_on(2, f"{words} --load-hf {folder} --save {save}".split())
-        ends.append((losses(save / "metrics.jsonl"), results(folder, tmp_path / "texts.json")))
+        ends.append(
+            (losses(save / "metrics.jsonl"), generate_json(folder, tmp_path / "texts.json"))
+        )
     assert len(ends[0][0]) == 3
     assert ends[0] == ends[1]
 
@@ -291,12 +291,12 @@ def test_unsupported_group_score_is_refused_with_option_names(tmp_path: Path) ->
         f"--use-checkpoint-args --pretrained-checkpoint {tmp_path / 'imported'}",
     ):
         words = f"{RUN} --lr 1e-3 {source} --save {tmp_path / 'saved'}"
-        told = run(pretrain_gpt.main, words, code=2)
+        err = run(pretrain_gpt.main, words, code=2)
         for name in (
             "num_experts_per_tok 6 / topk_group 2",
             "--moe-router-topk",
             "--moe-router-group-topk",
         ):
-            assert name in told, told
-        assert "group_candidates" not in told
+            assert name in err, err
+        assert "group_candidates" not in err
         assert not (tmp_path / "saved").exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving in: a folder of transformers trained under torchrun, and a script's flags as they were."""
+"""Migration: an HF folder trained under torchrun, and upstream scripts with unchanged flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
 from megatron.training.preprocess_data import _main as preprocess
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
@@ -22,7 +22,7 @@ from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
 from tests.unit_tests.training.test_megatron_flags import TWELVE
 from tests.unit_tests.training.test_upstream_scripts import REFUSED, THEN, flags_of
 
-#: As Qwen2.5-0.5B is shaped: 14 heads and 2 groups there, tied embeddings, a window that is off.
+#: The shape of Qwen2.5-0.5B in small: grouped queries, tied embeddings, a disabled window.
 QWEN25 = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -47,21 +47,21 @@ TRAINING = (
 @pytest.mark.parametrize("way", ["import", "load-hf"])
 def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_path: Path) -> None:
     source = save_folder(make_model("qwen2-window", **QWEN25), tmp_path / "source")
-    saved, data = tmp_path / "saved", write_tokens(tmp_path / "data")
+    saved, prefix = tmp_path / "saved", write_tokens(tmp_path / "data")
     start, like = f"--load-hf {source}", ()
     if way == "import":
         convert("import", "--hf", source, "--save", tmp_path / "imported", "--verify")
         start = f"--load {tmp_path / 'imported'} --use-checkpoint-args"
-        like = ("--like", source)  # without a tokenizer nothing leads back to the folder
-    words = f"{start} {TRAINING} {TWELVE} --data-path {data} --save {saved}"
+        like = ("--like", source)  # a checkpoint without tokenizer does not name the folder
+    words = f"{start} {TRAINING} {TWELVE} --data-path {prefix} --save {saved}"
     job = torchrun(words.split(), "--standalone", processes=4)
-    said, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, said
-    found = losses(saved / "metrics.jsonl")
-    assert sorted(found) == list(range(1, 21))
-    assert found[20] < 0.7 * found[1], found
-    # Twelve flags without effect: one line, of one rank, names them.
-    (line,) = (line for line in said.splitlines() if "no effect here: " in line)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, output
+    loss_by_step = losses(saved / "metrics.jsonl")
+    assert sorted(loss_by_step) == list(range(1, 21))
+    assert loss_by_step[20] < 0.7 * loss_by_step[1], loss_by_step
+    # One line of one rank names the twelve flags without effect.
+    (line,) = (line for line in output.splitlines() if "no effect here: " in line)
     flags = [word for word in TWELVE.split() if word.startswith("--")]
     assert len(flags) == 12
     assert all(flag in line for flag in flags)
@@ -75,9 +75,9 @@ def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_pat
         loaded = load_folder(tmp_path / "tuned")
         assert type(loaded).__name__ == "Qwen2ForCausalLM"
         expected = loaded(tokens, use_cache=False).logits
-        got = checkpoint_model(latest_checkpoint(saved)).full_logits(tokens).transpose(0, 1)
-    assert expected.std() > 1  # else an absolute bound would say little
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        actual = checkpoint_model(latest_checkpoint(saved)).full_logits(tokens).transpose(0, 1)
+    assert expected.std() > 1  # otherwise an absolute bound would be too weak
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     configs = [json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "tuned")]
     assert configs[0] == configs[1]
 
@@ -97,12 +97,12 @@ def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_pat
         ),
     ],
 )
-def test_a_script_prints_its_configuration(
+def test_upstream_script_prints_its_configuration(
     script: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world, found = flags_of(script)
-    gone = {*REFUSED[script], *THEN.get(script, {})}
-    words = [word for flag in found if flag[0] not in gone for word in flag]
+    world, script_flags = flags_of(script)
+    removed = {*REFUSED[script], *THEN.get(script, {})}
+    words = [word for flag in script_flags if flag[0] not in removed for word in flag]
     launch = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     assert pretrain_gpt.main([*words, "--print-config"], launch) == 0
@@ -110,29 +110,31 @@ def test_a_script_prints_its_configuration(
     assert set(expected.split("|")) <= set(printed)
 
 
-def test_a_tiktoken_vocabulary_goes_from_text_to_continuations(
+def test_tiktoken_vocabulary_works_from_text_to_generation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vocabulary, data = write_vocabulary(tmp_path / "vocab.json"), tmp_path / "data"
+    vocabulary, prefix = write_vocabulary(tmp_path / "vocab.json"), tmp_path / "data"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": " ".join(TEXTS * 9)}) + "\n")
     kind = (
         f"--tokenizer-type TikTokenizer --tokenizer-model {vocabulary} --tiktoken-pattern v1 "
         "--tiktoken-num-special-tokens 12"
     )
-    preprocess(f"--input {tmp_path}/a.jsonl --output-prefix {data} --append-eod {kind}".split())
+    preprocess(f"--input {tmp_path}/a.jsonl --output-prefix {prefix} --append-eod {kind}".split())
     saved = f"{tmp_path}/saved"
     words = "--lr-warmup-iters 0 --eval-interval 0 --split 100"
-    first = f"{words} {kind} --train-iters 2 --save {saved}"
-    assert run_here(flags(data, first, without=("--vocab-size",))) == 0
-    # A checkpoint says how to make the tokenizer again, for a run that gives none too.
-    more = f"{words} --load {saved} --use-checkpoint-args --train-iters 3 --save {tmp_path}/more"
-    assert run_here(flags(data, more, without=("--vocab-size",))) == 0
+    start_flags = f"{words} {kind} --train-iters 2 --save {saved}"
+    assert run_in_process(flags(prefix, start_flags, without=("--vocab-size",))) == 0
+    # A checkpoint describes its tokenizer for a run that gives no tokenizer.
+    resume_flags = (
+        f"{words} --load {saved} --use-checkpoint-args --train-iters 3 --save {tmp_path}/more"
+    )
+    assert run_in_process(flags(prefix, resume_flags, without=("--vocab-size",))) == 0
     capsys.readouterr()
-    wanted = f"{tmp_path}/out.json"
+    output_path = f"{tmp_path}/out.json"
     words = "--prompt the --max-new-tokens 3 --temperature 0 --output-json"
-    assert generate([*f"--load {saved} {words}".split(), wanted], {}) == 0
-    (found,) = json.loads(Path(wanted).read_text())
-    assert found["prompt_ids"] == [12 + TOKENS.index(b"the")]
+    assert generate([*f"--load {saved} {words}".split(), output_path], {}) == 0
+    (generated,) = json.loads(Path(output_path).read_text())
+    assert generated["prompt_ids"] == [12 + TOKENS.index(b"the")]
     vocabulary.write_text("[]")
-    assert generate([*f"--load {saved} {words}".split(), wanted], {}) == 2
+    assert generate([*f"--load {saved} {words}".split(), output_path], {}) == 2
     assert "vocab.json is not a tiktoken vocabulary" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs through pipeline stages: every schedule has the numbers of one process, whatever else the
-run does."""
+"""Pipeline parallel runs: every schedule matches one process, also with other features."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.functional_tests.small_run import (
 )
 
 PP = "--pipeline-model-parallel-size 2"
-#: Four layers, a tied embedding, everything counted that is counted over stages.
+#: Four layers, a tied embedding, and all statistics that are reduced over stages.
 SHORT = (
     "--num-layers 4 --no-untie-embeddings-and-output-weights --train-iters 4 --eval-interval 2 "
     "--log-params-norm --log-num-zeros-in-grad"
@@ -36,12 +35,12 @@ LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 7"
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> Path:
-    """Return where the tokens are."""
+    """Write tokens and return their prefix."""
     return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")
-def alone(prefix, tmp_path_factory) -> Path:
+def single_rank(prefix, tmp_path_factory) -> Path:
     """Return the metrics of a single process."""
     metrics = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
     run_on(1, flags(prefix, f"{SHORT} --metrics-file {metrics}"))
@@ -49,21 +48,21 @@ def alone(prefix, tmp_path_factory) -> Path:
 
 
 def measured(metrics: Path) -> dict[str, list[float]]:
-    """Return what a run has measured of its weights and gradients, in order."""
+    """Return the statistics of weights and gradients that a run logged, in order."""
     names = ("grad_norm", "params_norm", "num_zeros", "learning_rate")
     events = read_metrics(metrics)
     return {name: [event[name] for event in events if name in event] for name in names}
 
 
 def print_executed_kinds(rank: int) -> None:
-    """Print what kinds of computing a stage's lists hold that have been carried out."""
-    whole = step.Executor.run
+    """Print the kinds of actions that a stage has executed."""
+    run_schedule = step.Executor.run
 
     def run(self: step.Executor) -> None:
-        whole(self)
-        done = {a.kind.value for a in self.schedule.ranks[self.group.rank]}
+        run_schedule(self)
+        kinds = {a.kind.value for a in self.schedule.ranks[self.group.rank]}
         print(
-            f"ran {self.schedule.name} in {self.schedule.chunks}: {' '.join(sorted(done))}",
+            f"ran {self.schedule.name} in {self.schedule.chunks}: {' '.join(sorted(kinds))}",
             flush=True,
         )
 
@@ -71,7 +70,7 @@ def print_executed_kinds(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "world", "more"),
+    ("ran", "world", "options"),
     [
         ("1f1b in 1: B F RB SF", 2, ""),
         (
@@ -93,36 +92,36 @@ def print_executed_kinds(rank: int) -> None:
 )
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.gpus("world")
-def test_every_schedule_has_the_numbers_of_one_process(prefix, tmp_path, alone, ran, world, more):
+def test_every_schedule_matches_one_process(prefix, tmp_path, single_rank, ran, world, options):
     metrics = tmp_path / "metrics.jsonl"
-    argv = flags(prefix, f"{SHORT} {PP} {more} --metrics-file {metrics}")
-    ended, logs = run_with(print_executed_kinds, argv, world=world)
-    assert [o.exit_code for o in ended] == [0] * world, logs
+    argv = flags(prefix, f"{SHORT} {PP} {options} --metrics-file {metrics}")
+    outcomes, logs = run_with(print_executed_kinds, argv, world=world)
+    assert [o.exit_code for o in outcomes] == [0] * world, logs
     assert logs[0].count(f"ran {ran}\n") == 4, logs[0]
     assert logs[-1].count("ran forward in ") == 3 * 2, "validation, a step's microbatches at a time"
     for kind, count in (("train", 4), ("validation", 3)):
-        found = losses(metrics, kind)
-        assert len(found) == count
-        assert found == pytest.approx(losses(alone, kind), rel=1e-6)
-    expected = measured(alone)
+        actual = losses(metrics, kind)
+        assert len(actual) == count
+        assert actual == pytest.approx(losses(single_rank, kind), rel=1e-6)
+    expected = measured(single_rank)
     assert {len(values) for values in expected.values()} == {4}
     for name, values in measured(metrics).items():
         assert values == pytest.approx(expected[name], rel=1e-5), name
-    first, *_, last = losses(alone).values()
-    assert last < first - 0.1, "the model has not learnt anything"
+    initial_loss, *_, final_loss = losses(single_rank).values()
+    assert final_loss < initial_loss - 0.1, "the model has not learnt anything"
 
 
-def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
-    more = f"{SHORT} {PP} --pipeline-schedule zb-h1 --train-iters 1 --lr-warmup-iters 0"
+def test_log_describes_stages_and_bubble(prefix, tmp_path):
+    options = f"{SHORT} {PP} --pipeline-schedule zb-h1 --train-iters 1 --lr-warmup-iters 0"
     argv = flags(
         prefix,
-        f"{more} --profile --use-pytorch-profiler --profile-ranks 0 1 "
+        f"{options} --profile --use-pytorch-profiler --profile-ranks 0 1 "
         f"--profile-step-start 0 --profile-step-end 1 --profile-dir {tmp_path / 'traces'}",
     )
     with running(2, argv) as ranks:
-        found = ranks.outcomes(timeout=60)
-        text, other = ranks.log(1), ranks.log(0)
-    assert [o.exit_code for o in found] == [0, 0], text
+        outcomes = ranks.outcomes(timeout=60)
+        text, log_of_rank_0 = ranks.log(1), ranks.log(0)
+    assert [o.exit_code for o in outcomes] == [0, 0], text
     whole = 4 * (2 * 48 + 48 * 96 + 48 * 48 + 3 * 48 * 64) + 48 + 61 * 48
     assert f"{whole:,} parameters in float32" in text
     assert "pipeline parallel 2 (zb-h1), 2|2 layers, data parallel 1 (no_shard)" in text
@@ -132,24 +131,24 @@ def test_the_log_says_how_the_stages_work_and_wait(prefix, tmp_path):
         "and weight gradients take as long as its forward"
     ) in text
     assert "per rank at most " in text
-    assert "lm loss" not in other
+    assert "lm loss" not in log_of_rank_0
     assert len(list((tmp_path / "traces").rglob("*.json*"))) == 2, "a trace of each stage"
 
 
 @pytest.mark.covers("stopped with a save", runs="ranks saves")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(2)
-def test_a_stopped_pipeline_goes_on_in_one_process(prefix, tmp_path):
+def test_stopped_pipeline_run_resumes_on_one_process(prefix, tmp_path):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with running(2, flags(prefix, f"{LONG} {PP} --save {cut}")) as ranks:
         ranks.wait_for_line(1, "iteration        3/", timeout=60)
         ranks.kill(0, signal.SIGTERM)
-        found = ranks.outcomes(timeout=60)
+        outcomes = ranks.outcomes(timeout=60)
         text = ranks.log(1)
-    assert [o.exit_code for o in found] == [0, 0], text
-    at = re.search(r"stopped at iteration (\d+) as a signal asks", text)
-    assert at, text
-    end = int(at[1]) + 2
+    assert [o.exit_code for o in outcomes] == [0, 0], text
+    match = re.search(r"stopped at iteration (\d+) as a signal asks", text)
+    assert match, text
+    end = int(match[1]) + 2
     assert latest_checkpoint(cut) == cut / f"iter_{end - 2:07d}"
     run_on(1, flags(prefix, f"{LONG} --save {cut} --load {cut} --exit-interval {end}"))
     run_on(1, flags(prefix, f"{LONG} --save {whole} --exit-interval {end}"))
@@ -163,7 +162,7 @@ def _nan(batch) -> None:
 
 
 def plant_nan(rank: int) -> None:
-    """The sixth microbatch, in step 2, is NaN; only the last stage takes its loss."""
+    """Make the sixth microbatch, in step 2, NaN; only the last stage computes its loss."""
     on_microbatch(6, _nan)
 
 
@@ -171,23 +170,23 @@ def plant_nan(rank: int) -> None:
 def test_nan_is_attributed_to_its_stage_and_skipped_by_all_ranks(prefix, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     argv = flags(prefix, f"{PP} --train-iters 3 --eval-interval 0 --metrics-file {metrics}")
-    found, logs = run_with(plant_nan, argv)
-    assert [o.exit_code for o in found] == [0, 0], logs
-    here = socket.gethostname()
-    told = f"iteration 2: NaN or Inf loss of rank 1 on {here}; "
-    assert told + "the step computed once more gives it again" in logs[1]
+    outcomes, logs = run_with(plant_nan, argv)
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
+    host = socket.gethostname()
+    message = f"iteration 2: NaN or Inf loss of rank 1 on {host}; "
+    assert message + "the step computed once more gives it again" in logs[1]
     events = [e for e in read_metrics(metrics) if e["kind"] == "train"]
     assert [e["num_skipped"] for e in events] == [0, 1, 0]
 
 
 @pytest.mark.covers("dead or stuck rank named", runs="ranks")
-def test_a_dead_stage_is_named(prefix):
+def test_dead_pipeline_stage_is_named(prefix):
     with running(2, flags(prefix, f"{LONG} {PP}")) as ranks:
         ranks.wait_for_line(1, "iteration        3/", timeout=60)
         pid = ranks.processes[0].pid
         ranks.kill(0, signal.SIGKILL)
-        found = ranks.outcomes(timeout=60)
+        outcomes = ranks.outcomes(timeout=60)
         text = ranks.log(1)
-    assert found[1].exit_code == ExitCode.PEER_LOST, text
+    assert outcomes[1].exit_code == ExitCode.PEER_LOST, text
     assert f"rank 0 (process {pid} on {socket.gethostname()}) is dead" in text
     assert "Traceback" not in text

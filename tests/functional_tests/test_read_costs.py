@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that once took far more time or memory than their size accounts for: one line, quickly.
+"""Files that once took far more time or memory than their size: refused quickly in one line.
 
-Each is read by the command that a user runs, in a process of its own that measures; see
-`tests/support/read_limits.py`. Sound files of the same kinds stay readable.
+The user's command reads each file in a separate, measured process; see
+`tests/support/read_limits.py`. Valid files of the same kinds stay readable.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from tests.support.torch_archives import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-ONE = description(number(4), number(1), count=4)
+FOUR_ELEMENTS = description(number(4), number(1), count=4)
 
 
-def convert(folder: Path, *more: str) -> int:
+def convert(folder: Path, *options: str) -> int:
     """Convert a folder of torch.distributed.checkpoint to one file."""
     target = folder.with_suffix(".safetensors")
     target.unlink(missing_ok=True)
-    words = ["convert", str(folder), str(target), "--from", "dcp", "--to", "single-file", *more]
+    words = ["convert", str(folder), str(target), "--from", "dcp", "--to", "single-file", *options]
     return checkpoint.main(words, {})
 
 
 @pytest.fixture(scope="module")
 def trivial_dcp(tmp_path_factory: pytest.TempPathFactory) -> ReadCost:
     folder = tmp_path_factory.mktemp("trivial") / "dcp"
-    write_folder(folder, ONE)
+    write_folder(folder, FOUR_ELEMENTS)
     assert convert(folder) == 0  # imports what forked processes need
     return measure_read(partial(convert, folder))
 
@@ -65,7 +65,7 @@ def dcp_limits(folder: Path) -> ReadLimits:
 
 
 def claim_members(folder: Path) -> None:
-    """Write a hole of 6 GiB that ends like an archive with a list of members of 4 GiB."""
+    """Write a sparse file of 6 GiB that ends like an archive with a 4 GiB list of members."""
     folder.mkdir()
     size, claimed = 6 << 30, 4 << 30
     counts = struct.pack("<IIQQQQ", 0, 0, 3, 3, claimed, 1000)
@@ -80,21 +80,21 @@ def claim_members(folder: Path) -> None:
 
 
 def many_dimensions(folder: Path) -> None:
-    """Write 15,000 dimensions, each of the same number of 2,032 bits, in 61 kB."""
+    """Write 15,000 dimensions that share one number of 2,032 bits, in 61 kB."""
     again = number(1 << 2031) + b"q\x64" + b"h\x64" * 14_999
     write_folder(folder, description(again, again, count=4))
 
 
 def shared_archive(folder: Path) -> None:
     """Write a hundred tensors that claim the same bytes of a file."""
-    write_folder(folder, ONE)
+    write_folder(folder, FOUR_ELEMENTS)
     length = (folder / FILE).stat().st_size
     chunk = ([0], [4], 0, length)
     (folder / ".metadata").write_bytes(metadata({f"a{i}": ([4], [chunk]) for i in range(100)}))
 
 
-def one_instruction(code: bytes, before: bytes = b"") -> Callable[[Path], None]:
-    """Return what writes `.metadata` of 8 MiB of one instruction."""
+def repeated_instruction(code: bytes, before: bytes = b"") -> Callable[[Path], None]:
+    """Return a function that writes 8 MiB of one instruction to `.metadata`."""
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -104,11 +104,11 @@ def one_instruction(code: bytes, before: bytes = b"") -> Callable[[Path], None]:
 
 
 def changed_properties(state: object) -> Callable[[Path], None]:
-    """Return what writes a folder whose tensor has other properties."""
+    """Return a function that writes a folder whose tensor has other properties."""
 
     def write(folder: Path) -> None:
         with mock.patch.object(TensorProperties, "__getstate__", return_value=state):
-            write_folder(folder, ONE)
+            write_folder(folder, FOUR_ELEMENTS)
 
     return write
 
@@ -117,11 +117,11 @@ DCP_FOLDERS = {
     "list of members": (claim_members, ("not a valid archive",)),
     "dimensions": (many_dimensions, (FILE, "a[0:4] is refused")),
     "shared bytes": (shared_archive, (FILE, "its tensors take")),
-    "dicts": (one_instruction(b"}"), (".metadata", "8388611 bytes")),
-    "lists": (one_instruction(b"]"), (".metadata", "8388611 bytes")),
-    "tuples": (one_instruction(b"\x85", b")"), (".metadata", "8388612 bytes")),
-    "marks": (one_instruction(b"("), (".metadata", "refused")),
-    "memo": (one_instruction(b"\x94", b")"), (".metadata",)),
+    "dicts": (repeated_instruction(b"}"), (".metadata", "8388611 bytes")),
+    "lists": (repeated_instruction(b"]"), (".metadata", "8388611 bytes")),
+    "tuples": (repeated_instruction(b"\x85", b")"), (".metadata", "8388612 bytes")),
+    "marks": (repeated_instruction(b"("), (".metadata", "refused")),
+    "memo": (repeated_instruction(b"\x94", b")"), (".metadata",)),
     **{
         f"properties {state!r}": (changed_properties(state), (".metadata", "properties"))
         for state in ((), "", [], "ab", ((),), 0, {})
@@ -129,7 +129,7 @@ DCP_FOLDERS = {
 }
 
 
-#: In every change: one of each fault.
+#: Fast tests: one case of each fault.
 QUICK = ("list of members", "dimensions", "dicts", "shared bytes", "properties ()")
 
 
@@ -147,7 +147,7 @@ def test_a_costly_dcp_folder_is_refused_in_one_line(
     check_read(read, limits=dcp_limits(folder), trivial=trivial_dcp, refused=texts)
 
 
-def test_a_hole_between_elements_takes_no_memory(tmp_path: Path, trivial_dcp: ReadCost) -> None:
+def test_gap_between_elements_takes_no_memory(tmp_path: Path, trivial_dcp: ReadCost) -> None:
     folder = tmp_path / "dcp"
     folder.mkdir()
     shape, strides = numbers([3, 2]), numbers([1 << 28, 1 << 27])
@@ -169,9 +169,9 @@ def test_elements_in_any_order_are_read_in_bounded_spans(
     spaced = torch.randn(7, 50, 6, generator=generator(6))[:, ::3, 1:3]
     dcp.save({"a": values, "b": spaced}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert convert(tmp_path / "dcp") == 0
-    found = load_file(tmp_path / "dcp.safetensors")
-    assert torch.equal(found["a"], values)
-    assert torch.equal(found["b"], spaced)
+    tensors = load_file(tmp_path / "dcp.safetensors")
+    assert torch.equal(tensors["a"], values)
+    assert torch.equal(tensors["b"], spaced)
 
 
 @pytest.mark.slow(seconds=20)
@@ -181,9 +181,9 @@ def test_many_tensors_of_a_dcp_folder_load(tmp_path: Path, trivial_dcp: ReadCost
     folder = tmp_path / "dcp"
     limits = ReadLimits.of(stored_bytes(folder), metadata_bytes=stored_bytes(folder))
     check_read(partial(convert, folder), limits=limits, trivial=trivial_dcp)
-    found = load_file(tmp_path / "dcp.safetensors")
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    tensors = load_file(tmp_path / "dcp.safetensors")
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in state.items())
 
 
 def import_folder(folder: Path) -> int:
@@ -193,19 +193,19 @@ def import_folder(folder: Path) -> int:
     return convert_hf.main(["import", "--hf", str(folder), "--save", str(target)], {})
 
 
-class SmallFolder(NamedTuple):
-    """A Hugging Face folder with one file of weights, and what reading it costs."""
+class TrivialHfFolder(NamedTuple):
+    """A Hugging Face folder with one weights file, and the cost of reading it."""
 
     path: Path
     trivial: ReadCost
 
 
 @pytest.fixture(scope="module")
-def small_folder(tmp_path_factory: pytest.TempPathFactory) -> SmallFolder:
+def trivial_hf_folder(tmp_path_factory: pytest.TempPathFactory) -> TrivialHfFolder:
     path = tmp_path_factory.mktemp("trivial") / "hf"
     save_llama(path, shards=("model.safetensors",))
     assert import_folder(path) == 0  # imports what forked processes need
-    return SmallFolder(path, measure_read(partial(import_folder, path)))
+    return TrivialHfFolder(path, measure_read(partial(import_folder, path)))
 
 
 def add_tensors(path: Path, entries: dict[str, object]) -> int:
@@ -217,7 +217,7 @@ def add_tensors(path: Path, entries: dict[str, object]) -> int:
     return len(header)
 
 
-#: 200,000 experts, described by a few bytes.
+#: 200,000 experts in a config of a few bytes.
 EXPERTS = {
     "model_type": "mixtral",
     "architectures": ["MixtralForCausalLM"],
@@ -252,15 +252,15 @@ def test_a_costly_hugging_face_folder_is_refused_in_one_line(
     changes: dict[str, object],
     texts: tuple[str, ...],
     tmp_path: Path,
-    small_folder: SmallFolder,
+    trivial_hf_folder: TrivialHfFolder,
 ) -> None:
     folder = tmp_path / "hf"
-    shutil.copytree(small_folder.path, folder)
+    shutil.copytree(trivial_hf_folder.path, folder)
     header = add_tensors(folder / "model.safetensors", empty_tensors(tensors))
     change_json(folder / "config.json", **changes)
     check_read(
         partial(import_folder, folder),
         limits=ReadLimits.of(stored_bytes(folder), metadata_bytes=header),
-        trivial=small_folder.trivial,
+        trivial=trivial_hf_folder.trivial,
         refused=texts,
     )

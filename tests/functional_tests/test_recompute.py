@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that recomputes activations has the losses of one that keeps them, to the last bit."""
+"""Recomputed activations do not change a bit of the losses."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import pytest
 from megatron.cli.launch import Launch
 from megatron.core.models import decoder
 from megatron.training.pretrain_gpt import read_run
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 
 FULL = "--recompute-granularity full"
 
 
 @pytest.mark.gpus(1)
-def test_a_run_recomputes_and_learns_the_same(tmp_path: Path):
-    data = write_tokens(tmp_path / "data")
+def test_recomputed_run_has_bitwise_equal_losses(tmp_path: Path):
+    prefix = write_tokens(tmp_path / "data")
 
-    def run(name: str, more: str) -> tuple[dict[int, float], int, int]:
-        """Return the losses, and how often a run of layers and an input were recomputed."""
+    def run(name: str, options: str) -> tuple[dict[int, float], int, int]:
+        """Return the losses and the numbers of full and selective recomputations."""
         metrics = tmp_path / f"{name}.jsonl"
-        words = f"--train-iters 3 --eval-interval 0 --metrics-file {metrics} {more}"
+        words = f"--train-iters 3 --eval-interval 0 --metrics-file {metrics} {options}"
         with (
-            mock.patch.object(decoder, "recomputed", wraps=decoder.recomputed) as full,
+            mock.patch.object(decoder, "recomputed", wraps=decoder.recomputed) as recomputed_mock,
             mock.patch.object(
                 decoder, "discard_until_backward", wraps=decoder.discard_until_backward
             ) as selective,
         ):
-            assert run_here(flags(data, words)) == 0
-        return losses(metrics), full.call_count, selective.call_count
+            assert run_in_process(flags(prefix, words)) == 0
+        return losses(metrics), recomputed_mock.call_count, selective.call_count
 
-    kept, *calls = run("kept", "")
-    assert len(kept) == 3
+    expected, *calls = run("kept", "")
+    assert len(expected) == 3
     assert calls == [0, 0]
     microbatches, layers, blocks = 3 * 4, 2, 4
-    one_run = f"{FULL} --recompute-method uniform --recompute-num-layers 2"
-    each_first = f"{FULL} --recompute-method block --recompute-num-layers 1"
-    assert run("uniform", one_run) == (kept, microbatches * layers // 2, 0)
-    assert run("block", each_first) == (kept, microbatches, 0)
+    uniform_flags = f"{FULL} --recompute-method uniform --recompute-num-layers 2"
+    block_flags = f"{FULL} --recompute-method block --recompute-num-layers 1"
+    assert run("uniform", uniform_flags) == (expected, microbatches * layers // 2, 0)
+    assert run("block", block_flags) == (expected, microbatches, 0)
     selective = run("selective", "--recompute-granularity selective")
-    assert selective == (kept, 0, microbatches * blocks)
+    assert selective == (expected, 0, microbatches * blocks)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run through every strategy and layout: each part goes on from the last one's checkpoint, and
-has the losses of a single process that was never interrupted."""
+"""One run in every strategy and layout: each phase resumes from the last checkpoint, and the losses
+match an uninterrupted single process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy o
 PIPELINE = "--pipeline-model-parallel-size"
 SHARED = f"--context-parallel-size 2 {TENSOR} 2 --sequence-parallel"
 ZB_H1 = f"{PIPELINE} 4 --pipeline-schedule zb-h1 --pipeline-model-parallel-layout E|t|t|L"
-#: Two virtual stages on each of two ranks, cut within layers too, by the launcher of real jobs.
+#: Two virtual stages on each of two ranks, with cuts within layers.
 INTERLEAVED = f"{PIPELINE} 2 --hybrid-layer-pattern *|-*|-| {TENSOR} 2 --sequence-parallel"
 
-#: Processes, layout and last iteration of each part.
-PARTS = (
+#: Processes, layout and exit iteration of each phase.
+PHASES = (
     (2, f"{TENSOR} 2 {STRATEGY} optim --sequence-parallel {BUCKETS}", 4),
     (4, f"{SHARED} {CUT} --cp-comm-type a2a", 5),
     (4, f"{CUT} {HYBRID} --param-gather-prefetch-bytes 60000 --check-weight-gather", 6),
@@ -49,7 +49,7 @@ PARTS = (
 
 
 def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
-    """Be one rank of a run that waits in its third step."""
+    """Run one rank that pauses in its third step."""
     hold(3)
     rank_process(rank, world, port, argv)
 
@@ -58,31 +58,36 @@ def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
 @pytest.mark.covers("numbers of one process", runs="ranks")
 @pytest.mark.covers("resumed on another layout", runs="loads")
 @pytest.mark.gpus(4)
-def test_every_strategy_and_layout_goes_on_within_a_millionth(tmp_path):
+def test_run_resumes_across_strategies_and_layouts(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
-    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts"
+    whole, resumed = tmp_path / "whole.jsonl", tmp_path / "parts"
     plain = COMMON.replace("--save-interval 1", BUCKETS)
     run_on(1, flags(prefix, f"{plain} --metrics-file {whole}"))
     expected = losses(whole)
     assert expected[12] < expected[2] - 0.1, "the model has not learnt anything"
 
-    argv = flags(prefix, f"{COMMON} {CUT} --save {parts}")
+    argv = flags(prefix, f"{COMMON} {CUT} --save {resumed}")
     with running(4, argv, process=paused_process) as ranks:
         deadline = time.monotonic() + 60
-        while not parts.is_dir() or latest_checkpoint(parts, say=print) != parts / "iter_0000002":
+        while (
+            not resumed.is_dir()
+            or latest_checkpoint(resumed, say=print) != resumed / "iter_0000002"
+        ):
             assert time.monotonic() < deadline, [ranks.log(rank) for rank in range(4)]
             time.sleep(0.01)
         for rank in range(4):
             ranks.kill(rank)
-    for world, layout, last in PARTS:
-        more = f"{COMMON} {layout} --save {parts} --load {parts} --exit-interval {last}"
+    for world, layout, exit_iteration in PHASES:
+        options = (
+            f"{COMMON} {layout} --save {resumed} --load {resumed} --exit-interval {exit_iteration}"
+        )
         if layout.startswith(INTERLEAVED):
-            output = output_of(world, flags(prefix, more))
+            output = output_of(world, flags(prefix, options))
             assert "pipeline parallel 2 (interleaved), 1+1|2+0 blocks" in output
         else:
-            run_on(world, flags(prefix, more))
-        found = losses(parts / "metrics.jsonl")
-        assert max(found) == last
-    assert found.keys() == expected.keys()
-    for iteration, loss in found.items():
+            run_on(world, flags(prefix, options))
+        actual = losses(resumed / "metrics.jsonl")
+        assert max(actual) == exit_iteration
+    assert actual.keys() == expected.keys()
+    for iteration, loss in actual.items():
         assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job killed with SIGKILL and started again ends with the bits of one that was never
-interrupted."""
+"""A job killed with SIGKILL and restarted equals an uninterrupted job bit for bit."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     output_of,
-    run_here,
+    run_in_process,
     run_on,
     timeless,
     write_tokens,
 )
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 
-#: tp2 x dp2, everything cut, bf16, dropout, two microbatches per step; the first epoch ends in step
-#: 6.
+#: tp2 x dp2, everything sharded, bf16, dropout, two microbatches per step; the first epoch ends in
+#: step 6.
 LAYOUT = (
     "--tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce "
     "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather "
@@ -38,10 +37,10 @@ LAYOUT = (
 
 
 def _kill_group(job: subprocess.Popen) -> None:
-    """Send SIGKILL to the launcher and every rank; torchrun's ranks have sessions of their own."""
+    """Send SIGKILL to the launcher and every rank; torchrun starts each rank in a new session."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     for pid in [job.pid, *map(int, children)]:
-        # A rank that lost a peer or its store to the first kills may have ended by itself.
+        # A rank that lost a peer or its store to the first kills may have exited already.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     job.communicate()
@@ -49,13 +48,13 @@ def _kill_group(job: subprocess.Popen) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads")
-def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run_on(4, flags(prefix, f"{LAYOUT} --save {whole}"))
 
     argv = flags(prefix, f"{LAYOUT} --save {cut} --load {cut}")
-    # Held in step 6: on a busy machine the job could end before the kill comes.
+    # The job pauses in step 6: on a busy machine it could end before the kill.
     job = torchrun(argv, "--standalone", processes=4, module="tests.functional_tests.paused_run")
     wait_for_iteration(cut / "metrics.jsonl", 5, job)
     _kill_group(job)
@@ -75,7 +74,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         "--fp16 --initial-loss-scale 4e6 --loss-scale-window 2 --dataloader-type cyclic",
         "--optimizer sgd --calculate-per-token-loss --start-weight-decay 0 --end-weight-decay 0.1 "
@@ -84,43 +83,43 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
 )
 @pytest.mark.covers("resumed to the same bits", runs="loads")
 @pytest.mark.gpus(1)
-def test_every_state_goes_through_a_checkpoint(tmp_path, more):
-    """Save in the middle of a log window and of everything that has a state; one process."""
+def test_all_training_state_survives_a_checkpoint(tmp_path, options):
+    """Save within a log window, with all kinds of state, on one process."""
     prefix = write_tokens(tmp_path / "tokens")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    common = f"--train-iters 8 --save-interval 3 --log-interval 4 --eval-interval 0 {more}"
+    common = f"--train-iters 8 --save-interval 3 --log-interval 4 --eval-interval 0 {options}"
     run_on(1, flags(prefix, f"{common} --save {whole}"))
     run_on(1, flags(prefix, f"{common} --save {cut} --exit-interval 3"))
     assert not (cut / "iter_0000006").exists()
     run_on(1, flags(prefix, f"{common} --save {cut} --load {cut}"))
     assert digests(cut / "iter_0000008") == digests(whole / "iter_0000008")
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
-    first, second = (read_extra(folder / "iter_0000008") for folder in (whole, cut))
-    for part in ("progress", "optimizer", "window", "data", "model"):
-        assert first[part] == second[part], part
+    whole_extra, cut_extra = (read_extra(folder / "iter_0000008") for folder in (whole, cut))
+    for section in ("progress", "optimizer", "window", "data", "model"):
+        assert whole_extra[section] == cut_extra[section], section
 
 
-def test_a_validation_that_two_starts_make_is_written_once(tmp_path, monkeypatch):
-    """A signal leaves a due validation to the next start, which dies behind it and before a
-    save."""
+def test_pending_validation_is_logged_once_after_restart(tmp_path, monkeypatch):
+    """A signal leaves a due validation to the next start, which crashes after the validation and
+    before a save."""
     prefix = write_tokens(tmp_path / "tokens")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     common = "--train-iters 6 --save-interval 6 --eval-interval 3 --eval-iters 1"
     run_on(1, flags(prefix, f"{common} --save {whole}"))
     argv = flags(prefix, f"{common} --save {cut} --load {cut}")
     with monkeypatch.context() as patch:
-        asked = iter([None, None, "a signal asks"])
-        patch.setattr(StopRequests, "reason", staticmethod(lambda sums: next(asked)))
+        stop_reasons = iter([None, None, "a signal asks"])
+        patch.setattr(StopRequests, "reason", staticmethod(lambda sums: next(stop_reasons)))
         run_on(1, argv)
     assert read_extra(cut / "iter_0000003")["progress"]["validation_pending"] == 1
     assert [e["iteration"] for e in timeless(cut / "metrics.jsonl")][-1] == 3
     with monkeypatch.context() as patch:
 
-        def dies(*arguments, **named):
+        def failing_step(*args, **kwargs):
             raise KeyError("in step 4")
 
-        patch.setattr(SessionSteps, "take_step", dies)
-        assert run_here(argv) == ExitCode.CRASH
+        patch.setattr(SessionSteps, "take_step", failing_step)
+        assert run_in_process(argv) == ExitCode.CRASH
     assert timeless(cut / "metrics.jsonl")[-1]["kind"] == "validation"
     run_on(1, argv)
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that torchrun itself launched on two tensor parallel ranks, administered over HTTP."""
+"""A server that torchrun launches on two tensor parallel ranks, administered over HTTP."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save(root / str(n), model, config=config) for n, model in enumerate(models)]
 
 
-def of_one_process(folder: Path) -> str:
+def single_process_text(folder: Path) -> str:
     params = TextParams(max_new_tokens=NEW, sampling=SamplingParams(temperature=0.0))
     with LLM.open(str(folder), inference=Inference(), device="cpu") as llm:
-        return "".join(piece.text for piece in llm.stream([PROMPT], params))
+        return "".join(delta.text for delta in llm.stream([PROMPT], params))
 
 
-def address(job: subprocess.Popen[str], what: str) -> str:
-    """Read a job's output up to the line that says where it serves something."""
+def address(job: subprocess.Popen[str], name: str) -> str:
+    """Read a job's output up to the line with the URL of `name`."""
     assert job.stdout is not None
     lines = []
     for line in job.stdout:
         lines.append(line)
-        if found := re.search(rf"serving {what} at (http://\S+)", line):
-            return found[1]
+        if match := re.search(rf"serving {name} at (http://\S+)", line):
+            return match[1]
     raise AssertionError("".join(lines))
 
 
@@ -62,14 +62,14 @@ def address(job: subprocess.Popen[str], what: str) -> str:
 def server(
     folders: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Posts, Posts, Callable[[], dict[str, Any]]]]:
-    """Yield what posts to clients' routes and to administration, and what asks for the health."""
+    """Yield functions that post to the client routes and the admin routes, and get the health."""
     key = tmp_path_factory.mktemp("key") / "key"
     key.write_text(KEY)
     words = ["--load", str(folders[0]), "--device", "cpu", "--tensor-model-parallel-size", "2"]
     words += ["--port", "0", "--admin-port", "0", "--admin-key-file", str(key)]
     job = torchrun(words, processes=2, module="megatron.inference.serve")
     try:
-        urls = [address(job, what) for what in (r"\S*iter_\S+", "administration")]
+        urls = [address(job, name) for name in (r"\S*iter_\S+", "administration")]
         with (
             httpx.Client(base_url=urls[0], timeout=60, trust_env=False) as clients,
             httpx.Client(base_url=urls[1], timeout=60, trust_env=False) as admin,
@@ -82,7 +82,7 @@ def server(
             )
         job.send_signal(signal.SIGTERM)
         text = job.communicate(timeout=60)[0]
-        assert "served " in text  # rank 0 has drained, and said what it did
+        assert "served " in text  # rank 0 has drained and printed its summary
         assert KEY not in text
     finally:
         if job.poll() is None:
@@ -91,57 +91,57 @@ def server(
 
 
 @pytest.mark.slow(seconds=30)
-def test_a_server_of_torchrun_is_administered(
+def test_torchrun_server_handles_admin_requests(
     folders: list[Path], server: tuple[Posts, Posts, Callable[[], dict[str, Any]]]
 ) -> None:
     post, administer, health = server
-    asked = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    request = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
 
     def answer() -> dict[str, Any]:
-        response = post("/v1/completions", **asked)
+        response = post("/v1/completions", **request)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]
 
-    def done(path: str, **fields: Any) -> dict[str, Any]:
+    def administer_ok(path: str, **fields: Any) -> dict[str, Any]:
         response = administer(path, **fields)
         assert response.status_code == 200, response.text
         return response.json()
 
-    texts = [of_one_process(folder) for folder in folders]
+    texts = [single_process_text(folder) for folder in folders]
     assert texts[0] != texts[1]
     assert answer()["text"] == texts[0]
     engine = health()["engine"]
     assert (engine["tensor_parallel"], engine["data_parallel"]) == (2, 1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for mode in ("keep", "recompute"):
-            assert done("/pause", mode=mode)["paused"]
+            assert administer_ok("/pause", mode=mode)["paused"]
             waiting = pool.submit(answer)
             while not health()["active"]:
                 pass
             assert health()["paused"]
             assert not waiting.done()
-            assert not done("/resume")["paused"]
+            assert not administer_ok("/resume")["paused"]
             assert waiting.result()["text"] == texts[0]
         assert administer("/profile").status_code == 409
         running = pool.submit(post, "/v1/completions", **LONG)
         while not health()["active"]:
             pass
-        found = done("/profile", steps=3)
-        assert found["steps"] == 3
-        assert any(row["calls"] and "mm" in row["name"] for row in found["operations"])
-        done("/pause", mode="abort")
+        profile = administer_ok("/profile", steps=3)
+        assert profile["steps"] == 3
+        assert any(row["calls"] and "mm" in row["name"] for row in profile["operations"])
+        administer_ok("/pause", mode="abort")
         (choice,) = running.result().json()["choices"]
         assert choice["finish_reason"] == "abort"
-        done("/resume")
-    assert done("/sleep")["asleep"]
-    assert post("/v1/completions", **asked).status_code == 503
-    assert not done("/wake")["asleep"]
+        administer_ok("/resume")
+    assert administer_ok("/sleep")["asleep"]
+    assert post("/v1/completions", **request).status_code == 503
+    assert not administer_ok("/wake")["asleep"]
     assert answer()["text"] == texts[0]
     refusal = administer("/weights", load="/nowhere")
     assert refusal.status_code == 409
     assert "/nowhere" in refusal.json()["error"]["message"]
     assert answer()["weight_epochs"] == [0] * NEW
-    assert done("/weights", load=str(folders[1]))["weight_epoch"] == 1
+    assert administer_ok("/weights", load=str(folders[1]))["weight_epoch"] == 1
     after = answer()
     assert after["text"] == texts[1]
     assert after["weight_epochs"] == [1] * NEW

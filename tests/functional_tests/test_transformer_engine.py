@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of TransformerEngine's layers, on a stand-in for its extension, and of local ones."""
+"""Runs with TransformerEngine's layers, on a fake of its extension, and with local layers."""
 
 import shutil
 
@@ -32,7 +32,7 @@ needs_te = pytest.mark.skipif(
 
 
 def te_process(rank, world, port, argv):
-    """Be one rank of a run, with the stand-in."""
+    """Run one rank with the fake extension."""
     te_extension.install(te_wheel.tree())
     rank_process(rank, world, port, argv)
 
@@ -42,9 +42,9 @@ def te_process(rank, world, port, argv):
 def test_te_run_matches_local_losses_and_local_run_resumes_it(tmp_path):
     prefix = write_tokens(tmp_path / "data")
 
-    def arguments(folder, more=""):
+    def arguments(folder, options=""):
         save = f"--save {tmp_path / folder} --save-interval 3 --train-iters 6"
-        return flags(prefix, f"{LAYOUT} {save} {more}")
+        return flags(prefix, f"{LAYOUT} {save} {options}")
 
     run_on(4, arguments("local"))
     with running(4, arguments("te", f"{TE} --exit-interval 3"), process=te_process) as ranks:
@@ -53,10 +53,13 @@ def test_te_run_matches_local_losses_and_local_run_resumes_it(tmp_path):
     assert all(outcome.exit_code == 0 for outcome in ended), log
     assert "TransformerEngine" in log
     run_on(4, arguments("te", f"--load {tmp_path / 'te'}"))
-    wanted = losses(tmp_path / "local" / "metrics.jsonl")
-    got = losses(tmp_path / "te" / "metrics.jsonl")
-    assert sorted(got) == sorted(wanted) == list(range(1, 7))
-    assert all(abs(got[i] - wanted[i]) <= 1e-6 * abs(wanted[i]) for i in wanted), (got, wanted)
+    expected = losses(tmp_path / "local" / "metrics.jsonl")
+    actual = losses(tmp_path / "te" / "metrics.jsonl")
+    assert sorted(actual) == sorted(expected) == list(range(1, 7))
+    assert all(abs(actual[i] - expected[i]) <= 1e-6 * abs(expected[i]) for i in expected), (
+        actual,
+        expected,
+    )
 
 
 FP8 = (
@@ -67,7 +70,7 @@ FP8 = (
 
 
 def faulty_te_process(rank, world, port, argv):
-    """Be a rank of a run whose first forward of the third step is NaN."""
+    """Run one rank whose first forward pass of the third step is NaN."""
     plant_fault("nan@3:0", rank)
     te_process(rank, world, port, argv)
 
@@ -82,16 +85,16 @@ def _fp8_run(prefix, arguments, world, *, exit_code=0, process=te_process):
 
 
 def _states(folder):
-    """Return the scales and histories in a checkpoint of a run."""
-    found = {}
+    """Return the FP8 scales and amax histories in a checkpoint."""
+    states = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= {n: t for n, t in load_file(file).items() if ".fp8_" in n}
-    return found
+        states |= {n: t for n, t in load_file(file).items() if ".fp8_" in n}
+    return states
 
 
 @needs_te
 @pytest.mark.slow
-def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
+def test_delayed_scaling_resumes_exactly(tmp_path):
     prefix = write_tokens(tmp_path / "data")
     tp = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -102,16 +105,19 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
     log = _fp8_run(prefix, f"{tp} {save('parts')} --exit-interval 3", 2)
     assert "FP8 (delayed)" in log
     shutil.copytree(tmp_path / "parts", tmp_path / "single")
-    other = f"--fp8-amax-history-len 5 --load {tmp_path / 'parts'}"
-    assert "--fp8-amax-history-len 3" in _fp8_run(prefix, f"{tp} {other}", 2, exit_code=2)
+    changed_history = f"--fp8-amax-history-len 5 --load {tmp_path / 'parts'}"
+    assert "--fp8-amax-history-len 3" in _fp8_run(prefix, f"{tp} {changed_history}", 2, exit_code=2)
     _fp8_run(prefix, f"{tp} {save('parts')} --load {tmp_path / 'parts'}", 2)
     _fp8_run(prefix, f"{save('single')} --load {tmp_path / 'single'}", 1)
-    wanted, got, single = (
+    expected, actual, single = (
         losses(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts", "single")
     )
-    assert wanted == got
-    # Sums in another order round to other FP8 numbers.
-    assert all(abs(single[i] - wanted[i]) <= 1e-3 * wanted[i] for i in wanted), (single, wanted)
+    assert expected == actual
+    # Sums in another order round to other FP8 values.
+    assert all(abs(single[i] - expected[i]) <= 1e-3 * expected[i] for i in expected), (
+        single,
+        expected,
+    )
     scales = {
         name: _states(tmp_path / name / "iter_0000006") for name in ("whole", "parts", "single")
     }
@@ -119,8 +125,8 @@ def test_delayed_scaling_goes_on_exactly_from_a_checkpoint(tmp_path):
     assert scales["whole"].keys() == scales["single"].keys()
     for name, state in scales["whole"].items():
         assert torch.equal(state, scales["parts"][name])
-        above = bool((state > 0.0).all())
-        assert above, name
+        is_positive = bool((state > 0.0).all())
+        assert is_positive, name
         assert torch.allclose(state, scales["single"][name], rtol=0.1), name
 
 
@@ -132,16 +138,18 @@ def test_recomputed_fp8_step_leaves_same_scales_as_clean_run(tmp_path):
         save = f"--save {tmp_path / folder} --train-iters 6 --eval-interval 0"
         log = _fp8_run(prefix, save, 1, process=process)
     assert "iteration 3" in log, log
-    wanted, got = (digests(tmp_path / folder / "iter_0000006") for folder in ("clean", "faulty"))
-    assert wanted == got
+    expected, actual = (
+        digests(tmp_path / folder / "iter_0000006") for folder in ("clean", "faulty")
+    )
+    assert expected == actual
     assert _states(tmp_path / "faulty" / "iter_0000006")
 
 
-def test_without_transformer_engine_the_extra_is_named(tmp_path, capsys):
+def test_missing_transformer_engine_error_names_the_extra(tmp_path, capsys):
     argv = flags(write_tokens(tmp_path / "data"), f"{TE} --cuda-graph-impl full_iteration")
     assert pretrain_gpt.main(argv, {}) == 2
-    said = capsys.readouterr().err
-    assert "megatron-lm[te]" in said
-    # Of graphs with TransformerEngine one line.
-    assert sum(f"{TE} cannot be captured by --cuda-graph-impl" in s for s in said.splitlines()) == 1
-    assert said.count("--cuda-graph-impl full_iteration") == 1
+    err = capsys.readouterr().err
+    assert "megatron-lm[te]" in err
+    # One line about CUDA graphs with TransformerEngine.
+    assert sum(f"{TE} cannot be captured by --cuda-graph-impl" in s for s in err.splitlines()) == 1
+    assert err.count("--cuda-graph-impl full_iteration") == 1

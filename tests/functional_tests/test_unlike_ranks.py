@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of the entry scripts that were started with different options, as one script on each
-machine makes likely."""
+"""Ranks started with different options, which separate scripts on each node make likely."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from megatron.cli.errors import ExitCode
 from tests.functional_tests.small_run import flags, rank_process, running, write_tokens
 
 
-def _unlike(rank: int, world: int, port: int, argv: list[str], *, more: str) -> None:
-    rank_process(rank, world, port, [*argv, *more.split()] if rank else argv)
+def _unlike(rank: int, world: int, port: int, argv: list[str], *, rank_1_flags: str) -> None:
+    rank_process(rank, world, port, [*argv, *rank_1_flags.split()] if rank else argv)
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "named"),
+    ("model", "rank_1_flags", "message"),
     [
         ("", "--lr 1e-3", "--lr is 0.005 on rank 0 and 0.001 on rank 1"),
         (
@@ -27,15 +26,15 @@ def _unlike(rank: int, world: int, port: int, argv: list[str], *, more: str) -> 
         ),
     ],
 )
-def test_nothing_is_trained_or_saved(tmp_path, model, more, named):
+def test_run_with_different_options_per_rank_is_refused(tmp_path, model, rank_1_flags, message):
     prefix, save = write_tokens(tmp_path / "tokens"), tmp_path / "save"
     without = {"--num-layers"} if model else ()
     argv = flags(prefix, f"{model} --save {save}", without=without)
-    with running(2, argv, process=functools.partial(_unlike, more=more)) as ranks:
+    with running(2, argv, process=functools.partial(_unlike, rank_1_flags=rank_1_flags)) as ranks:
         codes = [outcome.exit_code for outcome in ranks.outcomes(timeout=60)]
         output = "".join(ranks.log(rank) for rank in range(2))
     assert codes == [ExitCode.USER_ERROR] * 2, output
     errors = [line for line in output.splitlines() if "error: " in line]
     assert len(errors) == 1, output
-    assert named in errors[0]
+    assert message in errors[0]
     assert not save.exists()

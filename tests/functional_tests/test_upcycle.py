@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense checkpoint with experts: it computes what the dense one did, and trains on."""
+"""Upcycling of a dense checkpoint: equal logits, and training continues."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ PLAIN = dataclasses.replace(
 SINGLE = ProcessGroupCollection.single()
 
 
-def saved(folder: Path, config: GPTConfig, **more: object) -> GPTModel:
-    """Write a checkpoint of a model off its initial values, and return the model."""
-    model = move(GPTModel(config, SINGLE, seed=5, **more))
+def saved(folder: Path, config: GPTConfig, **kwargs: object) -> GPTModel:
+    """Write a checkpoint of a model with changed weights and return the model."""
+    model = move(GPTModel(config, SINGLE, seed=5, **kwargs))
     extra = {"format": FORMAT, "model": config.to_json(), "config": {"seq-length": 9}}
     save_checkpoint(folder, 7, weight_chunks(model.store), extra, coordinator=Solo())
     return model
@@ -63,7 +63,7 @@ def saved(folder: Path, config: GPTConfig, **more: object) -> GPTModel:
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint."""
     with CheckpointReader(folder) as reader:
-        found = {
+        tensors = {
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
             for name, tensor in reader.manifest.tensors.items()
         }
@@ -76,24 +76,24 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
                     tensor=tensor,
                     replica_ranks=(0,),
                 )
-                for name, tensor in found.items()
+                for name, tensor in tensors.items()
             ]
         )
-    return found
+    return tensors
 
 
-def loaded(folder: Path, **more: object) -> GPTModel:
+def loaded(folder: Path, **kwargs: object) -> GPTModel:
     """Return the model that the checkpoint in `folder` describes."""
-    (found,) = folder.glob("iter_*")
-    with CheckpointReader(found) as reader:
+    (folder_of_step,) = folder.glob("iter_*")
+    with CheckpointReader(folder_of_step) as reader:
         config = GPTConfig.from_json(reader.manifest.extra["model"])
-    model = GPTModel(config, SINGLE, storage=Storage(initialize=False), **more)
-    load_checkpoint(found, weight_chunks(model.store), coordinator=Solo())
+    model = GPTModel(config, SINGLE, storage=Storage(initialize=False), **kwargs)
+    load_checkpoint(folder_of_step, weight_chunks(model.store), coordinator=Solo())
     return model
 
 
 @pytest.mark.parametrize(
-    ("config", "more", "pattern"),
+    ("config", "options", "pattern"),
     [
         (CONFIG, "", "EEE"),
         (CONFIG, "--moe-layer-freq [0]*1+[1]*2 --moe-router-topk 3", "-EE"),
@@ -101,10 +101,10 @@ def loaded(folder: Path, **more: object) -> GPTModel:
         (CONFIG, "--moe-layer-freq 1,0,0", "E--"),
     ],
 )
-def test_logits_are_those_of_the_dense_model(tmp_path, config, more, pattern):
+def test_upcycled_logits_match_the_dense_model(tmp_path, config, options, pattern):
     dense, out = tmp_path / "dense", tmp_path / "experts"
     before = saved(dense, config)
-    argv = f"--load {dense} --save {out} --num-experts 5 --seed 11 {more}"
+    argv = f"--load {dense} --save {out} --num-experts 5 --seed 11 {options}"
     assert upcycle(argv.split(), {}) == 0
     after = loaded(out)
     assert after.config.ffn_pattern == pattern
@@ -112,28 +112,28 @@ def test_logits_are_those_of_the_dense_model(tmp_path, config, more, pattern):
     tokens = torch.randint(0, 37, (2, 9), generator=generator(4))
     with torch.no_grad():
         assert_close_by_metric("logits", after.full_logits(tokens), before.full_logits(tokens))
-    # Not one expert for all: the router sends tokens to several.
+    # The router sends tokens to several experts.
     fresh = GPTModel(after.config, SINGLE, seed=11)
-    first = 2 * pattern.index("E") + 1
-    router = f"decoder.blocks.{first}.moe.router.weight"
+    expert_block = 2 * pattern.index("E") + 1
+    router = f"decoder.blocks.{expert_block}.moe.router.weight"
     assert torch.equal(after.store.handles[router].get(), fresh.store.handles[router].get())
     with torch.no_grad():
         picked = torch.randn(64, 24, generator=generator(6)) @ after.store.handles[router].get().T
     assert len(picked.argmax(-1).unique()) > 2
-    if config.mtp_num_layers:  # a depth's layer is like the last one
+    if config.mtp_num_layers:  # an MTP layer is like the last layer
         kind = "moe.experts.down" if pattern.endswith("E") else "mlp.down"
         assert f"mtp.0.decoder.blocks.1.{kind}.weight" in logical_weights(after.config)
 
 
-def test_every_expert_is_its_mlp_bit_for_bit(tmp_path):
+def test_every_expert_is_a_bitwise_copy_of_the_mlp(tmp_path):
     dense, out = tmp_path / "dense", tmp_path / "experts"
     saved(dense, CONFIG, dtype=torch.bfloat16)
     argv = f"--load {dense} --save {out} --num-experts 3 --moe-layer-freq 0,0,1"
     assert upcycle(argv.split(), {}) == 0
-    weights, found = stored(dense / "iter_0000007"), stored(out / "iter_0000000")
-    copied = [name for name in found if ".moe.experts." in name]
-    assert len(copied) == 6  # of the last layer and of the depth that is like it
-    for name, tensor in found.items():
+    weights, tensors = stored(dense / "iter_0000007"), stored(out / "iter_0000000")
+    copied = [name for name in tensors if ".moe.experts." in name]
+    assert len(copied) == 6  # of the last layer and the MTP layer
+    for name, tensor in tensors.items():
         assert tensor.dtype is torch.bfloat16
         if name in copied:
             mlp = weights[name.replace(".moe.experts.", ".mlp.")]
@@ -143,7 +143,7 @@ def test_every_expert_is_its_mlp_bit_for_bit(tmp_path):
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
+def test_unsuitable_checkpoints_are_refused_in_one_line(tmp_path, capsys):
     biased = dataclasses.replace(CONFIG, mlp=MLPConfig(ffn_hidden_size=20, bias=True))
     saved(tmp_path / "biased", biased)
     saved(tmp_path / "dense", CONFIG)
@@ -163,17 +163,17 @@ def test_what_cannot_have_experts_is_refused_in_one_line(tmp_path, capsys):
         f"--load {tmp_path / 'dense'} {out}2 --moe-router-topk 5": "use 2 … 4",
     }
     capsys.readouterr()
-    for argv, wanted in cases.items():
+    for argv, message in cases.items():
         argv = argv.replace(f"{out}2", f"--save {tmp_path / 'other'} --num-experts 4")
         assert upcycle(argv.split(), {}) == 2
-        said = capsys.readouterr().err
-        assert wanted in said
-        assert said.count("\n") == 1
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
     assert not (tmp_path / "other").exists()
 
 
-def gained(rank: int, world: int, dense: str, out: str) -> int:
-    """Return by how many bytes the memory of this process peaks above what it is before."""
+def peak_growth(rank: int, world: int, dense: str, out: str) -> int:
+    """Return by how many bytes upcycling raises the peak memory of this process."""
     saved_before = upcycle(f"--load {dense}/small --save {out}/small --num-experts 2".split(), {})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code = upcycle(f"--load {dense}/large --save {out}/large --num-experts 8".split(), {})
@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         CONFIG,
         num_layers=1,
         ffn_pattern="",
-        vocab_size=50_000,  # the largest tensor is no expert's
+        vocab_size=50_000,  # the largest tensor belongs to no expert
         tied=True,
         hidden_size=768,
         mlp=MLPConfig(ffn_hidden_size=2048),
@@ -194,27 +194,27 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     )
     for name, config in (("small", CONFIG), ("large", large)):
         saved(tmp_path / name, config)
-    (found,) = run_ranks(gained, 1, str(tmp_path), str(tmp_path / "out"))
+    (peak_bytes,) = run_ranks(peak_growth, 1, str(tmp_path), str(tmp_path / "out"))
     with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
         size = sum(file.bytes for file in reader.manifest.files.values())
     assert size > 300_000_000
-    # Pieces are of 16 MiB; what the allocator keeps of them differs from machine to machine.
+    # Chunks have 16 MiB; the memory that the allocator retains differs between machines.
     largest_tensor = 50_000 * 768 * 4
-    assert found < largest_tensor, found
+    assert peak_bytes < largest_tensor, peak_bytes
 
 
 @pytest.mark.covers("upcycled experts")
-def test_training_goes_on_from_what_the_dense_run_had_reached(tmp_path, capsys):
+def test_training_continues_from_the_dense_validation_loss(tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
-    dense, out, more = tmp_path / "dense", tmp_path / "experts", tmp_path / "more"
+    dense, out, continued = tmp_path / "dense", tmp_path / "experts", tmp_path / "more"
     common = "--train-iters 4 --eval-interval 4 --hidden-dropout 0 --attention-dropout 0"
     run_on(1, flags(prefix, f"{common} --save {dense}"))
     argv = f"--load {dense} --save {out} --num-experts 4 --moe-layer-freq 0,1"
     assert upcycle(argv.split(), {}) == 0
     experts = "--use-checkpoint-args --moe-aux-loss-coeff 0.01"
-    run_on(1, flags(prefix, f"{common} --load {out} --save {more} {experts}"))
+    run_on(1, flags(prefix, f"{common} --load {out} --save {continued} {experts}"))
     assert "loaded the weights of" in capsys.readouterr().out
-    reached = losses(dense / "metrics.jsonl", "validation")
-    found = losses(more / "metrics.jsonl", "validation")
-    assert found[0] == pytest.approx(reached[4], rel=1e-5)
-    assert found[4] < found[0] < reached[0]
+    dense_validation = losses(dense / "metrics.jsonl", "validation")
+    actual = losses(continued / "metrics.jsonl", "validation")
+    assert actual[0] == pytest.approx(dense_validation[4], rel=1e-5)
+    assert actual[4] < actual[0] < dense_validation[0]

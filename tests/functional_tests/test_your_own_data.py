@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page docs/your-own-data.md works as it stands: its blocks of bash are run in their order."""
+"""The bash blocks of docs/your-own-data.md run in order."""
 
 import os
 import re
@@ -33,23 +33,23 @@ def test_every_command_of_the_page_works(tmp_path):
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    said = []
+    outputs = []
     for block in blocks:
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        said.append(done.stdout)
-    everything = "\n".join(said)
+        assert process.returncode == 0, f"{block}\n{process.stdout}\n{process.stderr}"
+        outputs.append(process.stdout)
+    combined_output = "\n".join(outputs)
     sources = len(list(tmp_path.glob("data/texts/*.txt")))
-    assert f"wrote data/mine.bin and .idx: {sources:,} documents" in everything
+    assert f"wrote data/mine.bin and .idx: {sources:,} documents" in combined_output
     assert IndexedDataset(tmp_path / "data" / "mine").num_documents == sources
     assert latest_checkpoint(tmp_path / "data" / "model").name == "iter_0000040"
-    assert "resuming at iteration 30" in everything
-    assert "can be exported as LlamaForCausalLM" in everything
+    assert "resuming at iteration 30" in combined_output
+    assert "can be exported as LlamaForCausalLM" in combined_output
     assert latest_checkpoint(tmp_path / "data" / "chat-model").name == "iter_0000004"
-    assert "resuming at iteration 2" in everything
+    assert "resuming at iteration 2" in combined_output
     trained, tuned = (
         load_file(tmp_path / "data" / name / "model.safetensors")
         for name in ("model-hf", "chat-model-hf")
@@ -57,14 +57,14 @@ def test_every_command_of_the_page_works(tmp_path):
     assert trained.keys() == tuned.keys()
     assert not torch.equal(trained["model.norm.weight"], tuned["model.norm.weight"])
     (generated,) = (
-        text for block, text in zip(blocks, said, strict=True) if "inference.generate" in block
+        text for block, text in zip(blocks, outputs, strict=True) if "inference.generate" in block
     )
     assert generated.startswith("def main(")
     assert len(generated) > len("def main(\n")
-    (seen,) = (
+    (comparison,) = (
         text
-        for block, text in zip(blocks, said, strict=True)
+        for block, text in zip(blocks, outputs, strict=True)
         if "import AutoModelForCausalLM" in block
     )
-    assert "verified: logits differ" in seen
-    assert "\ndef main(" in seen
+    assert "verified: logits differ" in comparison
+    assert "\ndef main(" in comparison

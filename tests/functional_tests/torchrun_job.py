@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job started by torchrun itself, for the few tests that are about the launcher."""
+"""Jobs started by torchrun, for tests of the launcher."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def torchrun(
     processes: int,
     module: str = "megatron.training.pretrain_gpt",
 ) -> subprocess.Popen:
-    """Start torchrun in a process group of its own, as a terminal does.
+    """Start torchrun in a new session, like a terminal.
 
     Args:
         argv: arguments of the module.
-        launcher: further ones of torchrun.
-        processes: ranks.
-        module: what each of them runs.
+        launcher: arguments of torchrun.
+        processes: number of ranks.
+        module: module that each rank runs.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    seen = ["tests.support.run_recorded"] if coverage_recorder.VARIABLE in os.environ else []
-    command += [*launcher, "-m", *seen, module, *argv]
+    recorder = ["tests.support.run_recorded"] if coverage_recorder.VARIABLE in os.environ else []
+    command += [*launcher, "-m", *recorder, module, *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
         command,
@@ -50,7 +50,7 @@ def wait_for_iteration(metrics: Path, iteration: int, job: subprocess.Popen) -> 
 
 
 class RanksOf:
-    """The processes that a launcher has started, also after its end.
+    """The processes that a launcher has started, accessible after the launcher's end.
 
     Args:
         job: the launcher, all of whose ranks have started.
@@ -64,7 +64,7 @@ class RanksOf:
         return len(self._processes)
 
     def wait(self) -> None:
-        """Wait for the end of all; closed pipes come a moment before."""
+        """Wait for all processes to end; their pipes close slightly earlier."""
         for process in self._processes:
             select.select([process], [], [])
             os.close(process)

@@ -17,7 +17,7 @@ from tests.functional_tests.small_run import (
     flags,
     losses,
     rank_process,
-    run_here,
+    run_in_process,
     run_on,
     write_tokens,
 )
@@ -129,7 +129,7 @@ def test_a_run_by_flags_is_the_plain_one(device, tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
     for name, more in (("plain", ""), ("graph", GRAPH)):
         save = f"--save {tmp_path / name} --save-interval 5"
-        assert run_here(flags(prefix, f"{SHORT} {save} {more}")) == 0
+        assert run_in_process(flags(prefix, f"{SHORT} {save} {more}")) == 0
     assert "in one CUDA graph after 3 eager steps" in capsys.readouterr().err
     for kind in ("train", "validation"):
         found = [losses(tmp_path / name / "metrics.jsonl", kind) for name in ("plain", "graph")]

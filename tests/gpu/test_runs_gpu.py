@@ -9,7 +9,7 @@ import pytest
 
 from megatron.inference.generate import main as generate
 from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
@@ -24,14 +24,14 @@ def prefix(tmp_path_factory):
 def test_a_run_is_the_cpus_and_either_goes_on_from_the_other(device, prefix, tmp_path):
     for name in ("cpu", "cuda"):
         save = f"{SHORT} --device {name} --save {tmp_path / name} --exit-interval 4"
-        assert run_here(flags(prefix, save)) == 0
+        assert run_in_process(flags(prefix, save)) == 0
     expected = losses(tmp_path / "cpu" / "metrics.jsonl")
     assert losses(tmp_path / "cuda" / "metrics.jsonl") == pytest.approx(expected, rel=1e-4)
     runs = []
     for name, saved in (("cpu", "cuda"), ("cuda", "cpu")):
         metrics = tmp_path / f"{saved}-{name}.jsonl"
         more = f"{SHORT} --device {name} --load {tmp_path / saved} --metrics-file {metrics}"
-        assert run_here(flags(prefix, more)) == 0
+        assert run_in_process(flags(prefix, more)) == 0
         runs.append(losses(metrics))
     assert list(runs[0]) == [5, 6, 7, 8]
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
@@ -41,7 +41,7 @@ def test_a_run_is_the_cpus_and_either_goes_on_from_the_other(device, prefix, tmp
 def test_every_precision_learns(device, prefix, tmp_path, dtype):
     metrics = tmp_path / "metrics.jsonl"
     more = f"--eval-interval 0 --train-iters 30 --device cuda {dtype} --metrics-file {metrics}"
-    assert run_here(flags(prefix, f"{more} --log-throughput")) == 0
+    assert run_in_process(flags(prefix, f"{more} --log-throughput")) == 0
     found = losses(metrics)
     assert found[30] < found[1] - 0.5
     last = [e for e in read_metrics(metrics) if e["kind"] == "train"][-1]
@@ -54,7 +54,7 @@ def test_deterministic_mode_repeats_its_bits(device, prefix, tmp_path):
     for name in "ab":
         metrics = tmp_path / f"{name}.jsonl"
         more = f"{SHORT} --device cuda --bf16 --deterministic-mode --metrics-file {metrics}"
-        assert run_here(flags(prefix, more)) == 0
+        assert run_in_process(flags(prefix, more)) == 0
         found.append(losses(metrics))
     assert found[0] == found[1]
 
@@ -62,7 +62,9 @@ def test_deterministic_mode_repeats_its_bits(device, prefix, tmp_path):
 def test_text_of_the_gpu_is_the_cpus(device, tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
     byte = "--tokenizer-type byte --vocab-size 257 --make-vocab-size-divisible-by 1"
-    assert run_here(flags(prefix, f"{SHORT} --device cuda {byte} --save {tmp_path / 's'}")) == 0
+    assert (
+        run_in_process(flags(prefix, f"{SHORT} --device cuda {byte} --save {tmp_path / 's'}")) == 0
+    )
     texts = []
     for name in ("cuda", "cpu"):
         out = tmp_path / f"{name}.json"
@@ -76,7 +78,7 @@ def test_text_of_the_gpu_is_the_cpus(device, tmp_path, capsys):
 def test_profiles_hold_kernels_and_a_snapshot_is_written(device, prefix, tmp_path):
     more = f"{SHORT} --device cuda --profile --use-pytorch-profiler --profile-step-start 3"
     more += f" --profile-step-end 5 --profile-dir {tmp_path} --record-memory-history"
-    assert run_here(flags(prefix, more)) == 0
+    assert run_in_process(flags(prefix, more)) == 0
     (trace,) = tmp_path.glob("trace_rank0_*.json")
     kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
     assert "kernel" in kinds

@@ -11,7 +11,7 @@ import importlib
 import pytest
 
 from megatron.core.extensions import QuantizationConfig, transformer_engine_problem
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 from tests.unit_tests.core.extensions.test_gathered_tensors import (
     CASES,
     max_data_mismatch,
@@ -57,7 +57,7 @@ def prefix(folder):
 def run_losses(prefix, folder, name, words, device):
     metrics = folder / f"{name}.jsonl"
     argv = flags(prefix, f"{RUN} --device {device.type} --metrics-file {metrics} {words}")
-    assert run_here(argv) == 0
+    assert run_in_process(argv) == 0
     found = losses(metrics)
     assert len(found) == STEPS
     return found

@@ -31,10 +31,10 @@ JUDGES = ("tests.gpu.", "tests.unit_tests.", "tests.functional_tests.")
 
 #: Parts of names of whole runs that go on by what other ranks have sent: Muon by the sizes of their
 #: matrices, a run that is stopped by control flags; and one that draws with matplotlib.
-NOT_HERE = ("muon", "test_a_stopped_pipeline", "test_a_run_over_four_ranks_of_experts")
+NOT_HERE = ("muon", "test_stopped_pipeline_run", "test_a_run_over_four_ranks_of_experts")
 RUNS = "tests/functional_tests/"
 #: What assertions that hold on any device speak of.
-ENDS = {"code", "exit_code", "run_here"}
+ENDS = {"code", "exit_code", "run_in_process"}
 
 
 class _Unjudged(ast.NodeTransformer):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 
 HYBRID = (
     "--hybrid-layer-pattern GM*- --num-layers 4 --linear-num-key-heads 4 "
@@ -32,8 +32,8 @@ def cut(metrics) -> list[float]:
 
 def test_a_run_on_split_sequences_has_the_losses_of_whole_ones(prefix, tmp_path):
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
-    assert run_here(flags(prefix, f"{HYBRID} --metrics-file {whole}")) == 0
-    assert run_here(flags(prefix, f"{HYBRID} {CUT} --metrics-file {split}")) == 0
+    assert run_in_process(flags(prefix, f"{HYBRID} --metrics-file {whole}")) == 0
+    assert run_in_process(flags(prefix, f"{HYBRID} {CUT} --metrics-file {split}")) == 0
     assert cut(split) == [RECURRENCES] * 4
     found, expected = losses(split), losses(whole)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -42,7 +42,7 @@ def test_a_run_on_split_sequences_has_the_losses_of_whole_ones(prefix, tmp_path)
 def test_a_run_whose_sequences_are_short_says_that_it_cuts_none(prefix, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     more = f"{HYBRID} --exit-interval 1 --experiment recurrence_splits --metrics-file {metrics}"
-    assert run_here(flags(prefix, more)) == 0
+    assert run_in_process(flags(prefix, more)) == 0
     assert cut(metrics) == [0]
 
 
@@ -55,5 +55,5 @@ def test_a_run_whose_sequences_are_short_says_that_it_cuts_none(prefix, tmp_path
     ],
 )
 def test_what_would_have_no_effect_is_refused(prefix, capsys, more, said):
-    assert run_here(flags(prefix, more)) == 2
+    assert run_in_process(flags(prefix, more)) == 2
     assert said in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import read_manifest, weight_chunks
 from megatron.training import pretraining
 from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.small_run import flags, losses, run_here, run_on, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, run_on, write_tokens
 
 HALF_LIFE = 12.0
 BATCH = 8
@@ -30,7 +30,7 @@ def prefix(tmp_path_factory) -> Path:
 def run(prefix, tmp_path_factory) -> Path:
     """Train with the experiment, saving after every step, and return the folder."""
     folder = tmp_path_factory.mktemp("run")
-    assert run_here(flags(prefix, f"{RUN} {WITH} --save {folder} --save-interval 1")) == 0
+    assert run_in_process(flags(prefix, f"{RUN} {WITH} --save {folder} --save-interval 1")) == 0
     return folder
 
 
@@ -65,7 +65,7 @@ def validations(metrics: Path) -> dict[int, float]:
 
 
 def test_the_training_losses_are_those_without_it(run, prefix, tmp_path):
-    assert run_here(flags(prefix, f"{RUN} --save {tmp_path}")) == 0
+    assert run_in_process(flags(prefix, f"{RUN} --save {tmp_path}")) == 0
     for kind in ("train", "validation"):
         assert losses(run / "metrics.jsonl", kind) == losses(tmp_path / "metrics.jsonl", kind)
     updates = [e["weight_average_updates"] for e in read_metrics(run / "metrics.jsonl")
@@ -97,7 +97,7 @@ def test_the_validated_model_is_the_average(run, prefix, tmp_path, monkeypatch):
     monkeypatch.setattr(pretraining, "restore", averaged)
     metrics = tmp_path / "metrics.jsonl"
     more = f"--load {run} --finetune --exit-interval 1 --metrics-file {metrics}"
-    assert run_here(flags(prefix, f"{RUN} {more}")) == 0
+    assert run_in_process(flags(prefix, f"{RUN} {more}")) == 0
     loss = validations(run / "metrics.jsonl")[6]
     assert loss == pytest.approx(losses(metrics, "validation")[0], rel=1e-6)
     assert loss != pytest.approx(losses(run / "metrics.jsonl", "validation")[6], rel=1e-3)
@@ -105,13 +105,13 @@ def test_the_validated_model_is_the_average(run, prefix, tmp_path, monkeypatch):
 
 def test_a_resumed_average_goes_on(run, prefix, tmp_path, capsys):
     save = f"{RUN} --save {tmp_path} --load {tmp_path}"
-    assert run_here(flags(prefix, f"{save} {WITH} --exit-interval 4")) == 0
-    assert run_here(flags(prefix, f"{save} {WITH}")) == 0
+    assert run_in_process(flags(prefix, f"{save} {WITH} --exit-interval 4")) == 0
+    assert run_in_process(flags(prefix, f"{save} {WITH}")) == 0
     found = validations(tmp_path / "metrics.jsonl")
     assert found[6] == validations(run / "metrics.jsonl")[6]
     capsys.readouterr()
     more = f"--train-iters 7 --metrics-file {tmp_path / 'without.jsonl'} --save-interval 7"
-    assert run_here(flags(prefix, f"{save} {more}")) == 0
+    assert run_in_process(flags(prefix, f"{save} {more}")) == 0
     said = capsys.readouterr()
     assert "--experiment weight_average: continuing without" in said.out + said.err
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pretrain_gpt as a program that crashes in a step of the launcher's first start; for torchrun."""
+"""pretrain_gpt that crashes in a step of torchrun's first start; a program for torchrun."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron.training import pretrain_gpt, session
 
 
 def crash_once(step: int) -> None:
-    """Let rank 1 end without a word in a step, unless the launcher has restarted it."""
+    """Exit rank 1 silently in a step, unless the launcher has restarted it."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" or os.environ["RANK"] != "1":
         return
-    whole = session.SessionSteps.take_step
+    take_step = session.SessionSteps.take_step
     count = [0]
 
-    def crashing(self, *arguments, **named):
+    def crashing(self, *args, **kwargs):
         count[0] += 1
         if count[0] == step:
             os._exit(9)
-        return whole(self, *arguments, **named)
+        return take_step(self, *args, **kwargs)
 
     session.SessionSteps.take_step = crashing
 

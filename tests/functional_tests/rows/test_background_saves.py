@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background of a run: a trainer killed in one, a writer killed, no disk left."""
+"""Asynchronous saves: a killed trainer, a killed writer, a hung writer, a full disk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     losses,
-    run_here,
+    run_in_process,
     run_on,
     timeless,
     write_tokens,
 )
 
 LAYOUT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-EIGHT = f"{LAYOUT} --train-iters 8 --save-interval 2 --eval-interval 0"
+EIGHT_ITERS = f"{LAYOUT} --train-iters 8 --save-interval 2 --eval-interval 0"
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +36,27 @@ def prefix(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(prefix, tmp_path_factory):
-    """The folder of a run that nothing happened to and that saved while it waited."""
+    """The folder of an uninterrupted run with synchronous saves."""
     folder = tmp_path_factory.mktemp("whole")
-    run_on(2, flags(prefix, f"{EIGHT} --save {folder}"))
+    run_on(2, flags(prefix, f"{EIGHT_ITERS} --save {folder}"))
     return folder
 
 
-def _on_write(number: int, act) -> None:
-    """Have `act(saver)` called when this rank is to write its n-th shard in the background."""
+def _on_write(number: int, callback) -> None:
+    """Call `callback(saver)` before this rank's saver writes shard `number`, counted from 1."""
     write, count = AsyncSaver._write, [0]
 
-    def acting(self, name):
+    def write_with_callback(self, name):
         count[0] += 1
         if count[0] == number:
-            act(self)
+            callback(self)
         return write(self, name)
 
-    AsyncSaver._write = acting
+    AsyncSaver._write = write_with_callback
 
 
-def plant_hold(rank: int) -> None:
-    """Rank 1's writer stands still in the second save: staged, the other shard written."""
+def plant_stopped_writer(rank: int) -> None:
+    """Stop rank 1's writer in the second save, after rank 0 has written its shard."""
     if rank == 1:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGSTOP))
 
@@ -65,15 +65,15 @@ def plant_hold(rank: int) -> None:
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
 def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
     save = tmp_path / "cut"
-    argv = flags(prefix, f"{EIGHT} --async-save --save {save} --load {save}")
-    with running_with(plant_hold, argv) as ranks:
+    argv = flags(prefix, f"{EIGHT_ITERS} --async-save --save {save} --load {save}")
+    with running_with(plant_stopped_writer, argv) as ranks:
         # Iteration 5 computes while the shards of iteration 4 are being written.
         ranks.wait_for_line(1, "iteration        5/", timeout=60)
         shard = "iter_0000004.tmp-*/shard-00000.safetensors"
         deadline = time.monotonic() + 20.0
         while not list(save.glob(shard)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert list(save.glob(shard)), "the kill is to come in the middle of a save"
+        assert list(save.glob(shard)), "the kill must come in the middle of a save"
         for rank in (0, 1):
             ranks.kill(rank, signal.SIGKILL)
         ranks.outcomes(timeout=20)
@@ -86,16 +86,18 @@ def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
     assert list(save.glob("*.tmp-*")) == []
 
 
-def plant_kill(rank: int) -> None:
+def plant_killed_writer(rank: int) -> None:
     if rank == 1:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGKILL))
 
 
 @pytest.mark.covers("saved asynchronously", runs="async")
-def test_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path, whole):
+def test_killed_writer_loses_one_checkpoint_but_no_step(prefix, tmp_path, whole):
     save = tmp_path / "save"
-    found, logs = run_with(plant_kill, flags(prefix, f"{EIGHT} --async-save --save {save}"))
-    assert [o.exit_code for o in found] == [0, 0], logs
+    outcomes, logs = run_with(
+        plant_killed_writer, flags(prefix, f"{EIGHT_ITERS} --async-save --save {save}")
+    )
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
     (line,) = (line for line in logs[1].splitlines() if line.startswith("WARNING: "))
     assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in line
     assert "was ended by SIGKILL during 'write'; the next save is tried" in line
@@ -112,11 +114,11 @@ def test_a_writer_that_is_killed_costs_a_checkpoint_and_no_step(prefix, tmp_path
 
 
 @pytest.mark.slow
-def test_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, whole):
+def test_hung_writer_is_killed_and_training_continues(prefix, tmp_path, whole):
     save = tmp_path / "save"
-    more = f"{EIGHT} --async-save --save {save} --distributed-timeout-minutes 0.3"
-    found, logs = run_with(plant_hold, flags(prefix, more))
-    assert [o.exit_code for o in found] == [0, 0], logs
+    options = f"{EIGHT_ITERS} --async-save --save {save} --distributed-timeout-minutes 0.3"
+    outcomes, logs = run_with(plant_stopped_writer, flags(prefix, options))
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
     text = "".join(logs)
     assert "iteration 6 is to be saved, but the previous save is still in progress" in text
     assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in text
@@ -125,8 +127,8 @@ def test_a_writer_that_hangs_is_ended_and_training_goes_on(prefix, tmp_path, who
     assert digests(save / "iter_0000008") == digests(whole / "iter_0000008")
 
 
-def plant_small_disk(rank: int) -> None:
-    """From its second shard on rank 0's writer may write small files only."""
+def plant_file_size_limit(rank: int) -> None:
+    """Limit the file size of rank 0's writer from its second shard on."""
 
     def shrink(saver: AsyncSaver) -> None:
         resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (50_000, -1))
@@ -137,19 +139,21 @@ def plant_small_disk(rank: int) -> None:
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_full_disk_in_async_save_continues_or_stops_by_option(prefix, tmp_path, policy):
-    more = f"{EIGHT} --train-iters 7 --async-save --save {tmp_path} --on-failed-save {policy}"
-    found, logs = run_with(plant_small_disk, flags(prefix, more))
+    options = (
+        f"{EIGHT_ITERS} --train-iters 7 --async-save --save {tmp_path} --on-failed-save {policy}"
+    )
+    outcomes, logs = run_with(plant_file_size_limit, flags(prefix, options))
     text = "".join(logs)
     assert "saving at iteration 4 failed (1 so far): rank 0: cannot write" in text
     assert list(tmp_path.glob("*.tmp-*")) == []
     if policy == "stop":
-        assert [o.exit_code for o in found] == [ExitCode.SAVE_FAILED] * 2, logs
+        assert [o.exit_code for o in outcomes] == [ExitCode.SAVE_FAILED] * 2, logs
         assert "--on-failed-save stop ends the run" in text
         assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     else:
-        assert [o.exit_code for o in found] == [0, 0], logs
+        assert [o.exit_code for o in outcomes] == [0, 0], logs
         assert "saving at iteration 6 failed (2 so far)" in text
-        # The last save is not the writer's: it is on disk when the run ends.
+        # The last save is synchronous: it is on disk when the run ends.
         assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000007"
         assert read_extra(tmp_path / "iter_0000007")["progress"]["failed_saves"] == 2
 
@@ -169,6 +173,11 @@ def test_run_stopped_by_bad_steps_finishes_its_async_save(prefix, tmp_path, monk
         AsyncSaver, "_write", lambda self, name: (time.sleep(1), write(self, name))[1]
     )
     monkeypatch.setattr(GPTModel, "loss", nan_from_the_third_step)
-    more = "--global-batch-size 4 --max-consecutive-bad-steps 1 --save-interval 2 --eval-interval 0"
-    assert run_here(flags(prefix, f"{more} --async-save --save {tmp_path}")) == ExitCode.BAD_STEPS
+    options = (
+        "--global-batch-size 4 --max-consecutive-bad-steps 1 --save-interval 2 --eval-interval 0"
+    )
+    assert (
+        run_in_process(flags(prefix, f"{options} --async-save --save {tmp_path}"))
+        == ExitCode.BAD_STEPS
+    )
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose stdout breaks train to their end; commands whose stdout breaks end quietly."""
+"""Training continues after stdout breaks; commands end quietly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.functional_tests.small_run import flags, write_tokens
 
 
 def _run(module: str, argv: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
-    """Run a module as a user does, by a shell that redirects its output and tells its code."""
+    """Run a module in a shell that redirects its output and returns its exit code."""
     command = f'"$@" {redirection}'
     return subprocess.run(
         ["bash", "-c", command, "-", sys.executable, "-m", module, *argv],
@@ -39,20 +39,20 @@ def _run(module: str, argv: list[str], redirection: str) -> subprocess.Completed
         pytest.param(">&- 2>&-", errno.EBADF, marks=pytest.mark.slow),
     ],
 )
-def test_training_goes_on_without_stdout(tmp_path, redirection, number):
+def test_training_continues_without_stdout(tmp_path, redirection, number):
     save = tmp_path / "save"
     argv = flags(write_tokens(tmp_path / "tokens"), f"--train-iters 8 --save {save}")
-    done = _run("megatron.training.pretrain_gpt", argv, redirection)
-    assert done.returncode == 0, done
+    process = _run("megatron.training.pretrain_gpt", argv, redirection)
+    assert process.returncode == 0, process
     assert latest_checkpoint(save) == save / "iter_0000008"
     verify_checkpoint(latest_checkpoint(save))
     events = read_metrics(save / "metrics.jsonl")
     (event,) = [e for e in events if e["kind"] == "output" and "stdout_errno" in e]
     assert event["stdout_errno"] == number
     assert [e["iteration"] for e in events if e["kind"] == "train"] == list(range(1, 9))
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
     if "2>" not in redirection:
-        (line,) = [line for line in done.stderr.splitlines() if "stdout" in line]
+        (line,) = [line for line in process.stderr.splitlines() if "stdout" in line]
         assert line.startswith("pretrain_gpt: ")
 
 
@@ -65,7 +65,7 @@ def test_training_goes_on_without_stdout(tmp_path, redirection, number):
 )
 def test_a_command_ends_quietly_without_stdout(tmp_path, redirection, code):
     prefix = write_tokens(tmp_path / "tokens")
-    done = _run("megatron.training.inspect_data", [str(prefix)], redirection)
-    assert done.returncode == code, done
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == (code == ExitCode.USER_ERROR)
+    process = _run("megatron.training.inspect_data", [str(prefix)], redirection)
+    assert process.returncode == code, process
+    assert "Traceback" not in process.stderr
+    assert len(process.stderr.splitlines()) == (code == ExitCode.USER_ERROR)

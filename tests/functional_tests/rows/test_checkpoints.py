@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose checkpoints are damaged, in the way, out of reach, read by others or of other runs."""
+"""Checkpoints that are damaged, newer, unwritable, in use, or of another run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     rank_process,
-    run_here,
+    run_in_process,
     run_on,
     running,
     timeless,
@@ -45,7 +45,7 @@ from tests.functional_tests.small_run import (
 from tests.support.ranks import start_ranks
 
 PLAIN = "--train-iters 4 --eval-interval 0"
-FOUR = f"{PLAIN} --save-interval 2"
+FOUR_ITERS = f"{PLAIN} --save-interval 2"
 TENSOR = "--tensor-model-parallel-size 2"
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARDS = ("shard-00000.safetensors", "shard-00001.safetensors")
@@ -60,45 +60,45 @@ def prefix(tmp_path_factory):
 def whole(prefix, tmp_path_factory):
     """The folder of a run of two ranks, with checkpoints of iterations 2 and 4."""
     folder = tmp_path_factory.mktemp("whole")
-    run_on(2, flags(prefix, f"{FOUR} {TENSOR} --save {folder}"))
+    run_on(2, flags(prefix, f"{FOUR_ITERS} {TENSOR} --save {folder}"))
     return folder
 
 
 @pytest.fixture
 def cut(whole, tmp_path):
-    """A copy of it to damage."""
+    """A copy of the folder `whole` to damage."""
     return Path(shutil.copytree(whole, tmp_path / "cut"))
 
 
-def flip_bit(folder: Path, shard: str, *, part: float) -> str:
-    """Flip a bit of the tensor at this part of a shard, and return the tensor's name."""
+def flip_bit(folder: Path, shard: str, *, fraction: float) -> str:
+    """Flip a bit of the tensor at a fraction of a shard and return the tensor's name."""
     tensors = read_manifest(folder).tensors
     chunks = sorted((c.begin, n) for n, t in tensors.items() for c in t.chunks if c.file == shard)
-    begin, name = chunks[int(part * len(chunks))]
+    begin, name = chunks[int(fraction * len(chunks))]
     content = bytearray((folder / shard).read_bytes())
     content[begin + 1] ^= 4
     (folder / shard).write_bytes(content)
     return name
 
 
-def go_on(argv: list[str], world: int = 2) -> tuple[list[int | None], str]:
-    """Run and return exit codes and what was printed."""
+def run_ranks_to_end(argv: list[str], world: int = 2) -> tuple[list[int | None], str]:
+    """Run to the end and return the exit codes and the printed text."""
     with running(world, argv) as ranks:
-        found = ranks.outcomes(timeout=100)
-        return [o.exit_code for o in found], "".join(ranks.log(r) for r in range(world))
+        outcomes = ranks.outcomes(timeout=100)
+        return [o.exit_code for o in outcomes], "".join(ranks.log(r) for r in range(world))
 
 
 @pytest.mark.covers("killed and resumed to the same bits", runs="loads ranks")
-def test_all_ranks_fall_back_where_one_meets_a_flipped_bit(prefix, whole, cut):
-    """Rank 1's shard is damaged, and late: rank 0 has loaded all by then, rank 1 almost all."""
+def test_all_ranks_fall_back_if_one_reads_a_flipped_bit(prefix, whole, cut):
+    """The flipped bit is late in rank 1's shard, when both ranks have loaded nearly all tensors."""
     newest = cut / "iter_0000004"
-    name = flip_bit(newest, SHARDS[1], part=0.9)
-    argv = flags(prefix, f"{FOUR} {TENSOR} --save {cut} --load {cut}")
-    codes, text = go_on([*argv, "--no-load-fallback"])
+    name = flip_bit(newest, SHARDS[1], fraction=0.9)
+    argv = flags(prefix, f"{FOUR_ITERS} {TENSOR} --save {cut} --load {cut}")
+    codes, text = run_ranks_to_end([*argv, "--no-load-fallback"])
     assert codes == [ExitCode.USER_ERROR] * 2, text
     assert f"{SHARDS[1]} is damaged: {name}" in text
     assert newest.is_dir()
-    codes, text = go_on(argv)
+    codes, text = run_ranks_to_end(argv)
     assert codes == [0, 0], text
     (line,) = (line for line in text.splitlines() if line.startswith("WARNING: falling back"))
     assert (
@@ -106,14 +106,14 @@ def test_all_ranks_fall_back_where_one_meets_a_flipped_bit(prefix, whole, cut):
     )
     assert f"{name}[" in line
     assert f"loaded {cut / 'iter_0000002'}; resuming at iteration 2" in text
-    (aside,) = cut.glob("iter_0000004.damaged-*")
-    assert f"{newest} is damaged and is now {aside.name}" in text
+    (damaged,) = cut.glob("iter_0000004.damaged-*")
+    assert f"{newest} is damaged and is now {damaged.name}" in text
     assert digests(newest) == digests(whole / newest.name)
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
 
 
 def import_weights(source: Path, root: Path) -> None:
-    """Save the weights of a checkpoint as imported ones are, without state of a run."""
+    """Save the weights of a checkpoint like an imported model, without training state."""
     with CheckpointReader(source) as reader:
         chunks = []
         for name, stored in reader.manifest.tensors.items():
@@ -136,15 +136,20 @@ def import_weights(source: Path, root: Path) -> None:
     save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
 
 
-def test_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_path):
-    """The older checkpoint has weights only: what the failed load has filled is not used."""
-    flip_bit(cut / "iter_0000004", SHARDS[1], part=0.99)
+def test_moments_of_failed_load_are_discarded(prefix, whole, cut, tmp_path):
+    """The older checkpoint has weights only: moments filled by the failed load are not used."""
+    flip_bit(cut / "iter_0000004", SHARDS[1], fraction=0.99)
     shutil.rmtree(cut / "iter_0000002")
     clean = tmp_path / "clean"
     for root in (cut, clean):
         import_weights(whole / "iter_0000002", root)
     for root in (cut, clean):
-        assert run_here(flags(prefix, f"{FOUR} --save {root} --load {root} --exit-interval 2")) == 0
+        assert (
+            run_in_process(
+                flags(prefix, f"{FOUR_ITERS} --save {root} --load {root} --exit-interval 2")
+            )
+            == 0
+        )
     assert len(list(cut.glob("iter_0000004.damaged-*"))) == 1
     assert digests(cut / "iter_0000002") == digests(clean / "iter_0000002")
     assert digests(cut / "iter_0000002") != digests(whole / "iter_0000002")
@@ -158,74 +163,74 @@ def test_moments_of_a_failed_load_are_forgotten(prefix, whole, cut, tmp_path):
     ],
     ids=["upcycle", "export"],
 )
-def test_other_programs_fall_back_and_leave_nothing_half_done(
+def test_upcycle_and_export_fall_back_without_partial_output(
     whole, cut, tmp_path, capsys, command, words
 ):
-    flip_bit(cut / "iter_0000004", SHARDS[1], part=0.2)
-    made = []
+    flip_bit(cut / "iter_0000004", SHARDS[1], fraction=0.2)
+    shards = []
     for name, load in (("expected", whole / "iter_0000002"), ("found", cut)):
         export = ["export"] if command is convert.main else []
         target = tmp_path / name
         argv = [*export, "--load", str(load), "--save", str(target), *words]
         assert command(argv, {}) == 0
-        made.append({p.name: p.read_bytes() for p in target.rglob("*.safetensors")})
-    assert made[0] == made[1] != {}
+        shards.append({p.name: p.read_bytes() for p in target.rglob("*.safetensors")})
+    assert shards[0] == shards[1] != {}
     assert f"WARNING: falling back to {cut / 'iter_0000002'}: " in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"cut", "expected", "found"}
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 @pytest.mark.parametrize("tracker", ["2", pytest.param("garbage", marks=pytest.mark.slow)])
-def test_the_newest_checkpoint_counts_and_a_line_says_so(prefix, cut, capsys, tracker):
+def test_newest_checkpoint_overrides_tracker_with_a_warning(prefix, cut, capsys, tracker):
     (cut / TRACKER).write_text(tracker)
     argv = flags(prefix, f"{PLAIN} --load {cut}")
-    assert run_here(argv) == 0
+    assert run_in_process(argv) == 0
     out, err = capsys.readouterr()
     assert f"loaded {cut / 'iter_0000004'}; resuming at iteration 4" in out
     (line,) = (line for line in err.splitlines() if TRACKER in line)
     assert line.endswith("using iter_0000004, the newest undamaged checkpoint")
     for folder in list_checkpoints(cut):
         os.truncate(folder / SHARDS[0], 50)
-    assert run_here(argv) == ExitCode.USER_ERROR
+    assert run_in_process(argv) == ExitCode.USER_ERROR
     assert "no undamaged checkpoint in" in capsys.readouterr().err
 
 
-def test_a_run_does_not_start_among_later_checkpoints(prefix, cut, capsys, tmp_path):
-    """Whoever goes back is told what is in the way: it would never be saved again."""
+def test_run_refuses_save_folder_with_later_checkpoints(prefix, cut, capsys, tmp_path):
+    """A run that resumes at an older iteration could not save the later iterations again."""
     in_the_way = f"--save {cut}: it contains iter_0000004, later than iteration 2 that this run"
-    argv = flags(prefix, f"{FOUR} --save {cut} --load {cut / 'iter_0000002'}")
-    assert run_here(argv) == ExitCode.USER_ERROR
+    argv = flags(prefix, f"{FOUR_ITERS} --save {cut} --load {cut / 'iter_0000002'}")
+    assert run_in_process(argv) == ExitCode.USER_ERROR
     assert in_the_way in capsys.readouterr().err
-    assert run_here(flags(prefix, f"{FOUR} --save {cut}")) == ExitCode.USER_ERROR
+    assert run_in_process(flags(prefix, f"{FOUR_ITERS} --save {cut}")) == ExitCode.USER_ERROR
     assert "it contains 2 checkpoints from iter_0000002 to iter_0000004" in capsys.readouterr().err
     (cut / "iter_0000004").rename(tmp_path / "away")
-    assert run_here(argv) == 0
+    assert run_in_process(argv) == 0
     assert digests(cut / "iter_0000004").keys() == digests(tmp_path / "away").keys()
 
 
 def plant_full_disk(rank: int) -> None:
-    """Let no file grow beyond a size until the fourth step, as on a disk that somebody clears."""
+    """Limit the file size until the fourth step, like a full disk that is then cleared."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    whole_step, count = session.SessionSteps.take_step, [0]
+    take_step, count = session.SessionSteps.take_step, [0]
 
-    def step(self, *arguments, **named):
+    def limited_step(self, *args, **kwargs):
         count[0] += 1
         if count[0] == 4:
             folder = Path(self._session.run.config.checkpoint.save)
             print("left behind:", list(folder.glob("iter_*")), flush=True)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        return whole_step(self, *arguments, **named)
+        return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = step
+    session.SessionSteps.take_step = limited_step
 
 
 @pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
-def test_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
+def test_full_disk_skips_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
     save = tmp_path / "save"
-    argv = flags(prefix, f"{FOUR} {TENSOR} --save {save} --on-failed-save {policy}")
-    found, logs = run_with(plant_full_disk, argv)
+    argv = flags(prefix, f"{FOUR_ITERS} {TENSOR} --save {save} --on-failed-save {policy}")
+    outcomes, logs = run_with(plant_full_disk, argv)
     text = "".join(logs)
     assert "Traceback" not in text
     assert "cannot write" in text
@@ -234,73 +239,75 @@ def test_a_full_disk_costs_a_save_or_ends_the_run(prefix, whole, tmp_path, polic
     events = read_metrics(save / "metrics.jsonl")
     assert [e["failed_saves"] for e in events if "failed_saves" in e] == [1.0]
     if policy == "stop":
-        assert [o.exit_code for o in found] == [ExitCode.SAVE_FAILED] * 2
+        assert [o.exit_code for o in outcomes] == [ExitCode.SAVE_FAILED] * 2
         assert not list_checkpoints(save)
         return
-    assert [o.exit_code for o in found] == [0, 0], text
+    assert [o.exit_code for o in outcomes] == [0, 0], text
     assert "left behind: []" in logs[0]
     assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000004"]
     assert digests(save / "iter_0000004") == digests(whole / "iter_0000004")
 
 
 def plant_vanishing(save: Path, rank: int) -> None:
-    """Let the save folder go in the third step, as a file system that is no longer mounted."""
-    whole_step, count = session.SessionSteps.take_step, [0]
+    """Replace the save folder in the third step, like an unmounted file system."""
+    take_step, count = session.SessionSteps.take_step, [0]
 
-    def step(self, *arguments, **named):
+    def step_after_rename(self, *args, **kwargs):
         count[0] += 1
         if count[0] == 3 and rank == 0:
             save.rename(save.with_name("away"))
             save.mkdir()
-        return whole_step(self, *arguments, **named)
+        return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = step
+    session.SessionSteps.take_step = step_after_rename
 
 
 def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
-    save, away = tmp_path / "save", tmp_path / "away"
-    more = f"{FOUR} --train-iters 5 --save {save} --metrics-file {tmp_path / 'metrics.jsonl'}"
-    found, logs = run_with(partial(plant_vanishing, save), flags(prefix, more))
+    save, moved = tmp_path / "save", tmp_path / "away"
+    options = (
+        f"{FOUR_ITERS} --train-iters 5 --save {save} --metrics-file {tmp_path / 'metrics.jsonl'}"
+    )
+    outcomes, logs = run_with(partial(plant_vanishing, save), flags(prefix, options))
     text = "".join(logs)
-    assert [o.exit_code for o in found] == [ExitCode.SAVE_FAILED] * 2, text
+    assert [o.exit_code for o in outcomes] == [ExitCode.SAVE_FAILED] * 2, text
     assert "Traceback" not in text
     line = f"{save} is no longer the folder that this run claimed"
     assert text.count(line) == 2, "at the interval and at the end"
     assert f"saving at iteration 4 failed (1 so far): rank 0: {line}" in text
     assert "iteration        5/" in text, "training went on"
     assert not list_checkpoints(save)
-    assert latest_checkpoint(away) == away / "iter_0000002"
-    verify_checkpoint(away / "iter_0000002")
+    assert latest_checkpoint(moved) == moved / "iter_0000002"
+    verify_checkpoint(moved / "iter_0000002")
 
 
 def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
-    """Be one rank of a run that waits in its fourth step."""
+    """Run one rank that pauses in its fourth step."""
     hold(4)
     rank_process(rank, world, port, argv)
 
 
 def test_second_run_on_save_folder_is_refused_until_first_dies(prefix, tmp_path, capsys):
     save = tmp_path / "save"
-    argv = flags(prefix, f"{FOUR} --save {save} --load {save}")
+    argv = flags(prefix, f"{FOUR_ITERS} --save {save} --load {save}")
     with running(1, argv, process=paused_process) as ranks:
         ranks.wait_for_line(0, "iteration        3/", timeout=60)
         pid = ranks.processes[0].pid
-        assert run_here(argv) == ExitCode.USER_ERROR
+        assert run_in_process(argv) == ExitCode.USER_ERROR
         refusal = f"{save} is in use by another run (pid {pid} on {socket.gethostname()})"
         assert refusal in capsys.readouterr().err
         ranks.kill(0)
         ranks.processes[0].join()
-    left = "iter_0000003.tmp-0123456789abcdef"
-    (save / left).mkdir()
-    assert run_here(argv) == 0
+    unfinished = "iter_0000003.tmp-0123456789abcdef"
+    (save / unfinished).mkdir()
+    assert run_in_process(argv) == 0
     out, err = capsys.readouterr()
-    assert f"{save}: removed unfinished files: {left}\n" in err
+    assert f"{save}: removed unfinished files: {unfinished}\n" in err
     assert "resuming at iteration 2" in out
     assert latest_checkpoint(save) == save / "iter_0000004"
 
 
 def hold_open(rank: int, world: int, folder: str, gate: str) -> int:
-    """Open a checkpoint, wait for a file, and read all of it."""
+    """Open a checkpoint, wait until the file `gate` exists, and verify the checkpoint."""
     with CheckpointReader(folder):
         print("open", flush=True)
         while not Path(gate).exists():
@@ -309,25 +316,25 @@ def hold_open(rank: int, world: int, folder: str, gate: str) -> int:
 
 
 @pytest.mark.covers("retention", runs="loads")
-def test_retention_leaves_what_another_process_reads(prefix, cut, tmp_path, capsys):
+def test_retention_keeps_checkpoints_that_are_being_read(prefix, cut, tmp_path, capsys):
     keep = "--save-keep-last 1 --save-retain-interval 5 --save-interval 1 --train-iters 7"
-    argv = flags(prefix, f"{FOUR} {keep} --save {cut} --load {cut}")
+    argv = flags(prefix, f"{FOUR_ITERS} {keep} --save {cut} --load {cut}")
     gate = tmp_path / "gate"
     with start_ranks(hold_open, 1, str(cut / "iter_0000002"), str(gate), init=False) as ranks:
         ranks.wait_for_line(0, "open")
-        assert run_here(argv) == 0
+        assert run_in_process(argv) == 0
         gate.touch()
-        (read,) = ranks.values(timeout=30)
-    assert read > 100_000
+        (bytes_read,) = ranks.values(timeout=30)
+    assert bytes_read > 100_000
     assert [f.name for f in list_checkpoints(cut)] == [f"iter_000000{i}" for i in (7, 5, 2)]
     waiting = f"retention: {cut / 'iter_0000002'} is being read and stays for now"
     assert capsys.readouterr().err.count(waiting) == 3
     assert not list(cut.glob("*.tmp-*"))
 
 
-def test_a_checkpoint_of_another_shape_is_refused_field_by_field(prefix, cut, capsys):
-    more = "--hidden-size 32 --num-layers 3 --vocab-size 67 --seq-length 32 --qk-layernorm"
-    assert run_here(flags(prefix, f"{PLAIN} {more} --load {cut}")) == ExitCode.USER_ERROR
+def test_checkpoint_of_other_shape_is_refused_by_field(prefix, cut, capsys):
+    options = "--hidden-size 32 --num-layers 3 --vocab-size 67 --seq-length 32 --qk-layernorm"
+    assert run_in_process(flags(prefix, f"{PLAIN} {options} --load {cut}")) == ExitCode.USER_ERROR
     text = capsys.readouterr().err
     for difference in (
         "hidden_size: 48 in the checkpoint, 32 in the model",
@@ -338,6 +345,6 @@ def test_a_checkpoint_of_another_shape_is_refused_field_by_field(prefix, cut, ca
     ):
         assert difference in text
     argv = flags(prefix, f"{PLAIN} --seq-length 32 --load {cut}")
-    assert run_here(argv) == ExitCode.USER_ERROR
+    assert run_in_process(argv) == ExitCode.USER_ERROR
     text = capsys.readouterr().err
     assert "trained on other data: sequence_length: 24 in the checkpoint, 32 now: give" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of data files, by row of the fault table: refused in one line or counted, never silent."""
+"""Faults of data files: refused in one line or counted, never silent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.datasets.indexed_dataset import HEADER, IndexedDataset
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.ranks import start_ranks
 
 
@@ -29,8 +29,8 @@ def prefix(tmp_path):
 
 
 def refused(capsys, prefix, *texts, before_training=True):
-    """Train on the files and expect one line on stderr with these texts."""
-    code = run_here(flags(prefix))
+    """Train on the files and expect one line on stderr that contains `texts`."""
+    code = run_in_process(flags(prefix))
     out, err = capsys.readouterr()
     assert code == ExitCode.USER_ERROR, err
     assert err.startswith("pretrain_gpt: ")
@@ -41,13 +41,13 @@ def refused(capsys, prefix, *texts, before_training=True):
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
-    """Change some bytes of a file."""
+    """Overwrite bytes of a file."""
     whole = bytearray(path.read_bytes())
     whole[offset : offset + len(content)] = content
     path.write_bytes(whole)
 
 
-def test_truncated_files_wrong_magic_and_version(prefix, capsys):
+def test_truncated_files_and_wrong_headers_are_refused(prefix, capsys):
     idx, tokens = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
     index, content = idx.read_bytes(), tokens.read_bytes()
     for damaged, text in [
@@ -65,7 +65,7 @@ def test_truncated_files_wrong_magic_and_version(prefix, capsys):
     refused(capsys, prefix, str(tokens), "no such file")
 
 
-def test_an_index_that_points_past_the_tokens_or_counts_wrongly(prefix, capsys):
+def test_index_with_wrong_offsets_or_counts_is_refused(prefix, capsys):
     idx = prefix.with_suffix(".idx")
     whole = idx.read_bytes()
     sequences = len(IndexedDataset(prefix))
@@ -84,9 +84,9 @@ def test_an_index_that_points_past_the_tokens_or_counts_wrongly(prefix, capsys):
         idx.write_bytes(whole)
 
 
-def test_a_token_outside_the_vocabulary_names_its_document(prefix, capsys):
-    data = IndexedDataset(prefix)
-    wrong = int(data.byte_offsets[17]) + 2 * data.dtype.itemsize
+def test_out_of_vocabulary_token_is_reported_with_document(prefix, capsys):
+    dataset = IndexedDataset(prefix)
+    wrong = int(dataset.byte_offsets[17]) + 2 * dataset.dtype.itemsize
     overwrite(prefix.with_suffix(".bin"), wrong, (60_000).to_bytes(2, "little"))
     texts = ("token id 60000", "document 17", "vocabulary size 61")
     refused(capsys, prefix, *texts, before_training=False)
@@ -96,7 +96,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "Ã
 
 
 def write_corpus(path: Path, *, lines: int) -> None:
-    """Write JSON lines of some words each; one in ten is not one."""
+    """Write JSON lines of random words; every tenth line is not JSON."""
     choose = random.Random(4)
     with open(path, "w", encoding="utf-8") as stream:
         for number in range(lines):
@@ -104,8 +104,8 @@ def write_corpus(path: Path, *, lines: int) -> None:
             stream.write("oops\n" if number % 10 == 3 else json.dumps({"text": text}) + "\n")
 
 
-def work(folder: str, *, resume: bool, **options: Any) -> Any:
-    """Preprocess the corpus in a folder in small blocks, with a commit after every few."""
+def preprocess_corpus(folder: str, *, resume: bool, **options: Any) -> Any:
+    """Preprocess the corpus of a folder in small blocks with frequent commits."""
     config = PreprocessConfig(
         input=(f"{Path(folder).parent}/corpus",),
         output_prefix=f"{folder}/data",
@@ -116,63 +116,63 @@ def work(folder: str, *, resume: bool, **options: Any) -> Any:
     return preprocess(config, commit_bytes=4000, block_bytes=700, **options)
 
 
-def work_and_die(rank: int, world: int, folder: str, end: int | None) -> list[int]:
-    """Work, and be killed at the call number `end` of a C function.
+def preprocess_and_die(rank: int, world: int, folder: str, end: int | None) -> list[int]:
+    """Preprocess, and kill this process at call number `end` of a C function.
 
     Returns:
-        How many calls there are and the numbers of those that reach the disk, if it lived.
+        The number of calls, and the numbers of the calls that write to disk, if not killed.
     """
-    calls, reaching = 0, []
+    calls, disk_calls = 0, []
 
     def count(frame: object, event: str, function: object) -> None:
         nonlocal calls
         if event == "c_call":
             calls += 1
             if end is None and function in (os.fsync, os.replace, os.unlink):
-                reaching.append(calls)
+                disk_calls.append(calls)
             if calls == end:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(count)
     try:
-        work(folder, resume=False)
+        preprocess_corpus(folder, resume=False)
     finally:
         sys.setprofile(None)
-    return [calls, *reaching]
+    return [calls, *disk_calls]
 
 
 def test_preprocess_killed_at_20_points_resumes_to_same_bytes(tmp_path):
-    """Kill at random calls, at those that reach the disk and right after the last of these."""
+    """Kill at random calls, at calls that write to disk, and right after the last such calls."""
     points = 20
     (tmp_path / "corpus").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         write_corpus(tmp_path / "corpus" / name, lines=150)
     clean = tmp_path / "clean"
-    with start_ranks(work_and_die, 1, str(clean), None, init=False) as ranks:
-        ((calls, *reaching),) = ranks.values(timeout=60)
+    with start_ranks(preprocess_and_die, 1, str(clean), None, init=False) as ranks:
+        ((calls, *disk_calls),) = ranks.values(timeout=60)
     expected = {path.name: path.read_bytes() for path in clean.iterdir()}
     assert sorted(expected) == ["data.bin", "data.idx", "data.json"]
     choose = random.Random(11)
     ends = [choose.randrange(calls) for _ in range(points // 2)]
-    ends += [choose.choice(reaching) for _ in range(points // 4)]
-    # The last ones name the files: a kill between them must not leave half a pair for good.
-    ends += [choose.choice(reaching[-8:]) + 1 for _ in range(points - len(ends))]
-    taken_up = 0
+    ends += [choose.choice(disk_calls) for _ in range(points // 4)]
+    # The last calls name the files: a kill between them must not leave half a pair for good.
+    ends += [choose.choice(disk_calls[-8:]) + 1 for _ in range(points - len(ends))]
+    num_resumed = 0
     for number, end in enumerate(ends):
         folder = tmp_path / f"killed{number}"
-        with start_ranks(work_and_die, 1, str(folder), end, init=False) as ranks:
-            (found,) = ranks.outcomes(timeout=60)
-        assert found.exit_code == -signal.SIGKILL, f"call {end} of {calls}: {found}"
-        seen: list[int] = []
-        work(
+        with start_ranks(preprocess_and_die, 1, str(folder), end, init=False) as ranks:
+            (outcome,) = ranks.outcomes(timeout=60)
+        assert outcome.exit_code == -signal.SIGKILL, f"call {end} of {calls}: {outcome}"
+        progress: list[int] = []
+        preprocess_corpus(
             str(folder),
             resume=True,
-            report=lambda *, documents, **rest: seen.append(documents),  # noqa: B023
+            report=lambda *, documents, **kwargs: progress.append(documents),  # noqa: B023
         )
-        taken_up += not seen or seen[0] > 20
+        num_resumed += not progress or progress[0] > 20
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, end
         shutil.rmtree(folder)
-    assert taken_up >= points // 2, "most kills come after a commit: there was much to take up"
+    assert num_resumed >= points // 2, "most kills must come after a commit"
 
 
 def test_resume_refuses_other_inputs_and_options(tmp_path):
@@ -180,24 +180,24 @@ def test_resume_refuses_other_inputs_and_options(tmp_path):
     write_corpus(tmp_path / "corpus" / "a.jsonl", lines=200)
     folder = tmp_path / "out"
 
-    def stop(*, documents: int, **rest: int) -> None:
+    def stop(*, documents: int, **kwargs: int) -> None:
         if documents > 100:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work(str(folder), resume=False, report=stop)
+        preprocess_corpus(str(folder), resume=False, report=stop)
     assert not (folder / "data.idx").exists()
     with open(tmp_path / "corpus" / "a.jsonl", "a") as stream:
         stream.write("{}\n")
     with pytest.raises(ValueError, match=r"--resume: the input .*a\.jsonl was .* bytes.*and is"):
-        work(str(folder), resume=True)
+        preprocess_corpus(str(folder), resume=True)
     config = PreprocessConfig(
         input=(f"{tmp_path}/corpus",), output_prefix=f"{folder}/data", tokenizer_type="byte",
         resume=True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="--append-eod was True and is False"):
         preprocess(config)
-    assert work(str(folder), resume=False)[f"{folder}/data"].documents == 180
+    assert preprocess_corpus(str(folder), resume=False)[f"{folder}/data"].documents == 180
 
 
 LINES = [
@@ -218,16 +218,16 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_bad_lines_are_counted_or_stop_a_strict_run(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(line for line, _ in LINES))
-    done = command("--input", path, "--output-prefix", tmp_path / "x")
-    assert done.returncode == 0, done.stderr
+    process = command("--input", path, "--output-prefix", tmp_path / "x")
+    assert process.returncode == 0, process.stderr
     for number, (_, reason) in enumerate(LINES, start=1):
-        assert (f"1 {reason} (first: {path}:{number})" in done.stdout) == (reason is not None)
-    assert "rejected 3 lines: " in done.stdout
+        assert (f"1 {reason} (first: {path}:{number})" in process.stdout) == (reason is not None)
+    assert "rejected 3 lines: " in process.stdout
     assert IndexedDataset(tmp_path / "x").num_documents == 2
-    done = command("--input", path, "--output-prefix", tmp_path / "y", "--strict")
-    assert done.returncode == ExitCode.USER_ERROR
-    assert f"{path}:2: not JSON; " in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = command("--input", path, "--output-prefix", tmp_path / "y", "--strict")
+    assert process.returncode == ExitCode.USER_ERROR
+    assert f"{path}:2: not JSON; " in process.stderr
+    assert process.stderr.count("\n") == 1
     assert not list(tmp_path.glob("y*"))
 
 
@@ -239,17 +239,17 @@ def test_100_mb_line_is_counted_without_being_read_at_once(tmp_path):
             stream.write(b"x" * (1 << 20))
         stream.write(b'"}\n{"text": "after"}\n')
     limit = 1 << 20
-    # Whatever a plain run needs, and some blocks more: far less than the line.
+    # A plain run's memory plus a few blocks, far less than the line.
     script = (
         "import sys; from megatron.training.preprocess_data import _main; _main(sys.argv[1:]); "
         "print(*[line for line in open('/proc/self/status') if line.startswith('VmHWM')])"
     )
     line = [sys.executable, "-c", script, "--tokenizer-type", "byte", "--input", str(path)]
     line += ["--output-prefix", str(tmp_path / "x"), "--max-document-bytes", str(limit)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = f"rejected 1 lines: 1 over --max-document-bytes {limit} (first: {path}:2)"
-    assert said in done.stdout
-    assert int(done.stdout.split()[-2]) < 80_000, "kilobytes at the peak"
-    data = IndexedDataset(tmp_path / "x")
-    assert [bytes(data.get(i).astype(np.uint8)) for i in range(2)] == [b"before", b"after"]
+    process = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    message = f"rejected 1 lines: 1 over --max-document-bytes {limit} (first: {path}:2)"
+    assert message in process.stdout
+    assert int(process.stdout.split()[-2]) < 80_000, "kilobytes at the peak"
+    dataset = IndexedDataset(tmp_path / "x")
+    assert [bytes(dataset.get(i).astype(np.uint8)) for i in range(2)] == [b"before", b"after"]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a run sees, whatever happens: resumed, on other layouts, on nodes without a shared
-disk. One test for each row of the table of faults."""
+"""The sample order of runs that are resumed, use other layouts, or have no shared disk."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tests.functional_tests.small_run import (
     flags,
     losses,
     rank_process,
-    run_here,
+    run_in_process,
     run_on,
     timeless,
     write_tokens,
@@ -48,89 +47,94 @@ def prefix(tmp_path):
 
 
 def run_of(argv: list[str], world: int = 1) -> ResolvedRun:
-    """Return the run that some arguments describe."""
+    """Return the run that `argv` describes."""
     return resolve(parse_command_line(Config, argv, prog="p", description="d").config, world)
 
 
 def test_changed_data_set_is_refused_unless_allowed(prefix, tmp_path, capsys):
-    other = write_tokens(tmp_path / "other", seed=6)
-    path = f"--data-path 1 {prefix} 3 {other}"
+    second_prefix = write_tokens(tmp_path / "other", seed=6)
+    path = f"--data-path 1 {prefix} 3 {second_prefix}"
     common = f"{PLAIN} --train-iters 3 --load {tmp_path}/run"
     saved = flags(prefix, f"{common} {path} --save {tmp_path}/run --exit-interval 2")
-    assert run_here(saved) == 0
+    assert run_in_process(saved) == 0
 
-    def resumed(more: str) -> tuple[int, str]:
+    def resumed(options: str) -> tuple[int, str]:
         capsys.readouterr()
-        code = run_here(flags(prefix, f"{common} {more}"))
+        code = run_in_process(flags(prefix, f"{common} {options}"))
         return code, "".join(capsys.readouterr())
 
-    code, said = resumed(f"--data-path 2 {prefix} 3 {other}")
+    code, output = resumed(f"--data-path 2 {prefix} 3 {second_prefix}")
     assert code == 2
-    assert "weights: [1.0, 3.0] in the checkpoint, [2.0, 3.0] now" in said
-    assert "--allow-data-change" in said
-    write_tokens(other, seed=7)
-    code, said = resumed(path)
+    assert "weights: [1.0, 3.0] in the checkpoint, [2.0, 3.0] now" in output
+    assert "--allow-data-change" in output
+    write_tokens(second_prefix, seed=7)
+    code, output = resumed(path)
     assert code == 2
-    assert f"data file 2, {other}, has other content" in said
-    code, said = resumed(f"{path} --allow-data-change")
+    assert f"data file 2, {second_prefix}, has other content" in output
+    code, output = resumed(f"{path} --allow-data-change")
     assert code == 0
-    assert "continuing with the new data, as --allow-data-change" in said
-    assert "iteration        3/" in said
+    assert "continuing with the new data, as --allow-data-change" in output
+    assert "iteration        3/" in output
 
 
 @pytest.mark.parametrize("dataloader", ["single", "cyclic"])
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_a_resumed_run_goes_on_with_the_next_sample(prefix, tmp_path, monkeypatch, dataloader):
-    """In the middle of an epoch, where the next begins within a batch, and at the last sample."""
-    seen: list[list[list[int]]] = []
+def test_resumed_run_continues_with_the_next_sample(prefix, tmp_path, monkeypatch, dataloader):
+    """Resume within an epoch, at an epoch boundary within a batch, and at the last sample."""
+    microbatches: list[list[list[int]]] = []
 
-    def recorded(batch, device, **more):
-        seen.append(batch.tokens.tolist())
-        return kept(batch, device, **more)
+    def recorded(batch, device, **kwargs):
+        microbatches.append(batch.tokens.tolist())
+        return microbatch(batch, device, **kwargs)
 
-    kept = session.microbatch
+    microbatch = session.microbatch
     monkeypatch.setattr(session, "microbatch", recorded)
     write_tokens(prefix, documents=20)
     common = f"{PLAIN} --dataloader-type {dataloader} --global-batch-size 4"
-    assert run_here(flags(prefix, f"{common} --save {tmp_path}/run --save-interval 1")) == 0
-    whole, per_step = seen.copy(), 2
-    assert len(whole) == 12 * per_step
-    data = build_data_sets(
+    assert run_in_process(flags(prefix, f"{common} --save {tmp_path}/run --save-interval 1")) == 0
+    expected, per_step = microbatches.copy(), 2
+    assert len(expected) == 12 * per_step
+    data_sets = build_data_sets(
         run_of(flags(prefix, f"{common} --dataloader-type cyclic")),
         Vocabulary(size=VOCABULARY, eod=None, tokenizer={}),
     )
-    border, inside = divmod(len(data.train), 4)  # an epoch is not a whole number of steps
-    assert 3 < border < 10
-    assert inside
-    for iteration in (2, border, border + 1, 11, 12):
-        seen.clear()
-        assert run_here(flags(prefix, f"{common} --load {tmp_path}/run/iter_{iteration:07}")) == 0
-        assert seen == whole[iteration * per_step :], iteration
+    epoch_steps, samples_in_partial_step = divmod(
+        len(data_sets.train), 4
+    )  # an epoch is not a whole number of steps
+    assert 3 < epoch_steps < 10
+    assert samples_in_partial_step
+    for iteration in (2, epoch_steps, epoch_steps + 1, 11, 12):
+        microbatches.clear()
+        assert (
+            run_in_process(flags(prefix, f"{common} --load {tmp_path}/run/iter_{iteration:07}"))
+            == 0
+        )
+        assert microbatches == expected[iteration * per_step :], iteration
 
 
 @pytest.mark.covers("resumed to the same bits", runs="loads")
-def test_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
-    """A run of 12 steps of 8 samples, resumed at 4 for 24 steps, and that one at 9; with steps of
-    another size, on two ranks, and from a checkpoint of before lengths were saved."""
-    seen: list[list[int]] = []
+def test_resuming_with_other_length_keeps_sample_order(prefix, tmp_path, monkeypatch, capsys):
+    """A run of 12 steps of 8 samples is resumed at step 4 for 24 steps, and again at step 9, with
+    another batch size, on two ranks, and from a checkpoint without saved lengths."""
+    samples: list[list[int]] = []
 
-    def recorded(batch, device, **more):
-        seen.extend(batch.tokens.tolist())
-        return kept(batch, device, **more)
+    def recorded(batch, device, **options):
+        samples.extend(batch.tokens.tolist())
+        return microbatch(batch, device, **options)
 
-    kept = session.microbatch
+    microbatch = session.microbatch
     monkeypatch.setattr(session, "microbatch", recorded)
     common = f"{PLAIN} --lr-decay-iters 12"
 
-    def rows(folder: str, more: str) -> list[list[int]]:
-        seen.clear()
-        assert run_here(flags(prefix, f"{common} --save {tmp_path / folder} {more}")) == 0
-        return seen.copy()
+    def rows(folder: str, options: str) -> list[list[int]]:
+        samples.clear()
+        assert run_in_process(flags(prefix, f"{common} --save {tmp_path / folder} {options}")) == 0
+        return samples.copy()
 
-    whole = rows("begun", "--train-iters 12 --save-interval 4")
+    original_samples = rows("begun", "--train-iters 12 --save-interval 4")
     start = f"--load {tmp_path}/begun/iter_0000004"
     longer = rows("longer", f"--train-iters 24 --save-interval 9 {start}")
-    assert longer[: 8 * 8] == whole[4 * 8 :]
+    assert longer[: 8 * 8] == original_samples[4 * 8 :]
     assert len({tuple(row) for row in longer[8 * 8 :]}) > 40
     assert "samples keep the order of 96" in capsys.readouterr().out
     middle = f"--load {tmp_path}/longer/iter_0000009"
@@ -140,18 +144,18 @@ def test_another_length_keeps_the_order(prefix, tmp_path, monkeypatch, capsys):
     assert smaller == longer[5 * 8 :][: 11 * 4]
     assert (
         rows("reordered", f"--train-iters 24 --reorder-samples {start} --exit-interval 5")
-        != (whole[4 * 8 : 5 * 8])
+        != (original_samples[4 * 8 : 5 * 8])
     )
     run_on(2, flags(prefix, f"{common} --train-iters 14 {start} --save {tmp_path}/two"))
     expected = losses(tmp_path / "longer/metrics.jsonl")
-    found = losses(tmp_path / "two/metrics.jsonl")
-    assert found == pytest.approx({i: expected[i] for i in range(5, 15)}, rel=1e-4)
+    actual = losses(tmp_path / "two/metrics.jsonl")
+    assert actual == pytest.approx({i: expected[i] for i in range(5, 15)}, rel=1e-4)
     leave_out(tmp_path / "begun/iter_0000004", "progress", "order_lengths")
-    assert rows("shorter", f"--train-iters 6 {start}") == whole[4 * 8 : 6 * 8]
+    assert rows("shorter", f"--train-iters 6 {start}") == original_samples[4 * 8 : 6 * 8]
 
 
-def test_data_draw_from_no_random_stream(prefix, tmp_path):
-    """Order is a function of seed and number, so making loaders moves no generator."""
+def test_data_loaders_leave_global_rng_states_unchanged(prefix, tmp_path):
+    """The order is a function of seed and sample number, so loaders draw from no generator."""
 
     def states() -> tuple[bytes, str, str]:
         numpy_state = np.random.get_state()
@@ -162,29 +166,35 @@ def test_data_draw_from_no_random_stream(prefix, tmp_path):
         )
 
     before = states()
-    for more in ("--dataloader-type cyclic", "--mock-data", f"--data-path 1 {prefix} 1 {prefix}"):
-        argv = flags(prefix, f"{more} --data-cache-path {tmp_path}/cache --num-workers 2")
-        if "--mock-data" in more:
+    for options in (
+        "--dataloader-type cyclic",
+        "--mock-data",
+        f"--data-path 1 {prefix} 1 {prefix}",
+    ):
+        argv = flags(prefix, f"{options} --data-cache-path {tmp_path}/cache --num-workers 2")
+        if "--mock-data" in options:
             at = argv.index("--data-path")
             argv = argv[:at] + argv[at + 2 :]
         run = run_of(argv)
-        data = build_data_sets(run, Vocabulary(size=VOCABULARY, eod=None, tokenizer={}))
-        lanes = SimpleNamespace(rank=0, size=1)
-        batches = read_ahead(training_batches(data, run, dp_group=lanes, consumed_samples=6), run)
+        data_sets = build_data_sets(run, Vocabulary(size=VOCABULARY, eod=None, tokenizer={}))
+        dp_group = SimpleNamespace(rank=0, size=1)
+        batches = read_ahead(
+            training_batches(data_sets, run, dp_group=dp_group, consumed_samples=6), run
+        )
         for _ in range(5):
             next(batches)
         batches.close()
     assert states() == before
 
 
-def test_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, tmp_path):
-    """Stopped within a window of four steps; the split for tests is evaluated once, at the end."""
+def test_first_log_line_after_resume_double_counts_nothing(prefix, tmp_path):
+    """Stop within a log window of four steps; the test split is evaluated once, at the end."""
     common = "--train-iters 8 --log-interval 4 --eval-interval 8 --eval-iters 1 --split 80,10,10"
-    assert run_here(flags(prefix, f"{common} --save {tmp_path}/whole")) == 0
+    assert run_in_process(flags(prefix, f"{common} --save {tmp_path}/whole")) == 0
     cut = f"{common} --save {tmp_path}/cut --load {tmp_path}/cut"
-    assert run_here(flags(prefix, f"{cut} --exit-interval 6")) == 0
+    assert run_in_process(flags(prefix, f"{cut} --exit-interval 6")) == 0
     assert [e["iteration"] for e in read_metrics(tmp_path / "cut/metrics.jsonl")][-1] == 6
-    assert run_here(flags(prefix, cut)) == 0
+    assert run_in_process(flags(prefix, cut)) == 0
     whole, resumed = (timeless(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     assert resumed == whole
     assert [e["iteration"] for e in whole if e["kind"] == "train"] == [4, 8]
@@ -192,18 +202,18 @@ def test_the_first_log_line_after_a_resume_counts_nothing_twice(prefix, tmp_path
 
 
 def test_data_order_is_independent_of_workers_and_dp_size(prefix, tmp_path, capsys):
-    """Six ways of reading give one order; two lanes that read ahead give the losses of one."""
-    found = {}
+    """Six combinations give one order; two data-parallel ranks have the losses of one rank."""
+    orders = {}
     for size in (1, 2, 4):
         for workers in (0, 4):
             run = run_of(
                 flags(prefix, f"{PLAIN} --num-workers {workers} --micro-batch-size 1"), size
             )
-            data = build_data_sets(run, Vocabulary(size=VOCABULARY, eod=None, tokenizer={}))
-            lanes = [
+            data_sets = build_data_sets(run, Vocabulary(size=VOCABULARY, eod=None, tokenizer={}))
+            readers = [
                 read_ahead(
                     training_batches(
-                        data,
+                        data_sets,
                         run,
                         dp_group=SimpleNamespace(rank=rank, size=size),
                         consumed_samples=8,
@@ -214,15 +224,15 @@ def test_data_order_is_independent_of_workers_and_dp_size(prefix, tmp_path, caps
             ]
             order = []
             for _ in range(24 // size):
-                for lane in lanes:
-                    batch = next(lane)
+                for reader in readers:
+                    batch = next(reader)
                     order.append((batch.sample_ids.tolist(), batch.tokens.tolist()))
-            for lane in lanes:
+            for reader in readers:
                 if workers:
-                    lane.close()
-            found[size, workers] = order
-    assert all(order == found[1, 0] for order in found.values())
-    assert [ids for ids, _ in found[1, 0]] == [[i] for i in range(8, 32)]
+                    reader.close()
+            orders[size, workers] = order
+    assert all(order == orders[1, 0] for order in orders.values())
+    assert [ids for ids, _ in orders[1, 0]] == [[i] for i in range(8, 32)]
 
     common = f"{PLAIN} --train-iters 3"
     run_on(1, flags(prefix, f"{common} --num-workers 0 --metrics-file {tmp_path}/1.jsonl"))
@@ -232,14 +242,14 @@ def test_data_order_is_independent_of_workers_and_dp_size(prefix, tmp_path, caps
     with IndexedDatasetWriter(tmp_path / "bad", np.dtype("<u2")) as writer:
         writer.add_document(np.full(400, VOCABULARY + 9))
     capsys.readouterr()
-    assert run_here(flags(tmp_path / "bad", f"{common} --split 1 --num-workers 4")) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1
-    assert f"token id {VOCABULARY + 9} at position" in said[0]
+    assert run_in_process(flags(tmp_path / "bad", f"{common} --split 1 --num-workers 4")) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1
+    assert f"token id {VOCABULARY + 9} at position" in errors[0]
 
 
 def _build(rank: int, world: int, folder: str, victim: int | None) -> int:
-    """Ask for one entry with all others; return the sum of what came back."""
+    """Request the same cache entry from all ranks and return the sum of its values."""
 
     def build() -> dict[str, np.ndarray]:
         with Path(folder, "builds").open("a") as log:
@@ -250,7 +260,7 @@ def _build(rank: int, world: int, folder: str, victim: int | None) -> int:
         return {"order": np.arange(10000)}
 
     if victim is not None and rank != victim:
-        while not Path(folder, "builds").exists():  # let the one that dies come first
+        while not Path(folder, "builds").exists():  # let the victim come first
             time.sleep(0.005)
     cache = IndexCache(Path(folder, "cache"))
     return int(cache.load_or_build("k", {"a": 1}, build, names=("order",))["order"].sum())
@@ -258,7 +268,7 @@ def _build(rank: int, world: int, folder: str, victim: int | None) -> int:
 
 @pytest.mark.parametrize("victim", [None, 2])
 def test_processes_of_a_node_build_an_index_once(tmp_path, victim):
-    """Also when the one that builds is killed: its lock is free at once, nobody reads a part."""
+    """A killed builder releases its lock at once, and no rank reads a partial index."""
     with start_ranks(_build, 4, str(tmp_path), victim, init=False) as ranks:
         outcomes = ranks.outcomes(timeout=30)
     builders = (tmp_path / "builds").read_text().split()
@@ -274,7 +284,7 @@ def test_processes_of_a_node_build_an_index_once(tmp_path, victim):
 
 def test_run_rebuilds_damaged_cache_or_runs_without_it(prefix, tmp_path, capsys):
     cache = tmp_path / "cache"
-    found = []
+    run_losses = []
     for number, damage in enumerate(("none", "none", "half", "stale", "read-only")):
         if damage == "half":
             for path in cache.glob("*.npy"):
@@ -291,34 +301,36 @@ def test_run_rebuilds_damaged_cache_or_runs_without_it(prefix, tmp_path, capsys)
             f"{PLAIN} --train-iters 3 --data-cache-path {'CACHE'} --metrics-file {metrics}",
         )
         argv[argv.index("CACHE")] = str(cache)
-        assert run_here(argv) == 0
-        found.append(losses(metrics))
-    assert all(loss == found[0] for loss in found)
+        assert run_in_process(argv) == 0
+        run_losses.append(losses(metrics))
+    assert all(loss == run_losses[0] for loss in run_losses)
 
 
 def _node(rank: int, world: int, port: int, argvs: list[list[str]]) -> None:
     rank_process(rank, world, port, argvs[rank])
 
 
-def test_nodes_that_share_no_disk_build_an_index_each(prefix, tmp_path):
-    """Two ranks, each with files and a cache folder of its own."""
+def test_nodes_without_shared_disk_each_build_an_index(prefix, tmp_path):
+    """Two ranks have separate data files and cache folders."""
     argvs = []
     for node in range(2):
         folder = tmp_path / f"node{node}"
         folder.mkdir()
         for ending in (".bin", ".idx"):
             (folder / f"tokens{ending}").write_bytes(Path(f"{prefix}{ending}").read_bytes())
-        more = f"{PLAIN} --train-iters 3 --data-cache-path {folder}/cache"
-        argvs.append(flags(folder / "tokens", f"{more} --metrics-file {folder}/metrics.jsonl"))
+        options = f"{PLAIN} --train-iters 3 --data-cache-path {folder}/cache"
+        argvs.append(flags(folder / "tokens", f"{options} --metrics-file {folder}/metrics.jsonl"))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with start_ranks(_node, 2, server.port, argvs, init=False) as ranks:
         outcomes = ranks.outcomes(timeout=60)
         logs = [ranks.log(rank) for rank in range(2)]
     del server
     assert [o.exit_code for o in outcomes] == [0, 0], logs
-    kept = [sorted(p.name for p in (tmp_path / f"node{n}/cache").iterdir()) for n in range(2)]
-    assert kept[0] == kept[1]
-    assert sum(name.endswith(".npy") for name in kept[0]) == 3
+    cache_names = [
+        sorted(p.name for p in (tmp_path / f"node{n}/cache").iterdir()) for n in range(2)
+    ]
+    assert cache_names[0] == cache_names[1]
+    assert sum(name.endswith(".npy") for name in cache_names[0]) == 3
     run_on(1, flags(prefix, f"{PLAIN} --train-iters 3 --metrics-file {tmp_path}/one.jsonl"))
-    found = losses(tmp_path / "node1/metrics.jsonl")
-    assert found == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)
+    actual = losses(tmp_path / "node1/metrics.jsonl")
+    assert actual == pytest.approx(losses(tmp_path / "one.jsonl"), rel=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die, stop, fail, diverge or are slow: one test a fault."""
+"""Ranks that die, stop, fail, diverge or are slow: one test for each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.functional_tests.small_run import (
     write_tokens,
 )
 
-#: Long enough not to end by itself.
+#: Too many iterations to end before the test stops the run.
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0"
 
 
@@ -41,8 +41,8 @@ def test_dead_rank_is_named_with_step_collective_and_stacks(
     prefix, tmp_path, number, minutes, state
 ):
     save = tmp_path / "save"
-    more = f"{LONG} --save {save} --save-interval 2 --distributed-timeout-minutes {minutes}"
-    with running(3, flags(prefix, f"{more} --global-batch-size 12")) as ranks:
+    options = f"{LONG} --save {save} --save-interval 2 --distributed-timeout-minutes {minutes}"
+    with running(3, flags(prefix, f"{options} --global-batch-size 12")) as ranks:
         ranks.wait_for_line(2, "iteration        3/", timeout=60)
         pid = ranks.processes[0].pid
         ranks.kill(0, number)
@@ -54,16 +54,16 @@ def test_dead_rank_is_named_with_step_collective_and_stacks(
             ranks.processes[rank].join(10)
         if number == signal.SIGSTOP:
             ranks.kill(0, signal.SIGKILL)
-        found = ranks.outcomes(timeout=20)
+        outcomes = ranks.outcomes(timeout=20)
         text = ranks.log(1) + ranks.log(2)
-    assert [found[rank].exit_code for rank in (1, 2)] == [ExitCode.PEER_LOST] * 2, text
+    assert [outcomes[rank].exit_code for rank in (1, 2)] == [ExitCode.PEER_LOST] * 2, text
     assert f"rank 0 (process {pid} on {socket.gethostname()}) {state}" in text
     assert "; the others wait in all_reduce (sum) of float" in text
     assert " of iteration " in text
     assert "Traceback" not in text
     for rank in (1, 2):
         stacks = (save / "stacks" / f"attempt_0_rank_{rank}.txt").read_text()
-        assert "collectives.py" in stacks, "where it waited"
+        assert "collectives.py" in stacks, "the collective that it waited in"
         assert "in _send_heartbeats" in stacks, "every thread"
     report = (save / "hang_report_attempt_0.txt").read_text()
     assert f"\nrank 0 (process {pid} on " in report
@@ -80,12 +80,12 @@ def plant_error(rank: int) -> None:
 
 
 def test_crash_prints_one_traceback_and_peers_exit_soon(prefix):
-    found, logs = run_with(plant_error, flags(prefix, LONG))
-    assert [o.exit_code for o in found] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
+    outcomes, logs = run_with(plant_error, flags(prefix, LONG))
+    assert [o.exit_code for o in outcomes] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
     text = "".join(logs)
     assert text.count("Traceback (most recent call last)") == 1
     assert text.count("KeyError: 'the sixth microbatch'") == 1
-    assert abs(found[0].at - found[1].at) < 5.0
+    assert abs(outcomes[0].at - outcomes[1].at) < 5.0
 
 
 def plant_skipped_collective(rank: int) -> None:
@@ -93,32 +93,32 @@ def plant_skipped_collective(rank: int) -> None:
     from megatron.core.comm.collectives import Pending
     from megatron.core.distributed import data_parallel
 
-    whole = data_parallel.all_reduce_async
-    late = [False]
+    all_reduce_async = data_parallel.all_reduce_async
+    is_skipping = [False]
 
-    def lazy(x, group, *, out=None, **options):
-        if rank == 1 and late[0]:
+    def skip_after_fault(x, group, *, out=None, **options):
+        if rank == 1 and is_skipping[0]:
             return Pending(x)
-        return whole(x, group, out=out, **options)
+        return all_reduce_async(x, group, out=out, **options)
 
-    def from_now(batch):
-        late[0] = True
+    def start_skipping(batch):
+        is_skipping[0] = True
 
-    data_parallel.all_reduce_async = lazy
-    on_microbatch(6, from_now)
+    data_parallel.all_reduce_async = skip_after_fault
+    on_microbatch(6, start_skipping)
 
 
-def plant_other_shape(rank: int) -> None:
-    """Reduce one number less on rank 1, in its third step's loss."""
+def plant_shape_mismatch(rank: int) -> None:
+    """Reduce one control flag less on rank 1 in its third step."""
     from megatron.training.failures.stopping import StopRequests
 
     control_flags, count = StopRequests.control_flags, [0]
 
-    def fewer(self):
+    def shortened_flags(self):
         count[0] += 1
         return control_flags(self)[: 2 if rank == 1 and count[0] == 3 else 3]
 
-    StopRequests.control_flags = fewer
+    StopRequests.control_flags = shortened_flags
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def plant_other_shape(rank: int) -> None:
             ),
         ),
         (
-            plant_other_shape,
+            plant_shape_mismatch,
             (
                 r"rank 0: all_reduce (sum) of float64 [4] over world in iteration 3",
                 r"rank 1: all_reduce (sum) of float64 [3] over world in iteration 3",
@@ -142,9 +142,11 @@ def plant_other_shape(rank: int) -> None:
 )
 def test_mismatched_collectives_are_reported_with_both_calls(prefix, plant, ops):
     start = time.monotonic()
-    found, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
-    assert {o.exit_code for o in found} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, logs
-    assert ExitCode.COLLECTIVES_DIFFER in {o.exit_code for o in found}
+    outcomes, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
+    assert {o.exit_code for o in outcomes} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, (
+        logs
+    )
+    assert ExitCode.COLLECTIVES_DIFFER in {o.exit_code for o in outcomes}
     text = "".join(logs)
     for op in ops:
         assert op in text, text
@@ -152,18 +154,18 @@ def test_mismatched_collectives_are_reported_with_both_calls(prefix, plant, ops)
     assert time.monotonic() - start < 30.0, "the timeout of collectives is ten minutes"
 
 
-def test_a_run_whose_ranks_agree_passes_the_check(prefix):
+def test_matching_collectives_pass_the_check(prefix):
     layout = "--tensor-model-parallel-size 2 --train-iters 3 --eval-interval 2 --log-straggler"
     run_on(2, flags(prefix, f"{layout} --check-collectives"))
 
 
 def plant_slow_rank(rank: int) -> None:
     if rank == 1:
-        whole = session.take
+        take_batch = session.take
 
-        def slow(*arguments, **more):
+        def slow(*args, **kwargs):
             time.sleep(0.25)
-            return whole(*arguments, **more)
+            return take_batch(*args, **kwargs)
 
         session.take = slow
 
@@ -171,15 +173,15 @@ def plant_slow_rank(rank: int) -> None:
 @pytest.mark.covers("slow rank named", runs="ranks")
 @pytest.mark.covers("slow rank named")
 def test_a_slow_rank_is_named(prefix, tmp_path):
-    more = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
+    options = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
     metrics = tmp_path / "metrics.jsonl"
-    more += f" --metrics-file {metrics} --log-straggler --straggler-factor 2"
-    argv = flags(prefix, more)
-    found, logs = run_with(plant_slow_rank, argv)
-    assert [o.exit_code for o in found] == [0, 0], logs
-    told = [line for line in logs[1].splitlines() if line.startswith("straggler: ")]
-    assert len(told) == 2, logs[1]
-    assert all(f"rank 1 on {socket.gethostname()} computes " in line for line in told)
+    options += f" --metrics-file {metrics} --log-straggler --straggler-factor 2"
+    argv = flags(prefix, options)
+    outcomes, logs = run_with(plant_slow_rank, argv)
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
+    straggler_lines = [line for line in logs[1].splitlines() if line.startswith("straggler: ")]
+    assert len(straggler_lines) == 2, logs[1]
+    assert all(f"rank 1 on {socket.gethostname()} computes " in line for line in straggler_lines)
     assert "straggler" not in logs[0]
     events = [event for event in read_metrics(metrics) if event["kind"] == "straggler"]
     assert [(event["iteration"], event["slow_ranks"]) for event in events] == [(3, 1.0), (6, 1.0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of options: keys, values, layouts, YAML that attacks, and secrets that must not leak."""
+"""Faults of options: keys, values, layouts, malicious YAML, and leaked secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
@@ -26,7 +26,7 @@ def prefix(tmp_path):
 
 
 def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run, expect a user's error of one line, and return that line."""
+    """Run, expect a user error of one line, and return the line."""
     code = pretrain_gpt.main(argv, environment or {})
     out, err = capsys.readouterr()
     assert code == ExitCode.USER_ERROR, err
@@ -48,15 +48,13 @@ def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) 
         ("use-mcore-models: false", "use-mcore-models is false: leave it out: there is one"),
     ],
 )
-def test_a_bad_key_or_value_in_a_file_is_named_with_its_line(
-    prefix, tmp_path, capsys, text, message
-):
+def test_bad_yaml_key_or_value_is_reported_with_its_line(prefix, tmp_path, capsys, text, message):
     (tmp_path / "run.yaml").write_text(text)
     assert message in refused(capsys, flags(prefix, f"--config {tmp_path / 'run.yaml'}"))
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
         (["--num-layer", "3"], "unknown flag --num-layer: did you mean --num-layers?"),
         (
@@ -67,23 +65,23 @@ def test_a_bad_key_or_value_in_a_file_is_named_with_its_line(
         (["--ckpt-format", "tar"], "--ckpt-format is 'tar': use one of torch_dist, torch"),
     ],
 )
-def test_error_for_bad_flag_names_the_fix(prefix, capsys, more, message):
-    assert message in refused(capsys, [*flags(prefix), *more])
+def test_error_for_bad_flag_names_the_fix(prefix, capsys, options, message):
+    assert message in refused(capsys, [*flags(prefix), *options])
 
 
-@pytest.mark.parametrize("given", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-def test_a_launcher_s_variables_that_are_half_set(prefix, capsys, given):
-    others = {"MASTER_ADDR": "127.0.0.1", given: "1"}
-    err = refused(capsys, flags(prefix), others)
-    assert f"{given} is set but " in err
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_incomplete_launcher_variables_are_refused(prefix, capsys, variable):
+    environment = {"MASTER_ADDR": "127.0.0.1", variable: "1"}
+    err = refused(capsys, flags(prefix), environment)
+    assert f"{variable} is set but " in err
     assert "MASTER_PORT not: start the run with torchrun" in err
 
 
 def test_impossible_layout_reports_every_violation_at_once(prefix, capsys):
-    more = (
+    options = (
         "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
     )
-    err = refused(capsys, flags(prefix, more))
+    err = refused(capsys, flags(prefix, options))
     for text in (
         "does not divide the world of 1",
         "--seq-length 25 is not a multiple",
@@ -94,11 +92,11 @@ def test_impossible_layout_reports_every_violation_at_once(prefix, capsys):
 
 
 def test_impossible_pipeline_reports_every_violation_at_once(prefix, capsys):
-    more = (
+    options = (
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout tE|tt(L|x "
         "--global-batch-size 7 --tensor-model-parallel-size 3"
     )
-    err = refused(capsys, flags(prefix, more))
+    err = refused(capsys, flags(prefix, options))
     for text in (
         "--tensor-model-parallel-size 3 x --pipeline-model-parallel-size 2 = 6 does not divide",
         "'x' at 9 is unknown",
@@ -106,12 +104,12 @@ def test_impossible_pipeline_reports_every_violation_at_once(prefix, capsys):
         "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
     ):
         assert text in err
-    more = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1"
-    err = refused(capsys, flags(prefix, more))
+    options = "--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1"
+    err = refused(capsys, flags(prefix, options))
     assert err.count("has no effect without --pipeline-model-parallel-size above 1") == 2
 
 
-#: Entry points, and arguments with which --print-config has all it needs.
+#: Entry points with the arguments that --print-config requires.
 ENTRY_POINTS = {
     "megatron.training.pretrain_gpt": " ".join(flags(Path("absent"))),
     "megatron.training.pretrain_hybrid": " ".join(
@@ -131,8 +129,8 @@ ENTRY_POINTS = {
 }
 
 
-def timed(words: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
-    """Run a module, which tells its imports on stderr; return its seconds of CPU time, too."""
+def run_timed(words: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Run a module with its imports logged to stderr; return its CPU seconds and the process."""
     command = [sys.executable, "-X", "importtime", "-m", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -142,29 +140,29 @@ def timed(words: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
         _, status, used = os.wait4(job.pid, 0)
         job.returncode = os.waitstatus_to_exitcode(status)
         texts = [file.seek(0) or file.read() for file in (out, err)]
-    done = subprocess.CompletedProcess(command, job.returncode, *texts)
-    return used.ru_utime + used.ru_stime, done
+    process = subprocess.CompletedProcess(command, job.returncode, *texts)
+    return used.ru_utime + used.ru_stime, process
 
 
 @pytest.fixture(scope="module")
-def answers():
-    """Return how every entry point answered --help and --print-config, two at a time."""
+def entry_point_outputs():
+    """Run every entry point with --help and --print-config, two at a time."""
     commands = {(name, "--help"): [*name.split(), "--help"] for name in ENTRY_POINTS}
-    for name, more in ENTRY_POINTS.items():
-        commands[name, "--print-config"] = [*name.split(), *more.split(), "--print-config"]
+    for name, arguments in ENTRY_POINTS.items():
+        commands[name, "--print-config"] = [*name.split(), *arguments.split(), "--print-config"]
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(commands, pool.map(timed, commands.values()), strict=True))
+        return dict(zip(commands, pool.map(run_timed, commands.values()), strict=True))
 
 
-@pytest.mark.parametrize("what", ["--help", "--print-config"])
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
 @pytest.mark.parametrize("module", ENTRY_POINTS)
-def test_every_entry_point_explains_itself_at_once(answers, module, what):
-    seconds, done = answers[module, what]
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) >= 3
-    assert ("--print-config" in done.stdout) == (what == "--help")
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "encodings" in imported, "the list of imports is there"
+def test_entry_points_print_help_and_config_quickly(entry_point_outputs, module, flag):
+    seconds, process = entry_point_outputs[module, flag]
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert len(process.stdout.splitlines()) >= 3
+    assert ("--print-config" in process.stdout) == (flag == "--help")
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "encodings" in imported, "the list of imports is missing"
     assert not {"torch", "torch.cuda", "transformers"} & imported
     assert seconds < 3.0
 
@@ -202,7 +200,7 @@ BOMB = "\n".join(["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for
     ],
     ids=lambda value: value[:24] if "\n" not in value else None,
 )
-def test_yaml_that_attacks_is_refused_at_once(prefix, tmp_path, capsys, text, message):
+def test_malicious_yaml_is_refused_quickly(prefix, tmp_path, capsys, text, message):
     canary = tmp_path / "canary"
     file = tmp_path / "run.yaml"
     file.write_text(text.replace("CANARY", str(canary)))
@@ -220,28 +218,40 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "aws-8d20f7",
     "OPENAI_API_KEY": "sk-77aa31",
 }
-PARTS = ("wandb-5e8f1c", "hf_9a77e2", "mlflow-41b6d0", "uri-c05d3a", "aws-8d20f7", "sk-77aa31")
+SECRET_TEXTS = (
+    "wandb-5e8f1c",
+    "hf_9a77e2",
+    "mlflow-41b6d0",
+    "uri-c05d3a",
+    "aws-8d20f7",
+    "sk-77aa31",
+)
 
 
 def test_run_output_contains_no_secrets_from_environment(prefix, tmp_path, capfd, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    wrote = tmp_path / "wrote"
-    more = f"{SHORT} --save {wrote / 'save'} --tensorboard-dir {wrote / 'tb'} --log-interval 1"
-    assert run_here(flags(prefix, more)) == 0
-    assert run_here(flags(prefix, f"{more} --print-config")) == 0
-    assert run_here(flags(prefix, f"{more} --load {prefix}.bin")) != 0
+    outputs = tmp_path / "wrote"
+    options = (
+        f"{SHORT} --save {outputs / 'save'} --tensorboard-dir {outputs / 'tb'} --log-interval 1"
+    )
+    assert run_in_process(flags(prefix, options)) == 0
+    assert run_in_process(flags(prefix, f"{options} --print-config")) == 0
+    assert run_in_process(flags(prefix, f"{options} --load {prefix}.bin")) != 0
     (tmp_path / "run.yaml").write_text("tensorboard-dir: ${WANDB_API_KEY}")
-    assert run_here(flags(prefix, f"--config {tmp_path / 'run.yaml'}")) == ExitCode.USER_ERROR
-    assert run_here(flags(prefix, f"--data-cache-path {SECRETS['MLFLOW_TRACKING_URI']}")) == 2
+    assert run_in_process(flags(prefix, f"--config {tmp_path / 'run.yaml'}")) == ExitCode.USER_ERROR
+    assert run_in_process(flags(prefix, f"--data-cache-path {SECRETS['MLFLOW_TRACKING_URI']}")) == 2
     out, err = capfd.readouterr()
     assert "lm loss" in out
     assert "looks like a secret" in err
     assert "contains a user and a password" in err
     texts = {"stdout": out.encode(), "stderr": err.encode()}
-    texts.update({str(file): file.read_bytes() for file in wrote.rglob("*") if file.is_file()})
+    texts.update({str(file): file.read_bytes() for file in outputs.rglob("*") if file.is_file()})
     assert len(texts) >= 6, "a manifest, shards, metrics and TensorBoard's file"
     leaks = [
-        (where, part) for where, text in texts.items() for part in PARTS if part.encode() in text
+        (source, secret)
+        for source, text in texts.items()
+        for secret in SECRET_TEXTS
+        if secret.encode() in text
     ]
     assert not leaks

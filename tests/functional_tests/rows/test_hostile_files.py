@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row 50: generated hostile files of every kind that is read end with one line.
+"""Generated hostile files of every kind are refused in one line.
 
-Each is read by the entry points themselves, in a forked process with 1 GiB of memory beyond what it
-began with, and 10 s of CPU time, that of the processes it starts included. What breaks can be had
-again by itself: `hostile_kinds.trial`.
+The entry points read each file in a forked process, limited to 1 GiB of additional memory and 10 s
+of CPU time including child processes. `hostile_kinds.trial` repeats a single failure.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from tests.functional_tests.hostile_kinds import KINDS, make_bases, sound_trial,
 from tests.functional_tests.structures import STRUCTURES, structure_faults
 from tests.support.forked_trials import run_trials
 
-#: Of each change, and of a night, which begins where those of a change end.
-QUICK, MANY = 300, 10_000
+#: Numbers of files in fast tests and in slow tests; the slow tests continue after the fast ones.
+NUM_QUICK, NUM_MANY = 300, 10_000
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return where the sound folders are."""
+    """Return the root of the valid folders."""
     root = tmp_path_factory.mktemp("sound")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
@@ -36,12 +35,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-#: Kinds that no reader refuses: a run falls back to an older checkpoint, caches are built again.
+#: Kinds that no reader refuses: a run falls back to an older checkpoint, caches are rebuilt.
 RECOVERED = {"tracker", "shard", "cached order", "cached manifest"}
 
 
 def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
-    """Have hostile files read, and see that some are refused and none does harm."""
+    """Read hostile files and assert that some are refused and none breaks a reader."""
     trials = [partial(trial, bases, scratch, name, number) for name, number in cases]
     verdicts = run_trials(trials, scratch / "log")
     faults = [
@@ -55,13 +54,13 @@ def read_all(bases: Path, scratch: Path, cases: list[tuple[str, int]]) -> None:
     assert len(refused) > len(kinds) // 2 or not kinds
 
 
-def test_hostile_files_end_with_one_line(bases: Path, tmp_path: Path) -> None:
-    cases = [(name, n) for n in range(-(-QUICK // len(KINDS))) for name in KINDS]
-    read_all(bases, tmp_path, cases[:QUICK])
+def test_hostile_files_are_refused_in_one_line(bases: Path, tmp_path: Path) -> None:
+    cases = [(name, n) for n in range(-(-NUM_QUICK // len(KINDS))) for name in KINDS]
+    read_all(bases, tmp_path, cases[:NUM_QUICK])
 
 
 @pytest.mark.slow
-def test_every_reader_reads_the_sound_files(bases: Path, tmp_path: Path) -> None:
+def test_every_reader_accepts_valid_files(bases: Path, tmp_path: Path) -> None:
     cases = [(name, i) for name, kind in KINDS.items() for i in range(len(kind.readers))]
     trials = [partial(sound_trial, bases, tmp_path, *case) for case in cases]
     verdicts = run_trials(trials, tmp_path / "log")
@@ -72,13 +71,13 @@ def test_every_reader_reads_the_sound_files(bases: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", KINDS)
-def test_many_hostile_files_end_with_one_line(name: str, bases: Path, tmp_path: Path) -> None:
-    first, each = QUICK // len(KINDS) + 1, -(-MANY // len(KINDS))
-    read_all(bases, tmp_path, [(name, n) for n in range(first, first + each)])
+def test_many_hostile_files_are_refused_in_one_line(name: str, bases: Path, tmp_path: Path) -> None:
+    start, count = NUM_QUICK // len(KINDS) + 1, -(-NUM_MANY // len(KINDS))
+    read_all(bases, tmp_path, [(name, n) for n in range(start, start + count)])
 
 
-#: Of each change: readers of each kind, small; of a night: all, up to what a reader takes.
-SMALL, LARGE = 300_000, 14_000_000
+#: File sizes in fast and in slow tests.
+QUICK_BYTES, SLOW_BYTES = 300_000, 14_000_000
 
 
 @pytest.mark.parametrize(
@@ -88,10 +87,10 @@ SMALL, LARGE = 300_000, 14_000_000
         *("tensors", "stored tensors", "chunks", "sequences", "long text", "vocabulary", "YAML"),
     ],
 )
-def test_a_valid_structure_costs_what_its_size_accounts_for(
+def test_valid_structure_stays_within_cost_of_its_size(
     name: str, bases: Path, tmp_path: Path
 ) -> None:
-    assert not structure_faults(bases, tmp_path, name, seed=0, size=SMALL)
+    assert not structure_faults(bases, tmp_path, name, seed=0, size=QUICK_BYTES)
 
 
 @pytest.mark.slow(seconds=400)
@@ -101,4 +100,4 @@ def test_a_valid_structure_costs_what_its_size_accounts_for(
 def test_large_valid_structure_stays_within_cost_of_its_size(
     name: str, seed: int, bases: Path, tmp_path: Path
 ) -> None:
-    assert not structure_faults(bases, tmp_path, name, seed=seed, size=LARGE)
+    assert not structure_faults(bases, tmp_path, name, seed=seed, size=SLOW_BYTES)

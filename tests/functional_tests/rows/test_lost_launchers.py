@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launchers that are killed: their ranks save and stop, and the same command goes on."""
+"""Killed launchers: the ranks save and stop, and the same command resumes the run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def prefix(tmp_path):
 
 
 def _stopped_at(text: str) -> int:
-    found = re.search(r"stopped at iteration (\d+) as the launcher is gone", text)
-    assert found, text
-    return int(found[1])
+    match = re.search(r"stopped at iteration (\d+) as the launcher is gone", text)
+    assert match, text
+    return int(match[1])
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_killed_torchrun_ranks_save_and_the_command_goes_on(prefix, tmp_path):
+def test_ranks_of_killed_torchrun_save_and_can_resume(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --load {save}")
     job = torchrun(argv, "--standalone", processes=2)
@@ -42,45 +42,45 @@ def test_killed_torchrun_ranks_save_and_the_command_goes_on(prefix, tmp_path):
     job.kill()
     output, _ = job.communicate()  # ends when no rank holds its end of the pipe
     ranks.wait()
-    at = _stopped_at(output)
+    iteration = _stopped_at(output)
     assert "Traceback" not in output
-    # One rank speaks for all; two may where the store breaks between their claims.
+    # One rank reports for all; two may report if the store breaks between their claims.
     assert len({line for line in output.splitlines() if line.startswith("pretrain_gpt: ")}) == 1
-    assert latest_checkpoint(save) == save / f"iter_{at:07d}"
+    assert latest_checkpoint(save) == save / f"iter_{iteration:07d}"
     verify_checkpoint(latest_checkpoint(save))
-    run_on(2, [*argv, "--exit-interval", str(at + 2)])
-    assert latest_checkpoint(save) == save / f"iter_{at + 2:07d}"
+    run_on(2, [*argv, "--exit-interval", str(iteration + 2)])
+    assert latest_checkpoint(save) == save / f"iter_{iteration + 2:07d}"
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_ranks_of_all_machines_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
-    """The first one serves the store of the start; the save goes on without it."""
+def test_all_nodes_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
+    """Node 0 serves the rendezvous store; the save completes without the store."""
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --tensor-model-parallel-size 2 --save {save}")
     with launched(launched_rank, argv, nodes=2, ranks=1) as job:
         job.wait_for_line(1, "iteration        3/")
         job.kill(node)
         assert job.codes(timeout=60) == [LOST, LOST], job.log(0) + job.log(1)
-        at = _stopped_at(job.log(1))
+        iteration = _stopped_at(job.log(1))
         assert "Traceback" not in job.log(0) + job.log(1)
-    verify_checkpoint(save / f"iter_{at:07d}")
+    verify_checkpoint(save / f"iter_{iteration:07d}")
 
 
 @pytest.mark.covers("stopped with a save", runs="saves")
-def test_background_saves_go_on_without_a_launcher(prefix, tmp_path):
+def test_async_save_completes_after_launcher_loss(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --async-save --save-interval 2 --save {save}")
     with launched(launched_rank, argv) as job:
         job.wait_for_line(1, "iteration        3/")
         job.kill(0)
         assert job.codes(timeout=60) == [LOST, LOST], job.log(0) + job.log(1)
-        at = _stopped_at(job.log(1))
+        iteration = _stopped_at(job.log(1))
         assert "WARNING" not in job.log(1)
-    verify_checkpoint(save / f"iter_{at:07d}")
+    verify_checkpoint(save / f"iter_{iteration:07d}")
 
 
-def test_a_stopped_rank_does_not_hold_those_without_a_launcher(prefix, tmp_path):
+def test_stopped_rank_does_not_block_orphaned_ranks(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --save-interval 2")
     with launched(launched_rank, argv) as job:
@@ -95,10 +95,10 @@ def test_a_stopped_rank_does_not_hold_those_without_a_launcher(prefix, tmp_path)
     verify_checkpoint(latest_checkpoint(save))
 
 
-def test_ranks_that_wait_for_others_end_with_their_launcher(prefix, tmp_path):
-    """Of two machines, one never comes."""
+def test_ranks_waiting_to_start_end_with_their_launcher(prefix, tmp_path):
+    """One of two nodes never starts."""
     argv = flags(prefix, f"{LONG} --save {tmp_path / 'save'}")
-    with launched(_half_of_a_run, argv, ranks=1) as job:
+    with launched(_rank_of_incomplete_run, argv, ranks=1) as job:
         job.wait_for_line(0, "starting")
         time.sleep(0.5)
         job.kill(0)
@@ -106,6 +106,6 @@ def test_ranks_that_wait_for_others_end_with_their_launcher(prefix, tmp_path):
         assert "Traceback" not in job.log(0)
 
 
-def _half_of_a_run(rank: int, world: int, port: int, argv: list[str]) -> None:
+def _rank_of_incomplete_run(rank: int, world: int, port: int, argv: list[str]) -> None:
     print("starting", flush=True)
     launched_rank(rank, 2 * world, port, argv)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in which a rank can be lost: the others end, name it and leave evidence; nothing that
-was saved is lost."""
+"""All kinds of rank loss: the other ranks end, name the lost rank and write reports; saved
+checkpoints survive."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.functional_tests.planted_faults import on_microbatch, run_with, runni
 from tests.functional_tests.small_run import flags, write_tokens
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
-SOON = "--distributed-timeout-minutes 0.25"
+SHORT_TIMEOUT = "--distributed-timeout-minutes 0.25"
 BEAT_SECONDS = 0.3
 HOST = socket.gethostname()
 
 
 def hold_the_interpreter() -> None:
-    """Never give it back, as a library that waits with the lock held."""
+    """Never release the GIL, like a library that waits with the lock held."""
     ctypes.PyDLL(None).sleep(1000)
 
 
 def fail_from_outside() -> None:
-    """Raise in the main thread what another thread asks for."""
+    """Raise an exception in the main thread from another thread."""
     main = threading.main_thread().ident
     thread = threading.Thread(
         target=ctypes.pythonapi.PyThreadState_SetAsyncExc,
@@ -50,12 +50,12 @@ def fail() -> None:
     raise KeyError("planted")
 
 
-def signalled(number: int) -> None:
+def send_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
 def fail_in_a_thread() -> None:
-    """Have what reads ahead fail from here on."""
+    """Make the prefetch thread fail from now on."""
 
     def read(self, samples):
         assert threading.current_thread() is not threading.main_thread()
@@ -71,31 +71,31 @@ FAULTS = {
     "abort": os.abort,
     "bad address": functools.partial(ctypes.string_at, 0),
     "held interpreter": hold_the_interpreter,
-    "SIGINT": functools.partial(signalled, signal.SIGINT),
-    "SIGTERM": functools.partial(signalled, signal.SIGTERM),
-    "SIGKILL": functools.partial(signalled, signal.SIGKILL),
-    "SIGSTOP": functools.partial(signalled, signal.SIGSTOP),
+    "SIGINT": functools.partial(send_signal, signal.SIGINT),
+    "SIGTERM": functools.partial(send_signal, signal.SIGTERM),
+    "SIGKILL": functools.partial(send_signal, signal.SIGKILL),
+    "SIGSTOP": functools.partial(send_signal, signal.SIGSTOP),
 }
 
 
 def plant(rank: int, *, kind: str) -> None:
-    """Have rank 1 go wrong in its fifth iteration, while torch keeps its own record."""
+    """Plant a fault in rank 1's fifth iteration, with torch's flight recorder enabled."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
     PeerWatch.__init__.__kwdefaults__["heartbeat_seconds"] = BEAT_SECONDS
 
     def fault(batch) -> None:
-        time.sleep(3.0 * BEAT_SECONDS)  # let a beat say that it is here
+        time.sleep(3.0 * BEAT_SECONDS)  # let a heartbeat report this iteration
         FAULTS[kind]()
 
     if rank == 1:
         on_microbatch(9, fault)
 
 
-def lose(tmp_path, kind: str, more: str = ""):
-    """Lose rank 1 of three; return the others' outcomes and logs, its own, and the save folder."""
+def lose_rank(tmp_path, kind: str, options: str = ""):
+    """Lose rank 1 of three; return its exit code, all logs, and the save folder."""
     save = tmp_path / "save"
     argv = flags(
-        write_tokens(tmp_path / "tokens"), f"{LONG} --save {save} --save-interval 2 {more}"
+        write_tokens(tmp_path / "tokens"), f"{LONG} --save {save} --save-interval 2 {options}"
     )
     with running_with(functools.partial(plant, kind=kind), argv, world=3) as ranks:
         for rank in (0, 2):
@@ -105,7 +105,7 @@ def lose(tmp_path, kind: str, more: str = ""):
         codes = [process.exitcode for process in ranks.processes]
         logs = [ranks.log(rank) for rank in range(3)]
     assert [codes[rank] for rank in (0, 2)] == [ExitCode.PEER_LOST] * 2, (stands, codes, logs)
-    # A signal ends a process a moment after it has come: another step may be done by then.
+    # A signal ends a process with a delay: another step may complete before.
     assert latest_checkpoint(save).name >= "iter_0000004"
     verify_checkpoint(latest_checkpoint(save))
     assert "Traceback" not in logs[0] + logs[2]
@@ -114,8 +114,8 @@ def lose(tmp_path, kind: str, more: str = ""):
 
 @pytest.mark.covers("dead or stuck rank named")
 def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
-    code, logs, save = lose(tmp_path, "held interpreter", SOON)
-    assert code is None, "it stands where it stood"
+    code, logs, save = lose_rank(tmp_path, "held interpreter", SHORT_TIMEOUT)
+    assert code is None, "the rank must still hang"
     text = logs[0] + logs[2]
     assert "rank 1 is silent since iteration 5; the others wait in " in text
     report = (save / "hang_report_attempt_0.txt").read_text()
@@ -126,11 +126,13 @@ def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
     frozen = (save / "stacks" / "attempt_0_rank_1_frozen.txt").read_text()
     assert "in hold_the_interpreter" in frozen
     for rank in (0, 2):
-        told = json.loads((save / "stacks" / f"attempt_0_rank_{rank}_collectives.json").read_text())
-        failed = [entry for entry in told["last"] if entry["state"] == "failed"]
+        collectives = json.loads(
+            (save / "stacks" / f"attempt_0_rank_{rank}_collectives.json").read_text()
+        )
+        failed = [entry for entry in collectives["last"] if entry["state"] == "failed"]
         assert failed[0]["iteration"] == 5
-        assert failed[0]["waited_seconds"] > 1.0, "what fails behind it has not waited"
-        assert told["last"][0]["state"] == "returned"
+        assert failed[0]["waited_seconds"] > 1.0, "later failures have not waited"
+        assert collectives["last"][0]["state"] == "returned"
         torch_record = save / "stacks" / f"attempt_0_rank_{rank}_torch.json"
         entries = json.loads(torch_record.read_text())["entries"]
         assert entries[-1]["profiling_name"] == "gloo:all_reduce"
@@ -139,7 +141,7 @@ def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
 @pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "code", "told"),  # told: the rank's own words, None where it has none
+    ("kind", "code", "message"),  # message: in the lost rank's log, or None
     [
         ("error", ExitCode.CRASH, "KeyError: 'planted'"),
         ("error from outside", ExitCode.CRASH, "\nKeyError\n"),
@@ -152,16 +154,16 @@ def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
         ("SIGTERM", ExitCode.TERMINATED, None),
     ],
 )
-def test_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, told):
-    more = SOON if kind == "SIGSTOP" else "--no-exit-signal-handler"
-    found, logs, save = lose(tmp_path, kind, more)
-    assert found == code, logs
+def test_other_ranks_end_after_any_kind_of_rank_loss(tmp_path, kind, code, message):
+    options = SHORT_TIMEOUT if kind == "SIGSTOP" else "--no-exit-signal-handler"
+    exit_code, logs, save = lose_rank(tmp_path, kind, options)
+    assert exit_code == code, logs
     text = logs[0] + logs[2]
     report = save / "hang_report_attempt_0.txt"
-    if told is not None:
-        assert told in logs[1]
-        assert "pretrain_gpt" not in text, "one line is enough"
-        assert not report.exists(), "and says all"
+    if message is not None:
+        assert message in logs[1]
+        assert "pretrain_gpt" not in text, "other ranks must not repeat the error"
+        assert not report.exists(), "an error needs no hang report"
     else:
         assert "rank 1 " in text
         assert "this run cannot go on" in text
@@ -170,14 +172,14 @@ def test_every_way_to_lose_a_rank_ends_the_others(tmp_path, kind, code, told):
 
 
 def plant_in_save(rank: int) -> None:
-    """Have rank 1 die in its third save."""
-    whole, count = save_module.write_shard, [0]
+    """Kill rank 1 in its third save."""
+    write_shard, count = save_module.write_shard, [0]
 
-    def dying(*arguments, **more):
+    def dying(*args, **kwargs):
         count[0] += 1
         if count[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return whole(*arguments, **more)
+        return write_shard(*args, **kwargs)
 
     if rank == 1:
         save_module.write_shard = dying
@@ -186,11 +188,13 @@ def plant_in_save(rank: int) -> None:
 @pytest.mark.covers("dead or stuck rank named")
 @pytest.mark.slow
 def test_rank_death_during_save_agreement_is_detected_at_once(tmp_path):
-    """Ranks agree through the store then, not in a collective that fails."""
+    """Ranks agree through the store during a save, so that no collective fails."""
     folder = tmp_path / "save"
-    more = f"{LONG} --save {folder} --save-interval 2"
-    found, logs = run_with(plant_in_save, flags(write_tokens(tmp_path / "tokens"), more), world=3)
-    assert [o.exit_code for o in found] == [4, -signal.SIGKILL, 4], logs
+    options = f"{LONG} --save {folder} --save-interval 2"
+    outcomes, logs = run_with(
+        plant_in_save, flags(write_tokens(tmp_path / "tokens"), options), world=3
+    )
+    assert [o.exit_code for o in outcomes] == [4, -signal.SIGKILL, 4], logs
     (line,) = re.findall("pretrain_gpt: .*", logs[0] + logs[2])
     assert re.search(r"rank 1 \(process \d+ on .*\) is dead; the others wait for it to agree", line)
     assert latest_checkpoint(folder).name == "iter_0000004"

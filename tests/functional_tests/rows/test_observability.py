@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers and logs that fail: training is the same, number for number and step for step."""
+"""Failing trackers and logs leave the training metrics unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import megatron.training.monitoring.metrics as background
 from megatron.training.monitoring.metrics import JsonLines, read_metrics
-from tests.functional_tests.small_run import flags, run_here, timeless, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, timeless, write_tokens
 from tests.support.trackers import fake_mlflow, fake_wandb
 
 SHORT = "--train-iters 12 --eval-interval 6"
@@ -24,7 +24,7 @@ def healthy(tmp_path_factory):
     """The token files, and the metrics of a run without trackers."""
     folder = tmp_path_factory.mktemp("healthy")
     prefix = write_tokens(folder / "tokens")
-    assert run_here(flags(prefix, f"{SHORT} --save {folder / 'save'}")) == 0
+    assert run_in_process(flags(prefix, f"{SHORT} --save {folder / 'save'}")) == 0
     return prefix, folder / "save" / "metrics.jsonl"
 
 
@@ -35,8 +35,8 @@ def seconds(metrics: Path) -> float:
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "no answer", "disk full"])
-def test_trackers_that_fail_leave_training_alone(healthy, tmp_path, monkeypatch, capsys, fault):
-    """W&B, MLflow and TensorBoard that refuse, never answer, or find the disk full."""
+def test_failing_trackers_do_not_affect_training(healthy, tmp_path, monkeypatch, capsys, fault):
+    """W&B, MLflow and TensorBoard are unreachable, hang, or have a full disk."""
     prefix, expected = healthy
     gate = threading.Event()
 
@@ -58,38 +58,41 @@ def test_trackers_that_fail_leave_training_alone(healthy, tmp_path, monkeypatch,
     )
     save = tmp_path / "save"
     trackers = f"--tensorboard-dir {tmp_path / 'tb'} --wandb-project p --mlflow-experiment e"
-    assert run_here(flags(prefix, f"{SHORT} --save {save} {trackers}")) == 0
+    assert run_in_process(flags(prefix, f"{SHORT} --save {save} {trackers}")) == 0
     gate.set()
     metrics = save / "metrics.jsonl"
     assert timeless(metrics) == timeless(expected)
     warnings = [s for s in capsys.readouterr().err.splitlines() if s.startswith("metrics:")]
-    # Its own words: a tracker given up on in the test before may still say something now.
-    what = {
+    # Match the exact warning: a tracker of the previous test may still print something.
+    message = {
         "unreachable": "is disabled: OSError: refused",
         "no answer": "does not keep up",
         "disk full": "is disabled: OSError: [Errno 28]",
     }[fault]
     for tracker in ("W&B", "MLflow", "TensorBoard"):
-        assert len([w for w in warnings if w.startswith(f"metrics: {tracker} {what}")]) == 1
-    # A step is milliseconds; one that waited for a tracker would take longer by far.
+        assert len([w for w in warnings if w.startswith(f"metrics: {tracker} {message}")]) == 1
+    # A step takes milliseconds; a step that waited for a tracker would take far longer.
     assert seconds(metrics) < 4 * seconds(expected) + 0.05
 
 
-def test_a_full_disk_stops_the_metrics_file_only(healthy, tmp_path, monkeypatch, capsys):
-    """The one writer on the training thread fails too: one line, and the run ends well."""
+def test_full_disk_disables_only_the_metrics_file(healthy, tmp_path, monkeypatch, capsys):
+    """The metrics file is written on the training thread: one warning, and the run succeeds."""
     prefix, expected = healthy
-    written = JsonLines.write
+    write_event = JsonLines.write
 
     def write(self, kind, iteration, values):
         if iteration > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written(self, kind, iteration, values)
+        write_event(self, kind, iteration, values)
 
     monkeypatch.setattr(JsonLines, "write", write)
     metrics = tmp_path / "metrics.jsonl"
-    assert run_here(flags(prefix, f"{SHORT} --metrics-file {metrics}")) == 0
+    assert run_in_process(flags(prefix, f"{SHORT} --metrics-file {metrics}")) == 0
     printed = capsys.readouterr()
     assert printed.err.count("metrics file is disabled: OSError: [Errno 28] No space left") == 1
     assert [e["iteration"] for e in read_metrics(metrics)] == [0, 1, 2, 3]
-    last = read_metrics(expected)[-2]
-    assert f"validation loss at iteration 12 | lm loss value: {last['lm_loss']:.6E}" in printed.out
+    final_event = read_metrics(expected)[-2]
+    assert (
+        f"validation loss at iteration 12 | lm loss value: {final_event['lm_loss']:.6E}"
+        in printed.out
+    )

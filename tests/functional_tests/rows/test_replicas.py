@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of weights and optimizer state that are not alike any more."""
+"""Diverged replicas of weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import flags, run_on, running, write_tokens
 
-EVERY = "--check-weight-hash-across-dp-replicas-interval"
+INTERVAL = "--check-weight-hash-across-dp-replicas-interval"
 SHORT = "--train-iters 6 --lr-decay-iters 40 --eval-interval 0"
 ZERO = "--data-parallel-sharding-strategy"
 MOE = "--num-experts 4 --expert-model-parallel-size 2"
@@ -32,13 +32,13 @@ HOST = socket.gethostname()
 
 
 def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
-    """Flip one bit of what a rank holds of a tensor, behind a step."""
+    """Flip one bit of a rank's chunk of a tensor after a step."""
     if rank != victim:
         return
-    whole, count = session.SessionSteps.take_step, [0]
+    take_step, count = session.SessionSteps.take_step, [0]
 
-    def faulty(self, *arguments, **named):
-        report = whole(self, *arguments, **named)
+    def faulty(self, *args, **kwargs):
+        report = take_step(self, *args, **kwargs)
         count[0] += 1
         if count[0] == step:
             session = self._session
@@ -58,11 +58,11 @@ def prefix(tmp_path):
 
 
 def run_with_flip(argv, *, world, victim=1, name=NORM, step):
-    """Run with a planted flip and return the one line that every rank ended with."""
+    """Run with a planted flip and return the single error line of the run."""
     plant = functools.partial(plant_flip, victim=victim, name=name, step=step)
-    found, logs = run_with(plant, argv, world=world)
+    outcomes, logs = run_with(plant, argv, world=world)
     text = "".join(logs)
-    assert [o.exit_code for o in found] == [ExitCode.REPLICAS_DIFFER] * world, text
+    assert [o.exit_code for o in outcomes] == [ExitCode.REPLICAS_DIFFER] * world, text
     assert "Traceback" not in text
     (line,) = re.findall("pretrain_gpt: replicas differ .*", text)
     return line
@@ -71,39 +71,39 @@ def run_with_flip(argv, *, world, victim=1, name=NORM, step):
 @pytest.mark.covers("replica digests")
 def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     save = tmp_path / "save"
-    more = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {EVERY} 2"
-    line = run_with_flip(flags(prefix, more), world=3, victim=2, step=3)
+    options = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {INTERVAL} 2"
+    line = run_with_flip(flags(prefix, options), world=3, victim=2, step=3)
     start = "pretrain_gpt: replicas differ behind iteration 4: "
     assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
-    assert latest_checkpoint(save).name == "iter_0000002", "what differs is not saved"
+    assert latest_checkpoint(save).name == "iter_0000002", "diverged replicas must not be saved"
     assert not (save / "stacks").exists(), "nobody was stuck"
     events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "fault"]
-    told = {"replicas": 1.0, "persistent": 1.0, "first_rank": 2.0, "tensors": 1.0}
-    assert events == [{"kind": "fault", "iteration": 4, **told}]
+    event_fields = {"replicas": 1.0, "persistent": 1.0, "first_rank": 2.0, "tensors": 1.0}
+    assert events == [{"kind": "fault", "iteration": 4, **event_fields}]
     (line,) = (save / "faults.jsonl").read_text().splitlines()
     fault = json.loads(line)
     assert (fault["kind"], fault["verdict"], fault["iteration"]) == ("replicas", "persistent", 4)
     assert (fault["ranks"], fault["tensors"]) == ({"2": HOST}, [NORM])
-    # The same line goes on from the checkpoint before, and nothing is left of the fault.
-    with running(3, flags(prefix, f"{more} --load {save}")) as ranks:
-        found = ranks.outcomes(timeout=60)
+    # The same command resumes from the previous checkpoint without the fault.
+    with running(3, flags(prefix, f"{options} --load {save}")) as ranks:
+        outcomes = ranks.outcomes(timeout=60)
         text = "".join(ranks.log(rank) for rank in range(3))
-    assert [o.exit_code for o in found] == [0] * 3, text
+    assert [o.exit_code for o in outcomes] == [0] * 3, text
     assert "resuming at iteration 2" in text
     assert latest_checkpoint(save).name == "iter_0000006"
 
 
 @pytest.mark.covers("replica digests")
-def test_of_two_replicas_both_are_named(prefix):
-    more = f"{SHORT} --overlap-param-gather {ZERO} optim {EVERY} 3"
-    line = run_with_flip(flags(prefix, more), world=2, victim=0, step=3)
-    both = f"rank 0 on {HOST} against rank 1 on {HOST} differ in {NORM}: one of them is wrong"
-    assert both in line
+def test_both_of_two_differing_replicas_are_named(prefix):
+    options = f"{SHORT} --overlap-param-gather {ZERO} optim {INTERVAL} 3"
+    line = run_with_flip(flags(prefix, options), world=2, victim=0, step=3)
+    message = f"rank 0 on {HOST} against rank 1 on {HOST} differ in {NORM}: one of them is wrong"
+    assert message in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "more", "victim", "name"),
+    ("world", "options", "victim", "name"),
     [
         (2, "", 0, f"optimizer.exp_avg/{NORM}"),
         (2, f"{ZERO} optim_grads", 1, NORM),
@@ -116,9 +116,9 @@ def test_of_two_replicas_both_are_named(prefix):
     ],
 )
 @pytest.mark.covers("replica digests")
-def test_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
-    argv = flags(prefix, f"{SHORT} {EVERY} 1 {more}")
-    if "pipeline" in more:
+def test_every_kind_of_replica_is_compared(prefix, world, options, victim, name):
+    argv = flags(prefix, f"{SHORT} {INTERVAL} 1 {options}")
+    if "pipeline" in options:
         argv.remove("--untie-embeddings-and-output-weights")
     line = run_with_flip(argv, world=world, victim=victim, name=name, step=2)
     assert name in line
@@ -127,7 +127,7 @@ def test_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "more"),
+    ("world", "options"),
     [
         (2, f"{ZERO} optim --overlap-param-gather --overlap-grad-reduce"),
         (2, "--bf16 --optimizer muon"),
@@ -138,5 +138,5 @@ def test_every_kind_of_replica_is_compared(prefix, world, more, victim, name):
     ],
 )
 @pytest.mark.covers("replica digests")
-def test_sound_replicas_stay_alike(prefix, world, more):
-    run_on(world, flags(prefix, f"{SHORT} {EVERY} 1 {more}"))
+def test_equal_replicas_pass_the_check(prefix, world, options):
+    run_on(world, flags(prefix, f"{SHORT} {INTERVAL} 1 {options}"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row 48: headers of safetensors that lie are refused in bounded memory, nothing is misread."""
+"""Inconsistent safetensors headers are refused in bounded memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_unsound_headers_are_refused(case: str, tmp_path: Path) -> None:
+def test_invalid_headers_are_refused(case: str, tmp_path: Path) -> None:
     content, text = HEADERS[case]
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
@@ -75,7 +75,7 @@ def test_unsound_headers_are_refused(case: str, tmp_path: Path) -> None:
         SafetensorsFile(path)
     assert text in str(error.value)
     assert len(str(error.value)) < 1000
-    path.write_bytes(raw_safetensors({"a": F32}, bytes(8)))  # and a sound one passes
+    path.write_bytes(raw_safetensors({"a": F32}, bytes(8)))  # a valid file passes
     SafetensorsFile(path).close()
 
 
@@ -83,38 +83,38 @@ def test_a_huge_header_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw_safetensors(b"{", b"", length=300 << 20))
     with path.open("r+b") as file:
-        file.truncate(301 << 20)  # as large as it says, but takes no disk
+        file.truncate(301 << 20)  # sparse: the size that the header states, without disk space
     _refused_within(path, "is longer than", 1 << 20)
-    small = b",".join(b'"%d":{}' % i for i in range(100_000))
-    path.write_bytes(raw_safetensors(b"{" + small + b"}", b""))
-    # What may be parsed takes no more than this many times its length.
-    _refused_within(path, "must have exactly dtype", 40 * len(small))
+    entries = b",".join(b'"%d":{}' % i for i in range(100_000))
+    path.write_bytes(raw_safetensors(b"{" + entries + b"}", b""))
+    # Parsing a header takes at most 40 times its length.
+    _refused_within(path, "must have exactly dtype", 40 * len(entries))
     assert 40 * MAX_HEADER_BYTES < 400 << 20
 
 
-def _refused_within(path: Path, text: str, most_bytes: int) -> None:
+def _refused_within(path: Path, text: str, max_bytes: int) -> None:
     tracemalloc.start()
     with pytest.raises(ValueError, match=text):
         SafetensorsFile(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < most_bytes
+    assert peak < max_bytes
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_damaged_files_never_read_outside(
+def test_damaged_files_are_never_read_out_of_bounds(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     table = {"a": F32, "b": entry("BF16", [2, 3], 8, 20), "c": entry("U8", [], 20, 21)}
     content = bytearray(raw_safetensors(table, bytes(range(21))))
     kind = data.draw(st.sampled_from(["flip", "cut", "grow", "number"]))
-    place = data.draw(st.integers(0, len(content) - 1))
+    offset = data.draw(st.integers(0, len(content) - 1))
     if kind == "flip":
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        content[offset] ^= 1 << data.draw(st.integers(0, 7))
     elif kind == "cut":
-        del content[place:]
+        del content[offset:]
     elif kind == "grow":
         content += bytes(data.draw(st.integers(1, 50)))
     else:
@@ -125,7 +125,7 @@ def test_damaged_files_never_read_outside(
         file = SafetensorsFile(path)
     except ValueError:
         return
-    with file:  # sound: then every byte is in one tensor
+    with file:  # valid: every byte belongs to exactly one tensor
         spans = sorted((t.begin, t.end) for t in file.tensors.values())
         assert spans[-1][1] == len(content)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))

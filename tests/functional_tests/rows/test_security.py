@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows 46 to 49: folders and files of strangers never run code and never lead elsewhere."""
+"""Untrusted folders and files never run code and never lead out of the folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def refused(main: Any, *words: object) -> str:
-    """Run an entry point that must refuse in one line, whatever it warns of; return that."""
+    """Run an entry point that must refuse in one line besides warnings; return the line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words], {})
@@ -44,7 +44,7 @@ def refused(main: Any, *words: object) -> str:
 
 
 def refused_everywhere(folder: Path, tmp_path: Path) -> str:
-    """See that all three entries refuse a Hugging Face folder; return what the converter says."""
+    """Assert that three entry points refuse an HF folder; return the converter's message."""
     training = f"--load-hf {folder} --mock-data --seq-length 24 --micro-batch-size 2 --lr 1e-3"
     training += f" --train-iters 1 --eval-interval 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
     assert folder.name in refused(pretrain_gpt.main, *training.split())
@@ -53,33 +53,33 @@ def refused_everywhere(folder: Path, tmp_path: Path) -> str:
 
 
 def malicious_pickle(canary: Path) -> bytes:
-    """Return a pickle that makes a file when it is loaded."""
+    """Return a pickle that creates the file `canary` when it is loaded."""
     return f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
 
 
 def test_malicious_pickles_are_never_loaded(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     pickle = malicious_pickle(canary)
-    data = write_tokens(tmp_path / "data")
+    prefix = write_tokens(tmp_path / "data")
     extra = {"format": 1, "model": {}, "config": {}}
     chunks: list[Any] = []
     root = tmp_path / "root"
     save_checkpoint(root, 1, chunks, extra, coordinator=Solo())
-    # Where other programs keep such files: beside the checkpoint, in it, instead of it.
-    other = tmp_path / "other"
-    (other / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
-    for folder in (root, root / "iter_0000001", other, other / "iter_0000001"):
+    # The places of such files in other programs: beside, in, and instead of a checkpoint.
+    foreign = tmp_path / "other"
+    (foreign / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    for folder in (root, root / "iter_0000001", foreign, foreign / "iter_0000001"):
         for name in (".metadata", "common.pt", "model_optim_rng.pt", "rng.npy", "__0_0.distcp"):
             (folder / name).write_bytes(pickle)
-    (other / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle)
-    (other / "latest_checkpointed_iteration.txt").write_text("1")
-    for load in (root, other, other / "iter_0000001", root / "common.pt"):
-        refused(pretrain_gpt.main, *flags(data, f"--load {load}"))
+    (foreign / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle)
+    (foreign / "latest_checkpointed_iteration.txt").write_text("1")
+    for load in (root, foreign, foreign / "iter_0000001", root / "common.pt"):
+        refused(pretrain_gpt.main, *flags(prefix, f"--load {load}"))
         refused(generate.main, "--load", load, "--prompt", "a", "--device", "cpu")
         refused(convert.main, "export", "--load", load, "--save", tmp_path / "out")
-    # A cache of indices that is a pickle is thrown away and made anew.
+    # An index cache that is a pickle is discarded and rebuilt.
     cache = tmp_path / "cache"
-    run = flags(data, f"--data-cache-path {cache} --train-iters 3 --eval-interval 0")
+    run = flags(prefix, f"--data-cache-path {cache} --train-iters 3 --eval-interval 0")
     assert pretrain_gpt.main(run, {}) == 0
     arrays = sorted(cache.rglob("*.npy"))
     assert arrays
@@ -90,12 +90,12 @@ def test_malicious_pickles_are_never_loaded(tmp_path: Path) -> None:
     assert not canary.exists()
     loading = "import pickle, sys; pickle.load(sys.stdin.buffer)"
     subprocess.run([sys.executable, "-c", loading], input=pickle, check=True)
-    assert canary.exists(), "the pickle does nothing: this test shows nothing"
+    assert canary.exists(), "the pickle does nothing: the test proves nothing"
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a sound folder of several files with a tokenizer."""
+    """Return a valid folder of several files with a tokenizer."""
     folder = tmp_path_factory.mktemp("good") / "model"
     save_folder(make_model("llama-3to1"), folder, max_shard_size="30KB")
     tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}}
@@ -165,14 +165,14 @@ def test_hostile_folders_are_refused(case: str, good: Path, tmp_path: Path) -> N
     assert not (tmp_path / "imported").exists()
     allowed = {"auto_map": "--ignore-auto-map"}
     allowed.update(dict.fromkeys((name for name in HOSTILE if "link" in name), "--follow-links"))
-    if case in allowed:  # and the flag is explicit
+    if case in allowed:  # an explicit flag allows the folder
         words = ["import", "--hf", folder, "--save", tmp_path / "imported", allowed[case]]
         with contextlib.redirect_stdout(io.StringIO()):
             assert convert.main([str(word) for word in words], {}) == 0
         assert not (folder / "canary").exists()
 
 
-def test_no_link_is_carried_into_an_exported_folder(good: Path, tmp_path: Path) -> None:
+def test_export_refuses_symlinks_in_the_like_folder(good: Path, tmp_path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         words = ["import", "--hf", str(good), "--save", str(tmp_path / "imported")]
         assert convert.main(words, {}) == 0
@@ -185,7 +185,7 @@ def test_no_link_is_carried_into_an_exported_folder(good: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_links_of_the_hubs_cache_are_followed(good: Path, tmp_path: Path) -> None:
+def test_symlinks_of_the_hub_cache_are_followed(good: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
     blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
@@ -232,13 +232,13 @@ def test_archives_are_not_opened(good: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w") as archive:
         archive.write(evil, "../canary")
     evil.unlink()
-    data = write_tokens(tmp_path / "data")
+    prefix = write_tokens(tmp_path / "data")
     before = sorted(tmp_path.rglob("*"))
     for path in (tar, packed):
         refused(convert.main, "import", "--hf", path, "--save", tmp_path / "imported")
         refused(convert.main, "export", "--load", path, "--save", tmp_path / "out")
         refused(generate.main, "--load", path, "--prompt", "a", "--device", "cpu")
         for flag in ("--load", "--load-hf", "--tokenizer-model", "--data-path"):
-            words = flags(data, f"{flag} {path}")
+            words = flags(prefix, f"{flag} {path}")
             refused(pretrain_gpt.main, *words)
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row 65: the static gate sees whatever could run code that data brings, wherever it stands."""
+"""The style check finds every call that could run code from data files."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ SAFE = [
 
 
 def plant(root: Path, path: str, text: str) -> Path:
-    """Write one file below `root`, which has nothing else."""
+    """Write a file below `root`."""
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
     return root
 
 
 @pytest.mark.parametrize(("path", "text"), PLANTS)
-def test_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_path: Path) -> None:
+def test_unsafe_call_is_a_breach_unless_listed(path: str, text: str, tmp_path: Path) -> None:
     plant(tmp_path, path, HEAD + text)
     assert [breach.rule for breach in check(tmp_path)] == ["unsafe"]
     listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{path}"\nreason = "this is a test"\n'
@@ -87,23 +87,23 @@ def test_the_static_gate_sees_a_planted_breach(path: str, text: str, tmp_path: P
 
 
 @pytest.mark.parametrize("text", PLAIN_FILES)
-def test_installed_code_opens_no_plain_file(text: str, tmp_path: Path) -> None:
+def test_plain_file_access_is_a_breach_in_installed_code(text: str, tmp_path: Path) -> None:
     for path in (APP, "megatron_core/megatron/core/planted.py"):
         plant(tmp_path, path, HEAD + text)
         assert {breach.rule for breach in check(tmp_path)} == {"plain-file"}
         (tmp_path / path).unlink()
-    plant(tmp_path, TOOL, HEAD + text)  # what is not installed may
+    plant(tmp_path, TOOL, HEAD + text)  # tools are not installed
     assert check(tmp_path) == []
 
 
-def test_folders_and_one_module_may(tmp_path: Path) -> None:
+def test_directories_and_untrusted_files_module_are_exempt(tmp_path: Path) -> None:
     for number, text in enumerate(NO_PLAIN_FILES):
         plant(tmp_path, f"megatron/training/safe_{number}.py", HEAD + text)
     plant(tmp_path, "megatron_core/megatron/core/untrusted_files.py", HEAD + PLAIN_FILES[0])
     assert check(tmp_path) == []
 
 
-def test_what_is_safe_passes_and_the_list_is_the_only_one(tmp_path: Path) -> None:
+def test_safe_calls_pass_and_exceptions_have_one_file(tmp_path: Path) -> None:
     for number, text in enumerate(SAFE):
         plant(tmp_path, f"tools/safe_{number}.py", HEAD + text)
     assert check(tmp_path) == []

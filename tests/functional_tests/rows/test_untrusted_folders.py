@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows 46 to 49 again: links, pipes, endless files and huge descriptions in folders of strangers.
+"""Links, pipes, endless files and huge descriptions in untrusted folders.
 
-Nothing is written through a link, nothing hangs, no memory is taken for what a file merely claims,
-and a run falls back to an older checkpoint past every such one.
+Nothing is written through a link, nothing hangs, no memory is allocated for sizes that a file only
+claims, and a run falls back past such a checkpoint to an older one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron.training.failures.faults import (
 )
 from megatron.training.failures.hang_files import CollectiveLog, HangFiles
 from megatron.training.monitoring.metrics import JsonLines
-from tests.functional_tests.small_run import flags, run_here, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.hf_folders import change_json, make_model, save_folder
 
 HUGE = 1 << 40
@@ -54,7 +54,7 @@ HUGE = 1 << 40
 
 @pytest.fixture
 def linked(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a run folder, full of links to what stands outside it, and the latter."""
+    """Return a run folder whose files are links to a folder outside, and that folder."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     run.mkdir()
@@ -77,11 +77,11 @@ def test_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
         SaveFolderLock(run)
     (run / ".writer.lock").unlink()
     SaveFolderLock(run).close()  # sweeps the link to a folder
-    said: list[str] = []
-    log = FaultLog(str(run), record=lambda *_: None, warn=said.append)
+    warnings: list[str] = []
+    log = FaultLog(str(run), record=lambda *_: None, warn=warnings.append)
     log.add(FaultRecord(3, "nan", "transient", {0: "a"}))
-    assert len(said) == 1
-    assert "faults.jsonl" in said[0]
+    assert len(warnings) == 1
+    assert "faults.jsonl" in warnings[0]
     add_faulty_hosts(str(run), [{"host": "a"}])
     assert read_faulty_hosts(str(run)) == [{"host": "a"}]
     suspect = SuspectStep(3, {"0": "a"}, "nan", [1.0, 2.0])
@@ -117,7 +117,7 @@ def test_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None
 
 
 def refused(main: Any, words: list[str], *expected: str) -> str:
-    """Run an entry point that must refuse in one line that says these words; return it."""
+    """Run an entry point that must refuse in one line containing `expected`; return the line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words], {})
@@ -130,63 +130,63 @@ def refused(main: Any, words: list[str], *expected: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Return the checkpoints 1 and 2 of a small run, and what resumes it."""
+    """Return the save folder of a run with checkpoints 1 and 2, and the arguments to resume it."""
     root = tmp_path_factory.mktemp("run")
-    data = write_tokens(root / "data")
-    more = "--train-iters 2 --save-interval 1 --lr-warmup-iters 0 --eval-interval 0"
-    more += f" --tokenizer-type null --vocab-size 60 --save {root / 'save'}"
+    prefix = write_tokens(root / "data")
+    options = "--train-iters 2 --save-interval 1 --lr-warmup-iters 0 --eval-interval 0"
+    options += f" --tokenizer-type null --vocab-size 60 --save {root / 'save'}"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert run_here(flags(data, more)) == 0
-    return root / "save", flags(data, more.replace("--train-iters 2", "--train-iters 3"))
+        assert run_in_process(flags(prefix, options)) == 0
+    return root / "save", flags(prefix, options.replace("--train-iters 2", "--train-iters 3"))
 
 
-def signed(fields: dict[str, Any]) -> bytes:
-    """Return a manifest that vouches for any fields."""
-    (kind, _), *rest = fields.items()
-    body = json.dumps(dict(rest)).encode()[1:]
+def sign_manifest(fields: dict[str, Any]) -> bytes:
+    """Return a manifest of `fields` with a matching digest."""
+    (kind, _), *remaining_fields = fields.items()
+    body = json.dumps(dict(remaining_fields)).encode()[1:]
     return b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body
 
 
-def manifest_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Return what changes the fields of a manifest and signs it."""
+def change_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return a function that changes the fields of a manifest and signs it."""
 
     def act(folder: Path) -> None:
         fields = json.loads((folder / "manifest.json").read_text())
         change(fields)
-        (folder / "manifest.json").write_bytes(signed(fields))
+        (folder / "manifest.json").write_bytes(sign_manifest(fields))
 
     return act
 
 
-def saved_with(names: Callable[[str], bool], **extra: Any) -> Callable[[Path], None]:
-    """Return what saves a checkpoint anew with some of its tensors only, sound as a file."""
+def save_tensors(names: Callable[[str], bool], **extra: Any) -> Callable[[Path], None]:
+    """Return a function that saves a checkpoint again with only the tensors `names` accepts."""
 
     def act(folder: Path) -> None:
         manifest: Manifest = read_manifest(folder)
         tensors: dict[str, torch.Tensor] = {}
         for name in manifest.files:
             tensors |= load_file(folder / name)
-        held = {key.partition("@")[0]: tensor for key, tensor in tensors.items()}
+        tensors_by_name = {key.partition("@")[0]: tensor for key, tensor in tensors.items()}
         stored = {n: s for n, s in manifest.tensors.items() if names(n)}
         chunks = [
             TensorChunk(
                 name=name,
                 shape=shape.shape,
                 offsets=(0,) * len(shape.shape),
-                tensor=held[name].view(shape.shape),
+                tensor=tensors_by_name[name].view(shape.shape),
                 replica_ranks=(0,),
             )
             for name, shape in stored.items()
         ]
         shutil.rmtree(folder)
-        added = {**manifest.extra, **extra}
-        save_checkpoint(folder.parent, 2, chunks, added, coordinator=Solo())
+        extra_fields = {**manifest.extra, **extra}
+        save_checkpoint(folder.parent, 2, chunks, extra_fields, coordinator=Solo())
 
     return act
 
 
-def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return what puts something else in the place of a file."""
+def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return a function that replaces a file by the result of `make`."""
 
     def act(folder: Path) -> None:
         path = next(folder.glob(name))
@@ -196,7 +196,7 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None
     return act
 
 
-def deep(folder: Path) -> None:
+def nest_deeply(folder: Path) -> None:
     path = folder / "manifest.json"
     kind = next(iter(json.loads(path.read_text())))
     body = path.read_bytes().partition(b",\n")[2]
@@ -204,9 +204,9 @@ def deep(folder: Path) -> None:
     path.write_bytes(b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body)
 
 
-def in_extra(part: str, **fields: Any) -> Callable[[Path], None]:
-    """Return what changes a part of what a checkpoint says about its run."""
-    return manifest_with(lambda found: found["extra"][part].update(fields))
+def change_extra(section: str, **fields: Any) -> Callable[[Path], None]:
+    """Return a function that changes fields in a section of a checkpoint's `extra`."""
+    return change_manifest(lambda manifest: manifest["extra"][section].update(fields))
 
 
 def rename_shard(to: str) -> Callable[[Path], None]:
@@ -217,7 +217,7 @@ def rename_shard(to: str) -> Callable[[Path], None]:
             for chunk in tensor["chunks"]:
                 chunk["file"] = to
 
-    return manifest_with(change)
+    return change_manifest(change)
 
 
 def link_to_moved(path: Path) -> None:
@@ -225,41 +225,41 @@ def link_to_moved(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "manifest is a pipe": replaced("manifest.json", os.mkfifo),
-    "manifest is a folder": replaced("manifest.json", Path.mkdir),
-    "manifest is a link out": replaced("manifest.json", link_to_moved),
-    "manifest is endless": replaced("manifest.json", lambda path: path.symlink_to("/dev/zero")),
+    "manifest is a pipe": replace_file("manifest.json", os.mkfifo),
+    "manifest is a folder": replace_file("manifest.json", Path.mkdir),
+    "manifest is a link out": replace_file("manifest.json", link_to_moved),
+    "manifest is endless": replace_file("manifest.json", lambda path: path.symlink_to("/dev/zero")),
     "manifest goes on for 200 GiB": lambda f: os.truncate(f / "manifest.json", 200 << 30),
-    "manifest is nested": deep,
-    "shard is a pipe": replaced("*.safetensors", os.mkfifo),
-    "shard is a link out": replaced("*.safetensors", link_to_moved),
+    "manifest is nested": nest_deeply,
+    "shard is a pipe": replace_file("*.safetensors", os.mkfifo),
+    "shard is a link out": replace_file("*.safetensors", link_to_moved),
     "NUL in a shard's name": rename_shard("a\0b"),
     "escape in a shard's name": rename_shard("\x1b[2Ja"),
     "long name of a shard": rename_shard("a" * 5000),
-    "another iteration": manifest_with(lambda fields: fields.update(iteration=7)),
-    "huge blocks": manifest_with(lambda fields: fields.update(block_bytes=1 << 60)),
-    "digests are no text": manifest_with(
+    "another iteration": change_manifest(lambda fields: fields.update(iteration=7)),
+    "huge blocks": change_manifest(lambda fields: fields.update(block_bytes=1 << 60)),
+    "digests are no text": change_manifest(
         lambda fields: next(iter(fields["tensors"].values()))["chunks"][0].update(xxh3=[7])
     ),
-    "a weight left out of the manifest": manifest_with(
+    "a weight left out of the manifest": change_manifest(
         lambda fields: fields["tensors"].pop("decoder.final_norm.weight")
     ),
 }
-#: Whole as files: seen by who knows what a model needs.
+#: Complete as files: only a comparison with the model's tensors finds the damage.
 INCOMPLETE: dict[str, Callable[[Path], None]] = {
-    "weights were never saved": saved_with(lambda name: "mlp" not in name),
-    "a moment was never saved": saved_with(lambda name: "exp_avg_sq/head" not in name),
-    "layers without end": in_extra("model", num_layers=10**15),
-    "a large vocabulary": in_extra("model", vocab_size=HUGE),
-    "heads without end": manifest_with(
+    "weights were never saved": save_tensors(lambda name: "mlp" not in name),
+    "a moment was never saved": save_tensors(lambda name: "exp_avg_sq/head" not in name),
+    "layers without end": change_extra("model", num_layers=10**15),
+    "a large vocabulary": change_extra("model", vocab_size=HUGE),
+    "heads without end": change_manifest(
         lambda fields: fields["extra"]["model"]["attention"].update(num_attention_heads=10**15)
     ),
-    "model is a list": manifest_with(lambda fields: fields["extra"].update(model=[])),
+    "model is a list": change_manifest(lambda fields: fields["extra"].update(model=[])),
 }
 
 
 def verified(folder: Path, capsys: Any) -> tuple[int, str]:
-    """Return the exit code of `verify`, and what it says."""
+    """Return the exit code and the output of `verify`."""
     capsys.readouterr()
     code = checkpoint.main(["verify", str(folder)], {})
     return code, "".join(capsys.readouterr())
@@ -272,11 +272,11 @@ def test_run_falls_back_past_foreign_checkpoint_folders(
     root = tmp_path / "save"
     shutil.copytree(run[0], root)
     {**DAMAGES, **INCOMPLETE}[case](root / "iter_0000002")
-    code, said = verified(root / "iter_0000002", capsys)
-    assert code == 1, said
-    assert said.startswith("DAMAGED: "), said
-    assert "\x1b" not in said
-    assert len(said) < 2000
+    code, output = verified(root / "iter_0000002", capsys)
+    assert code == 1, output
+    assert output.startswith("DAMAGED: "), output
+    assert "\x1b" not in output
+    assert len(output) < 2000
     if case == "a moment was never saved":  # generation needs none
         return
     words = ["--load", str(root), "--prompt", "1 2 3", "--device", "cpu", "--max-new-tokens", "1"]
@@ -291,10 +291,10 @@ def test_run_falls_back_past_foreign_checkpoint_folders(
     "change",
     [
         INCOMPLETE["a moment was never saved"],
-        in_extra("progress", consumed_samples=10**30),
-        in_extra("progress", iteration=1),
-        in_extra("optimizer", steps=10**400),
-        manifest_with(lambda fields: fields["extra"].update(window=[])),
+        change_extra("progress", consumed_samples=10**30),
+        change_extra("progress", iteration=1),
+        change_extra("optimizer", steps=10**400),
+        change_manifest(lambda fields: fields["extra"].update(window=[])),
     ],
     ids=[
         "moment",
@@ -311,14 +311,14 @@ def test_resumed_run_falls_back_past_invalid_state(
     shutil.copytree(run[0], root)
     change(root / "iter_0000002")
     words = [str(root) if word == str(run[0]) else word for word in run[1]]
-    code = run_here([*words, "--load", str(root)])
+    code = run_in_process([*words, "--load", str(root)])
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "falling back to" in out + err
 
 
 @pytest.mark.parametrize("tracker", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to("/dev/zero")])
-def test_a_tracker_that_is_no_file_is_a_line(
+def test_tracker_that_is_not_a_file_is_tolerated(
     tracker: Callable[[Path], object], run: tuple[Path, list[str]], tmp_path: Path, capsys: Any
 ) -> None:
     root = tmp_path / "save"
@@ -330,7 +330,7 @@ def test_a_tracker_that_is_no_file_is_a_line(
     assert "a run would load: iter_0000002" in out
 
 
-def test_options_of_a_checkpoint_are_of_its_own_model(
+def test_checkpoint_options_must_match_its_own_model(
     run: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     changes = {"num-layers": 10**15, "hidden-size": 1 << 12, "vocab-size": HUGE}
@@ -338,14 +338,14 @@ def test_options_of_a_checkpoint_are_of_its_own_model(
         root = tmp_path / name
         shutil.copytree(run[0], root)
         for folder in root.glob("iter_*"):
-            in_extra("config", **{name: value})(folder)
+            change_extra("config", **{name: value})(folder)
         words = ["--load", root, "--use-checkpoint-args", "--metrics-file", tmp_path / "m.jsonl"]
         refused(pretrain_gpt.main, words, "iter_0000002")
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a sound Hugging Face folder with a tokenizer."""
+    """Return a valid Hugging Face folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("good") / "model"
     save_folder(make_model("llama-3to1"), folder)
     tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}}
@@ -356,7 +356,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused_by_runs(folder: Path, tmp_path: Path) -> None:
-    """See that training and generation refuse a Hugging Face folder."""
+    """Assert that training and generation refuse a Hugging Face folder."""
     training = f"--load-hf {folder} --mock-data --seq-length 24 --micro-batch-size 2 --lr 1e-3"
     training += f" --train-iters 1 --eval-interval 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
     refused(pretrain_gpt.main, training.split())
@@ -375,7 +375,7 @@ def refused_by_runs(folder: Path, tmp_path: Path) -> None:
         ("head_dim", 1 << 20),
     ],
 )
-def test_config_json_is_compared_with_the_file_first(
+def test_config_json_is_checked_before_building_a_model(
     field: str, value: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (checkpoint_model, session):
@@ -391,7 +391,9 @@ FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_pipes_and_endless_files_of_a_folder(name: str, good: Path, tmp_path: Path) -> None:
+def test_pipes_and_endless_files_in_hf_folder_are_refused(
+    name: str, good: Path, tmp_path: Path
+) -> None:
     def large(path: Path) -> None:
         path.touch()
         os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)

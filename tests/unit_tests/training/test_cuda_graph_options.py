@@ -10,7 +10,7 @@ import pytest
 from megatron.training import session
 from megatron.training.config.check import check
 from megatron.training.core_configs import data_parallel_config, early_gather
-from tests.functional_tests.small_run import flags, losses, run_here, write_tokens
+from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -85,17 +85,17 @@ def run_recorded(argv: list[str]) -> tuple[int, list[TapeRecorder]]:
         return recorders[-1]
 
     with mock.patch.object(session, "CudaRecorder", recorder):
-        return run_here(argv), recorders
+        return run_in_process(argv), recorders
 
 
 def test_graph_run_without_gpu_exits_with_one_line(prefix, capsys):
-    assert run_here(flags(prefix, GRAPH)) == 2
+    assert run_in_process(flags(prefix, GRAPH)) == 2
     assert "--cuda-graph-impl full_iteration needs a GPU, and this run" in capsys.readouterr().err
 
 
 def test_graph_run_matches_eager_and_resumes_from_checkpoint(prefix, tmp_path, capsys):
     short = "--eval-interval 3 --train-iters 8 --bf16"
-    assert run_here(flags(prefix, f"{short} --save {tmp_path / 'plain'}")) == 0
+    assert run_in_process(flags(prefix, f"{short} --save {tmp_path / 'plain'}")) == 0
     capsys.readouterr()
     overlap = f"{CUT} --overlap-param-gather"
     save = f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --save-interval 2"

@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint
 from megatron.training import checkpoint
 from megatron.training.newest_checkpoint import load_newest
-from tests.functional_tests.small_run import run_here
+from tests.functional_tests.small_run import run_in_process
 
 UPSTREAM = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
 
@@ -69,7 +69,7 @@ def test_run_does_not_restart_from_scratch_on_foreign_load(tmp_path, capfd):
     words = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 16 "
     words += "--mock-data --vocab-size 32 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
     words += f"--lr 1e-3 --load {tmp_path / 'theirs'}"
-    assert run_here(words.split()) == 2
+    assert run_in_process(words.split()) == 2
     err = capfd.readouterr().err
     assert f"--load {tmp_path / 'theirs'}: {tmp_path / 'theirs'} is a foreign checkpoint" in err
     assert "--from dcp" in err

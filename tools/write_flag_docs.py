@@ -84,9 +84,9 @@ _NO_EFFECT = """\
 ## Flags of Megatron that have no effect here
 
 The training scripts accept these flags, on the command line and in `--config`, and list the given
-ones at the start of a run. `--strict-flags` rejects them. There are three kinds: *already so* (every
-run behaves as the flag requests), *reporting only* and *speed only*. Values other than those below
-are rejected. Other programs do not accept these flags.
+ones at the start of a run. `--strict-flags` rejects them. There are three kinds: *already so*
+(every run behaves as the flag requests), *reporting only* and *speed only*. Values other than those
+below are rejected. Other programs do not accept these flags.
 
 """
 

@@ -127,10 +127,11 @@ def of_the_tree(tests: Covered, failed: Iterable[str], claimed: Claimed) -> tupl
 def _head(results: Results) -> Iterator[str]:
     passed, missing = results.passed(), len(_not_run(results))
     marked = {test for test, _ in results.claimed}
-    yield f"This page was written from {len(passed)} tests, of which {sum(passed.values())} are slow."
-    yield f"The repository has {len(marked)} marked tests; {missing} of them did not run or did not"
-    yield "pass ([list](#not-run)). A parametrized test counts once, and counts as passed if one of"
-    yield "its cases has passed."
+    slow = sum(passed.values())
+    yield f"This page was written from {len(passed)} tests, of which {slow} are slow. There are"
+    yield f"{len(marked)} marked tests in the repository, and {missing} of them did not run or did"
+    yield "not pass ([list](#not-run)). A parametrized test counts once, and counts as passed if one"
+    yield "of its cases has passed."
 
 
 def _not_run(results: Results) -> list[str]:

@@ -83,7 +83,7 @@ def check_page(page: str) -> None:
 
 def statuses_on_page(page: str) -> dict[tuple[str, str], str]:
     """Return what a page says of each test and claim."""
-    lists = page.split("\n## The tests\n")[1].split("\n## ")[0].split("\n### ")[1:]
+    lists = page.split("\n## Tests by feature\n")[1].split("\n## ")[0].split("\n### ")[1:]
     return {
         (test, claim): said
         for claim, text in (part.split("\n", 1) for part in lists)
@@ -99,7 +99,7 @@ def check_not_run(page: str) -> None:
     assert missing <= end
     assert {test for test in end if "[" not in test} == missing
     passed = {test for (test, _), words in said.items() if write_status.MISSING not in words}
-    found = r"from (\d+) tests.*has\s(\d+) that are marked.*; (\d+) did not run or did not pass"
+    found = r"from (\d+) tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
     counts = re.search(found, page, re.DOTALL)
     assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
 
@@ -153,10 +153,10 @@ def test_cells_are_those_of_what_was_trained() -> None:
         ("optim", row, g) for row in (proved, "bf16", "AdamW") for g in ("tp sp", "cp", "tp cp")
     }
     assert marks == {**dict.fromkeys(slow, "n"), ("optim", stops, "cp"): "✓"}
-    tests = page.split("\n## The tests\n")[1]
+    tests = page.split("\n## Tests by feature\n")[1]
     assert "- `tests/test_a.py::test_slow` n\n" in tests
     assert "- `tests/test_a.py::test_fast`\n" in tests
-    assert "- `tests/test_a.py::test_nothing_ran`: passed, with no step of its own" in tests
+    assert "- `tests/test_a.py::test_nothing_ran`: passed, but none of its steps fits" in tests
     for first in (True, False):
         both = {"a": (first, {proved: [RAN]}), "b": (not first, {proved: [RAN]})}
         assert tables(write_status.page(results(both)))["optim"]["bf16"]["cp"] == "✓"
@@ -178,15 +178,15 @@ def test_a_page_of_some_tests_says_which_it_lacks() -> None:
     check_page(page)
     check_not_run(page)
     head = page[: page.index("\n## ")]
-    assert "Written from 2 tests, 1 of them slow. The tree has\n3 that are marked" in head
-    assert "; 2 did not run or did not pass" in head
-    assert "\nMarked and not run or not passed:\n" in page
+    assert "written from 2 tests, of which 1 are slow. There are\n3 marked tests" in head
+    assert "and 2 of them did not run" in head
+    assert "\nMarked tests that were not run or not passed:\n" in page
     assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
     said = statuses_on_page(page)
     assert [said["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
-    assert "- elastic restart: all (1 of its 1 tests not run or not passed)\n" in page
-    assert "(1 of its 3 tests not run or not passed)\n" in page
-    lists = page.split("\n## The tests\n")[1]
+    assert "- elastic restart: all (1 of 1 tests not run or not passed)\n" in page
+    assert "(1 of 3 tests not run or not passed)\n" in page
+    lists = page.split("\n## Tests by feature\n")[1]
     assert lists.count("\nNo test.\n") == len(CLAIMS) - 2
     check_not_run(write_status.page(results(tests)))
 
@@ -220,7 +220,7 @@ def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsy
     assert "is from 4 tests, these files have 1: give" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == kept
     write_status.main([few, *to, "--partial"])
-    assert "Written from 1 tests" in out.read_text(encoding="utf-8")
+    assert "written from 1 tests" in out.read_text(encoding="utf-8")
 
 
 def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None) -> SimpleNamespace:

@@ -30,8 +30,8 @@ from tests.unit_tests.core.distributed.expert_weights import (
     EXPERTS,
     SHAPES,
     ExpertModel,
-    of_stage,
-    whole_of,
+    assemble,
+    stage_filter,
 )
 
 #: Grids of four ranks, and the options of each grid's data-parallel engine.
@@ -58,7 +58,7 @@ STEPS = "optimizer.steps"
 
 def build_model(groups: ProcessGroupCollection, parallel: dict[str, object]) -> ExpertModel:
     """Return bf16 weights with Adam's state, and the router's bias on the router's stage."""
-    on_stage = of_stage(groups)
+    on_stage = stage_filter(groups)
     model = ExpertModel(
         groups, parallel=parallel, optimizer=OptimizerConfig(), dtype=torch.bfloat16, has=on_stage
     )
@@ -107,7 +107,7 @@ def save_and_load_layouts(rank: int, world: int, root: str) -> list[list]:
     for index, (degrees, parallel) in enumerate(LAYOUTS):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
         model = build_model(groups, parallel)
-        initial_weights.append(model.pieces())
+        initial_weights.append(model.shards())
         for chunk in chunks_of(model):
             chunk.tensor.copy_(expected_values(chunk))
         save_checkpoint(root, index, chunks_of(model), {}, coordinator=coordinator)
@@ -122,11 +122,11 @@ def save_and_load_layouts(rank: int, world: int, root: str) -> list[list]:
 def test_experts_load_on_any_other_grid(tmp_path: Path):
     ranks = run_ranks(save_and_load_layouts, 4, str(tmp_path))
     single = build_model(ProcessGroupCollection.single(), {"strategy": STRATEGIES[3]})
-    initial_weights = whole_of(single.pieces())
+    initial_weights = assemble(single.shards())
     for (_, parallel), *rank_shards in zip(LAYOUTS, *ranks, strict=True):
         if "gather_format" in parallel:
             continue  # the gathered weights are rounded, the stored ones are not
-        actual = whole_of([shard for shards in rank_shards for shard in shards])
+        actual = assemble([shard for shards in rank_shards for shard in shards])
         assert all(torch.equal(actual[name], values) for name, values in initial_weights.items())
     numel = sum(math.prod(shape) for shape in SHAPES.values())
     names = {

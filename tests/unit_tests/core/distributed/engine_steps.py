@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of the small network, beside an fp64 reference that goes the same way."""
+"""Training steps of the small network, compared with an fp64 reference."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.gatherers import gatherer_of
 from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens
 
 LEARNING_RATE = 0.002
-#: fp32 through six products, and what a few steps make of that; a wrong term is above 1e-2.
+#: fp32 rounding through six products and a few steps; a wrong term is above 1e-2.
 BOUND = 5e-6
 
 
-def built(
+def build_engine(
     groups: ProcessGroupCollection,
     *,
     bucket_bytes: int = 1,
@@ -35,7 +35,7 @@ def built(
     dtype: torch.dtype = torch.float32,
     **config: object,
 ) -> tuple[SmallModel, DataParallel]:
-    """Return a model and its engine, whose unused buffers hold NaN."""
+    """Return a model and its engine, with unused buffers full of NaN."""
     settings = DataParallelConfig(**{"debug": True, **config})  # type: ignore[arg-type]
     model = SmallModel(groups, config=settings, bucket_bytes=bucket_bytes, dtype=dtype)
     model.store.freeze(*freeze)
@@ -49,11 +49,11 @@ def built(
 def train(
     model: SmallModel, engine: DataParallel, indices: Sequence[int], *, spare: bool = True
 ) -> list[float]:
-    """Run a step over this lane's microbatches up to its gradients; return their losses."""
-    lane, losses = engine.groups["dense_dp"].rank, []
+    """Run a step over this rank's microbatches up to the gradients; return the losses."""
+    dp_rank, losses = engine.groups["dense_dp"].rank, []
     engine.begin_step(len(indices))
     for i in indices:
-        loss = model.loss(*tokens(lane, i), spare=spare)
+        loss = model.loss(*tokens(dp_rank, i), spare=spare)
         losses.append(loss.item())
         engine.backward(loss, last=i == indices[-1])
     engine.finish()
@@ -61,75 +61,76 @@ def train(
 
 
 def update(engine: DataParallel) -> None:
-    """Let the optimizer, SGD, write what this rank owns, and nothing else."""
+    """Apply an SGD update to the ranges that this rank owns."""
     for owned in engine.owned():
         for start, stop in owned.decayed + owned.undecayed:
             owned.weights[start:stop] -= LEARNING_RATE * owned.gradients[start:stop]
 
 
 class Reference:
-    """The same network in fp64, whole, with autograd alone, over the data of all lanes."""
+    """The same network in fp64, unsharded, with plain autograd over all ranks' data."""
 
-    def __init__(self, lanes: int, *, frozen: Sequence[str] = ()) -> None:
-        self.lanes, self.frozen = lanes, frozen
+    def __init__(self, num_ranks: int, *, frozen: Sequence[str] = ()) -> None:
+        self.num_ranks, self.frozen = num_ranks, frozen
         store = SmallModel(ProcessGroupCollection.single()).store
         self.weights = {n: h.get().double() for n, h in store.handles.items()}
 
     def gradients(self, indices: Sequence[int], *, spare: bool = True) -> dict[str, torch.Tensor]:
-        """Return the gradients of the sum over all lanes' microbatches."""
+        """Return the gradients of the loss summed over all ranks' microbatches."""
         leaves = {n: w.clone().requires_grad_() for n, w in self.weights.items()}
-        for lane in range(self.lanes):
+        for dp_rank in range(self.num_ranks):
             for i in indices:
-                plain_loss(leaves, *tokens(lane, i), spare=spare).backward()
+                plain_loss(leaves, *tokens(dp_rank, i), spare=spare).backward()
         return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
 
     def update(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Take the optimizer's step."""
+        """Apply the same SGD update."""
         for name, gradient in gradients.items():
             if name not in self.frozen:
                 self.weights[name] = self.weights[name] - LEARNING_RATE * gradient
 
 
-def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a logical tensor that a box holds."""
-    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, first, size)
-    return whole
+def slice_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the slice of a logical tensor that a box covers."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def assert_gradients(
     engine: DataParallel,
-    wanted: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
     *,
     bound: float = BOUND,
     zeros: Sequence[str] = (),
 ) -> int:
-    """Compare what the optimizer would see, zero in `zeros`; return the number of elements."""
-    found = 0
+    """Compare the gradients that the optimizer reads, zero for names in `zeros`.
+
+    Returns: the number of elements compared.
+    """
+    num_elements = 0
     for owned in engine.owned():
         assert owned.gradients.isfinite().all(), "padding included"
-        for placed in owned.boxes:
-            got = placed.of(owned.gradients)
-            found += placed.numel
-            if placed.name in zeros:
-                assert not got.any(), placed.name
+        for box in owned.boxes:
+            gradient = box.of(owned.gradients)
+            num_elements += box.numel
+            if box.name in zeros:
+                assert not gradient.any(), box.name
             else:
-                assert_piece_close(
-                    placed.name, got, wanted[placed.name], placed.offsets, bound=bound
-                )
-    return found
+                assert_piece_close(box.name, gradient, expected[box.name], box.offsets, bound=bound)
+    return num_elements
 
 
 def assert_weights(
-    engine: DataParallel, wanted: dict[str, torch.Tensor], *, bound: float = BOUND
+    engine: DataParallel, expected: dict[str, torch.Tensor], *, bound: float = BOUND
 ) -> None:
-    """Compare every whole weight, gathered as an evaluation would."""
+    """Compare every full weight, gathered in an evaluation."""
     with engine.evaluation():
         for name, handle in engine.store.handles.items():
-            assert_close_by_metric(name, handle.get().clone(), wanted[name], bound=bound)
+            assert_close_by_metric(name, handle.get().clone(), expected[name], bound=bound)
 
 
-def steps_against(
+def train_and_compare(
     model: SmallModel,
     engine: DataParallel,
     reference: Reference,
@@ -137,18 +138,18 @@ def steps_against(
     *,
     bound: float = BOUND,
 ) -> None:
-    """Train whole steps on both sides and compare all gradients of each."""
+    """Train the model and the reference, and compare all gradients of every step."""
     for indices in steps:
         train(model, engine, indices)
-        wanted = reference.gradients(indices)
-        assert_gradients(engine, wanted, bound=bound)
+        gradients = reference.gradients(indices)
+        assert_gradients(engine, gradients, bound=bound)
         update(engine)
         engine.start_param_sync()
-        reference.update(wanted)
+        reference.update(gradients)
 
 
 def planned_gathers(engine: DataParallel) -> list[int] | None:
-    """Return how often the plan being followed gathers each bucket; None if weights are whole."""
+    """Return how often the current plan gathers each block; None without weight sharding."""
     gatherer = gatherer_of(engine)
     if gatherer is None or not gatherer.reshards:
         return None
@@ -165,7 +166,7 @@ def planned_gathers(engine: DataParallel) -> list[int] | None:
 
 
 def expected_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
-    """Return what a step must send by the formula, from one parameter sync to the next."""
+    """Return the traffic of a step by the formula, from one parameter sync to the next."""
     return collectives_per_step(
         [BucketSize.of(bucket) for bucket in engine.store.buckets],
         engine.placement,
@@ -180,15 +181,15 @@ def expected_traffic(engine: DataParallel, microbatches: int) -> list[Traffic]:
 def assert_traffic(
     engine: DataParallel, records: Sequence[CollectiveRecord], microbatches: int
 ) -> None:
-    """Compare what was sent since a parameter sync, by kind and group, with the formula."""
+    """Compare the traffic since a parameter sync, by kind and group, with the formula."""
     counts: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     for record in records:
-        if record.dtype == "int64":  # debug mode compares the order of needs
+        if record.dtype == "int64":  # debug mode compares the order of uses
             continue
         counts[record.kind, record.group] += 1
         sent[record.kind, record.group] += record.bytes
-    found = [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
-    wanted = expected_traffic(engine, microbatches)
-    if found != wanted:
-        raise AssertionError(f"{engine.config}: sent\n{found}, wanted\n{wanted}")
+    actual = [Traffic(*key, counts[key], sent[key]) for key in sorted(counts)]
+    expected = expected_traffic(engine, microbatches)
+    if actual != expected:
+        raise AssertionError(f"{engine.config}: sent\n{actual}, expected\n{expected}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network over weight handles, different data for every lane, and a plain reference."""
+"""A small network over weight handles, different data on every rank, and a plain reference."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHAPES = {
 
 
 class SmallModel:
-    """Embedding, a biased layer, a scale, two more layers, and the embedding again as the head;
-    `spare` is optional. Four units are more than are gathered at a time.
+    """A tied embedding around a biased layer, a scale and two more layers; `spare` is optional.
+    The model has four units, more than are gathered at a time.
 
     Args:
-        config: of the engine that will train it.
-        bucket_bytes: small ones make a bucket per weight.
+        config: settings of the engine that trains the model.
+        bucket_bytes: bucket size; a small value makes one bucket per weight.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SmallModel:
 
 
 def plain_loss(weights: dict[str, torch.Tensor], ids, targets, *, spare: bool = True):
-    """Return the same with autograd alone."""
+    """Return the loss of the same network with plain autograd."""
     hidden = F.linear(F.embedding(ids, weights["table"]), weights["first"], weights["first.bias"])
     hidden = torch.tanh(hidden) * weights["scale"]
     if spare:
@@ -92,22 +92,22 @@ def plain_loss(weights: dict[str, torch.Tensor], ids, targets, *, spare: bool = 
     return F.cross_entropy(F.linear(hidden, weights["table"]), targets, reduction="sum")
 
 
-def tokens(lane: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, targets) of one lane's microbatch, other ones for every (lane, index)."""
-    drawn = torch.randint(0, VOCABULARY, (2, 7), generator=generator(5, lane, index))
+def tokens(dp_rank: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, targets) of a microbatch, different for every (dp_rank, index)."""
+    drawn = torch.randint(0, VOCABULARY, (2, 7), generator=generator(5, dp_rank, index))
     return drawn[0], drawn[1]
 
 
 def leaves(store: WeightStore) -> dict[str, torch.Tensor]:
-    """Return fp64 leaves of a store's whole weights."""
+    """Return fp64 leaves of a store's full weights."""
     return {n: h.get().double().requires_grad_(True) for n, h in store.handles.items()}
 
 
 def reference_gradients(
     store: WeightStore, batches: list[tuple[int, int]], *, spare: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the fp64 gradients of the sum over (lane, index) microbatches."""
+    """Return the fp64 gradients of the loss summed over (dp_rank, index) microbatches."""
     weights = leaves(store)
-    for lane, index in batches:
-        plain_loss(weights, *tokens(lane, index), spare=spare).backward()
+    for dp_rank, index in batches:
+        plain_loss(weights, *tokens(dp_rank, index), spare=spare).backward()
     return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that put work on several streams, for `StreamModel`: each returns what it computed.
+"""Programs that use several streams, for `StreamModel`: each returns its computed tensors.
 
-None of them reads a tensor on the host before its end, so that the host is as far ahead of the
-device as it can be.
+No program reads a tensor on the host before it ends, so that the host runs as far ahead of the
+device as possible.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from megatron.core.pipeline_parallel import make_schedule, with_transfers
 from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import RankGrid
 from tests.support.stream_model import StreamModel
-from tests.unit_tests.core.dist_checkpointing.layouts import whole
+from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 from tests.unit_tests.core.distributed.engine_steps import update
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
 from tests.unit_tests.core.optimizer.gradient_steps import Training
 from tests.unit_tests.core.pipeline_parallel.line import Line, slope, start
 
 BF16 = torch.bfloat16
-WIDE = {"grad_dtype": BF16, "fp32_accumulation": True}
-LATER = {"fsdp_all_gather_in_start_param_sync": False}
-#: One on demand, one to plan by, one after the evaluation, one that prefetches.
+FP32_SUM = {"grad_dtype": BF16, "fp32_accumulation": True}
+LATE_SYNC = {"fsdp_all_gather_in_start_param_sync": False}
+#: A step with gathers on demand, a step that records the plan, a step after the evaluation and a
+#: step that prefetches.
 STEPS = 4
 FLAT = RankGrid(world_size=2)
 HYBRID = RankGrid(world_size=4, instances=2)
@@ -47,8 +48,8 @@ VOCABULARY = 11
 def engine_steps(
     device: StreamModel, *, strategy: str, grid: RankGrid = FLAT, **settings: object
 ) -> list[Tensor]:
-    """Train with gathers and reductions that overlap, and an evaluation between two steps; return
-    the losses and the weights."""
+    """Train with overlapped gathers and reductions and evaluations between steps; return the losses
+    and the weights."""
     config = DataParallelConfig(
         strategy=strategy,
         overlap_param_gather=strategy != "no_shard",
@@ -56,35 +57,35 @@ def engine_steps(
     )
     model = SmallModel(device.groups(grid), config=config)
     engine = DataParallel(model.store, model.store.groups, config=config)
-    # Before the first step, weights that are read are gathered on demand.
-    results = [model.store.handles["third"].get().clone()]
+    # Before the first step, weights are gathered on demand.
+    tensors = [model.store.handles["third"].get().clone()]
     for step in range(STEPS):
         engine.begin_step(2)
         for i in range(2):
             loss = model.loss(*tokens(0, i))
-            results.append(loss.detach())
+            tensors.append(loss.detach())
             engine.backward(loss, last=i == 1)
         engine.finish()
         update(engine)
         engine.start_param_sync()
         if step == 1:
             with engine.evaluation():
-                results.append(model.loss(*tokens(0, 5)).detach())
+                tensors.append(model.loss(*tokens(0, 5)).detach())
         if step == 2:
             with engine.evaluation():
-                pass  # what was started early is not needed
+                pass  # the gathers started early are unused
         if step:
             for pool in (engine.pool, *(gatherer.pool for gatherer in engine.gatherers)):
                 pool.trim()
     engine.complete_weights()
     with engine.evaluation():
-        results += [handle.get().clone() for handle in model.store.handles.values()]
+        tensors += [handle.get().clone() for handle in model.store.handles.values()]
     assert all(gatherer.counts.prefetched for gatherer in engine.gatherers)
-    return results
+    return tensors
 
 
-class LateLine(Line):
-    """Straight lines whose results are read by nobody before the end."""
+class UnreadLine(Line):
+    """Linear stages whose outputs are not read on the host before the end."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -100,44 +101,44 @@ class LateLine(Line):
     def backward(
         self, chunk: int, microbatch: int, grad: Tensor | None, *, split: bool
     ) -> Tensor | None:
-        """Return w dy; the weight's gradient is x · dy."""
+        """Return dx = w dy and record the weight's gradient x · dy."""
         assert grad is not None
         self.results.append((self._kept.pop((chunk, microbatch)) * grad).sum())
         return slope(self.schedule.virtual_stage(self.rank, chunk)) * grad
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
-        """Do nothing more."""
+        """Do nothing: `backward` has recorded the gradient."""
 
 
 def pipeline_step(device: StreamModel, name: str, rank: int) -> list[Tensor]:
-    """Run one of three stages; return its gradients and what it has sent."""
+    """Run one of three stages; return its gradients and the tensors it sent."""
     groups = device.groups(RankGrid(world_size=3, pp=3), rank=rank)
     schedule = with_transfers(make_schedule(name, stages=3, microbatches=12))
-    line = LateLine(schedule, rank)
+    line = UnreadLine(schedule, rank)
     Executor(schedule, line, group=groups["pp"], backward_group=groups["pp_backward"]).run()
     device.run_all()
     return line.results + device.sent
 
 
-def saves(device: StreamModel) -> list[Tensor]:
-    """Stage tensors that training goes on changing; return what each save held."""
+def async_save(device: StreamModel) -> list[Tensor]:
+    """Stage tensors that training keeps changing; return the staged bytes of each save."""
     tensors = {f"w{i}": torch.arange(12.0 + i).view(-1, 1) * 0.37 for i in range(3)}
     tensors["strided"] = (torch.arange(24.0) * 0.11).view(4, 6)[:, ::2]
-    staging = StagingBuffer(plan_shard(whole(tensors), 0))
-    results = []
+    staging = StagingBuffer(plan_shard(full_chunks(tensors), 0))
+    staged = []
     for _ in range(3):
         for tensor in tensors.values():
             tensor.mul_(1.25).add_(0.5)
         staging.begin()
-        rest = torch.ones(3) * 2
-        staging.release()  # the saver's thread has no copies of the host's own to make
+        factors = torch.ones(3) * 2
+        staging.release()  # no tensor is in host memory, so the saver's thread copies nothing
         staging.synchronize_staging()
         for tensor in tensors.values():
-            tensor.mul_(rest[0])
+            tensor.mul_(factors[0])
         staging.complete_copy()
-        results.append(staging._memory[staging._header_bytes :].clone())
+        staged.append(staging._memory[staging._header_bytes :].clone())
     staging.close()
-    return results
+    return staged
 
 
 def host_updates(device: StreamModel, dtype: torch.dtype) -> list[Tensor]:
@@ -148,21 +149,21 @@ def host_updates(device: StreamModel, dtype: torch.dtype) -> list[Tensor]:
     states = training.optimizer.ranges
     updates = HostUpdates(states, torch.device("cpu"))
     assert len(states) > 4
-    results = []
+    tensors = []
     for step in range(3):
         for state in states:
             gradients = state.owned.gradients
             gradients.copy_(torch.arange(1.0 * len(gradients)).add_(step).mul_(0.01))
-            results.append(state.owned.weights.sum())
+            tensors.append(state.owned.weights.sum())
         updates.begin()
-        beside = torch.ones(5).sum()
+        overlapped = torch.ones(5).sum()
         updates.run(lambda state, gradients: state.master.sub_(gradients.to(state.master.dtype)))
-        results += [state.owned.weights.clone() for state in states] + [beside]
-    return results
+        tensors += [state.owned.weights.clone() for state in states] + [overlapped]
+    return tensors
 
 
 class SuccessorTable(torch.nn.Module):
-    """A model whose logits depend on the token before alone."""
+    """A model whose logits depend only on the previous token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class SuccessorTable(torch.nn.Module):
 
 
 def generation(device: StreamModel) -> list[Tensor]:
-    """Generate in the asynchronous loop of the engine; return tokens and log-probabilities."""
+    """Generate with the engine's asynchronous loop; return tokens and log-probabilities."""
     engine = Engine(
         SuccessorTable(),
         EngineConfig(num_blocks=99, asynchronous=True),
@@ -202,20 +203,20 @@ def generation(device: StreamModel) -> list[Tensor]:
 
 
 def fp32_sum(device: StreamModel) -> list[Tensor]:
-    """Sum in fp32 out of memory of its own, started on a stream beside; return the sums."""
+    """Reduce in fp32 from a receive buffer, started on a side stream; return the sums."""
     group = device.groups(FLAT)["dp"]
-    stream, results = device.new_stream(), []
+    stream, sums = device.new_stream(), []
     for i in range(4):
         x, out = torch.arange(8, dtype=BF16) + i, torch.empty(4)
         stream.wait_stream(device.current)
         with device.on_stream(stream):
             pending = reduce_scatter_fp32_async(x, group, out=out)
             free = pending.work.receive_buffer.clone()  # type: ignore[union-attr]
-        results.append(pending.wait().clone())
+        sums.append(pending.wait().clone())
         del pending
         with device.on_stream(stream):
             free.add_(1.0)
-    return results
+    return sums
 
 
 Program = Callable[[StreamModel], list[Tensor]]
@@ -224,21 +225,21 @@ _ENGINES: tuple[tuple[str, dict[str, object]], ...] = (
     ("no_shard", {}),
     ("no_shard hybrid bf16", {"grid": HYBRID, "grad_dtype": BF16}),
     ("optim", {}),
-    ("optim hybrid later", {"grid": HYBRID, **LATER}),
-    ("optim wide", WIDE),
+    ("optim hybrid late sync", {"grid": HYBRID, **LATE_SYNC}),
+    ("optim fp32 sum", FP32_SUM),
     ("optim_grads hybrid", {"grid": HYBRID}),
-    ("optim_grads wide later", {**WIDE, **LATER}),
+    ("optim_grads fp32 sum late sync", {**FP32_SUM, **LATE_SYNC}),
     ("optim_grads_params", {}),
     (
         "optim_grads_params by weight",
-        {"granularity": "weight", "prefetch_bytes": 200, **WIDE},
+        {"granularity": "weight", "prefetch_bytes": 200, **FP32_SUM},
     ),
-    ("optim_grads_params hybrid", {"grid": HYBRID, **WIDE}),
+    ("optim_grads_params hybrid", {"grid": HYBRID, **FP32_SUM}),
     ("optim_grads_params outer", {"grid": HYBRID, "outer": "optim"}),
-    ("optim_grads_params outer later", {"grid": HYBRID, "outer": "optim", **LATER}),
+    ("optim_grads_params outer late sync", {"grid": HYBRID, "outer": "optim", **LATE_SYNC}),
     ("no_shard gtp", {"grid": GTP}),
-    ("optim gtp mxfp8", {"grid": GTP, "gather_format": "mxfp8", **WIDE}),
-    ("optim_grads gtp later", {"grid": GTP, **LATER}),
+    ("optim gtp mxfp8", {"grid": GTP, "gather_format": "mxfp8", **FP32_SUM}),
+    ("optim_grads gtp late sync", {"grid": GTP, **LATE_SYNC}),
 )
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
@@ -250,10 +251,10 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "1f1b": partial(pipeline_step, name="1f1b", rank=1),
         "zb-h1": partial(pipeline_step, name="zb-h1", rank=1),
         "pipelined forward": partial(pipeline_step, name="forward", rank=0),
-        "saves": saves,
-        "updates on the host": partial(host_updates, dtype=torch.float32),
-        "updates on the host bf16": partial(host_updates, dtype=BF16),
-        "wide sum": fp32_sum,
+        "async save": async_save,
+        "host updates": partial(host_updates, dtype=torch.float32),
+        "host updates bf16": partial(host_updates, dtype=BF16),
+        "fp32 sum": fp32_sum,
         "generation": generation,
     }
 )
@@ -262,13 +263,13 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
 def run(
     program: Program, seed: int | None, *, without: str | None = None
 ) -> tuple[list[Tensor], StreamModel]:
-    """Run a program in one interleaving; return its results on the host, and the device.
+    """Run a program in one interleaving; return its tensors on the host, and the device.
 
     Raises:
-        RuntimeError: memory was written after it was free.
+        RuntimeError: memory was written after it was freed.
     """
     device = StreamModel(seed, without=without)
     with device.enforced():
-        results = [result.cpu() for result in program(device)]
+        tensors = [tensor.cpu() for tensor in program(device)]
         device.check_freed()
-    return results, device
+    return tensors, device

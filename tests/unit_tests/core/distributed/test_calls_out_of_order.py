@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop that leaves out a call, or makes it twice, is told so: no step goes wrong in
-silence."""
+"""A training loop that omits or repeats a call gets an error instead of a silently wrong step."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ class Loop:
         return [state.owned.weights.clone() for state in self.optimizer.ranges]
 
 
-def refusals(loop: Loop) -> dict[str, str]:
-    """Return the error of each call that comes too early or twice; then train a step."""
+def collect_refusals(loop: Loop) -> dict[str, str]:
+    """Return the error of every call that comes too early or twice; then train a step."""
     engine, optimizer, errors = loop.engine, loop.optimizer, {}
 
     def refused(name: str, call) -> None:
@@ -83,14 +82,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_refuses_calls_out_of_order(strategy: str) -> None:
-    errors = refusals(Loop(ProcessGroupCollection.single(), strategy))
+def test_single_process_refuses_calls_out_of_order(strategy: str) -> None:
+    errors = collect_refusals(Loop(ProcessGroupCollection.single(), strategy))
     assert set(errors) == set(CALLS)
     assert not [name for name, call in CALLS.items() if call not in errors[name]]
 
 
 def forgotten_syncs(engine: DataParallel) -> dict[str, str]:
-    """Return the error of each call that follows an update without start_param_sync()."""
+    """Return the error of every call that follows an update without start_param_sync()."""
     errors = {}
     calls = (engine.begin_step, engine.complete_weights, lambda: engine.evaluation().__enter__())
     for name, call in zip(("begin_step", "complete_weights", "evaluation"), calls, strict=True):
@@ -102,21 +101,21 @@ def forgotten_syncs(engine: DataParallel) -> dict[str, str]:
 
 def refusals_on_ranks(rank: int, world: int) -> list[dict[str, str]]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    found = []
+    errors_by_strategy = []
     for strategy in STRATEGIES:
         loop = Loop(groups, strategy)
-        found.append(refusals(loop))
+        errors_by_strategy.append(collect_refusals(loop))
         assert bool(loop.engine.gatherers) == (strategy != "no_shard")
         if loop.engine.gatherers:
             assert len(forgotten_syncs(loop.engine)) == 3
         loop.engine.start_param_sync()
         loop.gradients()
-    return found
+    return errors_by_strategy
 
 
 def test_ranks_refuse_calls_out_of_order() -> None:
-    for found in run_ranks(refusals_on_ranks, 2):
-        assert len(found) == len(STRATEGIES)
-        for errors in found:
+    for errors_by_strategy in run_ranks(refusals_on_ranks, 2):
+        assert len(errors_by_strategy) == len(STRATEGIES)
+        for errors in errors_by_strategy:
             assert set(errors) == set(CALLS)
             assert not [name for name, call in CALLS.items() if call not in errors[name]]

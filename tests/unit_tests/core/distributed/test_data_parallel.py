@@ -26,9 +26,9 @@ from tests.unit_tests.core.distributed.engine_steps import (
     assert_gradients,
     assert_traffic,
     assert_weights,
-    built,
-    steps_against,
+    build_engine,
     train,
+    train_and_compare,
     update,
 )
 from tests.unit_tests.core.distributed.small_model import (
@@ -36,12 +36,12 @@ from tests.unit_tests.core.distributed.small_model import (
     reference_gradients,
 )
 
-#: Microbatches of the steps of a case: another number than before, and the same again.
+#: Microbatches of each step: their number changes, repeats and changes again.
 STEPS = ((0,), (1, 2, 3), (4, 5, 6), (7,))
 
 
 def configs() -> Iterator[tuple[dict[str, object], int]]:
-    """Yield every strategy, kind of overlap, and size of buckets where that is a choice."""
+    """Yield every strategy, kind of overlap and, where it is free, bucket size."""
     for strategy, reduce, gather in itertools.product(STRATEGIES, (True, False), (True, False)):
         if strategy == "no_shard" and gather:
             continue
@@ -63,10 +63,10 @@ def configs() -> Iterator[tuple[dict[str, object], int]]:
 def engine_case(
     groups: ProcessGroupCollection, config: dict[str, object], bucket_bytes: int = 1
 ) -> None:
-    """Train four steps: gradients, overlap, what was gathered when, and what was sent."""
-    model, engine = built(groups, bucket_bytes=bucket_bytes, **config)
-    lanes = groups["dense_dp"].size
-    reference = Reference(lanes)
+    """Train four steps; check gradients, overlap, gathers and traffic."""
+    model, engine = build_engine(groups, bucket_bytes=bucket_bytes, **config)
+    num_ranks = groups["dense_dp"].size
+    reference = Reference(num_ranks)
     for number, indices in enumerate(STEPS):
         if gatherer_of(engine) is not None:
             gatherer_of(engine).pool.reset_peak()
@@ -74,17 +74,17 @@ def engine_case(
             engine.start_param_sync()
             with nan_memory():
                 train(model, engine, indices)
-        wanted = reference.gradients(indices)
-        elements = assert_gradients(engine, wanted)
+        expected = reference.gradients(indices)
+        elements = assert_gradients(engine, expected)
         if not engine.sharded:
-            assert elements == sum(w.numel() for w in wanted.values())
-        cut_gradients = bool(engine.placement.gradient)
-        launched = engine.config.overlap_grad_reduce or cut_gradients
+            assert elements == sum(w.numel() for w in expected.values())
+        sharded_gradients = bool(engine.placement.gradient)
+        launched = engine.config.overlap_grad_reduce or sharded_gradients
         assert engine.launched_in_backward == (len(engine.buckets) if launched else 0)
-        if number > 0:  # the first step makes the plan that the formula asks for
+        if number > 0:  # the first step records the plan that the formula needs
             assert_traffic(engine, records, len(indices))
         update(engine)
-        reference.update(wanted)
+        reference.update(expected)
     engine.start_param_sync()
     gatherer = gatherer_of(engine)
     assert (gatherer is None) == (engine.config.strategy == "no_shard")
@@ -104,7 +104,7 @@ def engine_case(
 
 
 def engine_cases(rank: int, world: int) -> None:
-    """Run every config; one size of buckets also as late or as early as may be."""
+    """Run every config; with the smallest buckets also with late or early collectives."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for config, bucket_bytes in configs():
         engine_case(groups, config, bucket_bytes)
@@ -115,7 +115,7 @@ def engine_cases(rank: int, world: int) -> None:
             assert link.count > 0
 
 
-def test_gradients_overlap_and_traffic_on_two_ranks():
+def test_strategies_match_reference_and_traffic_on_two_ranks():
     run_ranks(engine_cases, 2)
 
 
@@ -129,8 +129,8 @@ HYBRID = (
 
 
 def hybrid_cases(rank: int, world: int) -> list[str]:
-    """Run hybrid sharding over 2 x 2 ranks, and ZeRO-3 over four; return the weights of which this
-    rank then stores nothing."""
+    """Run hybrid sharding over 2 x 2 ranks, and ZeRO-3 over four ranks; return the names of this
+    rank's empty shards under ZeRO-3."""
     hybrid = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
     for (strategy, outer), gather in itertools.product(HYBRID, (True, False)):
         config = {"strategy": strategy, "outer": outer, "overlap_param_gather": gather}
@@ -138,85 +138,85 @@ def hybrid_cases(rank: int, world: int) -> list[str]:
             engine_case(hybrid, config)
         assert link.count > 0
     plain = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    cut = {"strategy": "optim_grads_params", "overlap_param_gather": True}
-    engine_case(plain, cut)
-    model, _ = built(plain, **cut)
+    zero3 = {"strategy": "optim_grads_params", "overlap_param_gather": True}
+    engine_case(plain, zero3)
+    model, _ = build_engine(plain, **zero3)
     return [name for name, handle in model.store.handles.items() if not handle.param.numel()]
 
 
-def test_hybrid_sharding_over_two_by_two_ranks():
+def test_hybrid_sharding_matches_reference_and_traffic():
     empty = run_ranks(hybrid_cases, 4)
-    assert {"scale", "second.bias"} <= set(empty[3]), "empty shards were among them"
+    assert {"scale", "second.bias"} <= set(empty[3]), "some shards are empty"
 
 
 def test_hybrid_ranks_own_equal_shards_and_count_replicas():
-    found = run_ranks(_owned_of_hybrid, 4)
+    ranges_by_rank = run_ranks(_owned_of_hybrid, 4)
     for strategy, outer in HYBRID:
-        (ranges,) = {one[strategy, outer] for one in found}
-        parts = 4 if outer == "optim" else 2
-        for numel, replicas, whole in ranges:
-            assert numel * parts == whole
-            assert replicas == 4 // parts
+        (ranges,) = {rank_ranges[strategy, outer] for rank_ranges in ranges_by_rank}
+        num_shards = 4 if outer == "optim" else 2
+        for numel, replicas, bucket_numel in ranges:
+            assert numel * num_shards == bucket_numel
+            assert replicas == 4 // num_shards
 
 
 def _owned_of_hybrid(rank: int, world: int) -> dict:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
-    found: dict = {}
+    ranges: dict = {}
     for strategy, outer in HYBRID:
-        model, engine = built(groups, strategy=strategy, outer=outer, bucket_bytes=10**9)
+        model, engine = build_engine(groups, strategy=strategy, outer=outer, bucket_bytes=10**9)
         train(model, engine, (0,))
-        found[strategy, outer] = tuple(
+        ranges[strategy, outer] = tuple(
             (owned.weights.numel(), owned.replicas, entry.bucket.numel)
             for owned, entry in zip(engine.owned(), engine.buckets, strict=True)
         )
-    return found
+    return ranges
 
 
-def two_axes(rank: int, world: int) -> None:
-    """Check a partial(tp) gradient: summed over lanes and over tp, once each."""
+def reduce_partial_gradients(rank: int, world: int) -> None:
+    """Check that a partial(tp) gradient is summed once over dense_dp and once over tp."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2), rank=rank)
     for strategy in STRATEGIES:
         config = DataParallelConfig(strategy=strategy, debug=True)
         store = WeightStore(groups)
         norm = WeightSharding.of("norm", (70,), gradient={"tp": "partial"})
-        whole = WeightSharding.of("bias", (5,), gradient={"tp": "identical"})
+        bias = WeightSharding.of("bias", (5,), gradient={"tp": "identical"})
         norm_handle = store.declare(norm, InitSpec.constant(1.0))
-        bias_handle = store.declare(whole, InitSpec.constant(1.0))
+        bias_handle = store.declare(bias, InitSpec.constant(1.0))
         store.materialize(config.storage())
         engine = DataParallel(store, groups, config=config)
-        lane, tp = groups["dense_dp"].rank, groups["tp"].rank
+        dp_rank, tp = groups["dense_dp"].rank, groups["tp"].rank
         for _ in range(2):
             engine.begin_step()
             if norm_handle.main_grad is not None:
                 norm_handle.main_grad.fill_(torch.nan)
-            loss = norm_handle.use().sum() * (1.0 + 10.0 * lane + 100.0 * tp)
-            engine.backward(loss + bias_handle.use().sum() * (1.0 + 10.0 * lane), last=True)
+            loss = norm_handle.use().sum() * (1.0 + 10.0 * dp_rank + 100.0 * tp)
+            engine.backward(loss + bias_handle.use().sum() * (1.0 + 10.0 * dp_rank), last=True)
             with trace(groups) as records:
                 engine.finish()
             boxes = [(p, p.of(o.gradients)) for o in engine.owned() for p in o.boxes]
-            for placed, gradient in boxes:
-                value = 224.0 if placed.name == "norm" else 12.0
+            for box, gradient in boxes:
+                value = 224.0 if box.name == "norm" else 12.0
                 equal = bool((gradient == value).all())
-                assert equal, placed.name
-            summed = sum(g.nbytes for placed, g in boxes if placed.name == "norm")
+                assert equal, box.name
+            summed = sum(g.nbytes for box, g in boxes if box.name == "norm")
             assert_active(records, group="tp", exactly=1, exactly_bytes=summed)
 
 
-def test_what_the_plan_sums_over_tp_is_summed_once():
-    run_ranks(two_axes, 4)
+def test_partial_tp_gradients_are_reduced_exactly_once():
+    run_ranks(reduce_partial_gradients, 4)
 
 
-def experts(rank: int, world: int) -> None:
-    """Check weights of two grids: dense ones on four lanes, experts on two of their own."""
+def train_experts(rank: int, world: int) -> None:
+    """Check dense weights on four data-parallel ranks with experts on two."""
     for instances in (1, 2):
         grid = RankGrid(world_size=world, ep=2, instances=instances)
         groups = ProcessGroupCollection.create(grid, rank=rank)
         for strategy in STRATEGIES if instances == 1 else STRATEGIES[1:]:
             config = DataParallelConfig(strategy=strategy, debug=True)
             store = WeightStore(groups)
-            cut_by_ep = Shard(axis="ep", dim=0)
+            ep_shard = Shard(axis="ep", dim=0)
             expert = store.declare(
-                WeightSharding.of("expert", (6, 9), cut_by_ep, expert=True), InitSpec.constant(1.0)
+                WeightSharding.of("expert", (6, 9), ep_shard, expert=True), InitSpec.constant(1.0)
             )
             dense = store.declare(WeightSharding.of("dense", (70,)), InitSpec.constant(2.0))
             store.materialize(config.storage())
@@ -237,23 +237,26 @@ def experts(rank: int, world: int) -> None:
                     engine.backward(loss, last=True)
                     engine.finish()
                 for owned in engine.owned():
-                    for placed in owned.boxes:
-                        mine = groups["expert_dp"].ranks
-                        wanted = {"expert": sum(1.0 + 10.0 * r for r in mine), "dense": 604.0}
-                        got = placed.of(owned.gradients)
-                        equal = bool((got == wanted[placed.name]).all())
-                        assert equal, placed
-                        if placed.name == "expert":
-                            placed.of(owned.weights).sub_(1.0)
+                    for box in owned.boxes:
+                        expert_ranks = groups["expert_dp"].ranks
+                        expected = {
+                            "expert": sum(1.0 + 10.0 * r for r in expert_ranks),
+                            "dense": 604.0,
+                        }
+                        gradient = box.of(owned.gradients)
+                        equal = bool((gradient == expected[box.name]).all())
+                        assert equal, box
+                        if box.name == "expert":
+                            box.of(owned.weights).sub_(1.0)
                 engine.start_param_sync()
 
 
 def test_expert_weights_are_sharded_over_expert_dp_ranks():
-    run_ranks(experts, 4)
+    run_ranks(train_experts, 4)
 
 
-def tied_stages(rank: int, world: int) -> int:
-    """Sum a tied weight's gradient over its two stages; return the elements counted here."""
+def reduce_tied_weight(rank: int, world: int) -> int:
+    """Sum a tied weight's gradient over its two stages; return the elements this rank counts."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, pp=2), rank=rank)
     store = WeightStore(groups)
     tied = WeightSharding.of("table", (5, 3), stages=(0, 1))
@@ -266,37 +269,37 @@ def tied_stages(rank: int, world: int) -> int:
     equal = bool((handle.main_grad == 12.0).all())
     assert equal
     (owned,) = engine.owned()
-    assert [placed.replica_ranks for placed in owned.boxes] == [(0, 1)]
+    assert [box.replica_ranks for box in owned.boxes] == [(0, 1)]
     return sum(stop - start for start, stop in owned.counted)
 
 
-def test_weight_shared_by_two_stages_is_summed_and_counted_once():
-    assert run_ranks(tied_stages, 2) == [15, 0]
+def test_weight_tied_across_stages_is_summed_and_counted_once():
+    assert run_ranks(reduce_tied_weight, 2) == [15, 0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_process_sends_nothing_and_equals_autograd(strategy: str):
+def test_single_process_sends_nothing_and_equals_autograd(strategy: str):
     groups = ProcessGroupCollection.single()
-    model, engine = built(groups, bucket_bytes=400, strategy=strategy)
+    model, engine = build_engine(groups, bucket_bytes=400, strategy=strategy)
     assert gatherer_of(engine) is None
     reference = Reference(1)
     with nan_memory(), trace(groups) as records:
-        steps_against(model, engine, reference, ((0, 1, 2), (3,)))
+        train_and_compare(model, engine, reference, ((0, 1, 2), (3,)))
     assert records == []
-    slots = {name: handle.main_grad for name, handle in model.store.handles.items()}
-    assert all(slot is not None for slot in slots.values())
+    main_grads = {name: handle.main_grad for name, handle in model.store.handles.items()}
+    assert all(main_grad is not None for main_grad in main_grads.values())
     assert_weights(engine, reference.weights)
     assert [owned.replicas for owned in engine.owned()] == [1] * len(engine.buckets)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-@pytest.mark.parametrize("wide", [False, True])
-def test_single_rank_accumulates_bf16_gradients_in_place(strategy: str, wide: bool):
-    model, engine = built(
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_single_rank_accumulates_bf16_gradients_in_place(strategy: str, fp32_accumulation: bool):
+    model, engine = build_engine(
         ProcessGroupCollection.single(),
         strategy=strategy,
         grad_dtype=torch.bfloat16,
-        fp32_accumulation=wide,
+        fp32_accumulation=fp32_accumulation,
     )
     reference = Reference(1)
     for indices in ((0,), (1, 2)):
@@ -309,15 +312,15 @@ def test_padding_of_gradients_and_weights_stays_zero():
     engine = DataParallel(model.store, model.store.groups)
     train(model, engine, (0,))
     (entry,) = engine.buckets
-    inside = torch.zeros(entry.bucket.numel, dtype=torch.bool)
+    is_weight = torch.zeros(entry.bucket.numel, dtype=torch.bool)
     for member in entry.bucket.blocks[0].layout.members:
-        inside[member.start : member.stop] = True
-    assert (~inside).any()
-    assert not entry.gradients[~inside].any()
-    assert not entry.bucket.data[~inside].any()
+        is_weight[member.start : member.stop] = True
+    assert (~is_weight).any()
+    assert not entry.gradients[~is_weight].any()
+    assert not entry.bucket.data[~is_weight].any()
 
 
-def test_what_cannot_be_built_says_why():
+def test_unknown_strategy_or_unmaterialized_store_is_refused():
     with pytest.raises(ValueError, match="strategy 'zero9': use one of no_shard, optim"):
         DataParallelConfig(strategy="zero9")
     groups = ProcessGroupCollection.single()
@@ -325,8 +328,8 @@ def test_what_cannot_be_built_says_why():
         DataParallel(WeightStore(groups), groups)
 
 
-#: Settings that cannot be, and what is said about each.
-REFUSED = (
+#: Invalid settings and their error messages.
+INVALID_SETTINGS = (
     ({"strategy": "optim", "outer": "optim"}, "outer sharding strategy 'optim' with 'optim'"),
     ({"outer": "all"}, "outer data-parallel sharding strategy 'all'"),
     ({"grad_dtype": torch.float16}, "grad_dtype is torch.float16: use torch.float32 or"),
@@ -345,8 +348,8 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_settings_that_do_not_go_together_are_refused(settings: dict, message: str):
+@pytest.mark.parametrize(("settings", "message"), INVALID_SETTINGS)
+def test_invalid_settings_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         DataParallelConfig(**settings)
 
@@ -356,8 +359,8 @@ def test_all_config_problems_are_reported_at_once():
         DataParallelConfig(strategy="optim", outer="x", grad_dtype=torch.float64, prefetch_bytes=-2)
 
 
-def mismatched(rank: int, world: int) -> None:
-    """Build an engine for another strategy than the weights are stored for."""
+def build_mismatched_engine(rank: int, world: int) -> None:
+    """Build an engine with a strategy that differs from the weight store's."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     model = SmallModel(groups, config=DataParallelConfig(strategy="optim_grads_params"))
     with pytest.raises(ValueError, match=r"stored for strategy optim_grads_params .* is to carry "):
@@ -365,13 +368,13 @@ def mismatched(rank: int, world: int) -> None:
 
 
 def test_engine_with_other_strategy_than_store_is_refused():
-    run_ranks(mismatched, 2)
+    run_ranks(build_mismatched_engine, 2)
 
 
 def test_gradients_accumulate_in_fp32_for_bf16_weights():
-    model, engine = built(ProcessGroupCollection.single(), dtype=torch.bfloat16)
+    model, engine = build_engine(ProcessGroupCollection.single(), dtype=torch.bfloat16)
     train(model, engine, (0, 1))
-    wanted = reference_gradients(model.store, [(0, 0), (0, 1)])
+    expected = reference_gradients(model.store, [(0, 0), (0, 1)])
     for name, handle in model.store.handles.items():
         assert handle.main_grad.dtype is torch.float32
-        assert_close_by_metric(name, handle.main_grad, wanted[name], bound=4e-2)
+        assert_close_by_metric(name, handle.main_grad, expected[name], bound=4e-2)

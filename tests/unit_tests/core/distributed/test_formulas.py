@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a strategy: published bytes per parameter and volumes, and the weights' own sums."""
+"""Cost formulas of the strategies: published bytes per parameter and traffic volumes."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from megatron.core.weight_sharding import (
     placement,
 )
 
-#: Adam: two fp32 moments, and a master where weights are not fp32.
+#: Adam: two fp32 moments, and an fp32 master copy unless the weights are fp32.
 FP32 = ElementBytes()
 BF16 = ElementBytes(weight=2, optimizer=12)
 BF16_GRADIENTS = ElementBytes(weight=2, gradient=2, optimizer=12)
-WIDE_SUM = ElementBytes(weight=2, gradient=2, optimizer=12, fp32_sum=True)
-#: Bytes per parameter on d lanes, as (whole, cut by d), for the strategies in order.
+FP32_SUM = ElementBytes(weight=2, gradient=2, optimizer=12, fp32_sum=True)
+#: Bytes per parameter on d ranks as (replicated, sharded over d), for the strategies in order.
 PUBLISHED = (
     (FP32, ((16, 0), (8, 8), (4, 12), (0, 16))),
     (BF16, ((18, 0), (6, 12), (2, 16), (0, 18))),
     (BF16_GRADIENTS, ((16, 0), (4, 12), (2, 16), (0, 18))),
-    (WIDE_SUM, ((16, 4), (4, 16), (2, 16), (0, 18))),
+    (FP32_SUM, ((16, 4), (4, 16), (2, 16), (0, 18))),
 )
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 8])
-def test_bytes_per_parameter_are_the_published_ones(lanes: int):
-    for of, rows in PUBLISHED:
-        for strategy, (whole, cut) in zip(STRATEGIES, rows, strict=True):
-            found = bytes_per_parameter(strategy, inner_size=lanes, outer_size=1, element_bytes=of)
-            assert found == whole + Fraction(cut, lanes), strategy
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_bytes_per_parameter_match_published_values(num_ranks: int):
+    for element_bytes, rows in PUBLISHED:
+        for strategy, (replicated, sharded) in zip(STRATEGIES, rows, strict=True):
+            num_bytes = bytes_per_parameter(
+                strategy, inner_size=num_ranks, outer_size=1, element_bytes=element_bytes
+            )
+            assert num_bytes == replicated + Fraction(sharded, num_ranks), strategy
 
 
 def test_hybrid_sharding_bytes_divide_by_inner_group_size():
@@ -55,23 +57,25 @@ def test_hybrid_sharding_bytes_divide_by_inner_group_size():
         2 + Fraction(16, 4),
         Fraction(18, 4),
     ]
-    both = bytes_per_parameter("optim_grads_params", "optim", **sizes)
-    assert both == Fraction(2 + 4, 4) + Fraction(12, 8)
+    inner_and_outer = bytes_per_parameter("optim_grads_params", "optim", **sizes)
+    assert inner_and_outer == Fraction(2 + 4, 4) + Fraction(12, 8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_of_buckets_are_the_sums_of_their_weights(strategy: str):
+def test_bucket_bytes_equal_the_sum_over_weights(strategy: str):
     grid = RankGrid(world_size=8, instances=2)
     weights = [WeightSharding.of("a", (64, 3)), WeightSharding.of("b", (128,))]
     buckets = [BucketSize(numel=numel, inner=4, outer=2) for numel in (192, 128)]
-    placed = placement(strategy)
-    kept = bytes_per_rank(buckets, placed, element_bytes=BF16).persistent
-    assert kept == sum(memory_bytes(w, grid, placed, weight_bytes=2) for w in weights)
+    parameter_placement = placement(strategy)
+    persistent = bytes_per_rank(buckets, parameter_placement, element_bytes=BF16).persistent
+    assert persistent == sum(
+        memory_bytes(w, grid, parameter_placement, weight_bytes=2) for w in weights
+    )
     frozen = [BucketSize(numel=192, inner=4, outer=2, trainable=False)]
-    only = bytes_per_rank(frozen, placed, element_bytes=BF16)
-    assert (only.gradients, only.optimizer) == (0, 0)
-    assert only.weights == memory_bytes(
-        weights[0], grid, placed, weight_bytes=2, gradient_bytes=0, optimizer_bytes=0
+    frozen_bytes = bytes_per_rank(frozen, parameter_placement, element_bytes=BF16)
+    assert (frozen_bytes.gradients, frozen_bytes.optimizer) == (0, 0)
+    assert frozen_bytes.weights == memory_bytes(
+        weights[0], grid, parameter_placement, weight_bytes=2, gradient_bytes=0, optimizer_bytes=0
     )
 
 
@@ -79,50 +83,54 @@ def test_gathered_bytes_are_two_units_plus_root_weights():
     sizes = ((100, True), (30, False), (40, False), (40, False), (10, True))
     buckets = [BucketSize(numel=numel, inner=2, root=root) for numel, root in sizes]
     sharded = placement("optim_grads_params")
-    for prefetch, ahead, gathered in ((False, 0, 150), (True, 0, 190), (True, 12, 202)):
-        found = bytes_per_rank(
-            buckets, sharded, element_bytes=FP32, prefetch=prefetch, prefetch_bytes=4 * ahead
+    for prefetch, prefetch_elements, gathered in ((False, 0, 150), (True, 0, 190), (True, 12, 202)):
+        rank_bytes = bytes_per_rank(
+            buckets,
+            sharded,
+            element_bytes=FP32,
+            prefetch=prefetch,
+            prefetch_bytes=4 * prefetch_elements,
         )
-        assert (found.gathered, found.reducing) == (4 * gathered, 4 * 190)
-    everything = bytes_per_rank(
+        assert (rank_bytes.gathered, rank_bytes.reducing) == (4 * gathered, 4 * 190)
+    unlimited = bytes_per_rank(
         buckets, sharded, element_bytes=FP32, prefetch=True, prefetch_bytes=10**6
     )
-    assert everything.gathered == 4 * 220
-    whole = bytes_per_rank(
+    assert unlimited.gathered == 4 * 220
+    unsharded = bytes_per_rank(
         buckets, placement("optim_grads"), element_bytes=BF16_GRADIENTS, overlap=False
     )
-    assert (whole.gathered, whole.reducing) == (0, 2 * 150)
+    assert (unsharded.gathered, unsharded.reducing) == (0, 2 * 150)
     assert bytes_per_rank(buckets, placement("optim"), element_bytes=FP32).reducing == 0
 
 
 def volume(traffic: list[Traffic], ranks: int) -> Fraction:
-    """Return the bytes that a rank sends with ring algorithms, of which an all-reduce has two."""
+    """Return the bytes a rank sends with ring algorithms; an all-reduce takes two rounds."""
     rounds = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
     return sum(Fraction(t.bytes * rounds[t.kind] * (ranks - 1), ranks) for t in traffic)
 
 
-def test_volumes_are_the_published_ones():
+def test_traffic_volumes_match_published_values():
     # Rajbhandari et al. 2020, section 7: 2, 2, 2 and 3 times the parameters.
     ranks, numel = 4, 64
     buckets = [BucketSize(numel=numel // 2, inner=ranks)] * 2
-    for strategy, times in zip(STRATEGIES, (2, 2, 2, 3), strict=True):
+    for strategy, factor in zip(STRATEGIES, (2, 2, 2, 3), strict=True):
         gathers = (2, 2) if strategy == "optim_grads_params" else None
-        found = collectives_per_step(
+        traffic = collectives_per_step(
             buckets, placement(strategy), element_bytes=FP32, microbatches=1, gathers=gathers
         )
-        assert volume(found, ranks) == Fraction(times * 4 * numel * (ranks - 1), ranks), strategy
+        assert volume(traffic, ranks) == Fraction(factor * 4 * numel * (ranks - 1), ranks), strategy
 
 
-def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
+def test_sharded_gradients_are_reduced_every_microbatch():
     buckets = [BucketSize(numel=8, inner=2), BucketSize(numel=4, inner=2, trainable=False)]
 
-    def traffic(strategy: str, **more: object) -> list[Traffic]:
+    def traffic(strategy: str, **options: object) -> list[Traffic]:
         return collectives_per_step(
             buckets,
             placement(strategy),
-            element_bytes=more.pop("element_bytes", BF16_GRADIENTS),
+            element_bytes=options.pop("element_bytes", BF16_GRADIENTS),
             microbatches=3,
-            **more,
+            **options,
         )
 
     assert traffic("no_shard") == [Traffic("all_reduce", "dense_dp", 1, 16)]
@@ -134,7 +142,7 @@ def test_gradients_that_are_cut_are_reduced_in_every_microbatch():
         Traffic("all_gather", "dense_dp", 1, 16),
         Traffic("reduce_scatter", "dense_dp", 3, 48),
     ]
-    assert traffic("optim_grads_params", gathers=(5, 6), element_bytes=WIDE_SUM) == [
+    assert traffic("optim_grads_params", gathers=(5, 6), element_bytes=FP32_SUM) == [
         Traffic("all_gather", "shard_gather", 11, 5 * 16 + 6 * 8),
         Traffic("all_to_all", "dense_dp", 3, 48),
     ]
@@ -144,9 +152,9 @@ def test_hybrid_sharding_reduces_over_outer_ranks_once():
     buckets = [BucketSize(numel=8, inner=2, outer=2)]
 
     def traffic(strategy: str, outer: str = "no_shard") -> list[Traffic]:
-        placed = placement(strategy, outer)
+        parameter_placement = placement(strategy, outer)
         return collectives_per_step(
-            buckets, placed, element_bytes=FP32, microbatches=2, gathers=(2,)
+            buckets, parameter_placement, element_bytes=FP32, microbatches=2, gathers=(2,)
         )
 
     assert traffic("optim_grads") == [
@@ -162,20 +170,20 @@ def test_hybrid_sharding_reduces_over_outer_ranks_once():
     ]
 
 
-def test_weights_over_gtp_travel_in_their_groups_and_formats():
-    """Two ranks hold each weight over gtp, three replicas its shards; bf16, four microbatches."""
+def test_gtp_traffic_uses_gtp_groups_and_encoded_bytes():
+    """Two gtp ranks shard each weight, with three replicas; bf16, four microbatches."""
     dense = BucketSize(numel=6, inner=6)
     encoded = BlockSize(numel=64, encoded=(40, 48), amax=True)
     frozen = BlockSize(numel=32, encoded=(20,), amax=True, trainable=False)
-    over_gtp = BucketSize(numel=96, inner=2, outer=3, gtp=True, blocks=(encoded, frozen))
+    gtp_matrices = BucketSize(numel=96, inner=2, outer=3, gtp=True, blocks=(encoded, frozen))
     expert = BucketSize(numel=16, inner=2, outer=3, gtp=True, expert=True)
     idle = BucketSize(numel=8, inner=2, outer=3, gtp=True, expert=True, trainable=False)
 
-    def traffic(strategy: str, **of: object) -> dict[tuple[str, str], tuple[int, int]]:
+    def traffic(strategy: str, **options: object) -> dict[tuple[str, str], tuple[int, int]]:
         traffic = collectives_per_step(
-            [dense, over_gtp, expert, idle],
+            [dense, gtp_matrices, expert, idle],
             placement(strategy),
-            element_bytes=ElementBytes(weight=2, gradient=2, optimizer=12, **of),
+            element_bytes=ElementBytes(weight=2, gradient=2, optimizer=12, **options),
             microbatches=4,
         )
         return {(x.kind, x.group): (x.count, x.bytes) for x in traffic}
@@ -183,7 +191,7 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     gathered = {
         ("all_gather", "gtp_gather"): (2, 40 + 48),
         ("all_gather", "egtp_gather"): (1, 2 * 16),
-        ("all_reduce", "gtp_gather"): (1, 4),  # the magnitude of the weight that is trained
+        ("all_reduce", "gtp_gather"): (1, 4),  # the trained weight's amax
     }
     updated = {
         ("all_gather", "dp_cp"): (1, 2 * 96 // 2),
@@ -197,27 +205,34 @@ def test_weights_over_gtp_travel_in_their_groups_and_formats():
     shards = {"dp_cp": 4 * 96 // 2, "edp": 4 * 16 // 2}  # fp32
     summed = {("all_reduce", group): (1, size) for group, size in shards.items()}
     scattered = {("reduce_scatter", group): (1, size) for group, size in shards.items()}
-    whole = {("all_reduce", "dense_dp"): (1, 2 * 6)}
-    assert traffic("no_shard") == gathered | reduced | summed | whole
-    of_lanes = {("reduce_scatter", "dense_dp"): (1, 2 * 6)}
-    assert traffic("optim") == gathered | updated | reduced | scattered | of_lanes
-    each = {key: (4, 4 * size) for key, (_, size) in (scattered | of_lanes).items()}
-    assert traffic("optim_grads") == gathered | updated | reduced | each
-    once = {key: (1, size // 4) for key, (_, size) in reduced.items()}
-    assert traffic("optim", gtp_once=True) == gathered | updated | once | scattered | of_lanes
+    dense_sum = {("all_reduce", "dense_dp"): (1, 2 * 6)}
+    assert traffic("no_shard") == gathered | reduced | summed | dense_sum
+    dense_scatter = {("reduce_scatter", "dense_dp"): (1, 2 * 6)}
+    assert traffic("optim") == gathered | updated | reduced | scattered | dense_scatter
+    every_microbatch = {
+        key: (4, 4 * size) for key, (_, size) in (scattered | dense_scatter).items()
+    }
+    assert traffic("optim_grads") == gathered | updated | reduced | every_microbatch
+    reduced_once = {key: (1, size // 4) for key, (_, size) in reduced.items()}
+    assert (
+        traffic("optim", gtp_once=True)
+        == gathered | updated | reduced_once | scattered | dense_scatter
+    )
 
 
 def test_single_rank_sends_nothing():
     buckets = [BucketSize(numel=8, inner=1)]
     for strategy in STRATEGIES:
-        placed = placement(strategy)
+        parameter_placement = placement(strategy)
         assert not collectives_per_step(
-            buckets, placed, element_bytes=FP32, microbatches=2, gathers=(2,)
+            buckets, parameter_placement, element_bytes=FP32, microbatches=2, gathers=(2,)
         )
-        assert buckets[0].placement(placed) == Placement(), "whole, whatever the strategy"
+        assert buckets[0].placement(parameter_placement) == Placement(), (
+            "unsharded under every strategy"
+        )
 
 
-def test_gathers_are_of_every_plane():
+def test_gathers_of_wrong_length_are_refused():
     buckets = [BucketSize(numel=8, inner=2)] * 2
     for gathers in ((1,), (1, 1, 1)):
         with pytest.raises(ValueError, match="argument 2"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes under generalized tensor parallelism beside Megatron-LM's formulas: what stays between
-steps, and the most of gathered weights at the widths of Llama 3 8B and 70B on the meta device."""
+"""Memory under generalized tensor parallelism against Megatron-LM's formulas: bytes kept between
+steps, and peak bytes of gathered weights for Llama 3 8B and 70B widths on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 META, BF16 = torch.device("meta"), torch.bfloat16
 BYTES = ElementBytes(weight=2, gradient=4, optimizer=12)
 TOLERANCE = 0.03
-#: Layers, hidden size, of the MLP, heads of queries and of keys; 128256 tokens.
+#: Number of layers, hidden size, MLP hidden size, query heads, key-value heads.
 LLAMA = {"8B": (32, 4096, 14336, 32, 8), "70B": (80, 8192, 28672, 64, 8)}
 VOCABULARY = 128256
 
@@ -39,7 +39,7 @@ def groups_of(grid: RankGrid) -> ProcessGroupCollection:
 
 
 def llama(name: str, groups: ProcessGroupCollection, *, layers: int, **settings: object):
-    """Return a model of the width of a Llama in bf16 without memory, and its engine."""
+    """Return a bf16 model of a Llama's width on the meta device, and its engine."""
     _, hidden, ffn, heads, kv_heads = LLAMA[name]
     config = DataParallelConfig(**settings)  # type: ignore[arg-type]
     model = GPTModel(
@@ -60,15 +60,16 @@ def llama(name: str, groups: ProcessGroupCollection, *, layers: int, **settings:
     return model, DataParallel(model.store, groups, config=config)
 
 
-def published(store: WeightStore, grid: RankGrid, strategy: str) -> dict[str, float]:
-    """Return Megatron-LM's formula of the bytes that a rank keeps, with P_d elements of dense
-    matrices, P_r of what is replicated and P_x of experts:
+def published_bytes(store: WeightStore, grid: RankGrid, strategy: str) -> dict[str, float]:
+    """Return Megatron-LM's formula of the bytes that a rank keeps, for P_d elements of dense
+    matrices, P_r elements of replicated weights and P_x elements of experts:
 
         weights    2 · (P_d / (t·g) + P_r + P_x / (etp·ep·k))
-        gradients  4 · the same, sharded over replicas as well with "optim_grads"
+        gradients  4 · the same sum, also sharded over replicas with "optim_grads"
         optimizer  12 · (P_d / (t·g·r) + P_r / (g·r) + P_x / (etp·ep·k·r_x))
 
-    for r and r_x replicas. There P_r / r is kept; here what is replicated is shared by gtp ranks.
+    with r and r_x replicas. Megatron-LM keeps P_r / r in the optimizer; this engine also shards
+    replicated weights over gtp ranks.
     """
     count: Counter[str] = Counter()
     for handle in store.handles.values():
@@ -88,7 +89,7 @@ def published(store: WeightStore, grid: RankGrid, strategy: str) -> dict[str, fl
 
 
 def bytes_by_role(model: GPTModel, engine: DataParallel) -> dict[str, int]:
-    """Return the bytes of the tensors that a rank keeps, by role."""
+    """Return the bytes that a rank keeps, by role."""
     states = [state for o in engine.owned() for state in range_states(o, OptimizerConfig())]
     buffers = {
         storage.untyped_storage()._cdata: storage.untyped_storage().nbytes()
@@ -117,29 +118,29 @@ def bytes_by_role(model: GPTModel, engine: DataParallel) -> dict[str, int]:
     ],
     ids=["gtp8", "tp2 gtp8 cp2 dp2", "tp4 gtp3 dp4"],
 )
-def test_memory_matches_the_formulas(degrees: dict[str, int], strategy: str):
+def test_bytes_by_role_match_the_formulas(degrees: dict[str, int], strategy: str):
     grid = RankGrid(**degrees)
     model, engine = llama("8B", groups_of(grid), layers=4, strategy=strategy)
-    found, wanted = bytes_by_role(model, engine), published(model.store, grid, strategy)
+    actual, expected = bytes_by_role(model, engine), published_bytes(model.store, grid, strategy)
     sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
-    ours = bytes_per_rank(sizes, engine.placement, element_bytes=BYTES)
-    for role, size in wanted.items():
-        assert abs(found[role] / size - 1) <= TOLERANCE, (role, found, wanted)
-        assert found[role] == getattr(ours, role), role
+    formula = bytes_per_rank(sizes, engine.placement, element_bytes=BYTES)
+    for role, size in expected.items():
+        assert abs(actual[role] / size - 1) <= TOLERANCE, (role, actual, expected)
+        assert actual[role] == getattr(formula, role), role
 
 
 #: Layers of the model whose live bytes are counted.
 LAYERS = 8
-#: Bytes of a table of 4096 integers that stays, whatever the size of the model.
+#: Bytes of a table of 4096 integers that exists for any size of model.
 PERMANENT = 8 * 4096
 
 
-def live(rank: int, world: int, strategy: str) -> dict[str, float]:
-    """Train with experts over another number of ranks than dense weights; count what lives."""
+def measure_live_bytes(rank: int, world: int, strategy: str) -> dict[str, float]:
+    """Train with different gtp degrees of experts and dense weights; return the live bytes."""
     before = live_storages()
     grid = RankGrid(world_size=world, gtp=2, ep=2, egtp=2)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    # Nothing is gathered ahead of the next step.
+    # No gather starts before the next step.
     config = DataParallelConfig(strategy=strategy, fsdp_all_gather_in_start_param_sync=False)
     model = GPTModel(
         GPTConfig(
@@ -170,41 +171,45 @@ def live(rank: int, world: int, strategy: str) -> dict[str, float]:
         pool.trim()
     del loss
     gc.collect()
-    found = live_bytes(
+    live_bytes_by_role = live_bytes(
         {
             "weights": [bucket.data for bucket in model.store.buckets],
             "gradients": [
                 *(entry.gradients for entry in engine.buckets),
                 *(h.main_grad for h in model.store.handles.values() if h.main_grad is not None),
             ],
-            "optimizer": [t for one in optimizer.ranges for t in one.named_tensors().values()],
+            "optimizer": [t for state in optimizer.ranges for t in state.named_tensors().values()],
         },
         before=before,
     )
-    wanted = published(model.store, grid, strategy)
-    return {**found, "formula": sum(wanted.values()), **{f"{r}'s": n for r, n in wanted.items()}}
+    expected = published_bytes(model.store, grid, strategy)
+    return {
+        **live_bytes_by_role,
+        "formula": sum(expected.values()),
+        **{f"{r}'s": n for r, n in expected.items()},
+    }
 
 
-def test_live_bytes_are_those_of_the_formulas():
-    for found in run_ranks(live, 4, "optim"):
-        total = sum(found[role] for role in ("weights", "gradients", "optimizer"))
-        assert abs(total / found["formula"] - 1) <= TOLERANCE, found
-        assert found[UNOWNED] <= 0.01 * found["formula"] + PERMANENT, found
+def test_live_bytes_match_the_formulas():
+    for rank_bytes in run_ranks(measure_live_bytes, 4, "optim"):
+        total = sum(rank_bytes[role] for role in ("weights", "gradients", "optimizer"))
+        assert abs(total / rank_bytes["formula"] - 1) <= TOLERANCE, rank_bytes
+        assert rank_bytes[UNOWNED] <= 0.01 * rank_bytes["formula"] + PERMANENT, rank_bytes
 
 
 @pytest.mark.parametrize(("name", "tp"), [("8B", 1), ("70B", 1), ("70B", 4)])
 def test_gathered_weights_use_under_half_of_per_shape_buffers(name: str, tp: int):
-    """Megatron-LM keeps a buffer of every shape, two where neighbours share one: embedding and head
-    are neighbours, on the chain that they are alone on (its pull request #6207)."""
+    """Megatron-LM keeps one buffer per shape, and two where adjacent weights have equal shapes, as
+    embedding and head do on their own chain (its pull request #6207)."""
     groups = groups_of(RankGrid(world_size=8 * tp, tp=tp, gtp=8))
     model, engine = llama(name, groups, layers=3)
     gatherer = engine.gatherers[0]
     ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
     for _ in range(2):
         engine.begin_step(2)
-        for last in (False, True):
+        for is_last in (False, True):
             loss, _ = model.loss(ids, ids, torch.zeros(1, 4, device=META))
-            engine.backward(loss, last=last)
+            engine.backward(loss, last=is_last)
         engine.finish()
     shapes = {
         handle.shape: 2 * math.prod(handle.shape)
@@ -216,19 +221,19 @@ def test_gathered_weights_use_under_half_of_per_shape_buffers(name: str, tp: int
     upstream = sum(shapes.values()) + vocabulary
     assert gatherer.counts.mismatches == 0
     assert gatherer.pool.peak_bytes == gatherer.current_plan.peak_bytes <= 0.5 * upstream
-    # A model of all layers has the same peak: neighbours are the same.
+    # A model with all layers has the same peak, because adjacent blocks are the same.
     embedding, *layer, head = (
         2 * math.prod(h.shape) for h in model.store.handles.values() if h.sharding.gtp
     )
     sizes = [embedding, *layer[: len(layer) // 3] * LLAMA[name][0], head]
     order = tuple(range(len(sizes)))
-    whole = compile_plan(
+    full_plan = compile_plan(
         {"forward": order, "backward": order[::-1]},
         ("forward", "backward") * 2,
         sizes=sizes,
         budget=gatherer.budget,
         prefetch_bytes=0,
     )
-    assert whole.peak_bytes <= gatherer.pool.peak_bytes
-    uses = 4 * len(sizes) - 3  # the turns need a weight twice in a row
-    assert whole.gathers >= 0.95 * uses
+    assert full_plan.peak_bytes <= gatherer.pool.peak_bytes
+    uses = 4 * len(sizes) - 3  # each of three turns between passes merges two uses of a weight
+    assert full_plan.gathers >= 0.95 * uses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per parameter of every strategy, counted over the live storages of a rank of 24 layers."""
+"""Bytes per parameter of every strategy, counted over live storages of a 24-layer model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ELEMENTS = {
 
 
 def gpt(groups: ProcessGroupCollection, config: DataParallelConfig, dtype: torch.dtype) -> GPTModel:
-    """Return a model of 24 units beside the vocabularies."""
+    """Return a model of 24 units plus embedding and head."""
     return GPTModel(
         GPTConfig(
             num_layers=LAYERS,
@@ -49,10 +49,10 @@ def gpt(groups: ProcessGroupCollection, config: DataParallelConfig, dtype: torch
     )
 
 
-def measured(
+def measure(
     groups: ProcessGroupCollection, config: DataParallelConfig, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Train two steps, the second by planned gathers; return bytes per parameter by owner."""
+    """Train two steps, the second with planned gathers; return bytes per parameter by owner."""
     before = live_storages()
     model = gpt(groups, config, dtype)
     engine = DataParallel(model.store, groups, config=config)
@@ -83,12 +83,14 @@ def measured(
         assert (gathered > 0) == (config.strategy == "optim_grads_params")
     engine.pool.trim()
     del loss
-    state = [t for one in optimizer.ranges for t in one.named_tensors().values()]
-    found = live_bytes(
+    optimizer_state = [
+        t for range_state in optimizer.ranges for t in range_state.named_tensors().values()
+    ]
+    bytes_by_owner = live_bytes(
         {
             "weights": [bucket.data for bucket in model.store.buckets],
             "gradients": [owned.gradients for owned in engine.owned()],
-            "optimizer": state,
+            "optimizer": optimizer_state,
         },
         before=before,
     )
@@ -102,57 +104,60 @@ def measured(
     )
     assert len(model.store.buckets) >= LAYERS or not engine.placement.weight
     return {
-        **{owner: size / parameters for owner, size in found.items()},
-        "counted": sum(found.values()) / parameters,
+        **{owner: size / parameters for owner, size in bytes_by_owner.items()},
+        "counted": sum(bytes_by_owner.values()) / parameters,
         "formula": float(Fraction(formula)),
     }
 
 
-def all_strategies(rank: int, world: int) -> dict[str, dict[str, float]]:
+def measure_all_strategies(rank: int, world: int) -> dict[str, dict[str, float]]:
     """Measure every strategy in both precisions."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    found = {}
+    measurements = {}
     for strategy in STRATEGIES:
         for dtype in ELEMENTS:
             config = DataParallelConfig(strategy=strategy)
-            found[f"{strategy} {dtype}"] = measured(groups, config, dtype)
+            measurements[f"{strategy} {dtype}"] = measure(groups, config, dtype)
             gc.collect()
-    return found
+    return measurements
 
 
-def hybrid(rank: int, world: int) -> dict[str, dict[str, float]]:
+def measure_hybrid(rank: int, world: int) -> dict[str, dict[str, float]]:
     """Measure both kinds of hybrid sharding."""
     grid = RankGrid(world_size=world, instances=2)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    found = {}
+    measurements = {}
     for outer in ("no_shard", "optim"):
         config = DataParallelConfig(strategy="optim_grads_params", outer=outer)
-        found[outer] = measured(groups, config, torch.float32)
-    return found
+        measurements[outer] = measure(groups, config, torch.float32)
+    return measurements
 
 
-def assert_by_formula(ranks: list[dict[str, dict[str, float]]]) -> None:
-    """Hold what was counted to the formula, and to the owners alone."""
-    for found in ranks:
-        for case, bytes_each in found.items():
-            error = bytes_each["counted"] / bytes_each["formula"] - 1
-            assert abs(error) <= TOLERANCE, (case, bytes_each)
-            assert bytes_each[UNOWNED] <= 0.01 * bytes_each["formula"], (case, bytes_each)
+def assert_formula_holds(ranks: list[dict[str, dict[str, float]]]) -> None:
+    """Compare the counted bytes with the formula; nearly all must have an owner."""
+    for measurements in ranks:
+        for case, bytes_by_owner in measurements.items():
+            error = bytes_by_owner["counted"] / bytes_by_owner["formula"] - 1
+            assert abs(error) <= TOLERANCE, (case, bytes_by_owner)
+            assert bytes_by_owner[UNOWNED] <= 0.01 * bytes_by_owner["formula"], (
+                case,
+                bytes_by_owner,
+            )
 
 
-def test_bytes_per_parameter_are_those_of_the_formula():
-    assert_by_formula(run_ranks(all_strategies, 2))
+def test_bytes_per_parameter_match_the_formula():
+    assert_formula_holds(run_ranks(measure_all_strategies, 2))
 
 
-def test_bytes_per_parameter_under_hybrid_sharding():
-    assert_by_formula(run_ranks(hybrid, 4))
+def test_hybrid_bytes_per_parameter_match_the_formula():
+    assert_formula_holds(run_ranks(measure_hybrid, 4))
 
 
-def test_live_storages_count_views_once_and_see_what_nobody_owns():
+def test_live_bytes_count_views_once_and_report_unowned():
     before = live_storages()
-    own, stray = torch.zeros(1000), torch.zeros(10)
-    view = own[5:].view(-1, 5)
-    found = live_bytes({"own": [view]}, before=before)
-    assert found == {"own": 4000, UNOWNED: stray.nbytes}
+    owned, stray = torch.zeros(1000), torch.zeros(10)
+    view = owned[5:].view(-1, 5)
+    bytes_by_owner = live_bytes({"own": [view]}, before=before)
+    assert bytes_by_owner == {"own": 4000, UNOWNED: stray.nbytes}
     del view, stray
-    assert live_bytes({"own": [own]}, before=before) == {"own": 4000, UNOWNED: 0}
+    assert live_bytes({"own": [owned]}, before=before) == {"own": 4000, UNOWNED: 0}

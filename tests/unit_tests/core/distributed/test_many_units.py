@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of 24 layers: what is gathered at a time, and what starts before backward ends."""
+"""A model of 24 layers: bytes gathered at a time, and reductions started during backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 LAYERS = 24
 
 
-def built(groups: ProcessGroupCollection, **config: object) -> tuple[GPTModel, DataParallel]:
+def build_engine(groups: ProcessGroupCollection, **config: object) -> tuple[GPTModel, DataParallel]:
     """Return a model whose layers are units between embedding and head."""
     settings = DataParallelConfig(**config)  # type: ignore[arg-type]
     model = GPTModel(
@@ -39,136 +39,138 @@ def built(groups: ProcessGroupCollection, **config: object) -> tuple[GPTModel, D
 
 
 def step(model: GPTModel, engine: DataParallel, *, microbatches: int = 1, number: int = 0) -> None:
-    """Run a step without an update."""
-    lane = engine.groups["dense_dp"].rank
+    """Run a training step without an update."""
+    dp_rank = engine.groups["dense_dp"].rank
     engine.begin_step(microbatches)
     for index in range(microbatches):
-        data = microbatch(
-            seed=3, dp_rank=lane, index=index + 9 * number, batch=1, sequence=5, vocabulary=20
+        batch = microbatch(
+            seed=3, dp_rank=dp_rank, index=index + 9 * number, batch=1, sequence=5, vocabulary=20
         )
-        loss, _ = model.loss(data.tokens, data.labels, data.loss_mask / 5)
+        loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / 5)
         engine.backward(loss, last=index == microbatches - 1)
     engine.finish()
 
 
-class Watch:
-    """Stand before a gatherer's `unshard` and note the bytes held behind every one."""
+class LiveBytesRecorder:
+    """Wrap a gatherer's `unshard` and record the pool's live bytes after each call."""
 
     def __init__(self, gatherer: Gatherer) -> None:
-        self.held: list[int] = []
+        self.live_bytes_by_use: list[int] = []
         self.gatherer = gatherer
         self.unshard = gatherer.unshard
         gatherer.unshard = self._unshard  # type: ignore[method-assign]
 
     def _unshard(self, bucket) -> None:
         self.unshard(bucket)
-        self.held.append(self.gatherer.pool.live_bytes)
+        self.live_bytes_by_use.append(self.gatherer.pool.live_bytes)
 
 
-def replayed(gatherer: Gatherer) -> list[int]:
-    """Return the bytes that the plan holds behind every need."""
+def planned_bytes(gatherer: Gatherer) -> list[int]:
+    """Return the gathered bytes after each use of the plan."""
     plan, sizes = gatherer.current_plan, gatherer.sizes
     assert plan is not None
-    held = set(plan.prologue)
-    found = []
+    gathered_blocks = set(plan.prologue)
+    gathered_bytes = []
     for use in plan.uses:
-        held = (held - set(use.reshard)) | set(use.all_gather)
-        found.append(sum(sizes[index] for index in held))
-    return found
+        gathered_blocks = (gathered_blocks - set(use.reshard)) | set(use.all_gather)
+        gathered_bytes.append(sum(sizes[index] for index in gathered_blocks))
+    return gathered_bytes
 
 
-def changes(found: list[int]) -> list[int]:
-    """Drop what is equal to the number before it."""
-    return [number for number, _ in itertools.groupby(found)]
+def drop_repeats(values: list[int]) -> list[int]:
+    """Drop repeated successive values."""
+    return [number for number, _ in itertools.groupby(values)]
 
 
-def gathered(rank: int, world: int) -> None:
-    """Gathered bytes at every need are the plan's, and the plan's two units and what is around."""
+def compare_gathered_bytes(rank: int, world: int) -> None:
+    """Compare the gathered bytes at every use with the plan, and the budget with the formula."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     layer_by_layer = Recompute(granularity="full", method="uniform", num_layers=1)
-    for recompute, granularity, prefetch, ahead in (
+    for recompute, granularity, prefetch, prefetch_bytes in (
         (Recompute(), "unit", False, 0),
         (layer_by_layer, "unit", True, 0),
         (Recompute(), "unit", True, 40_000),
         (Recompute(), "weight", True, 0),
     ):
-        model, engine = built(
+        model, engine = build_engine(
             groups,
             strategy="optim_grads_params",
             granularity=granularity,
             overlap_param_gather=prefetch,
-            prefetch_bytes=ahead,
+            prefetch_bytes=prefetch_bytes,
         )
         model.decoder.set_recompute(recompute)
         gatherer = gatherer_of(engine)
         step(model, engine, microbatches=2)
         assert gatherer.counts.peak_bytes <= gatherer.budget
-        watch = Watch(gatherer)
+        watch = LiveBytesRecorder(gatherer)
         for number, microbatches in enumerate((2, 1)):
-            before, ahead_before = gatherer.counts.gathers, gatherer.counts.prefetched
+            before, prefetched_before = gatherer.counts.gathers, gatherer.counts.prefetched
             gatherer.pool.reset_peak()
-            watch.held.clear()
+            watch.live_bytes_by_use.clear()
             step(model, engine, microbatches=microbatches, number=number)
             plan = gatherer.current_plan
             assert check_plan(plan, sizes=gatherer.sizes, budget=gatherer.budget) == []
-            assert changes(watch.held) == changes(replayed(gatherer))
+            assert drop_repeats(watch.live_bytes_by_use) == drop_repeats(planned_bytes(gatherer))
             assert gatherer.pool.peak_bytes == plan.peak_bytes <= gatherer.budget
             assert gatherer.counts.gathers - before == plan.gathers
             assert gatherer.counts.mismatches == 0
-            early = gatherer.counts.prefetched - ahead_before
-            assert early == 0 if not prefetch else early > plan.gathers // 2
+            num_prefetched = gatherer.counts.prefetched - prefetched_before
+            assert num_prefetched == 0 if not prefetch else num_prefetched > plan.gathers // 2
         sizes = [BucketSize.of(bucket) for bucket in model.store.buckets]
         assert sum(not size.root for size in sizes) >= LAYERS
-        of = bytes_per_rank(
+        formula = bytes_per_rank(
             sizes,
             engine.placement,
             element_bytes=ElementBytes(),
             prefetch=prefetch,
-            prefetch_bytes=ahead,
+            prefetch_bytes=prefetch_bytes,
         )
-        assert gatherer.budget == of.gathered
+        assert gatherer.budget == formula.gathered
 
 
-def test_what_is_gathered_at_every_need_is_what_the_plan_says():
-    run_ranks(gathered, 2)
+def test_gathered_bytes_at_each_use_match_the_plan():
+    run_ranks(compare_gathered_bytes, 2)
 
 
-def launched(rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """Count the reductions that have started when the last op of backward begins."""
+def count_early_reductions(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Count the reductions started before the last op of backward."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    found = {}
+    counts = {}
     for strategy in STRATEGIES:
-        model, engine = built(groups, strategy=strategy)
+        model, engine = build_engine(groups, strategy=strategy)
         handle = model.store.handles["embedding.weight"]
-        seen: list[int] = []
+        started: list[int] = []
         with trace(groups) as records:
             original: Callable = handle.accumulate_embedding_grad
 
-            def last(*arguments, records=records, seen=seen, original=original) -> None:
-                seen.append(sum(r.kind in ("all_reduce", "reduce_scatter") for r in records))
+            def count_and_accumulate(
+                *arguments, records=records, started=started, original=original
+            ) -> None:
+                started.append(sum(r.kind in ("all_reduce", "reduce_scatter") for r in records))
                 original(*arguments)
 
-            handle.accumulate_embedding_grad = last  # type: ignore[method-assign]
+            handle.accumulate_embedding_grad = count_and_accumulate  # type: ignore[method-assign]
             step(model, engine)
-        assert len(seen) == 1
+        assert len(started) == 1
         assert engine.launched_in_backward == len(engine.buckets)
-        found[strategy] = seen[0], len(engine.buckets)
-    return found
+        counts[strategy] = started[0], len(engine.buckets)
+    return counts
 
 
 def test_all_reductions_but_one_start_before_backward_ends():
-    for found in run_ranks(launched, 2):
-        assert found.keys() == set(STRATEGIES)
-        for strategy, (before, buckets) in found.items():
+    for counts in run_ranks(count_early_reductions, 2):
+        assert counts.keys() == set(STRATEGIES)
+        for strategy, (before, buckets) in counts.items():
             assert buckets >= 8, strategy
-            assert before == buckets - 1, "all but the embedding's"
+            assert before == buckets - 1, "all buckets but the embedding's"
 
 
-def waiting(rank: int, world: int) -> None:
-    """Without overlap whole gradients wait for `finish`."""
+def reduce_without_overlap(rank: int, world: int) -> None:
+    """Check that without overlap all full gradients are reduced in `finish`."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for strategy in ("no_shard", "optim"):
-        model, engine = built(groups, strategy=strategy, overlap_grad_reduce=False)
+        model, engine = build_engine(groups, strategy=strategy, overlap_grad_reduce=False)
         with trace(groups) as records:
             step(model, engine)
         assert engine.launched_in_backward == 0
@@ -176,5 +178,5 @@ def waiting(rank: int, world: int) -> None:
         assert len(reduced) == len(engine.buckets)
 
 
-def test_without_overlap_none_starts_in_backward():
-    run_ranks(waiting, 2)
+def test_without_overlap_no_reduction_starts_in_backward():
+    run_ranks(reduce_without_overlap, 2)

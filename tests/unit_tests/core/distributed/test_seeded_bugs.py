@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes in the use of buffers under way are seen, every time, with late collectives and poison.
+"""Wrong uses of in-flight buffers are always detected with late collectives and poisoned memory.
 
-On real communicators most of them pass most runs: a gather is done before anyone reads, a buffer is
-free again before anyone writes. Each fault is planted into fresh ranks, and must be noticed.
+On real communicators such bugs pass most runs: a gather finishes before the first read, a buffer
+is free before the next write. Each bug is planted into fresh ranks and must be detected.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_weights,
-    built,
-    steps_against,
+    build_engine,
+    train_and_compare,
 )
 from tests.unit_tests.core.distributed.small_model import tokens
 
@@ -30,23 +30,23 @@ GATHERER = "megatron.core.weight_gather.gatherer"
 ENGINE = GRADIENTS = "megatron.core.distributed.data_parallel"
 ZERO3 = {"strategy": "optim_grads_params", "overlap_param_gather": True}
 ZERO2 = {"strategy": "optim_grads", "overlap_param_gather": True}
-ONE_BUCKET = {"strategy": "optim_grads", "bucket_bytes": 10**9}
+SINGLE_BUCKET = {"strategy": "optim_grads", "bucket_bytes": 10**9}
 HYBRID = {**ZERO3, "outer": "optim"}
 
 
-class Watched(Late):
-    """Late, and counts what was waited for."""
+class CountingLate(Late):
+    """A `Late` link that counts waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waited = 0
 
     def __call__(self, transfer):
-        return _WatchedTransfer(self, super().__call__(transfer))
+        return _CountingTransfer(self, super().__call__(transfer))
 
 
-class _WatchedTransfer:
-    def __init__(self, link: Watched, late) -> None:
+class _CountingTransfer:
+    def __init__(self, link: CountingLate, late) -> None:
         self.link, self.late = link, late
 
     def wait(self) -> None:
@@ -54,35 +54,35 @@ class _WatchedTransfer:
         self.late.wait()
 
 
-def ordeal(
+def train_with_fault(
     rank: int, world: int, config: dict[str, object], faults: Sequence[Mutation] = ()
 ) -> int:
-    """Train, evaluate and fail in turn, all collectives late; return how many there were."""
+    """Train, evaluate and abort steps, with late collectives; return the number of collectives."""
     for fault in faults:
         apply(fault)
     grid = RankGrid(world_size=world, instances=world // 2)
     groups = ProcessGroupCollection.create(grid, rank=rank)
-    with simulated(groups, Watched()) as link:
-        model, engine = built(groups, **config)
+    with simulated(groups, CountingLate()) as link:
+        model, engine = build_engine(groups, **config)
         reference = Reference(world)
-        steps_against(model, engine, reference, ((0,), (1, 2), (3, 4, 5)))
+        train_and_compare(model, engine, reference, ((0,), (1, 2), (3, 4, 5)))
         with engine.evaluation(), torch.no_grad():
             assert model.loss(*tokens(rank, 6)).isfinite()
-        steps_against(model, engine, reference, ((7, 8), (9, 10)))
-        for last in (False, True):
+        train_and_compare(model, engine, reference, ((7, 8), (9, 10)))
+        for is_last in (False, True):
             engine.begin_step(2)
-            engine.backward(model.loss(*tokens(rank, 11)), last=last)
-            if not last:
-                model.store.handles["scale"].use().sum().backward()  # as far as backward came
+            engine.backward(model.loss(*tokens(rank, 11)), last=is_last)
+            if not is_last:
+                model.store.handles["scale"].use().sum().backward()  # an incomplete backward
             engine.abort()
             _assert_settled(engine)
-        steps_against(model, engine, reference, ((12, 13), (14,)))
+        train_and_compare(model, engine, reference, ((12, 13), (14,)))
         engine.start_param_sync(force_sync=True)
         assert link.waited == link.count, "a collective was never waited for"
         assert_weights(engine, reference.weights)
         _assert_settled(engine)
     gatherer = gatherer_of(engine)
-    assert gatherer.counts.mismatches <= 2, "the steps that failed"
+    assert gatherer.counts.mismatches <= 2, "only the two aborted steps mismatch"
     assert gatherer.counts.peak_bytes <= gatherer.budget
     return link.count
 
@@ -93,41 +93,44 @@ def _assert_settled(engine) -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """Edits of one mistake: (module, function, code, faulty code) each; where it must show."""
+    """A planted bug: its edits (module, function, code, faulty code), and the config and number of
+    ranks that must detect it."""
 
     edits: tuple[tuple[str, str, str, str], ...]
     config: dict[str, object]
     world: int = 2
 
 
-def bug(module: str, function: str, code: str, faulty: str, config, world: int = 2) -> Bug:
-    """Return a mistake of one edit."""
+def single_edit_bug(
+    module: str, function: str, code: str, faulty: str, config, world: int = 2
+) -> Bug:
+    """Return a bug of a single edit."""
     return Bug(((module, function, code, faulty),), config, world)
 
 
 BUGS = {
-    "a gathered weight is used without a wait": bug(
+    "a gathered weight is used without a wait": single_edit_bug(
         GATHERER,
         "Gatherer._finish_all_gather",
         "gathered.pending.wait()",
         "gathered.pending",
         ZERO3,
     ),
-    "a gather in place is used without a wait": bug(
+    "an in-place gather is used without a wait": single_edit_bug(
         GATHERER,
         "Gatherer._finish_all_gather",
         "gathered.pending.wait()",
         "gathered.pending",
         ZERO2,
     ),
-    "weights are read from a buffer that was given back": bug(
+    "weights are read from a released buffer": single_edit_bug(
         "megatron.core.weight_gather.bucket",
         "BucketBlock.reshard",
         "self.ready, self.encoded = False, None",
         "self.ready, self.encoded = True, None",
         ZERO3,
     ),
-    "a block is released by its own use": bug(
+    "a block's buffer is released while in use": single_edit_bug(
         GATHERER,
         "Gatherer.unshard",
         "block.ready = True",
@@ -135,7 +138,7 @@ BUGS = {
         "self.reshards and self.pool.release(self._gathered[block.index].unsharded)",
         ZERO3,
     ),
-    "a prefetch goes into the buffer in use": bug(
+    "a prefetch writes into the buffer in use": single_edit_bug(
         GATHERER,
         "Gatherer._start_all_gather",
         "unsharded = self.pool.acquire(*block.buffer_spec)",
@@ -144,20 +147,20 @@ BUGS = {
         "unsharded = self.pool.acquire(*block.buffer_spec) if unsharded is None else unsharded",
         ZERO3,
     ),
-    "a gather under way is given back without a wait": bug(
+    "the buffer of a pending gather is released without a wait": single_edit_bug(
         GATHERER, "Gatherer._reshard", "gathered.pending.wait()", "gathered.pending", ZERO3
     ),
-    "whole weights are taken for current after the optimizer": bug(
+    "unsharded weights are treated as current after the update": single_edit_bug(
         GATHERER,
         "Gatherer.invalidate",
         "block.ready = False",
         "block.ready = not self.reshards",
         ZERO2,
     ),
-    "the outer gather is skipped": bug(
+    "the outer gather is skipped": single_edit_bug(
         GATHERER, "Gatherer.invalidate", "self._outer_stale.add(bucket.index)", "pass", HYBRID, 4
     ),
-    "the inner gather does not wait for the outer": bug(
+    "the inner gather does not wait for the outer gather": single_edit_bug(
         GATHERER,
         "Gatherer._finish_outer_all_gather",
         "self._outer.pop(bucket.index).wait()",
@@ -165,7 +168,7 @@ BUGS = {
         HYBRID,
         4,
     ),
-    "the input of a reduction is given back before the wait": Bug(
+    "the input of a reduction is released before the wait": Bug(
         (
             (
                 GRADIENTS,
@@ -182,38 +185,38 @@ BUGS = {
         ),
         ZERO3,
     ),
-    "a sum is added before the wait": bug(
+    "a sum is added before the wait": single_edit_bug(
         GRADIENTS,
         "GradientBlock.finish_grad_sync",
         "self._pending.wait()",
         "self._pending.output",
         ZERO3,
     ),
-    "a second reduction starts over the first": bug(
-        GRADIENTS, "GradientBlock.start_grad_sync", "self.finish_grad_sync()", "pass", ONE_BUCKET
+    "a second reduction overwrites the first": single_edit_bug(
+        GRADIENTS, "GradientBlock.start_grad_sync", "self.finish_grad_sync()", "pass", SINGLE_BUCKET
     ),
-    "padding is not zeroed": bug(
+    "padding is not zeroed": single_edit_bug(
         GRADIENTS,
         "MicrobatchGradients.alloc_main_grads",
         "buffer[start:stop].zero_()",
         "pass",
         ZERO3,
     ),
-    "the first put adds to a fresh buffer": bug(
+    "the first gradient is added to an uninitialised buffer": single_edit_bug(
         GRADIENTS,
         "GradientBlock._reset",
         "handle.overwrite_main_grad = True",
         "handle.overwrite_main_grad = False",
         ZERO3,
     ),
-    "a step adds to the shard of the step before": bug(
+    "a step adds to the previous step's shard": single_edit_bug(
         GRADIENTS,
         "GradientBucket.begin_step",
         "self._received.clear()",
         "pass",
         ZERO3,
     ),
-    "the outer sum starts before the inner is done": Bug(
+    "the outer reduction starts before the inner has finished": Bug(
         (
             (
                 ENGINE,
@@ -226,17 +229,17 @@ BUGS = {
         HYBRID,
         4,
     ),
-    "a step that failed keeps its buffers": bug(
+    "an aborted step keeps its buffers": single_edit_bug(
         GRADIENTS,
         "MicrobatchGradients.abort",
         "self.bucket.pool.release(self._grad_buffer)",
         "pass",
         ZERO3,
     ),
-    "what the plan releases is kept": bug(
+    "blocks released by the plan are kept": single_edit_bug(
         GATHERER, "Gatherer._follow", "for index in use.reshard", "for index in ()", ZERO3
     ),
-    "gathers on demand never make room": bug(
+    "gathers on demand never release other blocks": single_edit_bug(
         GATHERER,
         "Gatherer._all_gather_on_demand",
         "if num_bytes + self.sizes[block.index] <= self.budget:",
@@ -245,24 +248,24 @@ BUGS = {
     ),
 }
 
-#: Mistakes of the planting, not of the code.
-ACCIDENTS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
+#: Errors that show a badly planted bug rather than a detected one.
+PLANTING_ERRORS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
 
 
-@pytest.mark.parametrize("config", [ZERO3, ZERO2, ONE_BUCKET], ids=str)
-def test_without_a_bug_the_ordeal_is_passed(config: dict[str, object]):
-    assert min(run_ranks(ordeal, 2, config)) > 20
+@pytest.mark.parametrize("config", [ZERO3, ZERO2, SINGLE_BUCKET], ids=str)
+def test_training_passes_without_a_planted_bug(config: dict[str, object]):
+    assert min(run_ranks(train_with_fault, 2, config)) > 20
 
 
-def test_without_a_bug_hybrid_sharding_passes_the_ordeal():
-    assert min(run_ranks(ordeal, 4, HYBRID)) > 50
+def test_hybrid_training_passes_without_a_planted_bug():
+    assert min(run_ranks(train_with_fault, 4, HYBRID)) > 50
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_is_noticed(name: str):
-    found = BUGS[name]
-    faults = [planted(*edit) for edit in found.edits]
+def test_planted_bug_is_detected(name: str):
+    bug_case = BUGS[name]
+    faults = [planted(*edit) for edit in bug_case.edits]
     with pytest.raises(RankFailure) as error:
-        run_ranks(ordeal, found.world, found.config, faults, timeout=20.0)
-    assert not any(word in str(error.value) for word in ACCIDENTS), error.value
+        run_ranks(train_with_fault, bug_case.world, bug_case.config, faults, timeout=20.0)
+    assert not any(word in str(error.value) for word in PLANTING_ERRORS), error.value
     print(str(error.value).strip().splitlines()[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts at the end of the optimizer step: `fsdp_all_gather_in_start_param_sync`."""
+"""Gathers started after the optimizer step: `fsdp_all_gather_in_start_param_sync`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_weights,
-    built,
+    build_engine,
     train,
     update,
 )
@@ -28,7 +28,7 @@ STEPS = ((0, 1), (2, 3), (4, 5), (6, 7))
 FIELD = "fsdp_all_gather_in_start_param_sync"
 
 
-class Counted:
+class CountingLink:
     """A link that counts starts and waits."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Counted:
 
     def __call__(self, transfer):
         self.count += 1
-        return _CountedTransfer(self, transfer.start())
+        return _CountingTransfer(self, transfer.start())
 
 
-class _CountedTransfer:
-    def __init__(self, link: Counted, work) -> None:
+class _CountingTransfer:
+    def __init__(self, link: CountingLink, work) -> None:
         self.link, self.work = link, work
 
     def wait(self) -> None:
@@ -51,8 +51,8 @@ class _CountedTransfer:
 def ready_to_sync(
     groups: ProcessGroupCollection, reference: Reference, **config: object
 ) -> tuple[SmallModel, DataParallel]:
-    """Return a model after some steps, the last one's update not yet gathered."""
-    model, engine = built(groups, **config)
+    """Return a model after some steps, before the parameter sync of the last update."""
+    model, engine = build_engine(groups, **config)
     for number, indices in enumerate(STEPS):
         train(model, engine, indices)
         update(engine)
@@ -62,14 +62,14 @@ def ready_to_sync(
     return model, engine
 
 
-def test_the_early_gather_is_the_default():
+def test_early_gather_is_the_default():
     fields = {field.name: field.default for field in dataclasses.fields(DataParallelConfig)}
     assert fields[FIELD] is True
     assert DataParallelConfig().fsdp_all_gather_in_start_param_sync
 
 
-def enabled(rank: int, world: int, instances: int, outer: str) -> None:
-    """True: the prologue of the next plan is under way after the sync, and nobody waited."""
+def check_early_gather(rank: int, world: int, instances: int, outer: str) -> None:
+    """Check that the sync starts the prologue of the next plan without waiting."""
     grid = RankGrid(world_size=world, instances=instances)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     for strategy in STRATEGIES[3:] if outer == "optim" else STRATEGIES[1:]:
@@ -86,31 +86,31 @@ def enabled(rank: int, world: int, instances: int, outer: str) -> None:
             gatherer = gatherer_of(engine)
             prologue = list(gatherer.current_plan.prologue)
             assert len(prologue) == (len(gatherer.blocks) if prefetch else 2)
-            assert prologue[0] == gatherer.blocks[-1].index, "what forward needs first"
-            link = Counted()
+            assert prologue[0] == gatherer.blocks[-1].index, "the first block of forward"
+            link = CountingLink()
             with simulated(groups, link), trace(groups) as records:
                 engine.start_param_sync()
             assert gatherer.in_flight == prologue
             assert [r.kind for r in records] == ["all_gather"] * len(prologue)
-            over = "shard" if instances > 1 else "dense_dp"
+            group = "shard" if instances > 1 else "dense_dp"
             if strategy == "optim_grads_params":
-                over = "replicate" if outer == "optim" else "shard_gather"
-            assert {r.group for r in records} == {over}
+                group = "replicate" if outer == "optim" else "shard_gather"
+            assert {r.group for r in records} == {group}
             assert (link.count, link.waited) == (len(prologue), 0)
             assert_weights(engine, reference.weights)
 
 
-def test_true_starts_exactly_the_prologue_and_waits_for_none():
-    run_ranks(enabled, 2, 1, "no_shard")
+def test_early_gather_starts_the_prologue_without_waiting():
+    run_ranks(check_early_gather, 2, 1, "no_shard")
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_start_param_sync_starts_inner_or_outer_gathers(outer: str):
-    run_ranks(enabled, 4, 2, outer)
+    run_ranks(check_early_gather, 4, 2, outer)
 
 
-def over_gtp(rank: int, world: int) -> None:
-    """Replicas' parts of the first bucket come first: its weights wait for them in the step."""
+def check_gtp_early_gather(rank: int, world: int) -> None:
+    """Check that the sync gathers the first bucket's shards over replicas, not over gtp."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
     reference = Reference(world)
     config = {"strategy": "optim", "bucket_bytes": 10**6, "overlap_param_gather": True}
@@ -119,80 +119,82 @@ def over_gtp(rank: int, world: int) -> None:
     prologue = [gatherer.blocks[index] for index in gatherer.current_plan.prologue]
     assert len(prologue) == 2
     assert len({block.bucket.index for block in prologue}) == 1, "several weights of one bucket"
-    link = Counted()
+    link = CountingLink()
     with simulated(groups, link), trace(groups) as records:
         engine.start_param_sync()
-    over = [r.group for r in records if r.bytes == 4 * prologue[0].bucket.numel // 2]
-    assert over == ["dp_cp"]
+    first_bucket_groups = [r.group for r in records if r.bytes == 4 * prologue[0].bucket.numel // 2]
+    assert first_bucket_groups == ["dp_cp"]
     assert "gtp_gather" not in {r.group for r in records}
     assert link.waited == 0
     assert_weights(engine, reference.weights)
 
 
-def test_of_weights_over_gtp_the_replicas_parts_start():
-    run_ranks(over_gtp, 4)
+def test_gtp_early_gather_starts_with_replica_shards():
+    run_ranks(check_gtp_early_gather, 4)
 
 
-def disabled(rank: int, world: int) -> None:
-    """False: no collective from the end of the step to the first forward, then all of them."""
+def check_late_gather(rank: int, world: int) -> None:
+    """Check that no collective runs before the next step, which then starts all gathers."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for strategy in STRATEGIES[1:]:
         reference = Reference(world)
         model, engine = ready_to_sync(
             groups, reference, strategy=strategy, overlap_param_gather=True, **{FIELD: False}
         )
-        with trace(groups) as between:
+        with trace(groups) as sync_records:
             engine.start_param_sync()
-        assert between == []
+        assert sync_records == []
         assert gatherer_of(engine).in_flight == []
-        ahead = gatherer_of(engine).counts.prefetched
-        with trace(groups) as inside:
+        prefetched_before = gatherer_of(engine).counts.prefetched
+        with trace(groups) as step_records:
             engine.begin_step(2)
-            assert len(inside) == 2, "the step starts the first gathers, and the next ones"
+            assert len(step_records) == 2, "begin_step starts the first two gathers"
             loss = model.loss(*tokens(rank, 0))
-        assert len([r for r in inside if r.kind == "all_gather"]) >= 3
-        assert gatherer_of(engine).counts.prefetched > ahead
+        assert len([r for r in step_records if r.kind == "all_gather"]) >= 3
+        assert gatherer_of(engine).counts.prefetched > prefetched_before
         del loss
         engine.abort()
         assert_weights(engine, reference.weights)
 
 
-def test_false_starts_nothing_before_the_next_step():
-    run_ranks(disabled, 2)
+def test_late_gather_starts_nothing_before_the_next_step():
+    run_ranks(check_late_gather, 2)
 
 
-def losses(rank: int, world: int) -> dict[tuple[str, bool], list[list[float]]]:
-    """Train each strategy with the field on and off."""
+def train_losses(rank: int, world: int) -> dict[tuple[str, bool], list[list[float]]]:
+    """Train every strategy with the setting on and off; return the losses."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    found = {}
+    losses_by_case = {}
     for strategy in STRATEGIES:
         for early in (True, False):
-            model, engine = built(
+            model, engine = build_engine(
                 groups,
                 strategy=strategy,
                 overlap_param_gather=strategy != "no_shard",
                 **{FIELD: early},
             )
-            found[strategy, early] = []
+            losses_by_case[strategy, early] = []
             with simulated(groups, Late()):
                 for indices in STEPS:
-                    found[strategy, early].append(train(model, engine, indices))
+                    losses_by_case[strategy, early].append(train(model, engine, indices))
                     update(engine)
                     engine.start_param_sync()
-    return found
+    return losses_by_case
 
 
-def test_losses_do_not_depend_on_it_to_the_bit():
-    for found in run_ranks(losses, 2):
+def test_losses_are_bit_equal_with_early_and_late_gather():
+    for losses_by_case in run_ranks(train_losses, 2):
         for strategy in STRATEGIES:
-            assert found[strategy, True] == found[strategy, False]
-            for mine, plain in zip(found[strategy, True], found["no_shard", True], strict=True):
-                assert mine == pytest.approx(plain, rel=1e-6)
-            assert len(set(map(tuple, found[strategy, True]))) == len(STEPS)
+            assert losses_by_case[strategy, True] == losses_by_case[strategy, False]
+            for sharded_losses, no_shard_losses in zip(
+                losses_by_case[strategy, True], losses_by_case["no_shard", True], strict=True
+            ):
+                assert sharded_losses == pytest.approx(no_shard_losses, rel=1e-6)
+            assert len(set(map(tuple, losses_by_case[strategy, True]))) == len(STEPS)
 
 
-def forced(rank: int, world: int) -> None:
-    """A forced sync gathers every bucket and waits, whatever the settings."""
+def check_forced_sync(rank: int, world: int) -> None:
+    """Check that a forced sync gathers every bucket and waits, under all settings."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for strategy in STRATEGIES[1:]:
         for overlap, early in ((True, True), (True, False), (False, True)):
@@ -204,7 +206,7 @@ def forced(rank: int, world: int) -> None:
                 overlap_param_gather=overlap,
                 **{FIELD: early},
             )
-            gatherer, link = gatherer_of(engine), Counted()
+            gatherer, link = gatherer_of(engine), CountingLink()
             with simulated(groups, link), trace(groups) as records:
                 engine.start_param_sync(force_sync=True)
             assert gatherer.in_flight == []
@@ -218,11 +220,11 @@ def forced(rank: int, world: int) -> None:
 
 
 def test_a_forced_sync_gathers_everything_and_waits():
-    run_ranks(forced, 2)
+    run_ranks(check_forced_sync, 2)
 
 
-def nothing(rank: int, world: int) -> None:
-    """Nothing is gathered where every rank updates everything."""
+def check_no_shard(rank: int, world: int) -> None:
+    """Check that no_shard gathers nothing, since every rank updates all weights."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for early in (True, False):
         reference = Reference(world)
@@ -232,9 +234,9 @@ def nothing(rank: int, world: int) -> None:
             engine.start_param_sync()
             engine.start_param_sync(force_sync=True)
         assert records == []
-        for bucket, data in zip(engine.store.buckets, before, strict=True):
-            assert torch.equal(bucket.data, data)
+        for bucket, values in zip(engine.store.buckets, before, strict=True):
+            assert torch.equal(bucket.data, values)
 
 
 def test_no_shard_gathers_nothing():
-    run_ranks(nothing, 2)
+    run_ranks(check_no_shard, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank stores is up to date before it is saved, however late the gathers come."""
+"""A rank's stored weights are complete before a save, even with late gathers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
 
 
-def stored_weights(rank: int, world: int) -> None:
-    """Write every rank's own ranges, and read what it stores of the others'."""
+def check_stored_weights(rank: int, world: int) -> None:
+    """Write this rank's owned ranges and read the stored copies of other ranks' ranges."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, instances=2), rank=rank)
     for strategy, outer in (("optim_grads_params", "optim"), ("optim", "no_shard")):
         for early in (True, False):
@@ -39,12 +39,12 @@ def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConf
         engine.backward(model.loss(*tokens(groups["dense_dp"].rank, step)), last=True)
         engine.finish()
         for bucket in model.store.buckets:
-            first = bucket.blocks[0].stored_range[0]
-            start, stop = (first + at for at in bucket.owned_range)
+            stored_start = bucket.blocks[0].stored_range[0]
+            start, stop = (stored_start + bound for bound in bucket.owned_range)
             bucket.owned.copy_(step + torch.arange(start, stop) / 1e4)
         engine.start_param_sync()
         if step % 2 == 0:
-            continue  # the next step gathers what it needs, by plan from the second time on
+            continue  # the next step gathers its weights, by plan from the second time on
         engine.complete_weights()
         for bucket in model.store.buckets:
             start, stop = bucket.blocks[0].stored_range
@@ -57,8 +57,8 @@ def _write_and_complete(groups: ProcessGroupCollection, config: DataParallelConf
     assert gatherer_of(engine).counts.gathers >= 4 * len(model.store.buckets)
 
 
-def test_completed_weights_are_those_of_every_rank():
-    run_ranks(stored_weights, 4)
+def test_complete_weights_gathers_every_ranks_updates():
+    run_ranks(check_stored_weights, 4)
 
 
 def test_single_process_has_no_weights_to_gather():

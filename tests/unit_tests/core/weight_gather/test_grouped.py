@@ -15,7 +15,7 @@ from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.distributed.engine_steps import cut
+from tests.unit_tests.core.distributed.engine_steps import slice_box
 
 #: bf16 rounds operands and results of each product (2^-9); sums are in fp32.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1.5e-2}
@@ -250,7 +250,7 @@ def compare_shards_with_full_weights(rank: int, world: int, strategy: str) -> di
     for owned in engine.owned():
         for i, placed in enumerate(owned.boxes):
             name = f"{placed.name}.{i}"
-            pairs[name] = placed.of(owned.gradients), cut(expected[placed.name], placed.box)
+            pairs[name] = placed.of(owned.gradients), slice_box(expected[placed.name], placed.box)
     assert_all_close({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
     return {
         "held": sum(b.data.numel() for b in store.buckets),

@@ -34,12 +34,12 @@ from tests.support.simulated_links import Early, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
     Reference,
     assert_gradients,
-    built,
-    cut,
+    build_engine,
+    slice_box,
     train,
     update,
 )
-from tests.unit_tests.core.distributed.expert_weights import ExpertModel, whole_gradients, whole_of
+from tests.unit_tests.core.distributed.expert_weights import ExpertModel, assemble, full_gradients
 from tests.unit_tests.training.small_config import small_config
 
 ROOT = Path(__file__).parents[4]
@@ -64,7 +64,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
      "test_expert_gradients_are_summed_over_expert_ranks"),
     ("#6080", "a wrong group for experts is detected", FAULTS, "test_a_planted_fault_is_noticed"),
     ("#6060", "a buffer is written after its last reader", ORDER,
-     "test_uses_of_memory_are_in_order"),
+     "test_interleavings_compute_the_same_bits"),
     ("#6060", "live buffers never share storage", POOL,
      "test_live_buffers_never_share_storage"),
     ("#6263", "each gtp rank has its own pipeline", THIS_FILE,
@@ -82,12 +82,13 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6503", "fused projections are stored as logical tensors", THIS_FILE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
     ("#6388", "a gather waits for the optimizer's updates", STEPS,
-     "test_on_two_gtp_ranks_and_two_replicas"),
+     "test_unusual_steps_match_reference_with_gtp_replicas"),
     ("#6565", "no placeholder gradient reaches a parameter", THIS_FILE,
      "test_backward_leaves_gradients_only_in_buffers"),
     ("#6569", "initial values need no process group", THIS_FILE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
-    ("#6624", "gradients are reduced in their storage dtype", STEPS, "test_on_two_gtp_ranks"),
+    ("#6624", "gradients are reduced in their storage dtype", STEPS,
+     "test_unusual_steps_match_reference_on_two_gtp_ranks"),
     ("#6525", "a replay gathers the updated weights", GRAPHS,
      "test_weights_over_gtp_are_gathered_inside_the_graph"),
     ("#6717", "batches, losses and evaluation count gtp ranks", THIS_FILE,
@@ -95,7 +96,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6717", "validation losses equal a single process", RUNS,
      "test_run_resumes_with_and_without_weight_shards"),
     ("#6696", "pending collectives are waited for, also after a failure", STEPS,
-     "test_on_two_gtp_ranks"),
+     "test_unusual_steps_match_reference_on_two_gtp_ranks"),
     ("#6765", "without gtp no gtp code runs", RUNS,
      "test_explicit_single_weight_shard_changes_nothing"),
     ("#6775", "every element has one writer, without process groups", THIS_FILE,
@@ -125,11 +126,13 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
      "test_experts_load_on_any_other_grid"),
     ("#7470", "gradients in flight are bounded in bytes",
      f"{CORE}/distributed/test_reducing_bytes.py",
-     "test_bytes_of_weights_over_gtp_are_those_of_the_formula"),
+     "test_gtp_reduction_bytes_match_the_formula"),
     ("", "a pool accepts only its own buffers back", POOL,
      "test_buffer_is_released_once_and_only_by_its_own_tensor"),
-    ("", "prefetch follows the order of uses", STEPS, "test_on_two_gtp_ranks"),
-    ("", "the gradient of an embedding may come later", STEPS, "test_on_two_gtp_ranks"),
+    ("", "prefetch follows the order of uses", STEPS,
+     "test_unusual_steps_match_reference_on_two_gtp_ranks"),
+    ("", "the gradient of an embedding may come later", STEPS,
+     "test_unusual_steps_match_reference_on_two_gtp_ranks"),
     # Cases that Megatron-LM's tests leave out.
     ("", "egtp differs from gtp", THIS_FILE, "test_expert_gradients_are_summed_over_expert_ranks"),
     ("", "saved on one layout and loaded on another", RUNS,
@@ -140,7 +143,8 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
      "test_a_layout_trains_as_the_single_process"),
     ("", "a wrong gradient scale changes updates; ranks have different data", FAULTS,
      "test_a_planted_fault_is_noticed"),
-    ("", "evaluations, failures, a changed order, two models", STEPS, "test_on_two_gtp_ranks"),
+    ("", "evaluations, failures, a changed order, two models", STEPS,
+     "test_unusual_steps_match_reference_on_two_gtp_ranks"),
 )  # fmt: skip
 
 GTP = "--tensor-parallel-num-weight-shards"
@@ -318,7 +322,7 @@ class BufferRecorder:
 def compare_adjacent_buffers(rank: int, world: int) -> int:
     """Count adjacent gathers of three matrices of equal shape; none may share a buffer."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
-    model, engine = built(groups)
+    model, engine = build_engine(groups)
     watch, num_pairs = BufferRecorder(engine.gatherers[0]), 0
     with simulated(groups, Early()):  # bytes arrive at once and would corrupt a buffer in use
         reference = Reference(world)
@@ -347,7 +351,7 @@ def test_adjacent_blocks_of_equal_shape_use_distinct_buffers():
 def count_tied_reductions(rank: int, world: int, reduce_per: str) -> None:
     """Compare the reduce-scatters of a table that is both embedding and head."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
-    model, engine = built(groups, gtp_reduce_scatter_per=reduce_per)
+    model, engine = build_engine(groups, gtp_reduce_scatter_per=reduce_per)
     reference = Reference(world)
     table = model.store.handles["table"]
     assert table.uses == 2
@@ -376,7 +380,7 @@ def step_with_poisoned_memory(rank: int, world: int) -> None:
     """Run a step with NaN in unused memory; check that autograd has stored no gradients."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, gtp=2), rank=rank)
     for strategy in ("no_shard", "optim_grads"):
-        model, engine = built(groups, strategy=strategy)
+        model, engine = build_engine(groups, strategy=strategy)
         train(model, engine, (0, 1))
         assert_gradients(engine, Reference(world).gradients((0, 1)))
         for handle in model.store.handles.values():
@@ -405,7 +409,7 @@ def train_experts(rank: int, world: int) -> list:
     """Train a step on every grid: gradients are exact sums of integers. Return all shards."""
     torch.set_num_threads(1)
     shards_by_grid = []
-    expected = whole_gradients(0, 2)
+    expected = full_gradients(0, 2)
     norm = sum(float(w.double().square().sum()) for w in expected.values()) ** 0.5
     for degrees, strategy in EXPERT_GRIDS:
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
@@ -414,11 +418,11 @@ def train_experts(rank: int, world: int) -> list:
         for owned in model.engine.owned():
             for box in owned.boxes:
                 gradient, full_gradient = box.of(owned.gradients), expected[box.name]
-                assert torch.equal(gradient, cut(full_gradient, box.box)), (degrees, box)
+                assert torch.equal(gradient, slice_box(full_gradient, box.box)), (degrees, box)
         step_result = model.update()
         assert abs(step_result.grad_norm - norm) <= 1e-6 * norm, degrees
         assert step_result.num_zeros == sum(int((w == 0).sum()) for w in expected.values()), degrees
-        shards_by_grid.append(model.pieces())
+        shards_by_grid.append(model.shards())
     return shards_by_grid
 
 
@@ -426,8 +430,8 @@ def test_expert_gradients_are_summed_over_expert_ranks():
     single = ExpertModel(ProcessGroupCollection.single(), optimizer=SGD)
     single.gradients(0, 2)
     single.update()
-    expected = whole_of(single.pieces())
+    expected = assemble(single.shards())
     for grid_shards in zip(*run_ranks(train_experts, 4), strict=True):
-        actual = whole_of([shard for shards in grid_shards for shard in shards])
+        actual = assemble([shard for shards in grid_shards for shard in shards])
         for name, values in expected.items():
             assert (actual[name] - values).abs().max() <= 1e-6, name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that run the parts of a model in any order: gradients, gathers, reductions, mistakes."""
+"""Steps that run model chunks in any order: gradients, gathers, reductions and planted bugs."""
 
 from __future__ import annotations
 
@@ -19,77 +19,84 @@ from tests.support.mutants import Mutation, apply, planted
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Early, Late, simulated
+from tests.unit_tests.core.distributed.chunked_model import (
+    NUM_CHUNKS,
+    SCHEDULES,
+    ChunkedModel,
+    ChunkedReference,
+    run_schedule,
+)
 from tests.unit_tests.core.distributed.engine_steps import (
     LEARNING_RATE,
     assert_gradients,
     assert_weights,
     update,
 )
-from tests.unit_tests.core.distributed.parts_model import (
-    PARTS,
-    SCHEDULES,
-    PartsModel,
-    PartsReference,
-    play,
-)
 from tests.unit_tests.core.distributed.small_model import tokens
 
 Config = dict[str, object]
-SUMS = ("all_reduce", "reduce_scatter", "all_to_all")
+REDUCTION_KINDS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
-def built(
-    groups: ProcessGroupCollection, *, bucket_bytes: int = 1, order=range(PARTS), **settings: object
-) -> tuple[PartsModel, DataParallel]:
-    """Return a model in parts and its engine, whose unused buffers hold NaN."""
+def build_engine(
+    groups: ProcessGroupCollection,
+    *,
+    bucket_bytes: int = 1,
+    order=range(NUM_CHUNKS),
+    **settings: object,
+) -> tuple[ChunkedModel, DataParallel]:
+    """Return a chunked model and its engine, with unused buffers full of NaN."""
     config = DataParallelConfig(**{"debug": True, **settings})  # type: ignore[arg-type]
-    model = PartsModel(groups, config, bucket_bytes=bucket_bytes, order=order)
+    model = ChunkedModel(groups, config, bucket_bytes=bucket_bytes, order=order)
     return model, DataParallel(model.store, groups, config=config)
 
 
 def configs() -> list[Config]:
     """Return strategies with and without both overlaps."""
-    found: list[Config] = []
+    strategy_configs: list[Config] = []
     for strategy, overlap in itertools.product(STRATEGIES, (True, False)):
         gather = overlap and strategy != "no_shard"
         config = {"strategy": strategy, "overlap_grad_reduce": overlap}
-        found.append({**config, "overlap_param_gather": gather})
-    return [*found, {"strategy": "optim", "overlap_param_gather": True, "bucket_bytes": 400}]
+        strategy_configs.append({**config, "overlap_param_gather": gather})
+    return [
+        *strategy_configs,
+        {"strategy": "optim", "overlap_param_gather": True, "bucket_bytes": 400},
+    ]
 
 
 def reductions(records: Sequence[CollectiveRecord]) -> list[tuple[str, int]]:
     """Return the reductions of a trace in order."""
-    return [(r.kind, r.bytes) for r in records if r.kind in SUMS]
+    return [(r.kind, r.bytes) for r in records if r.kind in REDUCTION_KINDS]
 
 
-def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
-    """Train four steps of three microbatches."""
-    model, engine = built(groups, order=(1, 3, 0, 2), **config)
-    parts = [bucket.model_chunk for bucket in model.store.buckets]
-    assert parts == sorted(parts, reverse=True)
-    assert set(parts) == {0, 1, 3}
-    reference = PartsReference(_initial(), groups["dense_dp"].size)
+def train_case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
+    """Train four steps of three microbatches and compare them with the reference."""
+    model, engine = build_engine(groups, order=(1, 3, 0, 2), **config)
+    chunks = [bucket.model_chunk for bucket in model.store.buckets]
+    assert chunks == sorted(chunks, reverse=True)
+    assert set(chunks) == {0, 1, 3}
+    reference = ChunkedReference(_initial(), groups["dense_dp"].size)
     for step in range(4):
         indices = [3 * step + i for i in range(3)]
         with trace(groups) as records, nan_memory():
-            play(model, engine, SCHEDULES[schedule], indices)
-        wanted = reference.gradients(indices)
-        assert_gradients(engine, wanted)
-        cut = bool(engine.placement.gradient)
-        early = engine.config.overlap_grad_reduce or cut
+            run_schedule(model, engine, SCHEDULES[schedule], indices)
+        expected = reference.gradients(indices)
+        assert_gradients(engine, expected)
+        sharded = bool(engine.placement.gradient)
+        early = engine.config.overlap_grad_reduce or sharded
         assert engine.launched_in_backward == (len(engine.buckets) if early else 0)
-        assert {x.num_reductions for b in engine.buckets for x in b.blocks} == {3 if cut else 1}
-        assert len(reductions(records)) == len(engine.buckets) * (3 if cut else 1)
+        assert {x.num_reductions for b in engine.buckets for x in b.blocks} == {3 if sharded else 1}
+        assert len(reductions(records)) == len(engine.buckets) * (3 if sharded else 1)
         update(engine)
         engine.start_param_sync()
-        for name, gradient in wanted.items():
+        for name, gradient in expected.items():
             reference.weights[name] = reference.weights[name] - LEARNING_RATE * gradient
     gatherer = gatherer_of(engine)
     if gatherer is not None:
         assert gatherer.counts.mismatches == 0
         assert gatherer.counts.peak_bytes <= gatherer.budget
-        follows = gatherer.reshards or engine.config.overlap_param_gather
-        assert (gatherer.current_plan is not None) == follows
+        has_plan = gatherer.reshards or engine.config.overlap_param_gather
+        assert (gatherer.current_plan is not None) == has_plan
         assert (gatherer.counts.prefetched > 0) == engine.config.overlap_param_gather
         if gatherer.reshards:
             assert gatherer.pool.peak_bytes <= gatherer.budget
@@ -101,56 +108,56 @@ def case(groups: ProcessGroupCollection, config: Config, schedule: str) -> None:
 
 def _initial():
     single = ProcessGroupCollection.single()
-    return PartsModel(single, DataParallelConfig()).store.handles
+    return ChunkedModel(single, DataParallelConfig()).store.handles
 
 
-def cases(rank: int, world: int) -> None:
-    """Run every config and schedule, late or early."""
+def train_all_cases(rank: int, world: int) -> None:
+    """Run every config and schedule with late or early collectives."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for number, (config, schedule) in enumerate(itertools.product(configs(), SCHEDULES)):
         link = Late() if number % 3 else Early()
         with simulated(groups, link):
-            case(groups, config, schedule)
+            train_case(groups, config, schedule)
         assert link.count > 0
 
 
 def test_chunks_in_any_order_get_gradients_and_planned_gathers():
-    run_ranks(cases, 2, timeout=120.0)
+    run_ranks(train_all_cases, 2, timeout=120.0)
 
 
-def split_cases(rank: int, world: int) -> None:
-    """Compare, to the bit, the gradients and reductions of split backwards with plain ones."""
+def compare_split_backward(rank: int, world: int) -> None:
+    """Compare gradients and reductions of split and unsplit backward bit for bit."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for config in configs():
         for grad_dtype in (torch.float32, torch.bfloat16):
             settings = {**config, "grad_dtype": grad_dtype}
             if grad_dtype is torch.bfloat16 and config["strategy"] != "no_shard":
                 settings["fp32_accumulation"] = True
-            found = []
+            runs = []
             for schedule in (SCHEDULES["in turn"], SCHEDULES["split"]):
-                model, engine = built(groups, **settings)
-                seen = []
+                model, engine = build_engine(groups, **settings)
+                gradients = []
                 for step in range(2):
                     with trace(groups) as records:
-                        play(model, engine, schedule, [3 * step + i for i in range(3)])
-                    seen += [owned.gradients.clone() for owned in engine.owned()]
+                        run_schedule(model, engine, schedule, [3 * step + i for i in range(3)])
+                    gradients += [owned.gradients.clone() for owned in engine.owned()]
                     update(engine)
                     engine.start_param_sync()
-                found.append((seen, sorted(reductions(records))))
-            for one, other in zip(found[0][0], found[1][0], strict=True):
-                assert torch.equal(one, other), settings
-            assert found[0][1] == found[1][1]
+                runs.append((gradients, sorted(reductions(records))))
+            for unsplit_gradient, split_gradient in zip(runs[0][0], runs[1][0], strict=True):
+                assert torch.equal(unsplit_gradient, split_gradient), settings
+            assert runs[0][1] == runs[1][1]
 
 
 def test_split_backward_of_chunks_keeps_bits_and_reductions():
-    run_ranks(split_cases, 2, timeout=120.0)
+    run_ranks(compare_split_backward, 2, timeout=120.0)
 
 
-def prefetches(rank: int, world: int) -> None:
-    """Check what a prefetch starts, and that what it started is used."""
+def check_prefetches(rank: int, world: int) -> None:
+    """Check which gathers a prefetch starts, and that the step uses all started gathers."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     for strategy in STRATEGIES[1:]:
-        model, engine = built(
+        model, engine = build_engine(
             groups,
             strategy=strategy,
             overlap_param_gather=True,
@@ -158,23 +165,23 @@ def prefetches(rank: int, world: int) -> None:
         )
         gatherer = gatherer_of(engine)
         for _ in range(3):
-            play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
+            run_schedule(model, engine, SCHEDULES["in turn"], (0, 1, 2))
             update(engine)
             engine.start_param_sync()
         engine.begin_step(program=[segment_name(FORWARD, 0), segment_name(FORWARD, 1)])
         engine.enter_segment(FORWARD)
         before, started = gatherer.counts.gathers, list(gatherer.in_flight)
         engine.prefetch_segment(segment_name(FORWARD, 1))
-        new = [i for i in gatherer.in_flight if i not in started]
-        of_part = [b.index for b in model.store.buckets if b.model_chunk == 1]
+        newly_started = [i for i in gatherer.in_flight if i not in started]
+        chunk_buckets = [b.index for b in model.store.buckets if b.model_chunk == 1]
         if gatherer.reshards:
-            assert new == []  # the plan that is followed starts them
+            assert newly_started == []  # the current plan starts the gathers
         else:
-            assert sorted(new) == sorted(of_part)
-        assert gatherer.counts.gathers == before + len(new)
+            assert sorted(newly_started) == sorted(chunk_buckets)
+        assert gatherer.counts.gathers == before + len(newly_started)
         engine.prefetch_segment(segment_name(FORWARD, 2))
-        engine.prefetch_segment("backward of nobody")
-        assert gatherer.counts.gathers == before + len(new)
+        engine.prefetch_segment("unknown segment")
+        assert gatherer.counts.gathers == before + len(newly_started)
         ids, targets = tokens(rank, 0)
         hidden = model.run(0, ids, targets)
         engine.enter_segment(segment_name(FORWARD, 1))
@@ -183,63 +190,65 @@ def prefetches(rank: int, world: int) -> None:
         assert gatherer.counts.mismatches == 0
 
 
-def test_a_prefetch_starts_what_a_part_needs_and_nothing_twice():
-    run_ranks(prefetches, 2)
+def test_prefetch_starts_each_gather_of_a_chunk_once():
+    run_ranks(check_prefetches, 2)
 
 
-def unplanned_prefetch(rank: int, world: int) -> None:
-    """Check that a prefetch gathers a part's first bucket where no plan is followed."""
+def check_unplanned_prefetch(rank: int, world: int) -> None:
+    """Check that a prefetch without a plan gathers a chunk's first bucket."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    for ahead in (True, False):
-        model, engine = built(groups, strategy="optim_grads_params", overlap_param_gather=ahead)
+    for prefetch in (True, False):
+        model, engine = build_engine(
+            groups, strategy="optim_grads_params", overlap_param_gather=prefetch
+        )
         gatherer = gatherer_of(engine)
-        play(model, engine, SCHEDULES["in turn"], (0, 1, 2))
+        run_schedule(model, engine, SCHEDULES["in turn"], (0, 1, 2))
         engine.begin_step(program=["a segment that never ran", segment_name(FORWARD, 1)])
         assert gatherer.current_plan is None
         engine.prefetch_segment(segment_name(FORWARD, 1))
-        first = model.store.handles["scale"].block.bucket.index
-        assert gatherer.in_flight == ([first] if ahead else [])
+        first_bucket = model.store.handles["scale"].block.bucket.index
+        assert gatherer.in_flight == ([first_bucket] if prefetch else [])
         engine.abort()
         assert gatherer.pool.live_bytes == 0
 
 
 def test_a_prefetch_without_a_plan_gathers_the_first_bucket():
-    run_ranks(unplanned_prefetch, 2)
+    run_ranks(check_unplanned_prefetch, 2)
 
 
-def evaluations(rank: int, world: int) -> None:
-    """Run forwards of several microbatches and parts in one evaluation."""
+def check_evaluations(rank: int, world: int) -> None:
+    """Run forwards of several microbatches and chunks in one evaluation."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    reference = PartsReference(_initial(), 1)
+    reference = ChunkedReference(_initial(), 1)
     for strategy in STRATEGIES[1:]:
-        model, engine = built(groups, strategy=strategy, overlap_param_gather=True)
-        order = [(part, i) for i in range(2) for part in range(PARTS)]
+        model, engine = build_engine(groups, strategy=strategy, overlap_param_gather=True)
+        order = [(chunk, i) for i in range(2) for chunk in range(NUM_CHUNKS)]
         for kind in (FORWARD, EVALUATION, FORWARD):
             for _ in range(3):
-                # the optimizer writes what was there, so that all is stale and nothing new
+                # a sync without an update: all weights become stale but keep their values
                 engine.start_param_sync()
-                program = [segment_name(kind, part) for part, _ in order]
+                program = [segment_name(kind, chunk) for chunk, _ in order]
                 with engine.evaluation(program), torch.no_grad():
                     hidden: dict[int, torch.Tensor] = {}
-                    for part, i in order:
+                    for chunk, i in order:
                         ids, targets = tokens(rank, i)
-                        engine.enter_segment(segment_name(kind, part))
-                        hidden[i] = model.run(part, hidden.get(i, ids), targets)
+                        engine.enter_segment(segment_name(kind, chunk))
+                        hidden[i] = model.run(chunk, hidden.get(i, ids), targets)
                 for i, loss in hidden.items():
-                    wanted = reference.losses(rank, i)
-                    assert abs(loss.item() - wanted) <= 1e-5 * wanted
+                    expected = reference.losses(rank, i)
+                    assert abs(loss.item() - expected) <= 1e-5 * expected
         assert gatherer_of(engine).counts.mismatches == 0
         assert gatherer_of(engine).counts.prefetched > 0
         with pytest.raises(ValueError, match="segment forward outside a step"):
             engine.enter_segment(FORWARD)
 
 
-def test_an_evaluation_may_run_parts_too():
-    run_ranks(evaluations, 2)
+def test_evaluation_may_run_model_chunks():
+    run_ranks(check_evaluations, 2)
 
 
 def test_calls_outside_a_step_are_refused():
-    model, engine = built(ProcessGroupCollection.single())
+    model, engine = build_engine(ProcessGroupCollection.single())
     for call in (
         lambda: engine.begin_last_backward(0),
         lambda: engine.post_backward(1),
@@ -258,8 +267,8 @@ def test_calls_outside_a_step_are_refused():
     assert model.store.queue is None
 
 
-def test_last_before_an_earlier_microbatch_is_done_is_noticed():
-    model, engine = built(ProcessGroupCollection.single(), overlap_grad_reduce=True)
+def test_last_backward_before_an_earlier_microbatch_is_refused():
+    model, engine = build_engine(ProcessGroupCollection.single(), overlap_grad_reduce=True)
     ids, targets = tokens(0, 0)
     engine.begin_step()
     engine.begin_last_backward(0)
@@ -269,9 +278,9 @@ def test_last_before_an_earlier_microbatch_is_done_is_noticed():
     engine.abort()
 
 
-#: A fault of parts: (module, function, code, faulty code), the config it shows with.
+#: Planted bugs of model chunks: (module, function, code, faulty code), the config that shows it.
 BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
-    "the last microbatch of one part counts for all": (
+    "the last microbatch of one chunk counts for all": (
         (
             "megatron.core.distributed.data_parallel",
             "DataParallel.begin_last_backward",
@@ -280,7 +289,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         ),
         {"strategy": "no_shard"},
     ),
-    "a bucket spans parts": (
+    "a bucket spans model chunks": (
         (
             "megatron.core.weight_gather.bucket",
             "bucket_plans",
@@ -298,7 +307,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         ),
         {"strategy": "no_shard"},
     ),
-    "cut gradients of a microbatch stay open": (
+    "sharded gradients of a microbatch are not reduced": (
         (
             "megatron.core.distributed.data_parallel",
             "GradientBlock.grad_accumulated",
@@ -307,7 +316,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         ),
         {"strategy": "optim_grads"},
     ),
-    "a segment without weights is never known": (
+    "a segment without weights is never recorded": (
         (
             "megatron.core.weight_gather.gatherer",
             "Gatherer._close_trace",
@@ -316,7 +325,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         ),
         {"strategy": "optim_grads_params", "overlap_param_gather": True},
     ),
-    "a segment that needed nothing again is forgotten": (
+    "a segment without gathers clears its trace": (
         (
             "megatron.core.weight_gather.gatherer",
             "Gatherer._close_trace",
@@ -325,7 +334,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         ),
         {"strategy": "optim", "overlap_param_gather": True},
     ),
-    "what is stored whole follows the first segment alone": (
+    "unsharded weights are planned for the first segment only": (
         (
             "megatron.core.weight_gather.gatherer",
             "Gatherer.begin",
@@ -335,29 +344,31 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
         {"strategy": "optim", "overlap_param_gather": True},
     ),
 }
-#: Mistakes of the planting, not of the code.
-ACCIDENTS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
+#: Errors that show a badly planted bug rather than a detected one.
+PLANTING_ERRORS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
 
 
-def ordeal(rank: int, world: int, configs: Sequence[Config], fault: Mutation | None) -> None:
-    """Run every schedule under some configs, with a fault."""
+def train_with_fault(
+    rank: int, world: int, configs: Sequence[Config], fault: Mutation | None
+) -> None:
+    """Run every schedule under some configs, with or without a planted fault."""
     if fault is not None:
         apply(fault)
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     with simulated(groups, Late()):
         for config, schedule in itertools.product(configs, SCHEDULES):
-            case(groups, config, schedule)
+            train_case(groups, config, schedule)
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_bug_of_parts_is_noticed(name: str):
+def test_planted_bug_of_model_chunks_is_detected(name: str):
     edit, config = BUGS[name]
     with pytest.raises(RankFailure) as error:
-        run_ranks(ordeal, 2, [config], planted(*edit), timeout=20.0)
-    assert not any(word in str(error.value) for word in ACCIDENTS), error.value
+        run_ranks(train_with_fault, 2, [config], planted(*edit), timeout=20.0)
+    assert not any(word in str(error.value) for word in PLANTING_ERRORS), error.value
     print(str(error.value).strip().splitlines()[-1])
 
 
-def test_the_configs_of_the_bugs_pass_without_them():
+def test_configs_of_planted_bugs_pass_without_the_bug():
     different = {str(config): config for _, config in BUGS.values()}
-    run_ranks(ordeal, 2, list(different.values()), None)
+    run_ranks(train_with_fault, 2, list(different.values()), None)

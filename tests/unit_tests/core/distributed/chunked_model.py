@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network in four parts on one rank, and steps that run them like chunks of a pipeline."""
+"""A small network in four model chunks on one rank, run in the orders of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron.core.weight_sharding import WeightSharding
 from tests.unit_tests.core.distributed.small_model import tokens
 
 VOCABULARY, HIDDEN = 13, 6
-#: Weights of each part; part 2 has none.
+#: Weights of each chunk; chunk 2 has none.
 SHAPES = {
     0: {"table": (VOCABULARY, HIDDEN), "first": (HIDDEN, HIDDEN), "first.bias": (HIDDEN,)},
     1: {"scale": (HIDDEN,), "second": (HIDDEN, HIDDEN), "third": (HIDDEN, HIDDEN)},
     2: {},
     3: {"head": (VOCABULARY, HIDDEN)},
 }
-PARTS = len(SHAPES)
+NUM_CHUNKS = len(SHAPES)
 
 
-class PartsModel:
-    """Declares its parts in some order; `run` computes one."""
+class ChunkedModel:
+    """Model chunks declared in a given order; `run` computes a chunk."""
 
     def __init__(
         self,
@@ -42,39 +42,39 @@ class PartsModel:
         config: DataParallelConfig,
         *,
         bucket_bytes: int = 1,
-        order: Sequence[int] = range(PARTS),
+        order: Sequence[int] = range(NUM_CHUNKS),
     ) -> None:
         self.store = WeightStore(groups, seed=9)
-        for part in order:
-            with self.store.model_chunk(part):
-                self._declare(part)
+        for chunk in order:
+            with self.store.model_chunk(chunk):
+                self._declare(chunk)
         self.store.materialize(config.storage(bucket_bytes=bucket_bytes))
 
-    def _declare(self, part: int) -> None:
-        for name, shape in SHAPES[part].items():
+    def _declare(self, chunk: int) -> None:
+        for name, shape in SHAPES[chunk].items():
             sharding = WeightSharding.of(name, shape, weight_decay=len(shape) > 1)
-            unit = f"unit {name}" if part == 1 else f"unit of {part}"
+            unit = f"unit {name}" if chunk == 1 else f"unit of chunk {chunk}"
             if name in ("table", "head"):
                 self.store.declare(sharding, InitSpec.normal(0.6))
                 continue
             with self.store.unit(unit):
                 self.store.declare(sharding, InitSpec.normal(0.6))
 
-    def run(self, part: int, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return what is behind a part; the loss behind the last. `x` are ids in the first."""
+    def run(self, chunk: int, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return a chunk's output, the loss for the last chunk; `x` holds ids for chunk 0."""
         use = self.store.handles
-        if part == 0:
+        if chunk == 0:
             return torch.tanh(use["first"].linear(use["table"].embedding(x), use["first.bias"]))
-        if part == 1:
+        if chunk == 1:
             inner = torch.tanh(use["second"].linear(x * use["scale"].use()))
             return x + use["third"].linear(inner)
-        if part == 2:
+        if chunk == 2:
             return torch.sin(x)
         return F.cross_entropy(use["head"].linear(x), targets, reduction="sum")
 
 
 def plain_loss(weights: dict[str, torch.Tensor], ids: torch.Tensor, targets: torch.Tensor):
-    """Return the same of all parts with autograd alone."""
+    """Return the loss of all chunks with plain autograd."""
     x = torch.tanh(
         F.linear(F.embedding(ids, weights["table"]), weights["first"], weights["first.bias"])
     )
@@ -84,28 +84,28 @@ def plain_loss(weights: dict[str, torch.Tensor], ids: torch.Tensor, targets: tor
     return F.cross_entropy(F.linear(torch.sin(x), weights["head"]), targets, reduction="sum")
 
 
-class PartsReference:
-    """The weights in fp64, trained by SGD over the data of all lanes."""
+class ChunkedReference:
+    """The fp64 weights, trained by SGD over all ranks' data."""
 
-    def __init__(self, handles: dict[str, WeightHandle], lanes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, handles: dict[str, WeightHandle], num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self.weights = {name: handle.get().double() for name, handle in handles.items()}
 
-    def losses(self, lane: int, index: int) -> float:
-        """Return the loss of one lane's microbatch."""
-        return plain_loss(self.weights, *tokens(lane, index)).item()
+    def losses(self, dp_rank: int, index: int) -> float:
+        """Return the loss of a rank's microbatch."""
+        return plain_loss(self.weights, *tokens(dp_rank, index)).item()
 
     def gradients(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the gradients of the sum over all lanes' microbatches."""
+        """Return the gradients of the loss summed over all ranks' microbatches."""
         leaves = {n: w.clone().requires_grad_() for n, w in self.weights.items()}
-        for lane in range(self.lanes):
+        for dp_rank in range(self.num_ranks):
             for i in indices:
-                plain_loss(leaves, *tokens(lane, i)).backward()
+                plain_loss(leaves, *tokens(dp_rank, i)).backward()
         return {name: leaf.grad for name, leaf in leaves.items()}
 
 
-#: Actions of a step, "kind part microbatch": all parts of a microbatch in turn; parts in turn, as
-#: with virtual stages; and backward in halves, the second ones a microbatch or more late.
+#: Actions of a step as "kind chunk microbatch": one microbatch after the other; interleaved, as
+#: with virtual stages; and split backward, with weight gradients a microbatch or more later.
 SCHEDULES = {
     "in turn": "F00 F10 F20 F30 B30 B20 B10 B00 F01 F11 F21 F31 B31 B21 B11 B01 "
     "F02 F12 F22 F32 B32 B22 B12 B02",
@@ -117,54 +117,58 @@ SCHEDULES = {
 
 
 def actions_of(schedule: str) -> list[tuple[str, int, int]]:
-    """Return a schedule's actions as (kind, part, microbatch)."""
-    return [(word[0], int(word[1]), int(word[2])) for word in schedule.split()]
+    """Return a schedule's actions as (kind, chunk, microbatch)."""
+    return [(action[0], int(action[1]), int(action[2])) for action in schedule.split()]
 
 
 def program_of(actions: Sequence[tuple[str, int, int]]) -> list[str]:
-    """Return the segments of a list of actions in order."""
+    """Return the segments of the actions, in order."""
     kinds = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD}
-    return [segment_name(kinds[kind], part) for kind, part, _ in actions if kind in kinds]
+    return [segment_name(kinds[kind], chunk) for kind, chunk, _ in actions if kind in kinds]
 
 
-def play(
-    model: PartsModel, engine: DataParallel, schedule: str, indices: Sequence[int]
+def run_schedule(
+    model: ChunkedModel, engine: DataParallel, schedule: str, indices: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Run a step's actions up to its gradients; return the losses."""
-    actions, lane = actions_of(schedule), engine.groups["dense_dp"].rank
+    """Run the actions of a step up to the gradients; return the losses."""
+    actions, dp_rank = actions_of(schedule), engine.groups["dense_dp"].rank
     engine.begin_step(program=program_of(actions))
     inputs: dict[tuple[int, int], torch.Tensor] = {}
     outputs: dict[tuple[int, int], torch.Tensor] = {}
     queues: dict[tuple[int, int], WgradQueue] = {}
-    losses, final = [], len(indices) - 1
-    for kind, part, number in actions:
-        at = part, number
-        ids, targets = tokens(lane, indices[number])
+    losses, last_microbatch = [], len(indices) - 1
+    for kind, chunk, microbatch in actions:
+        key = chunk, microbatch
+        ids, targets = tokens(dp_rank, indices[microbatch])
         if kind == "F":
-            engine.enter_segment(segment_name(FORWARD, part))
-            x = ids if part == 0 else outputs[part - 1, number].detach().requires_grad_()
-            inputs[at], outputs[at] = x, model.run(part, x, targets)
-            if part == PARTS - 1:
-                losses.append(outputs[at].detach())
+            engine.enter_segment(segment_name(FORWARD, chunk))
+            x = ids if chunk == 0 else outputs[chunk - 1, microbatch].detach().requires_grad_()
+            inputs[key], outputs[key] = x, model.run(chunk, x, targets)
+            if chunk == NUM_CHUNKS - 1:
+                losses.append(outputs[key].detach())
         elif kind == "G":
-            engine.prefetch_segment(segment_name(FORWARD, part))
+            engine.prefetch_segment(segment_name(FORWARD, chunk))
         elif kind in "BI":
-            if kind == "B" and number == final:
-                engine.begin_last_backward(part)
-            engine.enter_segment(segment_name(BACKWARD, part))
-            out = outputs.pop(at)
-            total = out if part == PARTS - 1 else (out * inputs.pop((part + 1, number)).grad).sum()
+            if kind == "B" and microbatch == last_microbatch:
+                engine.begin_last_backward(chunk)
+            engine.enter_segment(segment_name(BACKWARD, chunk))
+            out = outputs.pop(key)
+            total = (
+                out
+                if chunk == NUM_CHUNKS - 1
+                else (out * inputs.pop((chunk + 1, microbatch)).grad).sum()
+            )
             if kind == "I":
-                with model.store.defer() as queues[at]:
+                with model.store.defer() as queues[key]:
                     total.backward()
             else:
                 total.backward()
-                engine.post_backward(part)
+                engine.post_backward(chunk)
         else:
-            if number == final:
-                engine.begin_last_backward(part)
-            queues.pop(at).drain()
-            engine.post_backward(part)
+            if microbatch == last_microbatch:
+                engine.begin_last_backward(chunk)
+            queues.pop(key).drain()
+            engine.post_backward(chunk)
     assert not queues
     engine.finish()
     return losses

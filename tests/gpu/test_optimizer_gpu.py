@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric
-from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
+from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, random_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 
@@ -20,7 +20,7 @@ MATRICES = ("q", "k", "down", "experts")
 def train(config: OptimizerConfig, device: torch.device | str, **options) -> Training:
     training = Training(ProcessGroupCollection.single(), config, device=device, **options)
     for step in range(STEPS):
-        assert training.step(drawn(step), lr=0.05, weight_decay=0.1).applied
+        assert training.step(random_gradients(step), lr=0.05, weight_decay=0.1).applied
     return training
 
 
@@ -58,7 +58,7 @@ def test_every_weight_arrives_where_it_is_used(device):
     host = training.optimizer.host
     before = host.bytes_to_host, host.bytes_to_device
     elements = sum(len(state.master) for state in host.states)
-    training.step(drawn(STEPS), lr=0.05, weight_decay=0.1)
+    training.step(random_gradients(STEPS), lr=0.05, weight_decay=0.1)
     assert host.bytes_to_host - before[0] == host.bytes_to_device - before[1] == 4 * elements
     torch.cuda.synchronize(device)
     for state in host.states:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small tensors throughout: one thread is quicker than two."""
+"""All tensors are small: one thread is faster than two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.inputs import one_thread
 
 
 @pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    """Keep every test of this folder to one thread."""
+def single_thread() -> Iterator[None]:
+    """Run every test of this folder with one thread."""
     with one_thread():
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store, an engine and an optimizer stepped on given logical gradients, on any layout."""
+"""A weight store, an engine and an optimizer, stepped with logical gradients on any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 from tests.support.inputs import generator
 
 ROWS = Shard(axis="tp", dim=0)
-#: Logical tensors of the weights below.
+#: Logical tensors of `shardings`.
 SHAPES = {
     "table": (13, 6),
     "norm": (6,),
@@ -28,8 +28,9 @@ SHAPES = {
 
 
 def shardings() -> list[WeightSharding]:
-    """Return weights cut by rows (padded) and columns, whole, with one kv head, and of experts."""
-    one = (Shard(axis="tp", dim=0, count=1),)
+    """Return weights sharded by rows (padded) and columns, replicated, with one kv head, and of
+    experts."""
+    kv_head = (Shard(axis="tp", dim=0, count=1),)
     return [
         WeightSharding.of("table", SHAPES["table"], ROWS, row_multiple=4),
         WeightSharding.of("norm", (6,), gradient={"tp": "partial"}, weight_decay=False),
@@ -37,7 +38,7 @@ def shardings() -> list[WeightSharding]:
             name="qk",
             sub_weights=(
                 SubWeight(name="q", shape=SHAPES["q"], shards=(ROWS,)),
-                SubWeight(name="k", shape=SHAPES["k"], shards=one),
+                SubWeight(name="k", shape=SHAPES["k"], shards=kv_head),
             ),
         ),
         WeightSharding.of("down", SHAPES["down"], Shard(axis="tp", dim=1)),
@@ -53,7 +54,7 @@ def shardings() -> list[WeightSharding]:
 
 
 class Training:
-    """A store, an engine and an optimizer whose gradients are given in logical form."""
+    """A weight store, an engine and an optimizer that take logical gradients."""
 
     def __init__(
         self,
@@ -71,9 +72,9 @@ class Training:
         self.store = WeightStore(groups, seed=2, dtype=dtype, device=device)
         for sharding in shardings():
             self.store.declare(sharding, InitSpec.normal(0.8))
-        placed = DataParallelConfig(strategy=strategy, **parallel)  # type: ignore[arg-type]
-        self.store.materialize(placed.storage(bucket_bytes=bucket_bytes))
-        self.engine = DataParallel(self.store, groups, config=placed)
+        data_parallel = DataParallelConfig(strategy=strategy, **parallel)  # type: ignore[arg-type]
+        self.store.materialize(data_parallel.storage(bucket_bytes=bucket_bytes))
+        self.engine = DataParallel(self.store, groups, config=data_parallel)
         scaler = ConstantLossScaler(scale)
         self.optimizer = Optimizer(
             self.engine.owned(),
@@ -84,9 +85,9 @@ class Training:
         )
 
     def step(self, gradients: dict[str, torch.Tensor], *, fault: float = 0.0, **options: float):
-        """Put this rank's addend of every gradient (plus a fault), then step.
+        """Accumulate this rank's addend of every gradient (plus a fault), then step.
 
-        A lane's share and, where the plan sums over tp, the rank's share of it are uneven.
+        Shares are uneven over data-parallel ranks and, for partial(tp) gradients, over tp ranks.
         """
         tp = self.groups["tp"]
         self.engine.begin_step()
@@ -96,34 +97,34 @@ class Training:
             group = self.groups[grid]
             local = torch.zeros(handle.shape).view(-1)
             for box in self.store.boxes(handle):
-                piece = gradients[box.name] * self.scale
-                for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    piece = piece.narrow(dim, first, size)
-                part = _share(group.rank, group.size)
+                gradient = gradients[box.name] * self.scale
+                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    gradient = gradient.narrow(dim, offset, size)
+                share = _share(group.rank, group.size)
                 if box.name in ("norm", "k"):
-                    part *= _share(tp.rank, tp.size)
-                local[box.start : box.start + box.numel] = (piece * part).flatten()
+                    share *= _share(tp.rank, tp.size)
+                local[box.start : box.start + box.numel] = (gradient * share).flatten()
             if handle.name == "down":
                 local[-1] += fault
             handle.accumulate_grad(local.view(handle.shape).to(self.store.device))
         self.engine.finish()
-        result = self.optimizer.step(**options)
+        step_result = self.optimizer.step(**options)
         self.engine.start_param_sync()
-        return result
+        return step_result
 
-    def pieces(self) -> list[tuple]:
+    def shards(self) -> list[tuple]:
         """Return (name, offsets, values) of this rank's weights."""
-        found = []
+        shards = []
         for handle in self.store.handles.values():
             flat = handle.get().view(-1)
             for box in self.store.boxes(handle):
                 values = flat[box.start : box.start + box.numel].view(box.sizes).clone().cpu()
-                found.append((box.name, box.offsets, values))
-        return found
+                shards.append((box.name, box.offsets, values))
+        return shards
 
     def logical(self) -> dict[str, torch.Tensor]:
-        """Return whole weights; a single process only."""
-        return {name: values for name, _, values in self.pieces()}
+        """Return full weights; on a single process only."""
+        return {name: values for name, _, values in self.shards()}
 
 
 def _share(rank: int, size: int) -> float:
@@ -131,12 +132,12 @@ def _share(rank: int, size: int) -> float:
     return 1.0 if size == 1 else (0.25, 0.75)[rank] if size == 2 else 1.0 / size
 
 
-def drawn(step: int) -> dict[str, torch.Tensor]:
-    """Return logical gradients of one step, a tenth of the elements exactly zero."""
-    found = {}
+def random_gradients(step: int) -> dict[str, torch.Tensor]:
+    """Return the logical gradients of a step, a tenth of the elements exactly zero."""
+    gradients = {}
     for name, shape in SHAPES.items():
         source = generator(11, step, *name.encode())
         values = torch.randn(shape, generator=source)
         values[torch.rand(shape, generator=source) < 0.1] = 0.0
-        found[name] = values
-    return found
+        gradients[name] = values
+    return gradients

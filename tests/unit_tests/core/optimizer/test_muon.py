@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon against whole matrices in fp64, on one rank and on flat shards over several."""
+"""Muon against full matrices in fp64, on one rank and on flat shards over several ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
-from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, drawn
+from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, random_gradients
 
 MATRICES = ("q", "k", "down", "experts")
 STEPS, LR, DECAY = 3, 0.05, 0.1
-ALL = 10**6
-"""Bucket bytes that hold every weight: shards then end inside matrices and inside rows."""
+#: Bucket bytes that hold every weight: shards then end inside matrices and inside rows.
+SINGLE_BUCKET = 10**6
 
 
 def settings(**muon: object) -> OptimizerConfig:
@@ -40,12 +40,12 @@ def settings(**muon: object) -> OptimizerConfig:
 def train(training: Training) -> Training:
     with nan_memory():
         for step in range(STEPS):
-            assert training.step(drawn(step), lr=LR, weight_decay=DECAY).applied
+            assert training.step(random_gradients(step), lr=LR, weight_decay=DECAY).applied
     return training
 
 
 def orthogonal(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the published iteration's result in fp64."""
+    """Apply the published iteration in fp64."""
     tall = x.shape[0] > x.shape[1]
     u = (x.T if tall else x) / x.norm()
     for _ in range(steps):
@@ -60,33 +60,37 @@ def formula(
     """Return weights after the steps by the papers' equations, in fp64."""
     muon = config.muon
     weights = {name: w.double() for name, w in start.items()}
-    first = {name: torch.zeros_like(w) for name, w in weights.items()}
-    second = {name: torch.zeros_like(w) for name, w in weights.items()}
+    momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
+    second_moment = {name: torch.zeros_like(w) for name, w in weights.items()}
     for step in range(STEPS):
         moves = {}
-        for name, gradient in drawn(step).items():
+        for name, gradient in random_gradients(step).items():
             g = gradient.double() / divisor
             if name in MATRICES:
-                first[name] = muon.momentum * first[name] + g
-                moves[name] = g + muon.momentum * first[name] if muon.nesterov else first[name]
+                momentum[name] = muon.momentum * momentum[name] + g
+                moves[name] = (
+                    g + muon.momentum * momentum[name] if muon.nesterov else momentum[name]
+                )
                 continue
-            first[name] = 0.8 * first[name] + 0.2 * g
-            second[name] = 0.95 * second[name] + 0.05 * g * g
-            root = (second[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-5
-            moves[name] = first[name] / (1 - 0.8 ** (step + 1)) / root
+            momentum[name] = 0.8 * momentum[name] + 0.2 * g
+            second_moment[name] = 0.95 * second_moment[name] + 0.05 * g * g
+            root = (second_moment[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-5
+            moves[name] = momentum[name] / (1 - 0.8 ** (step + 1)) / root
         joined = [("q",), ("k",)] if muon.split_matrices == "all" else [("q", "k")]
-        fused = [("down",), ("experts",), *joined]
-        for names in fused:
-            whole = torch.cat([moves[name] for name in names])
-            rows, cols = whole.shape
+        matrices = [("down",), ("experts",), *joined]
+        for names in matrices:
+            matrix = torch.cat([moves[name] for name in names])
+            rows, cols = matrix.shape
             scale = {
                 "spectral": math.sqrt(max(rows, cols)),
                 "rms": 0.2 * math.sqrt(max(rows, cols)),
                 "shape_scaling": math.sqrt(max(1, rows / cols)),
             }[muon.scale_mode]
-            whole = muon.extra_scale_factor * scale * orthogonal(whole, muon.num_ns_steps)
-            for name, part in zip(names, whole.split([len(moves[n]) for n in names]), strict=True):
-                moves[name] = part
+            matrix = muon.extra_scale_factor * scale * orthogonal(matrix, muon.num_ns_steps)
+            for name, tensor_move in zip(
+                names, matrix.split([len(moves[n]) for n in names]), strict=True
+            ):
+                moves[name] = tensor_move
         for name, move in moves.items():
             lr = LR * (2.0 if name.startswith("down") else 1.0)
             decay = DECAY * {"norm": 0.0, "down.bias": 0.0, "k": 3.0}.get(name, 1.0)
@@ -103,28 +107,29 @@ def formula(
         {"split_matrices": "all"},
         {"round_bytes": 1},
     ],
-    ids=["defaults", "nesterov", "scaled", "each", "rounds"],
+    ids=["defaults", "nesterov", "scaled", "split", "rounds"],
 )
-def test_one_rank_equals_the_equations(muon: dict):
+def test_muon_on_one_rank_matches_the_equations(muon: dict):
     config = settings(**muon)
     training = Training(ProcessGroupCollection.single(), config)
     start = training.logical()
-    wanted = formula(start, config)
+    expected = formula(start, config)
     with trace(training.groups) as records:
         train(training)
     assert records == []
-    assert_all_close(training.logical(), wanted, bound=1e-5)
-    other = formula(start, settings(momentum=0.95))
-    for name in MATRICES:  # what each setting does is far above the bound
-        assert (wanted[name] - other[name]).abs().max() > 1e-3 * wanted[name].abs().max(), name
-    planned = training.optimizer.muon
-    assert planned is not None
-    assert planned.owned_matrices == (4 if config.muon.split_matrices == "all" else 3)
-    assert len(planned.rounds) == (3 if config.muon.round_bytes == 1 else 1)
+    assert_all_close(training.logical(), expected, bound=1e-5)
+    changed_momentum = formula(start, settings(momentum=0.95))
+    for name in MATRICES:  # every setting changes the weights far beyond the bound
+        difference = (expected[name] - changed_momentum[name]).abs().max()
+        assert difference > 1e-3 * expected[name].abs().max(), name
+    plan = training.optimizer.muon
+    assert plan is not None
+    assert plan.owned_matrices == (4 if config.muon.split_matrices == "all" else 3)
+    assert len(plan.rounds) == (3 if config.muon.round_bytes == 1 else 1)
 
 
-def test_loss_scale_and_clipping_do_not_turn_the_update():
-    """Newton-Schulz forgets the scale of a gradient; momentum of steps clipped alike does too."""
+def test_loss_scale_and_clipping_do_not_change_the_update():
+    """Newton-Schulz does not depend on a gradient's scale, nor on equal clipping in every step."""
     config = settings()
     training = Training(ProcessGroupCollection.single(), config, scale=4096.0)
     start = training.logical()
@@ -132,50 +137,50 @@ def test_loss_scale_and_clipping_do_not_turn_the_update():
     assert_all_close(training.logical(), formula(start, config), bound=1e-5)
 
 
-def test_gradients_in_bf16_are_widened():
-    """What is rounded is the gradient alone."""
+def test_bf16_gradients_are_upcast_to_fp32():
+    """Only the gradient is rounded."""
     config = settings(momentum=0.5)
-    narrow = Training(ProcessGroupCollection.single(), config, grad_dtype=torch.bfloat16)
-    wide = Training(ProcessGroupCollection.single(), config)
+    bf16_training = Training(ProcessGroupCollection.single(), config, grad_dtype=torch.bfloat16)
+    fp32_training = Training(ProcessGroupCollection.single(), config)
     for step in range(STEPS):
-        narrow.step(drawn(step), lr=LR, weight_decay=DECAY)
-        once = {name: g.bfloat16().float() for name, g in drawn(step).items()}
-        wide.step(once, lr=LR, weight_decay=DECAY)
-    assert {s.owned.gradients.dtype for s in narrow.optimizer.ranges} == {torch.bfloat16}
-    assert_all_close(narrow.logical(), wide.logical(), bound=1e-6)
+        bf16_training.step(random_gradients(step), lr=LR, weight_decay=DECAY)
+        rounded = {name: g.bfloat16().float() for name, g in random_gradients(step).items()}
+        fp32_training.step(rounded, lr=LR, weight_decay=DECAY)
+    assert {s.owned.gradients.dtype for s in bf16_training.optimizer.ranges} == {torch.bfloat16}
+    assert_all_close(bf16_training.logical(), fp32_training.logical(), bound=1e-6)
 
 
-def test_matrices_have_momentum_and_the_rest_have_moments():
-    training = Training(ProcessGroupCollection.single(), settings(), bucket_bytes=ALL)
-    kept: dict[str, set[str]] = {}
+def test_matrices_have_momentum_and_others_adam_moments():
+    training = Training(ProcessGroupCollection.single(), settings(), bucket_bytes=SINGLE_BUCKET)
+    kinds: dict[str, set[str]] = {}
     numel: dict[str, int] = {}
     for state in training.optimizer.ranges:
         for kind, flat in state.named_tensors().items():
             numel[kind] = numel.get(kind, 0) + flat.numel()
-            for placed in state.owned.boxes:
-                kept.setdefault(placed.name, set()).add(kind)
-    assert kept == {
+            for box in state.owned.boxes:
+                kinds.setdefault(box.name, set()).add(kind)
+    assert kinds == {
         name: {"momentum"} if name in MATRICES else {"exp_avg", "exp_avg_sq"} for name in SHAPES
     }
     matrices = sum(math.prod(SHAPES[name]) for name in MATRICES)
-    everything = sum(math.prod(shape) for shape in SHAPES.values())
-    # nothing but the alignment of members comes on top
+    total = sum(math.prod(shape) for shape in SHAPES.values())
+    # the buffers exceed the weights only by the members' alignment
     assert matrices <= numel["momentum"] <= matrices + 32 * 6
-    assert everything - matrices <= numel["exp_avg"] <= everything - matrices + 32 * 6
+    assert total - matrices <= numel["exp_avg"] <= total - matrices + 32 * 6
 
 
 def test_low_precision_weights_follow_their_masters():
     config = settings()
     training = Training(ProcessGroupCollection.single(), config, dtype=torch.bfloat16)
-    wanted = formula(training.logical(), config)
+    expected = formula(training.logical(), config)
     train(training)
     masters = {
-        placed.name: placed.of(state.master)
+        box.name: box.of(state.master)
         for state in training.optimizer.ranges
-        for placed in state.owned.boxes
-        if placed.name != "q" and placed.name != "k"
+        for box in state.owned.boxes
+        if box.name != "q" and box.name != "k"
     }
-    assert_all_close(masters, {name: wanted[name] for name in masters}, bound=1e-5)
+    assert_all_close(masters, {name: expected[name] for name in masters}, bound=1e-5)
     for name, weight in training.logical().items():
         if name in masters:
             assert torch.equal(weight, masters[name].bfloat16()), name
@@ -207,80 +212,84 @@ def grids(world: int) -> list[RankGrid]:
 
 
 def placements(grid: RankGrid) -> list[dict[str, str]]:
-    """Return every strategy; on grids with an outer axis those that use it."""
+    """Return every strategy; on grids with instances, the strategies that shard over them."""
     if grid.instances > 1:
-        whole = {"strategy": "optim_grads_params"}
-        return [{"strategy": "optim"}, whole, {**whole, "outer": "optim"}]
+        zero3 = {"strategy": "optim_grads_params"}
+        return [{"strategy": "optim"}, zero3, {**zero3, "outer": "optim"}]
     return [{"strategy": strategy} for strategy in STRATEGIES]
 
 
-def on_ranks(rank: int, world: int) -> list[dict]:
-    """Train on every grid and strategy, in turn with small buckets and collectives as late as they
-    may be, and with one bucket, collectives as early as they may be and fused weights joined."""
-    found = []
-    for number, grid in enumerate(grids(world)):
+def train_on_ranks(rank: int, world: int) -> list[dict]:
+    """Train on every grid and strategy, alternating between small buckets with late collectives,
+    and one bucket with early collectives and joined matrices."""
+    runs = []
+    for grid_index, grid in enumerate(grids(world)):
         groups = ProcessGroupCollection.create(grid, rank=rank)
-        for turn, placed in enumerate(placements(grid)):
-            joined = bool((number + turn) % 2)
+        for placement_index, data_parallel in enumerate(placements(grid)):
+            joined = bool((grid_index + placement_index) % 2)
             muon = {} if joined else {"split_matrices": "all", "round_bytes": 900}
-            bucket_bytes, link = (ALL, Early()) if joined else (300, Late())
-            training = Training(groups, settings(**muon), bucket_bytes=bucket_bytes, **placed)
+            bucket_bytes, link = (SINGLE_BUCKET, Early()) if joined else (300, Late())
+            training = Training(
+                groups, settings(**muon), bucket_bytes=bucket_bytes, **data_parallel
+            )
             with simulated(groups, link), trace(groups) as records:
                 train(training)
             assert link.count
-            found.append({"joined": joined, **seen(training), "exchanges": exchanges(records)})
-    return found
+            runs.append(
+                {"joined": joined, **describe_rank(training), "exchanges": count_exchanges(records)}
+            )
+    return runs
 
 
-def exchanges(records: list[CollectiveRecord]) -> int:
+def count_exchanges(records: list[CollectiveRecord]) -> int:
     return sum(record.kind == "all_to_all" for record in records)
 
 
-def seen(training: Training) -> dict:
-    """Return what a rank holds and has planned."""
-    planned = training.optimizer.muon
-    assert planned is not None
-    ways = [way for r in planned.rounds for way in (r.gather, r.give_back)]
-    # q and k are cut by rows alone: other columns are the end of a shard inside a row
-    cut = any(
-        placed.name in ("q", "k") and placed.box.sizes[1] != SHAPES["q"][1]
+def describe_rank(training: Training) -> dict:
+    """Return a rank's shards and the size of its plan."""
+    plan = training.optimizer.muon
+    assert plan is not None
+    exchanges = [exchange for r in plan.rounds for exchange in (r.gather, r.give_back)]
+    # tp shards q and k by rows only: a box with fewer columns means a shard ends inside a row
+    splits_rows = any(
+        box.name in ("q", "k") and box.box.sizes[1] != SHAPES["q"][1]
         for state in training.optimizer.ranges
-        for placed in state.owned.boxes
+        for box in state.owned.boxes
     )
     return {
-        "cut": cut,
-        "matrices": planned.owned_matrices,
-        "rounds": len(planned.rounds),
-        "local": sum(way.local for way in ways),
-        "pieces": training.pieces(),
+        "splits_rows": splits_rows,
+        "matrices": plan.owned_matrices,
+        "rounds": len(plan.rounds),
+        "local": sum(exchange.local for exchange in exchanges),
+        "shards": training.shards(),
     }
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_muon_on_ranks_matches_one_rank_with_equal_replicas(world: int):
-    wanted = {}
+    expected = {}
     for joined in (False, True):
         split = {} if joined else {"split_matrices": "all"}
         single = Training(ProcessGroupCollection.single(), settings(**split))
-        wanted[joined] = train(single).logical()
-    cut = 0
-    for runs in zip(*run_ranks(on_ranks, world), strict=True):
+        expected[joined] = train(single).logical()
+    num_split_rows = 0
+    for runs in zip(*run_ranks(train_on_ranks, world), strict=True):
         joined = runs[0]["joined"]
-        assert sum(one["matrices"] for one in runs) == (3 if joined else 4)
-        assert max(one["matrices"] for one in runs) < 3, "one rank does all the work"
+        assert sum(rank_run["matrices"] for rank_run in runs) == (3 if joined else 4)
+        assert max(rank_run["matrices"] for rank_run in runs) < 3, "no rank does all the work"
         rounds, local = runs[0]["rounds"], runs[0]["local"]
         assert (rounds > 1) != joined
-        assert {one["exchanges"] for one in runs} == {STEPS * (2 * rounds - local)}
-        first_of: dict[tuple, torch.Tensor] = {}
-        for name, offsets, values in (piece for one in runs for piece in one["pieces"]):
-            same = first_of.setdefault((name, offsets, values.shape), values)
-            assert torch.equal(values, same), name
-            assert_piece_close(name, values, wanted[joined][name], offsets)
-        cut += any(one["cut"] for one in runs)
-    assert cut, "no shard ended inside a row"
+        assert {rank_run["exchanges"] for rank_run in runs} == {STEPS * (2 * rounds - local)}
+        replicas: dict[tuple, torch.Tensor] = {}
+        for name, offsets, values in (shard for rank_run in runs for shard in rank_run["shards"]):
+            first_replica = replicas.setdefault((name, offsets, values.shape), values)
+            assert torch.equal(values, first_replica), name
+            assert_piece_close(name, values, expected[joined][name], offsets)
+        num_split_rows += any(rank_run["splits_rows"] for rank_run in runs)
+    assert num_split_rows, "a shard ends inside a row"
 
 
-def test_what_cannot_be_is_named_at_once():
+def test_all_invalid_muon_settings_are_reported_at_once():
     with pytest.raises(ValueError) as caught:
         MuonConfig(
             momentum=1.0,
@@ -291,7 +300,7 @@ def test_what_cannot_be_is_named_at_once():
             round_bytes=0,
         )
     text = str(caught.value)
-    for part in (
+    for problem in (
         "muon momentum is 1.0: use 0 <= value < 1",
         "muon takes 0 Newton-Schulz steps: use at least 1",
         "muon scale mode 'linear': use one of spectral, shape_scaling, unit_rms_norm, rms",
@@ -299,7 +308,7 @@ def test_what_cannot_be_is_named_at_once():
         "muon extra scale factor is 0.0",
         "muon rounds of 0 bytes",
     ):
-        assert part in text
+        assert problem in text
     with pytest.raises(ValueError, match="'all' splits q, k and v: use split_qkv=True"):
         MuonConfig(split_matrices="all", split_qkv=False)
     with pytest.raises(ValueError, match="muon does not support offloading"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices Muon orthogonalises whole: those of Megatron-LM, on any layout."""
+"""Muon orthogonalises the same joined matrices as Megatron-LM, on any layout."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def block(number: int, kind: str, *tensors: str) -> tuple[str, ...]:
     return tuple(f"decoder.blocks.{number}.{kind}.{tensor}.weight" for tensor in tensors)
 
 
-#: The logical tensors of each matrix that Megatron-LM has as one weight, of several tensors here.
-WHOLE = (
+#: Logical tensors of each matrix that Megatron-LM stores as a single fused weight.
+JOINED = (
     block(0, "delta_net", "query", "key", "value", "beta", "alpha", "gate"),
     block(1, "mamba", "x", "B", "C", "dt", "gate"),
     block(2, "attention", "kv_down", "key_rope"),
@@ -77,11 +77,11 @@ QKV = block(0, "attention", "query", "key", "value", "gate")
 LATENT_INPUTS = block(2, "attention", "query_down", "kv_down", "key_rope")
 
 
-class Stepped:
-    """A model whose weights one optimizer step has moved, by logical gradients that are given.
+class SteppedModel:
+    """A model after an optimizer step with known logical gradients.
 
     Args:
-        joined: the settings that say what is one matrix.
+        joined: Muon settings that define which tensors form a matrix.
     """
 
     def __init__(
@@ -92,10 +92,12 @@ class Stepped:
         strategy: str = "no_shard",
         **joined: object,
     ) -> None:
-        placed = DataParallelConfig(strategy=strategy)
-        self.model = GPTModel(config, groups, seed=4, storage=placed.storage(bucket_bytes=9000))
+        data_parallel = DataParallelConfig(strategy=strategy)
+        self.model = GPTModel(
+            config, groups, seed=4, storage=data_parallel.storage(bucket_bytes=9000)
+        )
         self.groups = groups
-        engine = DataParallel(self.model.store, groups, config=placed)
+        engine = DataParallel(self.model.store, groups, config=data_parallel)
         muon = MuonConfig(momentum=0.0, **joined)  # type: ignore[arg-type]
         optimizer = Optimizer(
             engine.owned(),
@@ -104,7 +106,7 @@ class Stepped:
             weights=[handle.sharding for handle in self.model.store.handles.values()],
         )
         engine.begin_step()
-        self.before = self.pieces()
+        self.before = self.shards()
         engine.set_is_last_backward(True)
         for handle in self.model.store.handles.values():
             handle.accumulate_grad(self._local_gradient(handle))
@@ -115,25 +117,25 @@ class Stepped:
         self.owned_matrices = optimizer.muon.owned_matrices
 
     def _local_gradient(self, handle: WeightHandle) -> torch.Tensor:
-        """Return this rank's addend of a weight's gradient: uneven over the ranks that add up."""
+        """Return this rank's addend of a weight's gradient, uneven over the ranks of the sum."""
         sharding, groups = handle.sharding, self.groups
         share = _share(groups["expert_dp" if sharding.expert else "dense_dp"])
         if sharding.gradient.get("tp") == "partial":
             share *= _share(groups["tp"])
         flat = torch.zeros(handle.shape).flatten()
         for box in self.model.store.boxes(handle):
-            piece = gradient_of(box.name, box.shape)[box.box.slices]
-            flat[box.start : box.start + box.numel] = piece.flatten() * share
+            gradient = gradient_of(box.name, box.shape)[box.box.slices]
+            flat[box.start : box.start + box.numel] = gradient.flatten() * share
         return flat.view(handle.shape)
 
-    def pieces(self) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-        """Return what this rank holds of the weights, by name and offsets."""
-        found = {}
+    def shards(self) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+        """Return this rank's weight shards by name and offsets."""
+        shards = {}
         for handle in self.model.store.handles.values():
             flat = handle.get().reshape(-1)
             for box in self.model.store.boxes(handle):
-                found[box.name, box.offsets] = box.of(flat).clone()
-        return found
+                shards[box.name, box.offsets] = box.of(flat).clone()
+        return shards
 
 
 def _share(group: Group) -> float:
@@ -146,7 +148,7 @@ def gradient_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def newton_schulz(x: torch.Tensor) -> torch.Tensor:
-    """Return five published iterations on a matrix in fp64, scaled by the larger of its sizes."""
+    """Apply five published iterations to a matrix in fp64, scaled by sqrt(max(rows, columns))."""
     tall = x.shape[0] > x.shape[1]
     u = (x.T if tall else x) / x.norm()
     for _ in range(5):
@@ -158,87 +160,99 @@ def newton_schulz(x: torch.Tensor) -> torch.Tensor:
 def updated(
     before: dict[str, torch.Tensor], matrices: tuple[tuple[str, ...], ...]
 ) -> dict[str, torch.Tensor]:
-    """Return the logical tensors of some matrices after the step, each matrix whole in fp64."""
-    found = {}
+    """Return the logical tensors of some matrices after the step, computed in fp64."""
+    tensors = {}
     for names in matrices:
         gradients = [gradient_of(n, tuple(before[n].shape)).double() for n in names]
         experts = gradients[0].dim() == 3
-        of_each = zip(*gradients, strict=True) if experts else [gradients]
-        moves = [newton_schulz(torch.cat(list(one))) for one in of_each]
+        gradients_by_matrix = zip(*gradients, strict=True) if experts else [gradients]
+        moves = [
+            newton_schulz(torch.cat(list(matrix_gradients)))
+            for matrix_gradients in gradients_by_matrix
+        ]
         move = torch.stack(moves) if experts else moves[0]
         rows = [gradient.shape[-2] for gradient in gradients]
-        for name, part in zip(names, move.split(rows, dim=-2), strict=True):
-            found[name] = before[name].double() - LR * part
-    return found
+        for name, tensor_move in zip(names, move.split(rows, dim=-2), strict=True):
+            tensors[name] = before[name].double() - LR * tensor_move
+    return tensors
 
 
-def logical(pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole tensors; of a single process only, which has units of interleaved ones."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, _ in sorted(pieces):
-        found.setdefault(name, [])
-    for (name, offsets), values in sorted(pieces.items(), key=lambda item: item[0]):
+def logical(shards: dict[tuple[str, tuple[int, ...]], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return full tensors from a single process, which holds interleaved tensors in units."""
+    blocks: dict[str, list[torch.Tensor]] = {}
+    for name, _ in sorted(shards):
+        blocks.setdefault(name, [])
+    for (name, offsets), values in sorted(shards.items(), key=lambda shard: shard[0]):
         assert not any(offsets[1:])
-        found[name].append(values)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        blocks[name].append(values)
+    return {name: torch.cat(tensor_blocks) for name, tensor_blocks in blocks.items()}
 
 
-def assert_matrices(stepped: Stepped, matrices: tuple[tuple[str, ...], ...]) -> None:
-    """Compare a single process with the equations, and with the tensors one by one: another
-    result, except that of a matrix of one tensor."""
-    before, after = logical(stepped.before), logical(stepped.pieces())
+def assert_matrices(stepped: SteppedModel, matrices: tuple[tuple[str, ...], ...]) -> None:
+    """Compare a single process with the equations, and with updates of separate tensors, which
+    must differ unless the matrix has a single tensor."""
+    before, after = logical(stepped.before), logical(stepped.shards())
     for name, expected in updated(before, matrices).items():
         assert_piece_close(name, after[name], expected, [0] * expected.dim())
     for names in matrices:
-        for name, alone in updated(before, tuple((n,) for n in names)).items():
-            apart = relative_error(after[name].double() - before[name], alone - before[name])
-            assert (apart > 0.03) == (len(names) > 1), (name, apart)
+        for name, separately in updated(before, tuple((n,) for n in names)).items():
+            difference = relative_error(
+                after[name].double() - before[name], separately - before[name]
+            )
+            assert (difference > 0.03) == (len(names) > 1), (name, difference)
 
 
-def test_one_process_joins_what_megatron_joins():
-    stepped = Stepped(MIXERS, ProcessGroupCollection.single())
-    single = (block(2, "attention", "query_down"), block(2, "attention", "query_up"))
-    assert_matrices(stepped, WHOLE + single)
-    outputs = 5 + EXPERTS  # of five blocks; each expert has its own
-    assert stepped.owned_matrices == len(WHOLE) - 1 + EXPERTS + len(single) + outputs
+def test_muon_joins_the_same_tensors_as_megatron():
+    stepped = SteppedModel(MIXERS, ProcessGroupCollection.single())
+    single_tensor_matrices = (
+        block(2, "attention", "query_down"),
+        block(2, "attention", "query_up"),
+    )
+    assert_matrices(stepped, JOINED + single_tensor_matrices)
+    outputs = 5 + EXPERTS  # output matrices of five blocks, and one per expert
+    assert (
+        stepped.owned_matrices == len(JOINED) - 1 + EXPERTS + len(single_tensor_matrices) + outputs
+    )
 
 
 @pytest.mark.parametrize(
     ("split", "matrices"),
     [(True, tuple((name,) for name in QKV)), (False, (QKV,))],
-    ids=["each", "together"],
+    ids=["split", "joined"],
 )
-def test_split_qkv_is_of_q_k_and_v_alone(split: bool, matrices: tuple[tuple[str, ...], ...]):
+def test_split_qkv_affects_only_attention_projections(
+    split: bool, matrices: tuple[tuple[str, ...], ...]
+):
     single = ProcessGroupCollection.single()
-    assert_matrices(Stepped(ATTENTION, single, split_qkv=split), matrices)
-    assert_matrices(Stepped(MIXERS, single, split_qkv=split), WHOLE)
+    assert_matrices(SteppedModel(ATTENTION, single, split_qkv=split), matrices)
+    assert_matrices(SteppedModel(MIXERS, single, split_qkv=split), JOINED)
 
 
 def test_all_splits_every_tensor_and_whole_splits_none():
     single = ProcessGroupCollection.single()
-    each = tuple((name,) for names in WHOLE for name in names)
-    assert_matrices(Stepped(MIXERS, single, split_matrices="all"), each)
-    whole = Stepped(MIXERS, single, split_matrices="whole")
-    assert_matrices(whole, (*WHOLE[:2], LATENT_INPUTS, *WHOLE[3:]))
-    assert_matrices(Stepped(ATTENTION, single, split_matrices="whole"), (QKV,))
+    separate = tuple((name,) for names in JOINED for name in names)
+    assert_matrices(SteppedModel(MIXERS, single, split_matrices="all"), separate)
+    unsplit = SteppedModel(MIXERS, single, split_matrices="whole")
+    assert_matrices(unsplit, (*JOINED[:2], LATENT_INPUTS, *JOINED[3:]))
+    assert_matrices(SteppedModel(ATTENTION, single, split_matrices="whole"), (QKV,))
 
 
 def test_tensor_assigned_to_adamw_leaves_its_muon_matrix():
-    stepped = Stepped(MIXERS, ProcessGroupCollection.single(), adam_names=("*.alpha.weight",))
-    names = tuple(name for name in WHOLE[0] if "alpha" not in name)
-    assert_matrices(stepped, (names, *WHOLE[1:]))
+    stepped = SteppedModel(MIXERS, ProcessGroupCollection.single(), adam_names=("*.alpha.weight",))
+    names = tuple(name for name in JOINED[0] if "alpha" not in name)
+    assert_matrices(stepped, (names, *JOINED[1:]))
 
 
-def on_layouts(rank: int, world: int) -> list[dict]:
+def step_on_layouts(rank: int, world: int) -> list[dict]:
     torch.set_num_threads(1)
-    found = []
+    shards_by_layout = []
     for degrees, strategy in LAYOUTS:
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        found.append(Stepped(MIXERS, groups, strategy=strategy).pieces())
-    return found
+        shards_by_layout.append(SteppedModel(MIXERS, groups, strategy=strategy).shards())
+    return shards_by_layout
 
 
-#: Degrees of four ranks and what is sharded over data.
+#: Grids of four ranks and the data-parallel strategy.
 LAYOUTS = (
     ({"tp": 2, "etp": 1, "ep": 2}, "optim_grads_params"),
     ({"tp": 2, "gtp": 2, "etp": 2}, "no_shard"),
@@ -246,14 +260,14 @@ LAYOUTS = (
 )
 
 
-def test_every_layout_updates_the_whole_matrices():
-    before = logical(Stepped(MIXERS, ProcessGroupCollection.single()).before)
-    expected = updated(before, WHOLE)
-    for ranks in zip(*run_ranks(on_layouts, 4), strict=True):
-        seen = dict.fromkeys(expected, 0)
-        for pieces in ranks:
-            for (name, offsets), values in pieces.items():
+def test_every_layout_updates_full_matrices():
+    before = logical(SteppedModel(MIXERS, ProcessGroupCollection.single()).before)
+    expected = updated(before, JOINED)
+    for ranks in zip(*run_ranks(step_on_layouts, 4), strict=True):
+        num_compared = dict.fromkeys(expected, 0)
+        for shards in ranks:
+            for (name, offsets), values in shards.items():
                 if name in expected:
                     assert_piece_close(name, values, expected[name], offsets)
-                    seen[name] += values.numel()
-        assert all(count >= expected[name].numel() for name, count in seen.items())
+                    num_compared[name] += values.numel()
+        assert all(count >= expected[name].numel() for name, count in num_compared.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's plan on simulated ranks: pieces cut anywhere come to their owners and go back."""
+"""Muon's plan on simulated ranks: arbitrary shards reach their owners and updates return."""
 
 from __future__ import annotations
 
@@ -21,136 +21,144 @@ from megatron.core.optimizer.muon import (
 UNLIMITED = 10**9
 
 
-def drawn_pieces(source: random.Random, world: int, count: int) -> list[MatrixShard]:
-    """Return matrices cut into boxes at random, each box on one or several ranks."""
-    pieces, held = [], [0] * world
+def random_shards(rng: random.Random, world: int, count: int) -> list[MatrixShard]:
+    """Return the shards of matrices split at random, each box on one or several ranks."""
+    shards, num_shards = [], [0] * world
 
     def hold(matrix: Matrix, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
-        for rank in source.sample(range(world), source.choice([1, 1, min(2, world), world])):
-            pieces.append(MatrixShard(matrix, Box(offsets, sizes), rank, held[rank]))
-            held[rank] += 1
+        for rank in rng.sample(range(world), rng.choice([1, 1, min(2, world), world])):
+            shards.append(MatrixShard(matrix, Box(offsets, sizes), rank, num_shards[rank]))
+            num_shards[rank] += 1
 
     for key in range(count):
-        matrix = Matrix(1000 - 7 * key, source.randint(1, 9), source.randint(1, 9))
-        rows = sorted({0, matrix.rows, *(source.randint(0, matrix.rows) for _ in range(2))})
-        for first, last in itertools.pairwise(rows):
-            cols = sorted({0, matrix.cols, source.randint(0, matrix.cols)})
+        matrix = Matrix(1000 - 7 * key, rng.randint(1, 9), rng.randint(1, 9))
+        rows = sorted({0, matrix.rows, *(rng.randint(0, matrix.rows) for _ in range(2))})
+        for top, bottom in itertools.pairwise(rows):
+            cols = sorted({0, matrix.cols, rng.randint(0, matrix.cols)})
             for left, right in itertools.pairwise(cols):
-                hold(matrix, (first, left), (last - first, right - left))
-    return pieces
+                hold(matrix, (top, left), (bottom - top, right - left))
+    return shards
 
 
-def exchanged(parts: dict[tuple[int, int], list[torch.Tensor]], rank: int, world: int):
-    """Return what an all-to-all gives a rank, from what (source, destination) sent."""
-    flat = [p.flatten() for source in range(world) for p in parts.get((source, rank), [])]
+def all_to_all_output(sent: dict[tuple[int, int], list[torch.Tensor]], rank: int, world: int):
+    """Return a rank's all-to-all output from the tensors sent by (source, destination)."""
+    flat = [p.flatten() for source in range(world) for p in sent.get((source, rank), [])]
     return torch.cat(flat) if flat else torch.zeros(0)
 
 
-def carried_out(pieces: list[MatrixShard], world: int, limit: int) -> dict[int, list[list[Matrix]]]:
-    """Run every rank's rounds on numbered elements, checking that all comes to where it belongs."""
-    owners = assign_owners(pieces, [0] * world)
-    matrices = matrices_of(pieces)
-    whole = {m: torch.arange(m.numel).view(m.rows, m.cols) + 1000 * m.key for m in matrices}
+def run_rounds(shards: list[MatrixShard], world: int, limit: int) -> dict[int, list[list[Matrix]]]:
+    """Run every rank's rounds on numbered elements and check every transfer; return each rank's
+    matrices by round."""
+    owners = assign_owners(shards, [0] * world)
+    matrices = matrices_of(shards)
+    values = {m: torch.arange(m.numel).view(m.rows, m.cols) + 1000 * m.key for m in matrices}
 
-    def content(piece: MatrixShard) -> torch.Tensor:
-        (row, col), (rows, cols) = piece.box
-        return whole[piece.matrix][row : row + rows, col : col + cols]
+    def content(shard: MatrixShard) -> torch.Tensor:
+        (row, col), (rows, cols) = shard.box
+        return values[shard.matrix][row : row + rows, col : col + cols]
 
-    plans = [plan_rounds(pieces, owners, rank=r, world=world, limit=limit) for r in range(world)]
+    plans = [plan_rounds(shards, owners, rank=r, world=world, limit=limit) for r in range(world)]
     assert len({len(plan) for plan in plans}) == 1
     updated = []
     for rounds in zip(*plans, strict=True):
-        for way in ("gather", "give_back"):
-            sides = [getattr(one, way) for one in rounds]
-            assert len({side.local for side in sides}) == 1
+        for direction in ("gather", "give_back"):
+            exchanges = [getattr(muon_round, direction) for muon_round in rounds]
+            assert len({exchange.local for exchange in exchanges}) == 1
             sent: dict[tuple[int, int], list[torch.Tensor]] = {}
-            for rank, side in enumerate(sides):
-                at = iter(side.sends)
-                for other, number in enumerate(side.send_counts):
-                    assert not side.local or other == rank or number == 0
-                    while number > 0:
-                        piece = next(at).piece
-                        sent.setdefault((rank, other), []).append(content(piece))
-                        number -= piece.box.numel
-                    assert number == 0
-                assert next(at, None) is None
-            for rank, (one, side) in enumerate(zip(rounds, sides, strict=True)):
-                got = exchanged(sent, rank, world).split([t.piece.box.numel for t in side.receives])
-                for transfer, part in zip(side.receives, got, strict=True):
-                    piece = transfer.piece
-                    assert torch.equal(part.view(piece.box.sizes), content(piece))
-                    if way == "give_back":
-                        assert piece.rank == rank
-                        updated.append((rank, piece.index))
-                if way == "gather":
-                    for matrix in one.local_matrices:
+            for rank, exchange in enumerate(exchanges):
+                sends = iter(exchange.sends)
+                for destination, remaining in enumerate(exchange.send_counts):
+                    assert not exchange.local or destination == rank or remaining == 0
+                    while remaining > 0:
+                        shard = next(sends).piece
+                        sent.setdefault((rank, destination), []).append(content(shard))
+                        remaining -= shard.box.numel
+                    assert remaining == 0
+                assert next(sends, None) is None
+            for rank, (muon_round, exchange) in enumerate(zip(rounds, exchanges, strict=True)):
+                received = all_to_all_output(sent, rank, world).split(
+                    [t.piece.box.numel for t in exchange.receives]
+                )
+                for transfer, received_shard in zip(exchange.receives, received, strict=True):
+                    shard = transfer.piece
+                    assert torch.equal(received_shard.view(shard.box.sizes), content(shard))
+                    if direction == "give_back":
+                        assert shard.rank == rank
+                        updated.append((rank, shard.index))
+                if direction == "gather":
+                    for matrix in muon_round.local_matrices:
                         assert owners[matrix] == rank
-                        mine = [t.piece for t in side.receives if t.piece.matrix == matrix]
-                        boxes = {p.box for p in mine}
-                        assert len(boxes) == len(mine), "a piece came twice"
-                        assert sum(p.box.numel for p in mine) == matrix.numel
-    assert sorted(updated) == sorted((p.rank, p.index) for p in pieces)
-    return {rank: [list(one.local_matrices) for one in plan] for rank, plan in enumerate(plans)}
+                        matrix_shards = [
+                            t.piece for t in exchange.receives if t.piece.matrix == matrix
+                        ]
+                        boxes = {p.box for p in matrix_shards}
+                        assert len(boxes) == len(matrix_shards), "each shard arrives once"
+                        assert sum(p.box.numel for p in matrix_shards) == matrix.numel
+    assert sorted(updated) == sorted((p.rank, p.index) for p in shards)
+    return {
+        rank: [list(muon_round.local_matrices) for muon_round in plan]
+        for rank, plan in enumerate(plans)
+    }
 
 
 @pytest.mark.parametrize("limit", [1, 60, UNLIMITED])
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_every_piece_goes_to_its_owner_and_back_to_all_holders(world: int, limit: int):
+def test_every_shard_reaches_its_owner_and_all_holders(world: int, limit: int):
     for seed in range(8):
-        pieces = drawn_pieces(random.Random(100 * world + seed), world, count=9)
-        own = carried_out(pieces, world, limit)
-        assert sorted(m for rounds in own.values() for r in rounds for m in r) == matrices_of(
-            pieces
-        )
-        number = len(own[0])
-        assert number == (9 if limit == 1 else 1) or limit == 60
+        shards = random_shards(random.Random(100 * world + seed), world, count=9)
+        matrices_by_rank = run_rounds(shards, world, limit)
+        assert sorted(
+            m for rounds in matrices_by_rank.values() for r in rounds for m in r
+        ) == matrices_of(shards)
+        num_rounds = len(matrices_by_rank[0])
+        assert num_rounds == (9 if limit == 1 else 1) or limit == 60
         if limit == 60:
-            assert 1 < number <= 9
+            assert 1 < num_rounds <= 9
 
 
-def test_a_round_keeps_within_the_limit_on_every_rank():
-    pieces = drawn_pieces(random.Random(3), 4, count=40)
-    owners, limit = assign_owners(pieces, [0] * 4), 300
-    plans = [plan_rounds(pieces, owners, rank=r, world=4, limit=limit) for r in range(4)]
-    assert len(plans[0]) < 40, "no round has several matrices"
-    together = 0
+def test_rounds_stay_within_the_limit_on_every_rank():
+    shards = random_shards(random.Random(3), 4, count=40)
+    owners, limit = assign_owners(shards, [0] * 4), 300
+    plans = [plan_rounds(shards, owners, rank=r, world=4, limit=limit) for r in range(4)]
+    assert len(plans[0]) < 40, "some rounds have several matrices"
+    num_shared = 0
     for rounds in zip(*plans, strict=True):
-        if sum(len(one.local_matrices) for one in rounds) == 1:
-            continue  # a matrix alone may need more
-        for one in rounds:
-            both = one.gather, one.give_back
-            buffers = sum(sum(e.send_counts) + sum(e.receive_counts) for e in both)
-            assert buffers + sum(m.numel for m in one.local_matrices) <= limit
-            together += len(one.local_matrices)
-    assert together > 20
+        if sum(len(muon_round.local_matrices) for muon_round in rounds) == 1:
+            continue  # a single matrix may exceed the limit
+        for muon_round in rounds:
+            exchanges = muon_round.gather, muon_round.give_back
+            buffers = sum(sum(e.send_counts) + sum(e.receive_counts) for e in exchanges)
+            assert buffers + sum(m.numel for m in muon_round.local_matrices) <= limit
+            num_shared += len(muon_round.local_matrices)
+    assert num_shared > 20
 
 
-def test_the_plan_does_not_depend_on_the_order_of_pieces():
-    pieces = drawn_pieces(random.Random(9), 3, count=12)
-    mixed = random.Random(1).sample(pieces, len(pieces))
-    owners = assign_owners(pieces, [0] * 3)
-    assert assign_owners(mixed, [0] * 3) == owners
+def test_plan_does_not_depend_on_the_order_of_shards():
+    shards = random_shards(random.Random(9), 3, count=12)
+    shuffled = random.Random(1).sample(shards, len(shards))
+    owners = assign_owners(shards, [0] * 3)
+    assert assign_owners(shuffled, [0] * 3) == owners
     for rank in range(3):
-        given = {"rank": rank, "world": 3, "limit": 200}
-        assert plan_rounds(mixed, owners, **given) == plan_rounds(pieces, owners, **given)
+        options = {"rank": rank, "world": 3, "limit": 200}
+        assert plan_rounds(shuffled, owners, **options) == plan_rounds(shards, owners, **options)
 
 
-def test_work_is_shared_out_evenly_and_holders_are_preferred():
-    source = random.Random(4)
+def test_work_is_balanced_and_holders_are_preferred():
+    rng = random.Random(4)
     for world in (2, 3, 8):
-        pieces = drawn_pieces(source, world, count=60)
+        shards = random_shards(rng, world, count=60)
         work = [0] * world
-        for matrix, owner in assign_owners(pieces, [0] * world).items():
+        for matrix, owner in assign_owners(shards, [0] * world).items():
             work[owner] += matrix.cost
-        costliest = max(m.cost for m in matrices_of(pieces))
+        costliest = max(m.cost for m in matrices_of(shards))
         assert max(work) - min(work) <= costliest
-    equal = [Matrix(key, 4, 6) for key in range(4)]
-    pieces = [
+    matrices = [Matrix(key, 4, 6) for key in range(4)]
+    shards = [
         MatrixShard(matrix, Box((0, 0), (4, 6)), rank, 0)
-        for matrix, rank in zip(equal, (3, 1, 2, 0), strict=True)
+        for matrix, rank in zip(matrices, (3, 1, 2, 0), strict=True)
     ]
-    assert [assign_owners(pieces, [0] * 4)[m] for m in equal] == [3, 1, 2, 0]
-    plan = plan_rounds(pieces, assign_owners(pieces, [0] * 4), rank=0, world=4, limit=UNLIMITED)
+    assert [assign_owners(shards, [0] * 4)[m] for m in matrices] == [3, 1, 2, 0]
+    plan = plan_rounds(shards, assign_owners(shards, [0] * 4), rank=0, world=4, limit=UNLIMITED)
     assert plan[0].gather.local
     assert plan[0].give_back.local
 
@@ -158,21 +166,21 @@ def test_work_is_shared_out_evenly_and_holders_are_preferred():
 def test_a_matrix_stays_on_the_stages_that_hold_it():
     stages = [0, 0, 1, 1, 2, 2]
     matrices = [Matrix(key, 4 + key % 3, 6) for key in range(24)]
-    pieces = [
+    shards = [
         MatrixShard(m, Box((0, 0), (m.rows, m.cols)), (0, 1, 2, 3)[m.key % 4], m.key // 4)
         for m in matrices
     ]
-    owners = assign_owners(pieces, stages)
-    assert all(stages[owners[p.matrix]] == stages[p.rank] for p in pieces)
+    owners = assign_owners(shards, stages)
+    assert all(stages[owners[p.matrix]] == stages[p.rank] for p in shards)
     assert set(owners.values()) == {0, 1, 2, 3}
-    both = Matrix(99, 30, 30)
-    shared = [MatrixShard(both, Box((0, 0), (30, 30)), rank, 9) for rank in (0, 3)]
-    assert assign_owners(shared, stages)[both] == 0
-    alone = MatrixShard(Matrix(7, 9, 9), Box((0, 0), (9, 9)), 4, 0)
-    assert assign_owners([*pieces, alone], stages)[alone.matrix] == 4
+    shared_matrix = Matrix(99, 30, 30)
+    shared_shards = [MatrixShard(shared_matrix, Box((0, 0), (30, 30)), rank, 9) for rank in (0, 3)]
+    assert assign_owners(shared_shards, stages)[shared_matrix] == 0
+    lone_shard = MatrixShard(Matrix(7, 9, 9), Box((0, 0), (9, 9)), 4, 0)
+    assert assign_owners([*shards, lone_shard], stages)[lone_shard.matrix] == 4
 
 
-def test_a_matrix_that_is_not_whole_is_refused():
+def test_incomplete_matrix_is_refused():
     matrix = Matrix(1, 4, 6)
     half = MatrixShard(matrix, Box((0, 0), (2, 6)), 0, 0)
     with pytest.raises(ValueError, match="ranks hold 12 elements of a matrix of 4 x 6"):

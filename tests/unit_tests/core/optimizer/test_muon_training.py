@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tied GPT trained by Muon: faster than by SGD, and alike on four ranks and on one."""
+"""A tied GPT trained by Muon: faster than SGD, and equal on four ranks and on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MUON = OptimizerConfig(kind="muon", muon=MuonConfig(scale_mode="rms"))
 
 
 def gpt_config() -> GPTConfig:
-    """Return two tied layers with one kv head for two query heads."""
+    """Return a tied two-layer model with one kv head for two query heads."""
     return GPTConfig(
         vocab_size=VOCABULARY,
         num_layers=2,
@@ -33,9 +33,9 @@ def gpt_config() -> GPTConfig:
     )
 
 
-def text(lane: int, step: int) -> torch.Tensor:
-    """Return tokens [b, s + 1] of which each mostly follows from the one before it."""
-    source = generator(8, lane, step)
+def text(dp_rank: int, step: int) -> torch.Tensor:
+    """Return tokens [b, s + 1]; each token is usually determined by the previous token."""
+    source = generator(8, dp_rank, step)
     columns = [torch.randint(0, VOCABULARY, (BATCH,), generator=source)]
     for _ in range(SEQUENCE):
         noise = torch.rand(BATCH, generator=source) < 0.05
@@ -49,57 +49,59 @@ def train(
     *,
     lr: float,
     steps: int,
-    lanes: tuple[int, ...],
+    dp_ranks: tuple[int, ...],
     parallel: DataParallelConfig | None = None,
 ) -> list[float]:
-    """Return the mean loss of every step over all lanes."""
+    """Train; return the mean loss of every step over all data-parallel ranks."""
     parallel = parallel or DataParallelConfig()
     model = GPTModel(gpt_config(), groups, seed=4, storage=parallel.storage(bucket_bytes=9000))
     engine = DataParallel(model.store, groups, config=parallel)
     weights = [handle.sharding for handle in model.store.handles.values()]
     optimizer = Optimizer(engine.owned(), groups, config=config, weights=weights)
-    found = []
+    losses = []
     for step in range(steps):
-        engine.begin_step(len(lanes))
+        engine.begin_step(len(dp_ranks))
         total = torch.zeros(())
-        for lane in lanes:
-            tokens = text(lane, step)
-            factor = loss_factor(groups.grid, len(lanes)) / (BATCH * SEQUENCE)
+        for dp_rank in dp_ranks:
+            tokens = text(dp_rank, step)
+            factor = loss_factor(groups.grid, len(dp_ranks)) / (BATCH * SEQUENCE)
             shares = torch.full((BATCH, SEQUENCE), factor)
             loss, _ = model.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), shares)
-            engine.backward(loss, last=lane == lanes[-1])
+            engine.backward(loss, last=dp_rank == dp_ranks[-1])
             total += loss.detach()
         engine.finish()
         assert optimizer.step(lr=lr, weight_decay=0.01).applied
         engine.start_param_sync()
-        found.append(float(all_reduce(total, groups["dense_dp"])))
-    return found
+        losses.append(float(all_reduce(total, groups["dense_dp"])))
+    return losses
 
 
 def test_muon_loss_decreases_faster_than_sgd():
     groups = ProcessGroupCollection.single()
-    given = {"steps": 30, "lanes": (0,)}
-    muon = train(groups, MUON, lr=0.02, **given)
+    options = {"steps": 30, "dp_ranks": (0,)}
+    muon = train(groups, MUON, lr=0.02, **options)
     sgd = [
-        train(groups, OptimizerConfig(kind="sgd", sgd_momentum=0.9), lr=lr, **given)
+        train(groups, OptimizerConfig(kind="sgd", sgd_momentum=0.9), lr=lr, **options)
         for lr in (0.1, 0.3, 1.0)
     ]
-    assert muon[-1] < min(one[-1] for one in sgd) - 0.3
+    assert muon[-1] < min(losses[-1] for losses in sgd) - 0.3
 
 
-def four_ranks(rank: int, world: int) -> list[list[float]]:
-    found = []
+def train_on_four_ranks(rank: int, world: int) -> list[list[float]]:
+    losses_by_strategy = []
     for strategy in ("optim", "optim_grads_params"):
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2), rank=rank)
-        lane = groups.coordinates["dp"]
+        dp_rank = groups.coordinates["dp"]
         parallel = DataParallelConfig(strategy=strategy)
-        found.append(train(groups, MUON, lr=0.02, steps=5, lanes=(lane,), parallel=parallel))
-    return found
+        losses_by_strategy.append(
+            train(groups, MUON, lr=0.02, steps=5, dp_ranks=(dp_rank,), parallel=parallel)
+        )
+    return losses_by_strategy
 
 
-def test_four_ranks_train_as_one_does():
-    wanted = train(ProcessGroupCollection.single(), MUON, lr=0.02, steps=5, lanes=(0, 1))
-    assert wanted[-1] < wanted[0] - 0.3
-    for found in run_ranks(four_ranks, 4):
-        for losses in found:
-            assert losses == pytest.approx(wanted, rel=1e-5)
+def test_training_on_four_ranks_matches_one_rank():
+    expected = train(ProcessGroupCollection.single(), MUON, lr=0.02, steps=5, dp_ranks=(0, 1))
+    assert expected[-1] < expected[0] - 0.3
+    for losses_by_strategy in run_ranks(train_on_four_ranks, 4):
+        for losses in losses_by_strategy:
+            assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer against torch's own over several steps, and its norms over ranks counted once."""
+"""The optimizer against torch.optim over several steps, and norms that count each weight once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.optimizer.gradient_steps import Training, drawn
+from tests.unit_tests.core.optimizer.gradient_steps import Training, random_gradients
 
 
 def torch_optimizer(config: OptimizerConfig, weights: dict[str, torch.Tensor], decay: float):
-    """Return torch's optimizer with a group without decay."""
+    """Return torch's optimizer, with a parameter group without weight decay."""
     plain = [weights[n] for n in ("norm", "down.bias")]
     decayed = [w for n, w in weights.items() if n not in ("norm", "down.bias")]
     groups = [
@@ -42,23 +42,23 @@ def torch_optimizer(config: OptimizerConfig, weights: dict[str, torch.Tensor], d
     ],
     ids=["adam", "sgd", "momentum"],
 )
-def test_steps_equal_those_of_torch(settings: dict, clip: float, scale: float):
+def test_steps_match_torch_optimizers(settings: dict, clip: float, scale: float):
     config = OptimizerConfig(**settings, clip_grad=clip)
     training = Training(ProcessGroupCollection.single(), config, scale=scale)
     weights = {n: w.double().requires_grad_(True) for n, w in training.logical().items()}
     reference = torch_optimizer(config, weights, decay=0.1)
     for step in range(4):
-        gradients, lr = drawn(step), 0.1 / (1 + step)
+        gradients, lr = random_gradients(step), 0.1 / (1 + step)
         with nan_memory():
-            result = training.step(gradients, lr=lr, weight_decay=0.1)
+            step_result = training.step(gradients, lr=lr, weight_decay=0.1)
         for name, weight in weights.items():
             weight.grad = gradients[name].double()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), clip or math.inf)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        assert result.applied
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert step_result.applied
+        assert step_result.grad_norm == pytest.approx(float(norm), rel=1e-6)
         assert_all_close(training.logical(), weights, bound=2e-6)
     assert training.optimizer.steps == 4
     norm = math.sqrt(sum(float(w.detach().square().sum()) for w in weights.values()))
@@ -75,34 +75,36 @@ def test_low_precision_weights_follow_their_masters(kind: str):
     for group in reference.param_groups:
         group["lr"] = 1e-4
     for _ in range(20):
-        training.step(drawn(0), lr=1e-4)
+        training.step(random_gradients(0), lr=1e-4)
         for name, weight in weights.items():
-            weight.grad = drawn(0)[name]
+            weight.grad = random_gradients(0)[name]
         reference.step()
     masters = {}
     for state in training.optimizer.ranges:
         assert state.master.dtype is torch.float32
         assert set(state.named_tensors()) >= {"master"}
-        for placed in state.owned.boxes:
-            masters[placed.name] = placed.of(state.master)
+        for box in state.owned.boxes:
+            masters[box.name] = box.of(state.master)
     assert_all_close(masters, weights, bound=2e-6)
     for name, weight in training.logical().items():
         assert torch.equal(weight, masters[name].bfloat16()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranges_share_the_kernel_unless_they_are_widened(dtype: torch.dtype):
-    """One call for what takes decay and one for the rest; no number is copied from the host."""
+def test_ranges_share_kernel_calls_unless_moments_are_bf16(dtype: torch.dtype):
+    """One kernel call for decayed and one for undecayed ranges; no host number is copied."""
     config = OptimizerConfig(clip_grad=2.5, exp_avg_dtype=dtype)
     training = Training(ProcessGroupCollection.single(), config, scale=8.0, bucket_bytes=100)
-    wanted = [alike.decay_factor for s in training.optimizer.ranges for alike in s.updates]
+    decay_factors = [
+        update_range.decay_factor for s in training.optimizer.ranges for update_range in s.updates
+    ]
     assert len(training.optimizer.ranges) == 4
-    assert len(wanted) > len(set(wanted)) == 2
+    assert len(decay_factors) > len(set(decay_factors)) == 2
     forbidden = mock.patch.object(torch, "tensor", side_effect=AssertionError("a copy"))
     with mock.patch.object(range_state, "adamw", wraps=range_state.adamw) as kernel, forbidden:
-        training.step(drawn(0), lr=0.1, weight_decay=1.0)
+        training.step(random_gradients(0), lr=0.1, weight_decay=1.0)
     decays = [call.kwargs["weight_decay"] for call in kernel.call_args_list]
-    assert sorted(decays) == sorted(set(wanted) if dtype is torch.float32 else wanted)
+    assert sorted(decays) == sorted(set(decay_factors) if dtype is torch.float32 else decay_factors)
     assert all(call.kwargs["grad_scale"] is not None for call in kernel.call_args_list)
 
 
@@ -131,57 +133,57 @@ def layouts() -> list[RankGrid]:
     ]
 
 
-def four_ranks(rank: int, world: int) -> list[dict]:
-    """Run every layout and strategy with Adam, clipping, and a NaN that one rank alone sees."""
-    found = []
+def train_on_four_ranks(rank: int, world: int) -> list[dict]:
+    """Run every layout and strategy with Adam, clipping and a NaN on a single rank."""
+    runs = []
     for grid in layouts():
         groups = ProcessGroupCollection.create(grid, rank=rank)
         for strategy in ("no_shard", "optim"):
             config = OptimizerConfig(clip_grad=2.5, count_zeros=True)
             training = Training(groups, config, strategy=strategy, scale=8.0)
-            results = [training.step(drawn(0), lr=0.1, weight_decay=0.1)]
+            step_results = [training.step(random_gradients(0), lr=0.1, weight_decay=0.1)]
             before = _state(training)
             for culprit in range(world):
                 fault = math.nan if rank == culprit else 0.0
-                skipped = training.step(drawn(1), fault=fault, lr=0.1, weight_decay=0.1)
+                skipped = training.step(random_gradients(1), fault=fault, lr=0.1, weight_decay=0.1)
                 assert not skipped.applied
                 assert math.isnan(skipped.grad_norm)
                 after = _state(training)
                 assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 assert training.optimizer.steps == 1
-            results.append(training.step(drawn(2), lr=0.1, weight_decay=0.1))
+            step_results.append(training.step(random_gradients(2), lr=0.1, weight_decay=0.1))
             norm = training.optimizer.params_norm()
-            found.append({"results": results, "norm": norm, "pieces": training.pieces()})
-    return found
+            runs.append({"results": step_results, "norm": norm, "shards": training.shards()})
+    return runs
 
 
 def _state(training: Training) -> list[torch.Tensor]:
-    """Return copies of everything that a step changes."""
-    found = [bucket.data.clone() for bucket in training.store.buckets]
+    """Return copies of all tensors that a step changes."""
+    tensors = [bucket.data.clone() for bucket in training.store.buckets]
     for state in training.optimizer.ranges:
-        found += [tensor.clone() for tensor in state.named_tensors().values()]
-    return found
+        tensors += [tensor.clone() for tensor in state.named_tensors().values()]
+    return tensors
 
 
 def test_four_ranks_count_every_weight_once_and_skip_together():
     config = OptimizerConfig(clip_grad=2.5, count_zeros=True)
     single = Training(ProcessGroupCollection.single(), config, scale=8.0)
-    wanted = [single.step(drawn(step), lr=0.1, weight_decay=0.1) for step in (0, 2)]
-    zeros = [sum(int((g == 0).sum()) for g in drawn(step).values()) for step in (0, 2)]
+    expected = [single.step(random_gradients(step), lr=0.1, weight_decay=0.1) for step in (0, 2)]
+    zeros = [sum(int((g == 0).sum()) for g in random_gradients(step).values()) for step in (0, 2)]
     weights = single.logical()
-    for found in run_ranks(four_ranks, 4):
-        assert len(found) == 2 * len(layouts())
-        for one in found:
-            for got, ref, count in zip(one["results"], wanted, zeros, strict=True):
-                assert got.applied
-                assert got.num_zeros == ref.num_zeros == count
-                assert got.grad_norm == pytest.approx(ref.grad_norm, rel=1e-6)
-            assert one["norm"] == pytest.approx(single.optimizer.params_norm(), rel=1e-6)
-            for name, offsets, values in one["pieces"]:
+    for runs in run_ranks(train_on_four_ranks, 4):
+        assert len(runs) == 2 * len(layouts())
+        for run in runs:
+            for actual, ref, count in zip(run["results"], expected, zeros, strict=True):
+                assert actual.applied
+                assert actual.num_zeros == ref.num_zeros == count
+                assert actual.grad_norm == pytest.approx(ref.grad_norm, rel=1e-6)
+            assert run["norm"] == pytest.approx(single.optimizer.params_norm(), rel=1e-6)
+            for name, offsets, values in run["shards"]:
                 assert_piece_close(name, values, weights[name], offsets, bound=2e-6)
 
 
-def test_infinite_gradients_skip_and_tell_the_scaler():
+def test_infinite_gradients_skip_the_step_and_update_the_scaler():
     class RecordingScaler:
         scale = 2.0
 
@@ -193,12 +195,12 @@ def test_infinite_gradients_skip_and_tell_the_scaler():
 
     training = Training(ProcessGroupCollection.single(), OptimizerConfig())
     scaler = training.optimizer.scaler = RecordingScaler()  # type: ignore[assignment]
-    assert training.step(drawn(0), lr=0.1).applied
-    assert not training.step(drawn(1), fault=math.inf, lr=0.1).applied
+    assert training.step(random_gradients(0), lr=0.1).applied
+    assert not training.step(random_gradients(1), fault=math.inf, lr=0.1).applied
     assert scaler.updates == [False, True]
 
 
-def test_every_setting_out_of_range_is_named_at_once():
+def test_all_invalid_settings_are_reported_at_once():
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(
             kind="adagrad",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate and weight-decay schedules against closed forms at given sample counts."""
+"""Learning-rate and weight-decay schedules against closed forms at chosen sample counts."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from megatron.core.optimizer.schedule import (
     WeightDecaySchedule,
 )
 
-# max 3e-4, min 3e-5, warm-up 100 samples from 1e-5, decay to 1100; wsd falls over the last 400.
+# max 3e-4, min 3e-5, warm-up 100 samples from 1e-5, decay to 1100; wsd decays over the last 400.
 LR = {
     "max_lr": 3e-4,
     "min_lr": 3e-5,
@@ -27,10 +27,10 @@ LR = {
 
 
 @pytest.mark.parametrize("style", DECAY_STYLES)
-def test_warm_up_is_the_same_line_for_every_style(style):
+def test_warmup_is_linear_and_equal_for_every_style(style):
     schedule = LearningRateSchedule(**LR, style=style)
-    for samples, wanted in [(0, 1e-5), (1, 1.29e-5), (50, 1.55e-4), (100, 3e-4)]:
-        assert schedule.lr(samples) == pytest.approx(wanted, rel=1e-12)
+    for samples, expected in [(0, 1e-5), (1, 1.29e-5), (50, 1.55e-4), (100, 3e-4)]:
+        assert schedule.lr(samples) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_warm_up_is_the_same_line_for_every_style(style):
             "cosine",
             {350: 3e-5 + 2.7e-4 * (2 + math.sqrt(2)) / 4, 600: 1.65e-4, 1100: 3e-5, 1101: 3e-5},
         ),
-        # 4 and 9 times the warm-up: a half and a third of the maximum. The last sample of the decay
-        # is still on the curve, which unlike the others does not end at the minimum.
+        # At 4 and 9 times the warm-up: a half and a third of the maximum. The last decay sample is
+        # still on the curve; unlike the other styles, the curve does not end at the minimum.
         (
             "inverse-square-root",
             {400: 1.5e-4, 900: 1e-4, 1100: 3e-4 / math.sqrt(11), 1101: 3e-5, 10**9: 3e-5},
         ),
     ],
 )
-def test_decay_styles_at_points(style, points):
+def test_decay_styles_match_closed_forms(style, points):
     schedule = LearningRateSchedule(**LR, style=style)
-    for samples, wanted in points.items():
-        assert schedule.lr(samples) == pytest.approx(wanted, rel=1e-12), samples
+    for samples, expected in points.items():
+        assert schedule.lr(samples) == pytest.approx(expected, rel=1e-12), samples
 
 
 def test_inverse_square_root_stops_at_the_floor():
@@ -90,7 +90,7 @@ def test_wsd_schedule_is_constant_and_then_decays(style, quarter, half):
     length=st.integers(1, 200),
     data=st.data(),
 )
-def test_rates_rise_then_never_rise_and_stay_in_range(style, anneal, warmup, length, data):
+def test_rates_warm_up_and_then_never_increase(style, anneal, warmup, length, data):
     schedule = LearningRateSchedule(
         max_lr=1.0,
         min_lr=0.1,
@@ -119,7 +119,7 @@ def test_rates_rise_then_never_rise_and_stay_in_range(style, anneal, warmup, len
         ({"style": "wsd", "wsd_decay_style": "sqrt"}, "unknown wsd decay style 'sqrt'"),
     ],
 )
-def test_bad_settings_are_refused(change, message):
+def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         LearningRateSchedule(**{**LR, **change})
 
@@ -136,13 +136,13 @@ def test_all_problems_are_reported_at_once():
         ("cosine", {0: 0.01, 25: 0.01 + 0.09 * (2 - math.sqrt(2)) / 4, 50: 0.055, 100: 0.1}),
     ],
 )
-def test_weight_decay_ramps(style, points):
+def test_weight_decay_ramps_match_closed_forms(style, points):
     schedule = WeightDecaySchedule(start=0.01, end=0.1, ramp_samples=100, style=style)
-    for samples, wanted in points.items():
-        assert schedule.weight_decay(samples) == pytest.approx(wanted, rel=1e-12)
+    for samples, expected in points.items():
+        assert schedule.weight_decay(samples) == pytest.approx(expected, rel=1e-12)
 
 
-def test_weight_decay_constant_and_refusals():
+def test_constant_weight_decay_and_invalid_settings():
     assert WeightDecaySchedule(start=0.1, end=0.1).weight_decay(0) == 0.1
     for settings_, message in [
         ({"start": 0.1, "end": 0.2}, "make them equal, or use style"),

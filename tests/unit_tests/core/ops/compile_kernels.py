@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the Triton kernels ahead of time and print what each needs, as JSON. No GPU is needed.
+"""Compile the Triton kernels ahead of time; print their resources as JSON. Needs no GPU.
 
     python tests/unit_tests/core/ops/compile_kernels.py [--all] [--only PART] [--list]
 
-Kernels are described in `aot/<part>_kernels.py`; see `aot/description.py` for how to add one. Run
-by `test_aot_kernels.py` without TRITON_INTERPRET, which compilation does not survive.
+Kernels are described in `aot/<part>_kernels.py`; see `aot/description.py` for how to add one.
+`test_aot_kernels.py` runs this without TRITON_INTERPRET, under which nothing compiles.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ PARTS = Path(__file__).with_name("aot")
 
 
 def descriptions(only: str | None = None) -> list[Description]:
-    """Collect the descriptions of all parts, or of one."""
-    found: list[Description] = []
+    """Return the descriptions of all parts, or of the part `only`."""
+    kernels: list[Description] = []
     for path in sorted(PARTS.glob("*_kernels.py")):
         if only in (None, path.stem.removesuffix("_kernels")):
             module = importlib.import_module(f"tests.unit_tests.core.ops.aot.{path.stem}")
-            found += module.KERNELS
-    names = [each.name for each in found]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"described twice: {sorted(twice)}; give each a label")
-    return found
+            kernels += module.KERNELS
+    names = [description.name for description in kernels]
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"described twice: {sorted(duplicates)}; give each a label")
+    return kernels
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Read registers a thread and stack bytes (spills included) from a compiled kernel."""
+    """Return registers per thread and stack bytes (spills included) of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -56,7 +56,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_for(description: Description, architecture: int) -> Any:
-    """Compile one kernel as its launch would."""
+    """Compile one kernel with the constants and options of its launch."""
     return triton.compile(
         ASTSource(
             fn=description.kernel,
@@ -80,28 +80,33 @@ def needs(compiled: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its needs},
-    "faults": {kernel/sm_NN: what `tools.gpu_compile.compiler` finds in its code}}."""
+    """Print {"triton": version, "described": all names, "kernels": {kernel/sm_NN: its resources},
+    "faults": {kernel/sm_NN: the faults that `tools.gpu_compile.compiler` reports}}."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--all", action="store_true", help="for every architecture of each, not the quick"
+        "--all", action="store_true", help="compile for every architecture, not only the quick ones"
     )
     parser.add_argument("--only", help="one part: the name of its file before _kernels.py")
-    parser.add_argument("--list", action="store_true", help="compile nothing")
+    parser.add_argument("--list", action="store_true", help="list the kernels without compiling")
     options = parser.parse_args()
     described = descriptions(options.only)
-    found, faults = {}, {}
-    for each in described if not options.list else ():
-        for architecture in each.architectures if options.all else each.quick:
-            compiled, name = compile_for(each, architecture), f"{each.name}/sm_{architecture}"
-            found[name] = needs(compiled)
+    needs_by_kernel, faults = {}, {}
+    for description in described if not options.list else ():
+        for architecture in description.architectures if options.all else description.quick:
+            compiled, name = (
+                compile_for(description, architecture),
+                f"{description.name}/sm_{architecture}",
+            )
+            needs_by_kernel[name] = needs(compiled)
             texts = (compiled.asm[kind] for kind in ("ttgir", "ptx"))
-            warps = each.options["num_warps"]
+            warps = description.options["num_warps"]
             faults[name] = code_faults(*texts, architecture=architecture, warps=warps)
-    names = [f"{each.name}/sm_{n}" for each in described for n in each.architectures]
-    result = {"triton": triton.__version__, "described": names, "kernels": found}
-    result["faults"] = faults
-    json.dump(result, sys.stdout, indent=1)
+    names = [
+        f"{description.name}/sm_{n}" for description in described for n in description.architectures
+    ]
+    report = {"triton": triton.__version__, "described": names, "kernels": needs_by_kernel}
+    report["faults"] = faults
+    json.dump(report, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of ops/nvls and print their PTX and SASS, as JSON. No GPU is needed.
+"""Compile the kernels of ops/nvls and print their PTX and SASS as JSON. Needs no GPU.
 
-Run by `test_nvls_code.py` without TRITON_INTERPRET, which compilation does not survive.
+`test_nvls_code.py` runs this without TRITON_INTERPRET, under which nothing compiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.unit_tests.core.ops.compile_kernels import compile_for
 
 
 def code(description: Description, architecture: int) -> dict[str, str]:
-    """Return what a kernel is compiled to."""
+    """Return the PTX and SASS of a kernel."""
     compiled = compile_for(description, architecture)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -33,5 +33,5 @@ def code(description: Description, architecture: int) -> dict[str, str]:
 
 if __name__ == "__main__":
     architecture = int(sys.argv[1])
-    found = {each.name: code(each, architecture) for each in KERNELS}
-    json.dump({name.replace("_kernel", ""): each for name, each in found.items()}, sys.stdout)
+    code_by_name = {kernel.name: code(kernel, architecture) for kernel in KERNELS}
+    json.dump({name.replace("_kernel", ""): x for name, x in code_by_name.items()}, sys.stdout)

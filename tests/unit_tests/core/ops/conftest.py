@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes beside the tests, the interpreter's and the compiler's: two at once, at low priority.
+"""Background processes of the tests, for the interpreter and the compiler.
 
-They begin with the session, long before a test asks for what they say: other tests wait for ranks,
-signals and files, and leave a core idle. In a worker of xdist, which runs a part of the tests
-beside other workers, each begins when a test asks.
+Two run at a time, at low priority. They start with the session, long before a test needs their
+output, because other tests wait for ranks, signals and files and leave a core idle. In an xdist
+worker, which runs a subset of the tests, each process starts when a test requests its output.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     round_like_a_gpu()
 
-AT_ONCE = 2
+MAX_PROCESSES = 2
 
-#: Tests that hold ranks to seconds go first. On Linux a thread has a priority of its own, and the
-#: processes that it starts inherit it.
+#: Tests with time limits on ranks have priority. On Linux a thread has its own niceness, which the
+#: processes that it starts inherit.
 NICENESS = 5
 
-#: Seconds after which a test that waits for such a process hangs: it may have the least of a core.
+#: Seconds after which a waiting test fails: at low priority a process gets little of a core.
 TIMEOUT = 600
 
 
@@ -34,46 +34,46 @@ _BACKGROUND: pytest.StashKey[BackgroundCalls] = pytest.StashKey()
 
 
 class BackgroundCalls:
-    """Calls that wait for a process of their own."""
+    """Calls that each run a process and wait for it."""
 
     def __init__(self, pool: ThreadPoolExecutor, session: pytest.Session) -> None:
         self._pool = pool
         self._calls = dict(
-            mark.args for item in session.items for mark in item.iter_markers("background")
+            mark.args for test in session.items for mark in test.iter_markers("background")
         )
-        self._begun: dict[Any, Future] = {}
+        self._futures: dict[Any, Future] = {}
 
-    def begin_all(self) -> None:
-        """Start the calls that collected tests are marked with, in their order, each once."""
+    def start_all(self) -> None:
+        """Start the calls of all collected tests, in order, each once."""
         for key in self._calls:
-            self._begin(key)
+            self._start(key)
 
     def result(self, key: Any) -> Any:
-        """Return what the call returned, or raise what it raised."""
-        return self._begin(key).result()
+        """Return the return value of the call, or raise its exception."""
+        return self._start(key).result()
 
-    def _begin(self, key: Any) -> Future:
-        if key not in self._begun:
-            self._begun[key] = self._pool.submit(self._calls[key])
-        return self._begun[key]
+    def _start(self, key: Any) -> Future:
+        if key not in self._futures:
+            self._futures[key] = self._pool.submit(self._calls[key])
+        return self._futures[key]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that wait for a process the time that it may need, where they set none."""
-    for item in items:
-        if item.get_closest_marker("background") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(TIMEOUT))
+    """Set the timeout of tests that wait for a process, unless they set one."""
+    for test in items:
+        if test.get_closest_marker("background") and not test.get_closest_marker("timeout"):
+            test.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    """Begin what any test will ask for, unless this is a worker of xdist."""
-    works = "PYTEST_XDIST_WORKER" in os.environ
-    niceness = 0 if works else NICENESS
-    with ThreadPoolExecutor(AT_ONCE, initializer=os.nice, initargs=(niceness,)) as pool:
+    """Start the calls of all tests, unless this is an xdist worker."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    niceness = 0 if is_worker else NICENESS
+    with ThreadPoolExecutor(MAX_PROCESSES, initializer=os.nice, initargs=(niceness,)) as pool:
         background = session.stash[_BACKGROUND] = BackgroundCalls(pool, session)
-        if not session.config.option.collectonly and not works:
-            background.begin_all()
+        if not session.config.option.collectonly and not is_worker:
+            background.start_all()
         try:
             return (yield)
         finally:
@@ -82,5 +82,5 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def background(request: pytest.FixtureRequest) -> BackgroundCalls:
-    """Return what tests marked `background(key, call)` wait for."""
+    """Return the calls of tests marked `background(key, call)`."""
     return request.session.stash[_BACKGROUND]

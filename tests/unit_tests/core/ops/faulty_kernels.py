@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels whose code shows one fault each.
+"""Kernels whose compiled code has one fault each.
 
-Prints {"faults": {kernel: faults}, "outcomes": [...]} as JSON; outcomes are those of a launch with
-an empty cache, of the same with a full one, and of a wrong launch. No GPU is needed.
-Run by `test_code_faults.py` without TRITON_INTERPRET, which compilation does not survive.
+Prints {"faults": {kernel: faults}, "outcomes": [...]} as JSON. The outcomes are of three launches:
+with an empty cache, the same launch with a filled cache, and an invalid launch. Needs no GPU.
+`test_code_faults.py` runs this without TRITON_INTERPRET, under which nothing compiles.
 """
 
 import json
@@ -32,7 +32,7 @@ def store_tile(ptr, tile, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def chained_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, TRANSPOSES: tl.constexpr):
-    """Multiply a product, or its transpose."""
+    """Multiply the product a b, or its transpose, by b."""
     a, b = load_tile(a_ptr, SIZE, SIZE), load_tile(b_ptr, SIZE, SIZE)
     product = tl.dot(a, b).to(a.dtype)
     if TRANSPOSES:
@@ -42,7 +42,7 @@ def chained_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, TRANSPOSES: tl.const
 
 @triton.jit
 def summed_kernel(a_ptr, b_ptr, c_ptr, steps, SIZE: tl.constexpr):
-    """Add two products a step to one accumulator."""
+    """Add two products per step to one accumulator."""
     total = tl.zeros((SIZE, SIZE), tl.float32)
     for step in range(steps):
         a = load_tile(a_ptr + step * SIZE * SIZE, SIZE, SIZE)
@@ -64,7 +64,7 @@ CASES = {
 
 
 def launch_of(kernel, constants: dict, warps: int) -> Launch:
-    """Return the launch of one kernel."""
+    """Return the launch of a kernel."""
     names = kernel.arg_names
     return Launch(
         module=kernel.fn.__module__,
@@ -81,7 +81,7 @@ def launch_of(kernel, constants: dict, warps: int) -> Launch:
 
 
 def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, int]:
-    """Compile one kernel and return its faults."""
+    """Compile a kernel and return its faults."""
     texts = compiler.texts_of(launch_of(kernel, constants, warps), architecture)
     return compiler.code_faults(
         texts["ttgir"], texts["ptx"], architecture=architecture, warps=warps
@@ -89,19 +89,23 @@ def faults(kernel, constants: dict, warps: int, architecture: int) -> dict[str, 
 
 
 def outcomes(folder: Path) -> list[compiler.Outcome]:
-    """Compile a right launch twice, with one cache, and a wrong one."""
+    """Compile a valid launch twice with one cache, then an invalid launch."""
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     kernel, constants, warps, architecture = CASES["no fault"]
     launch = launch_of(kernel, constants, warps)
     results = []
-    for assembler in (ptxas, Path("/no/ptxas")):  # nothing is assembled the second time
-        once = compiler.Compiler(compiler.Cache(folder), {"12.8": assembler})
-        results.append(once.outcome(launch, architecture))
-    wrong = launch_of(kernel, constants | {"SIZE": 63}, warps)
-    return [*results, once.outcome(wrong, architecture)]
+    for assembler in (
+        ptxas,
+        Path("/no/ptxas"),
+    ):  # the second time, the cache makes ptxas unnecessary
+        cached_compiler = compiler.Compiler(compiler.Cache(folder), {"12.8": assembler})
+        results.append(cached_compiler.outcome(launch, architecture))
+    invalid = launch_of(kernel, constants | {"SIZE": 63}, warps)
+    return [*results, cached_compiler.outcome(invalid, architecture)]
 
 
 if __name__ == "__main__":
-    found = {name: faults(*case) for name, case in CASES.items()}
+    faults_by_kernel = {name: faults(*case) for name, case in CASES.items()}
     with tempfile.TemporaryDirectory() as temporary:
-        json.dump({"faults": found, "outcomes": outcomes(Path(temporary))}, sys.stdout)
+        report = {"faults": faults_by_kernel, "outcomes": outcomes(Path(temporary))}
+        json.dump(report, sys.stdout)

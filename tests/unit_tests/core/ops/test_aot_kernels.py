@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile kernels for sm_90 and sm_100 without a GPU; hold what they take to the record."""
+"""Kernels compiled for sm_90 and sm_100 without a GPU match their recorded budgets."""
 
 import ast
 import json
@@ -21,17 +21,17 @@ from tests.unit_tests.core.ops.kernel_budget import (
 )
 from tools.gpu_compile import faults
 
-MOST_COMPILES = 30
+MAX_COMPILATIONS = 30
 
 
 def jit_functions(folder: Path) -> tuple[set[str], set[str]]:
-    """Return the names under @triton.jit of all files, and those that one of them calls."""
+    """Return the names of all @triton.jit functions, and the subset that other kernels call."""
     functions = [
         node
         for path in folder.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef)
-        and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
     called = {
         node.func.id
@@ -43,15 +43,15 @@ def jit_functions(folder: Path) -> tuple[set[str], set[str]]:
     return names, names & called
 
 
-def assert_matches_record(found: dict) -> None:
-    """Fail where the kernels and their record do not agree."""
-    own = record_path(found["triton"])
-    record = json.loads((own if own.exists() else RECORD).read_text("utf-8"))
-    same = record["triton"] == found["triton"]
-    said = problems(found["kernels"], record["kernels"], same_release=same)
-    known = faults.read_record()[found["triton"]]
-    new, _ = faults.differences(found["faults"], known, whole=False)
-    assert not said + new, "\n".join(said + new)
+def assert_matches_record(report: dict) -> None:
+    """Fail if the compiled kernels differ from their record."""
+    path = record_path(report["triton"])
+    record = json.loads((path if path.exists() else RECORD).read_text("utf-8"))
+    same_release = record["triton"] == report["triton"]
+    errors = problems(report["kernels"], record["kernels"], same_release=same_release)
+    recorded_faults = faults.read_record()[report["triton"]]
+    new_faults, _ = faults.differences(report["faults"], recorded_faults, whole=False)
+    assert not errors + new_faults, "\n".join(errors + new_faults)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_fp32_recurrences_spill_at_most_256_bytes(record):
 
 
 @pytest.mark.background("aot", compiled)
-def test_aot_kernels_compile_within_their_budget(background):
-    """The heaviest kernels; the nightly test compiles all of them for all architectures."""
-    found = background.result("aot")
-    assert_matches_record(found)
-    assert 0 < len(found["kernels"]) <= MOST_COMPILES
-    assert {name.split("/sm_")[1] for name in found["kernels"]} == {"90", "100"}
+def test_heaviest_aot_kernels_match_their_record(background):
+    """Compile the heaviest kernels; the nightly test compiles all for all architectures."""
+    report = background.result("aot")
+    assert_matches_record(report)
+    assert 0 < len(report["kernels"]) <= MAX_COMPILATIONS
+    assert {name.split("/sm_")[1] for name in report["kernels"]} == {"90", "100"}
 
 
 @pytest.mark.background("aot", compiled)
-def test_every_kernel_is_described_and_on_record(background):
+def test_every_kernel_is_described_and_recorded(background):
     described = background.result("aot")["described"]
     names, called = jit_functions(Path(ops.__path__[0]))
     assert len(names) > 30
@@ -92,10 +92,10 @@ def test_every_kernel_is_described_and_on_record(background):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_aot_all_kernels_on_all_architectures():
-    found = compiled("--all")
-    assert_matches_record(found)
-    assert list(found["kernels"]) == found["described"]
+def test_all_aot_kernels_match_record_on_all_architectures():
+    report = compiled("--all")
+    assert_matches_record(report)
+    assert list(report["kernels"]) == report["described"]
 
 
 def needs(registers=100, stack=0, shared=4096):
@@ -112,25 +112,25 @@ def test_unknown_part_is_refused_with_known_parts(monkeypatch, capsys):
     assert " prologue " in line
 
 
-def test_a_record_is_exact_for_its_release_of_triton():
+def test_record_is_exact_for_its_triton_release():
     assert problems(needs(), needs(), same_release=True) == []
     assert problems(needs(registers=97), needs(), same_release=True) == []
     for used in (needs(registers=101), needs(stack=8), needs(shared=4097)):
-        (said,) = problems(used, needs(), same_release=True)
-        assert "more than" in said
+        (message,) = problems(used, needs(), same_release=True)
+        assert "more than" in message
     for used in (needs(registers=90), needs(shared=64)):
-        (said,) = problems(used, needs(), same_release=True)
-        assert "less than" in said
+        (message,) = problems(used, needs(), same_release=True)
+        assert "less than" in message
     assert "less than" in problems(needs(), needs(stack=8), same_release=True)[0]
     assert "no record" in problems(needs(), {}, same_release=True)[0]
 
 
-def test_a_kernel_that_the_compiler_gave_up_is_no_small_one():
-    (said,) = problems(needs(registers=4), needs(registers=4), same_release=True)
-    assert "nothing was compiled" in said
+def test_kernel_compiled_to_nothing_is_reported():
+    (message,) = problems(needs(registers=4), needs(registers=4), same_release=True)
+    assert "nothing was compiled" in message
 
 
-def test_another_release_may_not_spill_either():
+def test_other_triton_release_may_differ_but_not_spill():
     assert problems(needs(registers=110, shared=8192), needs(), same_release=False) == []
     assert problems(needs(stack=16), needs(stack=8), same_release=False) == []
     assert problems(needs(stack=8), needs(), same_release=False)
@@ -139,7 +139,7 @@ def test_another_release_may_not_spill_either():
     assert problems(too_large, too_large, same_release=False)
 
 
-def test_a_record_only_shrinks_unless_a_kernel_is_named():
+def test_record_only_shrinks_unless_kernel_is_named():
     names = ["k/sm_90"]
     assert merged(needs(registers=90), needs(), described=names) == needs(registers=90)
     assert merged(needs(), {}, described=names) == needs()

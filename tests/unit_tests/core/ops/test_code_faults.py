@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each fault of compiled code is found in a planted kernel or text, and not in its correction."""
+"""Each fault of compiled code is reported for a faulty kernel or text, not for a correct one."""
 
 import json
 import os
@@ -48,7 +48,7 @@ SASS = """
 
 
 @pytest.fixture(scope="module")
-def planted() -> dict:
+def faulty_kernels_report() -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("faulty_kernels.py"))],
@@ -62,8 +62,8 @@ def planted() -> dict:
     return json.loads(run.stdout)
 
 
-def test_a_compiled_kernel_shows_its_fault_and_no_other(planted):
-    faults_by_kernel = dict(planted["faults"])
+def test_compiled_kernel_has_exactly_the_planted_fault(faulty_kernels_report):
+    faults_by_kernel = dict(faulty_kernels_report["faults"])
     assert faults_by_kernel.pop("no fault") == {}
     assert len(faults_by_kernel) == 4
     for name, faults in faults_by_kernel.items():
@@ -71,33 +71,33 @@ def test_a_compiled_kernel_shows_its_fault_and_no_other(planted):
         assert faults.keys() <= {name, "mma.sync of 64 rows"}, (name, faults)
 
 
-def test_a_launch_is_compiled_and_assembled_once(planted):
-    first, second, wrong = planted["outcomes"]
-    assert first.pop("seconds") > second.pop("seconds")
-    assert first == second
-    assert first["instructions"]["wgmma"] > 0
-    registers, stack = first["needs"]["12.8"]
+def test_launch_is_compiled_and_assembled_once(faulty_kernels_report):
+    uncached, cached, invalid = faulty_kernels_report["outcomes"]
+    assert uncached.pop("seconds") > cached.pop("seconds")
+    assert uncached == cached
+    assert uncached["instructions"]["wgmma"] > 0
+    registers, stack = uncached["needs"]["12.8"]
     assert registers > 16
-    assert (stack, first["faults"]) == (0, {})
-    assert set(wrong) == {"error", "seconds"}
+    assert (stack, uncached["faults"]) == (0, {})
+    assert set(invalid) == {"error", "seconds"}
 
 
-def unordered(*, offset=4096, pending=0, barrier=""):
+def unordered_writes_of(*, offset=4096, pending=0, barrier=""):
     text = PTX.format(offset=offset, pending=pending, barrier=barrier)
     return unordered_writes(text, buffers=buffers_of(IR))
 
 
 def test_write_after_wait_needs_barrier_where_wgmma_read():
     assert buffers_of(IR) == [[(4096, 8192), (4096, 8192)]]
-    assert unordered() == [("st.shared.b32", 4096 + 16)]
-    assert unordered(barrier="bar.sync 	0;") == []
-    assert unordered(barrier="bar.warp.sync -1;") == [("st.shared.b32", 4096 + 16)]
-    assert unordered(offset=4096 + 8192) == []
+    assert unordered_writes_of() == [("st.shared.b32", 4096 + 16)]
+    assert unordered_writes_of(barrier="bar.sync 	0;") == []
+    assert unordered_writes_of(barrier="bar.warp.sync -1;") == [("st.shared.b32", 4096 + 16)]
+    assert unordered_writes_of(offset=4096 + 8192) == []
     without_buffers = unordered_writes(PTX.format(offset=0, pending=0, barrier=""))
     assert without_buffers == [("st.shared.b32", 16)]
 
 
-def test_an_address_that_depends_on_a_choice_counts_as_a_fault():
+def test_write_to_unknown_address_counts_as_fault():
     text = PTX.format(offset=0, pending=0, barrier="mov.b32 	%r5, 7;")
     assert unordered_writes(text, buffers=buffers_of(IR)) == [("st.shared.b32", None)]
 
@@ -113,11 +113,11 @@ def test_an_address_that_depends_on_a_choice_counts_as_a_fault():
         ("STS [R72], R9", "0x0", "NOP", 0),
     ],
 )
-def test_registers_that_a_running_wgmma_reads_are_not_written(before, pending, after, count):
+def test_write_to_registers_of_running_wgmma_is_reported(before, pending, after, count):
     text = SASS.format(before=before, pending=pending, after=after)
     assert len(overwritten_operands(text)) == count
 
 
-def test_products_are_counted_by_instruction():
+def test_tensor_core_instructions_are_counted():
     text = PTX.format(offset=0, pending=0, barrier="mma.sync.aligned.m16n8k16.row.col.f32 ...;")
     assert tensor_core_instructions(text) == {"wgmma": 1, "tcgen05": 0, "mma.sync": 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on a GPU says which compilers make its kernels and which of their faults are known."""
+"""A GPU run logs the compilers of its kernels and their known bugs."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_known_compiler_bugs_name_the_version_to_install(major, triton, ptxas, i
         assert triton in fault or ptxas in fault
 
 
-def test_the_start_of_a_run_on_hopper_names_its_compilers(monkeypatch):
+def test_hopper_run_logs_its_compilers_and_their_bugs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(compiler, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(compiler, "ptxas_version", lambda major: {9: "12.8.93"}[major])
@@ -42,7 +42,7 @@ def test_the_start_of_a_run_on_hopper_names_its_compilers(monkeypatch):
     assert kernels_line(torch.device("cpu")) is None
 
 
-def test_a_ptxas_that_cannot_run_is_one_line(monkeypatch, tmp_path):
+def test_broken_ptxas_is_a_one_line_error(monkeypatch, tmp_path):
     file = tmp_path / "ptxas"
     file.write_text("no program")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(file))

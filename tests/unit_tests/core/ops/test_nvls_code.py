@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of ops/nvls are compiled to: multimem instructions, and an order that holds."""
+"""Compiled code of ops/nvls: multimem instructions, and their order relative to barriers."""
 
 from __future__ import annotations
 
@@ -36,50 +36,50 @@ def compiled(architecture: int) -> dict[str, dict[str, str]]:
 
 
 def processes() -> list:
-    """Return parameters, each with its process, which is started when the run begins."""
+    """Return test parameters, each with a background process that starts with the session."""
     return [
         pytest.param(
             ("nvls", n),
-            marks=[pytest.mark.background(("nvls", n), partial(compiled, n)), *more],
+            marks=[pytest.mark.background(("nvls", n), partial(compiled, n)), *marks],
             id=f"sm_{n}",
         )
-        for n, more in ARCHITECTURES.items()
+        for n, marks in ARCHITECTURES.items()
     ]
 
 
-def places(text: str, instruction: str) -> list[int]:
-    """Return where an instruction stands."""
+def offsets_of(text: str, instruction: str) -> list[int]:
+    """Return the offsets of an instruction in the text."""
     end = r"\b" if instruction[-1].isalnum() else ""
-    return [found.start() for found in re.finditer(re.escape(instruction) + end, text)]
+    return [match.start() for match in re.finditer(re.escape(instruction) + end, text)]
 
 
 @pytest.mark.parametrize("key", processes())
-def test_multimem_is_multimem_and_what_stays_in_order(key, background) -> None:
-    found = background.result(key)
-    assert len(found) == 13
-    for described, code in found.items():
+def test_kernels_use_multimem_and_order_memory_accesses(key, background) -> None:
+    code_by_kernel = background.result(key)
+    assert len(code_by_kernel) == 13
+    for described, code in code_by_kernel.items():
         ptx, sass = code["ptx"], code["sass"]
         name, _, label = described.partition(" ")
         reduces, gathers = "reduce" in name, "gather" in name
-        loads = places(ptx, LOAD if "multimem" in name else "ld.volatile.global.v4.b32")
-        acquires, releases = places(ptx, ACQUIRE), places(ptx, RELEASE)
+        loads = offsets_of(ptx, LOAD if "multimem" in name else "ld.volatile.global.v4.b32")
+        acquires, releases = offsets_of(ptx, ACQUIRE), offsets_of(ptx, RELEASE)
         barriers = reduces + name.removesuffix("_v").endswith("gather")
         assert (len(acquires), len(releases)) == (barriers, barriers), name
         if "multimem" in name:
             assert ("LDGMC" in sass) == reduces, name
-            assert bool(places(ptx, STORE)) == gathers, name
+            assert bool(offsets_of(ptx, STORE)) == gathers, name
         if reduces:
             assert loads, name
             assert releases[0] < acquires[0] < min(loads), name
         else:
             assert not loads, name
-        if gathers:  # all is stored before peers are told
-            stores = places(ptx, STORE if "multimem" in name else "st.global.v4.b32")
+        if gathers:  # all data is stored before peers are signalled
+            stores = offsets_of(ptx, STORE if "multimem" in name else "st.global.v4.b32")
             assert max(stores) < releases[-1] < acquires[-1], name
-        # A wait that --nvls-tries bounds stops the device, once the host can see who did not come.
-        traps, fences = places(ptx, "trap;"), places(ptx, "fence.acq_rel.sys;")
+        # A wait bounded by --nvls-tries traps only after the host can see which peer is missing.
+        traps, fences = offsets_of(ptx, "trap;"), offsets_of(ptx, "fence.acq_rel.sys;")
         expected = (1, True) if label == "traps" else (0, False)
         assert (len(traps), "BPT.TRAP" in sass) == expected, described
         if label == "traps":
-            noted = places(ptx, "st.global.b32")[-1]
-            assert acquires[-1] < noted < fences[-1] < traps[0], described
+            status_store = offsets_of(ptx, "st.global.b32")[-1]
+            assert acquires[-1] < status_store < fences[-1] < traps[0], described

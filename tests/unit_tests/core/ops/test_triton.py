@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel, forward and backward, in Triton's interpreter: one process a file."""
+"""Every Triton kernel, forward and backward, in Triton's interpreter, one process per file."""
 
 import os
 import re
@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Files of cases, and how many of each are run at every change, and every night besides: a case that
-# silently was not collected must fail.
+# Number of cases per file: in every run, and in addition every night. The counts make this test
+# fail if a case is silently not collected.
 FILES = {
     "interpreted_cases.py": (75, 48),
     "interpreted_decode.py": (23, 0),
@@ -30,10 +30,10 @@ FILES = {
 }
 
 
-def interpret(file: str, marked: str) -> subprocess.CompletedProcess:
-    """Run the cases of a file that are marked so."""
+def interpret(file: str, markers: str) -> subprocess.CompletedProcess:
+    """Run the cases of a file that match the marker expression."""
     cases = Path(__file__).with_name(file)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in [n for n in environment if n.startswith("PYTEST_")]:
         del environment[name]
@@ -42,40 +42,40 @@ def interpret(file: str, marked: str) -> subprocess.CompletedProcess:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,  # at low priority, beside tests that keep all cores busy
+        timeout=600,  # low priority, while other tests keep all cores busy
         check=False,
     )
 
 
-def processes(marked: str, which: int) -> list:
-    """Return (key, number of cases) of each process of cases that are marked so."""
-    found = []
+def processes(markers: str, index: int) -> list:
+    """Return (key, number of cases) of each file with cases that match the marker expression."""
+    parameters = []
     for file, counts in FILES.items():
-        key = (file, marked)
-        if counts[which]:
+        key = (file, markers)
+        if counts[index]:
             mark = pytest.mark.background(key, partial(interpret, *key))
-            found.append(pytest.param(key, counts[which], marks=mark, id=file))
-    return found
+            parameters.append(pytest.param(key, counts[index], marks=mark, id=file))
+    return parameters
 
 
 @pytest.mark.parametrize(("key", "expected"), processes("not slow", 0))
-def test_kernels_agree_with_the_formulas_in_the_interpreter(key, expected, background):
+def test_interpreted_kernels_match_the_formulas(key, expected, background):
     assert_passed(background.result(key), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "expected"), processes("slow", 1))
-def test_kernels_agree_in_more_cases(key, expected, background):
+def test_interpreted_kernels_match_in_slow_cases(key, expected, background):
     assert_passed(background.result(key), expected)
 
 
 def assert_passed(run: subprocess.CompletedProcess, expected: int) -> None:
-    """Fail unless so many cases have passed."""
+    """Fail unless exactly `expected` cases have passed."""
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout[-2000:]
     assert int(passed.group(1)) == expected
 
 
-def test_every_file_of_cases_is_run():
+def test_every_interpreted_file_is_run():
     assert {path.name for path in Path(__file__).parent.glob("interpreted_*.py")} == set(FILES)

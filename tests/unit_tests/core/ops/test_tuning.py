@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How launches are tuned: proofs before times, and the default where nothing is clearly faster."""
+"""Tuning of launches: correctness before speed, and the default unless a candidate is clearly
+faster."""
 
 import os
 import subprocess
@@ -34,7 +35,7 @@ def tried(*seconds, wrong=None, launch=DEFAULT):
     return Tried(launch=launch, seconds=seconds, wrong=wrong)
 
 
-def test_a_candidate_must_be_clearly_faster():
+def test_candidate_must_be_clearly_faster():
     default = tried(1.0, 1.0, 1.0)
     assert fastest([default]) is None
     assert fastest([default, tried(0.98, 0.98, 0.98)]) is None
@@ -43,13 +44,13 @@ def test_a_candidate_must_be_clearly_faster():
     assert fastest([default, quick], margin=1.2) is None
 
 
-def test_turns_are_compared_one_by_one():
-    """The device slows down tenfold amid the race; the candidate is 10 % faster in every turn."""
+def test_runs_are_compared_pairwise():
+    """The device slows down tenfold during the runs; the candidate is 10 % faster in every run."""
     quick = tried(0.9, 9.0, 9.0)
     assert fastest([tried(1.0, 10.0, 10.0), quick]) is quick
 
 
-def test_a_wrong_candidate_is_never_the_fastest():
+def test_wrong_candidate_is_never_the_fastest():
     default, wrong = tried(1.0), tried(0.1, wrong="output 0: error 0.5")
     assert fastest([default, wrong]) is None
     with pytest.raises(ValueError, match="is wrong: output 0"):
@@ -57,7 +58,7 @@ def test_a_wrong_candidate_is_never_the_fastest():
 
 
 def fake_build(make, tokens, *, features):
-    """Doubling, by a kernel of which one candidate is wrong and one does not start."""
+    """Double x by a kernel with one wrong candidate and one that fails to launch."""
 
     def double(x, *, implementation):
         if implementation == "reference":
@@ -71,12 +72,12 @@ def fake_build(make, tokens, *, features):
 
 
 def fake_race(calls):
-    """Say that every call takes what its candidate is said to take."""
-    found = {}
+    """Return for each call the time of its candidate in SECONDS."""
+    seconds = {}
     for index, call in calls.items():
         call()
-        found[index] = [SECONDS[FAKE.candidates[int(index)]["BLOCK"]]] * 3
-    return found
+        seconds[index] = [SECONDS[FAKE.candidates[int(index)]["BLOCK"]]] * 3
+    return seconds
 
 
 @pytest.fixture
@@ -88,16 +89,22 @@ def tuner(monkeypatch):
 TRIAL = Trial({"fake": FORWARD}, fake_build, ({"features": 5},), {"features": 3}, (3, 7, 9))
 
 
-def test_wrong_candidates_are_dropped_though_they_are_fastest(tuner, capsys):
-    key, found = tuner.tried(FAKE, TRIAL, {"features": 5})
+def test_wrong_candidates_are_dropped_even_if_fastest(tuner, capsys):
+    key, trials_run = tuner.tried(FAKE, TRIAL, {"features": 5})
     assert key == "fake h5"
-    assert [each.wrong is None for each in found] == [True, False, False, True, True]
-    assert fastest(found).launch == QUICK
-    assert "error" in found[1].wrong
-    assert "shared memory" in found[2].wrong
-    assert [each.seconds == () for each in found] == [False, True, True, False, False]
+    assert [candidate.wrong is None for candidate in trials_run] == [True, False, False, True, True]
+    assert fastest(trials_run).launch == QUICK
+    assert "error" in trials_run[1].wrong
+    assert "shared memory" in trials_run[2].wrong
+    assert [candidate.seconds == () for candidate in trials_run] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert capsys.readouterr().err.count("DROPPED: fake") == 2
-    assert launches_module.FAKE is FAKE, "every candidate is taken back"
+    assert launches_module.FAKE is FAKE, "the launches are restored"
 
 
 def test_tuned_launches_are_written_to_the_launch_table(tuner, monkeypatch):
@@ -110,11 +117,11 @@ def test_tuned_launches_are_written_to_the_launch_table(tuner, monkeypatch):
     table = tables[-1]
     assert table["Other"] == old["Other"]
     assert table["Card"]["other"] == old["Card"]["other"]
-    found = table["Card"]["fake h5"]
-    assert found["launch"] == QUICK
-    assert found["milliseconds"] < found["default_milliseconds"]
-    assert found["error"] < 1e-6
-    assert found["versions"].keys() == {"torch", "cuda", "triton"}
+    tuned = table["Card"]["fake h5"]
+    assert tuned["launch"] == QUICK
+    assert tuned["milliseconds"] < tuned["default_milliseconds"]
+    assert tuned["error"] < 1e-6
+    assert tuned["versions"].keys() == {"torch", "cuda", "triton"}
     late = options | {"end": time.monotonic() - 1}
     assert "no time left" in tune(tuner, "Card", table=old, **late)[0]
 
@@ -127,7 +134,7 @@ def test_slower_table_entry_is_removed():
     assert updated(table, "Card", "a h5", None) == {}
 
 
-def test_a_trial_that_does_not_start_its_kernel_fails(tuner):
+def test_trial_that_does_not_launch_its_kernel_fails(tuner):
     idle = Launches("idle", DEFAULT, alternatives=(QUICK,))
     trial = Trial({"idle": FORWARD}, fake_build, ({"features": 5},), {"features": 3}, (3, 5, 9))
     with pytest.raises(ValueError, match="the trial of idle"):
@@ -143,22 +150,22 @@ def test_tuning_candidate_replaces_launch_at_every_import(monkeypatch):
 
 
 def test_every_kernel_with_candidates_has_a_trial():
-    known = all_launches()
-    assert len(known) > 20
+    launches = all_launches()
+    assert len(launches) > 20
     tried_names = {name for trial in TRIALS for name in trial.launches}
-    assert tried_names <= known.keys()
-    assert {name for name, each in known.items() if each.alternatives} <= tried_names
-    assert {way for trial in TRIALS for way in trial.launches.values()} <= {
+    assert tried_names <= launches.keys()
+    assert {name for name, launch in launches.items() if launch.alternatives} <= tried_names
+    assert {direction for trial in TRIALS for direction in trial.launches.values()} <= {
         FORWARD,
         BACKWARD,
         FORWARD_BACKWARD,
     }
-    assert set(tune_kernels.UNREHEARSED) <= known.keys()
+    assert set(tune_kernels.UNREHEARSED) <= launches.keys()
     assert trials.Forced("a", DEFAULT).candidates == (DEFAULT,)
 
 
 def rehearse(*arguments):
-    """Run the tool as it is documented, which turns the interpreter on; return what it prints."""
+    """Run the tool as documented, in the interpreter; return its output."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tools.bench.tune_kernels", "--rehearse", *arguments],
@@ -172,14 +179,14 @@ def rehearse(*arguments):
     return run.stdout
 
 
-def test_a_rehearsal_tunes_a_kernel_in_the_interpreter():
+def test_rehearsal_tunes_a_kernel_in_the_interpreter():
     lines = rehearse("--only", "write_to_pages").splitlines()
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["write_to_pages"]
 
 
 def test_unknown_kernel_is_refused_with_known_names(monkeypatch, capsys):
     monkeypatch.setattr(tune_kernels, "be_interpreted", lambda: None)
-    # One with candidates that no rehearsal can try.
+    # prologue_backward has candidates, but a rehearsal cannot run them.
     for only, options in (("nosuch", []), ("prologue_backward", ["--rehearse"])):
         monkeypatch.setattr(sys, "argv", ["tune_kernels", "--only", only, *options])
         with pytest.raises(SystemExit) as stopped:
@@ -192,9 +199,9 @@ def test_unknown_kernel_is_refused_with_known_names(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rehearsal_tunes_all_kernels_in_the_interpreter():
+def test_rehearsal_tunes_all_kernels_in_the_interpreter():
     lines = rehearse("--seconds", "900").splitlines()
-    rehearsed = {name for name, each in all_launches().items() if each.alternatives}
+    rehearsed = {name for name, launch in all_launches().items() if launch.alternatives}
     assert {line.split(":")[0].split(" ")[0] for line in lines} == rehearsed - set(
         tune_kernels.UNREHEARSED
     )

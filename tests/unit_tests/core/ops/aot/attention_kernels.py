@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of attention: causal, and with all masks on; 16 bits and fp32."""
+"""Attention kernels: causal and with all masks, in bf16 and fp32."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORWARD, QUERY, KEY = (
 )
 
 
-def described(
+def describe(
     kind: tuple[Any, Mapping],
     features: int,
     *,
@@ -37,7 +37,7 @@ def described(
     quick: tuple[int, ...] = (),
     **launch: bool,
 ) -> Description:
-    """Describe one kernel for heads of so many features, causal or with all masks."""
+    """Describe one kernel for heads of size `features`, causal or with all masks."""
     kernel, shapes = kind
     documents = torch.zeros(1, 1) if masked else None
     mask = Mask(window=1 if masked else None, document_ids=documents)
@@ -62,7 +62,7 @@ def described(
 
 
 SINKS = {"HAS_SINKS": True}
-BOTH, OF_KEYS, OF_VALUES = (
+KEYS_AND_VALUES, KEYS_ONLY, VALUES_ONLY = (
     {"OF_KEYS": keys, "OF_VALUES": values}
     for keys, values in ((True, True), (True, False), (False, True))
 )
@@ -70,29 +70,29 @@ FP32 = {"label": "fp32", "masked": True, "dtype": torch.float32}
 MASKED = {"label": "masked", "masked": True}
 
 KERNELS = (
-    described(FORWARD, 64, **SINKS),
-    described(FORWARD, 128, **SINKS, quick=(90,)),
-    described(FORWARD, 192, **SINKS),
-    described(FORWARD, 256, **SINKS),
-    described(FORWARD, 128, **SINKS, **MASKED),
-    described(FORWARD, 256, **SINKS, **MASKED),
-    described(FORWARD, 128, **SINKS, **FP32, quick=(90,)),
-    described(FORWARD, 256, **SINKS, **FP32),
-    described(QUERY, 64),
-    described(QUERY, 128, quick=(100,)),
-    described(QUERY, 192),
-    described(QUERY, 256),
-    described(QUERY, 128, **MASKED),
-    described(QUERY, 128, **FP32),
-    described(KEY, 64, **BOTH),
-    described(KEY, 128, **BOTH, quick=(90,)),
-    described(KEY, 128, **BOTH, **MASKED),
-    described(KEY, 192, **OF_KEYS, label="keys"),
-    described(KEY, 192, **OF_VALUES, label="values"),
-    described(KEY, 256, **OF_KEYS, label="keys"),
-    described(KEY, 256, **OF_VALUES, label="values"),
-    described(KEY, 128, **BOTH, **FP32),
-    described(KEY, 256, **BOTH, **FP32),
+    describe(FORWARD, 64, **SINKS),
+    describe(FORWARD, 128, **SINKS, quick=(90,)),
+    describe(FORWARD, 192, **SINKS),
+    describe(FORWARD, 256, **SINKS),
+    describe(FORWARD, 128, **SINKS, **MASKED),
+    describe(FORWARD, 256, **SINKS, **MASKED),
+    describe(FORWARD, 128, **SINKS, **FP32, quick=(90,)),
+    describe(FORWARD, 256, **SINKS, **FP32),
+    describe(QUERY, 64),
+    describe(QUERY, 128, quick=(100,)),
+    describe(QUERY, 192),
+    describe(QUERY, 256),
+    describe(QUERY, 128, **MASKED),
+    describe(QUERY, 128, **FP32),
+    describe(KEY, 64, **KEYS_AND_VALUES),
+    describe(KEY, 128, **KEYS_AND_VALUES, quick=(90,)),
+    describe(KEY, 128, **KEYS_AND_VALUES, **MASKED),
+    describe(KEY, 192, **KEYS_ONLY, label="keys"),
+    describe(KEY, 192, **VALUES_ONLY, label="values"),
+    describe(KEY, 256, **KEYS_ONLY, label="keys"),
+    describe(KEY, 256, **VALUES_ONLY, label="values"),
+    describe(KEY, 128, **KEYS_AND_VALUES, **FP32),
+    describe(KEY, 256, **KEYS_AND_VALUES, **FP32),
     Description(
         kernel=triton.document_bounds_kernel,
         launch={

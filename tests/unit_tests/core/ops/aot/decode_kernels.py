@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of one more token of recurrent mixers, of Qwen3-Next and of Nemotron-H."""
+"""The decode kernel of recurrent mixers, at the sizes of Qwen3-Next and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.core.ops.recurrence_decode.triton import (
 from megatron.core.ops.recurrence_prologue import UnitLayout
 from tests.unit_tests.core.ops.aot.description import Description
 
-WIDE = ("a_log_ptr", "dt_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
-NUMBERS = ("scale", "dt_min", "dt_max", "eps")
-TYPES = {name: "*fp32" for name in WIDE} | {name: "fp32" for name in NUMBERS}
+FP32_POINTERS = ("a_log_ptr", "dt_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
+FP32_SCALARS = ("scale", "dt_min", "dt_max", "eps")
+TYPES = {name: "*fp32" for name in FP32_POINTERS} | {name: "fp32" for name in FP32_SCALARS}
 TYPES |= {"slots_ptr": "*i64", "arrival_counts_ptr": "*i32"}
 
-DELTA = constants_of(UnitLayout.delta(2, 128, 128), 4) | {
+DELTA_RULE = constants_of(UnitLayout.delta(2, 128, 128), 4) | {
     "HAS_BIAS": False,
     "HAS_SKIP": False,
     "HEAD_NORM": True,
@@ -25,7 +25,7 @@ DELTA = constants_of(UnitLayout.delta(2, 128, 128), 4) | {
     "GATE_FIRST": False,
     "BLOCK_NORM": NORM_BLOCK,
 }
-SPACE = constants_of(UnitLayout.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
+STATE_SPACE = constants_of(UnitLayout.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
     "HAS_BIAS": True,
     "HAS_SKIP": True,
     "HEAD_NORM": False,
@@ -37,14 +37,14 @@ SPACE = constants_of(UnitLayout.state_space(16, 128, 64, (0.0, 1.0)), 4) | {
 KERNELS = (
     Description(
         kernel=recurrence_decode_kernel,
-        launch=DELTA | DECODE.default,
+        launch=DELTA_RULE | DECODE.default,
         types=TYPES,
         divisible=("channels",),
         label="delta",
     ),
     Description(
         kernel=recurrence_decode_kernel,
-        launch=DELTA | DECODE.default,
+        launch=DELTA_RULE | DECODE.default,
         types=TYPES | {"state_ptr": "*bf16"},
         divisible=("channels",),
         label="delta bf16",
@@ -52,7 +52,7 @@ KERNELS = (
     ),
     Description(
         kernel=recurrence_decode_kernel,
-        launch=SPACE | DECODE.default,
+        launch=STATE_SPACE | DECODE.default,
         types=TYPES,
         divisible=("channels",),
         label="state space",

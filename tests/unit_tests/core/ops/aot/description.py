@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one Triton kernel is compiled ahead of time: what its launch passes, without a launch.
+"""Description of how one Triton kernel is compiled ahead of time, without a launch.
 
-The kernels of each part of the ops are described in a file of their own here, `<part>_kernels.py`,
-which names them in `KERNELS`, a tuple of `Description`s. `compile_kernels.py` finds every such
-file.
-To add a part, write
+Each part of the ops has a file `<part>_kernels.py` here, whose `KERNELS` is a tuple of
+`Description`s. `compile_kernels.py` imports every such file. To add a part, write
 
     KERNELS = (
         Description(
@@ -18,7 +16,7 @@ To add a part, write
         ...
     )
 
-then record what it takes: `python tests/unit_tests/core/ops/kernel_budget.py --only <part>`.
+then record the budgets: `python tests/unit_tests/core/ops/kernel_budget.py --only <part>`.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ARCHITECTURES = (90, 100)  # Hopper and Blackwell
-#: What a launch passes beside the kernel's own arguments.
+#: Launch options, which are no arguments of the kernel.
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
-DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}  # as Triton's launcher
+DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}  # the defaults of Triton's launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +37,17 @@ class Description:
 
     Args:
         kernel: the function under `@triton.jit`.
-        launch: its compile-time constants, and `num_warps` and `num_stages` where a launch passes
-            them, so that `**NAME.default` of a `Launches` fits in.
+        launch: compile-time constants, and `num_warps` and `num_stages` where a launch passes
+            them; accepts `**NAME.default` of a `Launches`.
         types: the types of arguments that are not bf16 pointers (names that end in `_ptr`) or
             32-bit integers (all others): "*fp32", "*i64", "i64", "fp32".
         divisible: integer arguments that are multiples of 16 in any real model. Pointers and
-            what is named `..._stride_...` are taken to be.
-        label: tells descriptions of the same kernel apart.
-        quick: the architectures that `make test` compiles, 30 in all; the nightly tests compile
-            every kernel for all. The heaviest kernels have both, the lightest none.
-        architectures: all on which it is ever launched so.
+            arguments named `..._stride_...` count as multiples of 16 without being listed.
+        label: distinguishes descriptions of the same kernel.
+        quick: the architectures that `make test` compiles, 30 compilations in total; the nightly
+            tests compile every kernel for all architectures. The heaviest kernels list both
+            architectures, the lightest none.
+        architectures: all architectures that launch the kernel with these constants.
     """
 
     kernel: Any
@@ -61,7 +60,7 @@ class Description:
 
     @property
     def name(self) -> str:
-        """The kernel's name and the label."""
+        """The name of the kernel and the label."""
         return f"{self.kernel.__name__} {self.label}".strip()
 
     @property
@@ -71,14 +70,14 @@ class Description:
 
     @property
     def options(self) -> dict[str, int]:
-        """The number of warps and of stages."""
+        """The numbers of warps and of stages."""
         return {k: self.launch.get(k, v) for k, v in DEFAULT_OPTIONS.items()}
 
     def signature(self) -> dict[str, str]:
         """Return the type of every argument.
 
         Raises:
-            ValueError: a name that the kernel does not have, or a constant that is missing.
+            ValueError: the kernel has no argument of a name, or a constant is missing.
         """
         names, constants = self.kernel.arg_names, self.constants
         unknown = {*constants, *self.types, *self.divisible} - {*names}
@@ -88,14 +87,14 @@ class Description:
                 f"{self.name}: unknown arguments {sorted(unknown)}, missing constants"
                 f" {sorted(missing)}; the kernel has {names}"
             )
-        found = {}
+        types = {}
         for name in names:
             fallback = "*bf16" if name.endswith("_ptr") else "i32"
-            found[name] = "constexpr" if name in constants else self.types.get(name, fallback)
-        return found
+            types[name] = "constexpr" if name in constants else self.types.get(name, fallback)
+        return types
 
     def attributes(self) -> dict[tuple[int], list]:
-        """Say which arguments the launcher would find to be multiples of 16."""
+        """Return the arguments that the launcher would specialize as multiples of 16."""
         return {
             (index,): [["tt.divisibility", 16]]
             for index, (name, kind) in enumerate(self.signature().items())

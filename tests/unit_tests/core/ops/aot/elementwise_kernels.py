@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels whose time is memory's: norms, rotary embedding, gates, dropout."""
+"""The memory-bound kernels: norms, rotary embedding, gated activations, dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.ops.swiglu import triton as swiglu
 from tests.unit_tests.core.ops.aot.description import Description
 
 RMS_TYPES = {"rstd_ptr": "*fp32", "offset": "fp32"}
-DENSE = {"group_size": 1}  # the launcher specializes on 1: rows of a dense tensor
+DENSE = {"group_size": 1}  # the launcher specializes on 1, for rows of a dense tensor
 LAYER_TYPES = {"statistics_ptr": "*fp32", "offset": "fp32"}
 
 KERNELS = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped products of experts: bf16, and fp32 without tensor cores."""
+"""The grouped matmuls of experts: in bf16, and in fp32 without tensor cores."""
 
 from __future__ import annotations
 

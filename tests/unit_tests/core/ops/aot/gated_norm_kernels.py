@@ -9,8 +9,8 @@ from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import Description
 
 
-def rows_of(launches: Launches, features: int) -> dict[str, int]:
-    """Return how a kernel starts on rows of so many bf16 numbers, on no device."""
+def launch_of(launches: Launches, features: int) -> dict[str, int]:
+    """Return the launch for rows of `features` bf16 elements, independent of a device."""
     return row_tile(launches, torch.empty(0, dtype=torch.bfloat16), features)
 
 
@@ -21,7 +21,7 @@ def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
     return (
         Description(
             kernel=gated.gated_norm_forward_kernel,
-            launch=constants | rows_of(gated.FORWARD, features),
+            launch=constants | launch_of(gated.FORWARD, features),
             types=types | {"eps": "fp32"},
             divisible=("features",),
             label=str(features),
@@ -29,7 +29,7 @@ def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
         ),
         Description(
             kernel=gated.gated_norm_backward_kernel,
-            launch=constants | {"JOINT": True} | rows_of(gated.BACKWARD, features),
+            launch=constants | {"JOINT": True} | launch_of(gated.BACKWARD, features),
             types=types | {"partial_ptr": "*fp32"},
             divisible=("features",),
             label=str(features),

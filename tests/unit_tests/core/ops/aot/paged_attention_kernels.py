@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of paged attention, for heads of 128 and 256 features, eight in a group, and for
-latents of DeepSeek-V3's 512 and 64 features, with 128 heads."""
+"""The kernels of paged attention, at the sizes of grouped-query models and of DeepSeek-V3.
+
+Grouped-query heads have 128 or 256 features and groups of eight; latents have 512 + 64 features
+and 128 heads.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from megatron.core.ops.paged_attention.triton import MERGE, WRITE, latent_tile, 
 from tests.unit_tests.core.ops.aot.description import Description
 
 RATIO = 8
-NUMBERS = {"table_ptr": "*i32", "bounds_ptr": "*i32", "contexts_ptr": "*i32", "scale": "fp32"}
-PIECES = {"out_ptr": "*fp32", "lse_ptr": "*fp32"}
+BATCH_TYPES = {"table_ptr": "*i32", "bounds_ptr": "*i32", "contexts_ptr": "*i32", "scale": "fp32"}
+SPLIT_OUTPUTS = {"out_ptr": "*fp32", "lse_ptr": "*fp32"}
 
 
 def operands(names: tuple[str, ...], dtype: torch.dtype) -> dict[str, str]:
@@ -29,7 +32,7 @@ def attention(
     window: bool,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Description:
-    """Describe attention of tiles of so many queries; decoding ones cut contexts into pieces."""
+    """Describe attention for tiles of `max_query` queries; decode splits the context."""
     query = torch.empty((1, RATIO, features), dtype=dtype, device="meta")
     split = max_query == 1
     return Description(
@@ -42,9 +45,9 @@ def attention(
             "PAGE": page,
             **tile_shape(query, ratio=RATIO, max_query=max_query),
         },
-        types=NUMBERS
+        types=BATCH_TYPES
         | operands(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr"), dtype)
-        | (PIECES if split else {"lse_ptr": "*fp32"}),
+        | (SPLIT_OUTPUTS if split else {"lse_ptr": "*fp32"}),
         divisible=("features",),
         label=f"{label} {features}",
         quick=quick,
@@ -59,9 +62,9 @@ def latent(
     dtype: torch.dtype = torch.bfloat16,
     architectures: tuple[int, ...] = (90,),
 ) -> Description:
-    """Describe attention of one token to latents, its context cut into pieces."""
+    """Describe attention of one token to latents with a split context."""
     query = torch.empty((1, 128, 512 + 64), dtype=dtype, device="meta")
-    small = {} if architectures == (90,) else triton.LATENT_16_ROWS.default
+    launch = {} if architectures == (90,) else triton.LATENT_16_ROWS.default
     return Description(
         kernel=triton.paged_latent_attention_kernel,
         launch={
@@ -69,9 +72,9 @@ def latent(
             "IS_WHOLE": True,
             "PAGE": page,
             **latent_tile(query, 512),
-            **small,
+            **launch,
         },
-        types=NUMBERS | operands(("q_ptr", "c_ptr"), dtype) | PIECES,
+        types=BATCH_TYPES | operands(("q_ptr", "c_ptr"), dtype) | SPLIT_OUTPUTS,
         divisible=("rank", "rotated"),
         label=label,
         quick=quick,

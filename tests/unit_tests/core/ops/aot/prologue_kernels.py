@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue of recurrences at the sizes of Qwen3-Next, whose units are 772 columns apart, and of
-Mamba-2 with every flag."""
+"""The kernels of the recurrence prologue, at the sizes of Qwen3-Next and of Mamba-2.
+
+Units of Qwen3-Next are 772 columns apart; Mamba-2 has every flag on.
+"""
 
 from megatron.core.ops.recurrence_prologue import UnitLayout, triton
 from megatron.core.ops.recurrence_prologue.kernels import (
@@ -9,8 +11,8 @@ from megatron.core.ops.recurrence_prologue.kernels import (
 )
 from tests.unit_tests.core.ops.aot.description import Description
 
-MAPS = {"rows_ptr": "*i64", "positions_ptr": "*i32", "sequence_ids_ptr": "*i32"}
-NUMBERS = {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32"} | dict.fromkeys(
+INDEX_TYPES = {"rows_ptr": "*i64", "positions_ptr": "*i32", "sequence_ids_ptr": "*i32"}
+GATE_PARAMETERS = {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32"} | dict.fromkeys(
     ("eps", "low", "high"), "fp32"
 )
 GATES = {"decay_ptr": "*fp32", "beta_ptr": "*fp32"}
@@ -32,14 +34,14 @@ STATE_SPACE = triton.constants_of(
 FORWARD, BACKWARD = dict(triton.FORWARD.default), dict(triton.BACKWARD.default)
 
 
-def described(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Description, ...]:
-    """Return both kernels with these constants."""
-    short = {"GATE_T": min(constants["GATE_T"], FORWARD["BLOCK_T"])}
+def describe(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Description, ...]:
+    """Describe the forward and the backward kernel with the same constants."""
+    gate_tile = {"GATE_T": min(constants["GATE_T"], FORWARD["BLOCK_T"])}
     return (
         Description(
             kernel=prologue_forward_kernel,
-            launch=constants | FORWARD | short,
-            types=MAPS | NUMBERS | GATES,
+            launch=constants | FORWARD | gate_tile,
+            types=INDEX_TYPES | GATE_PARAMETERS | GATES,
             divisible=("row_stride",),
             label=label,
             quick=quick,
@@ -47,7 +49,7 @@ def described(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Desc
         Description(
             kernel=prologue_backward_kernel,
             launch=constants | {"JOINT": True} | BACKWARD,
-            types=MAPS | NUMBERS | GRADIENTS,
+            types=INDEX_TYPES | GATE_PARAMETERS | GRADIENTS,
             divisible=("row_stride",),
             label=label,
             quick=quick,
@@ -56,6 +58,6 @@ def described(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Desc
 
 
 KERNELS = (
-    *described(DELTA, "delta", (90,)),
-    *described(STATE_SPACE, "state space", ()),
+    *describe(DELTA, "delta", (90,)),
+    *describe(STATE_SPACE, "state space", ()),
 )

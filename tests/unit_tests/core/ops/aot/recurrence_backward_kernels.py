@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of recurrences backward, at the sizes of published models."""
+"""The backward kernels of recurrences, at the sizes of published models."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron.core.ops.chunked_recurrence.kernels import (
 )
 from tests.unit_tests.core.ops.aot.description import Description
 from tests.unit_tests.core.ops.aot.recurrence_kernels import (
+    CHUNK_TYPES,
     DELTA,
     DUAL,
-    SUMMED,
     TALL,
     fp32_chunk,
     strides,
 )
 
-TYPES = SUMMED | {"chunk_offsets_ptr": "*i64", "scale": "fp32"}
-REVERSED = TYPES | {"d_final_ptr": "*fp32", "d_initial_ptr": "*fp32"}
-DIFFERENTIATED = TYPES | {"d_decay_ptr": "*fp32"}
-DIFFERENTIATED |= {"d_beta_ptr": "*fp32"}
+TYPES = CHUNK_TYPES | {"chunk_offsets_ptr": "*i64", "scale": "fp32"}
+REVERSE_TYPES = TYPES | {"d_final_ptr": "*fp32", "d_initial_ptr": "*fp32"}
+GRADIENT_TYPES = TYPES | {"d_decay_ptr": "*fp32"}
+GRADIENT_TYPES |= {"d_beta_ptr": "*fp32"}
 
 
-def launched(sizes: dict[str, int]) -> dict[str, object]:
-    """Return what both kernels are told of a model."""
+def shared_constants(sizes: dict[str, int]) -> dict[str, object]:
+    """Return the constants that both kernels share for the sizes of a model."""
     width = sizes["values"]
     return {
         **sizes,
@@ -43,46 +43,48 @@ def launched(sizes: dict[str, int]) -> dict[str, object]:
     }
 
 
-def reversed_sweep(label: str, sizes: dict[str, int], **options: tuple[int, ...]) -> Description:
-    """Describe the sweep that stores what gradients need."""
+def describe_reverse_sweep(
+    label: str, sizes: dict[str, int], **options: tuple[int, ...]
+) -> Description:
+    """Describe the reverse sweep that stores the inputs of the gradient kernel."""
     flags = {"HAS_SCORES": sizes is not DUAL, "HAS_D_FINAL": True, "STORE_GRADS": True}
-    narrow = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
-    launch = launched(sizes) | flags | narrow.default
+    launches = recurrence.REVERSE if sizes["keys"] <= 128 else recurrence.REVERSE_TALL
+    launch = shared_constants(sizes) | flags | launches.default
     return Description(
-        kernel=reverse_sweep_kernel, launch=launch, types=REVERSED, label=label, **options
+        kernel=reverse_sweep_kernel, launch=launch, types=REVERSE_TYPES, label=label, **options
     )
 
 
-def gradients(
-    label: str, sizes: dict[str, int], together: int, **options: tuple[int, ...]
+def describe_gradients(
+    label: str, sizes: dict[str, int], heads_per_program: int, **options: tuple[int, ...]
 ) -> Description:
-    """Describe the gradients by programs of so many heads, of which Blackwell takes one."""
-    narrow = recurrence.GRADIENTS if sizes is DELTA else recurrence.GRADIENTS_DUAL
-    narrow = narrow if sizes["keys"] <= 128 else recurrence.GRADIENTS_DUAL_TALL
-    launch = launched(sizes) | {
-        **narrow.default,
+    """Describe the gradient kernel with a number of heads per program; Blackwell uses one."""
+    launches = recurrence.GRADIENTS if sizes is DELTA else recurrence.GRADIENTS_DUAL
+    launches = launches if sizes["keys"] <= 128 else recurrence.GRADIENTS_DUAL_TALL
+    launch = shared_constants(sizes) | {
+        **launches.default,
         "VALUES": sizes["values"],
         "ROWS": 128 if sizes is DELTA else 64,
-        "HEADS": together,
-        "BLOCK_V": min(sizes["values"], narrow.default["BLOCK_V"]),
+        "HEADS": heads_per_program,
+        "BLOCK_V": min(sizes["values"], launches.default["BLOCK_V"]),
     }
     return Description(
         kernel=recurrence_gradients_kernel,
         launch=launch,
-        types=DIFFERENTIATED,
+        types=GRADIENT_TYPES,
         label=label,
         **options,
     )
 
 
-def in_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, str]) -> Description:
-    """Describe the reverse sweep, or the gradients of one head, in fp32."""
+def describe_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, str]) -> Description:
+    """Describe the reverse sweep in fp32, or the gradients of one head in fp32."""
     chunk = fp32_chunk(sizes)
     is_sweep = kernel is reverse_sweep_kernel
     pointers = (name for name in kernel.arg_names if name.endswith("_ptr"))
     return Description(
         kernel=kernel,
-        launch=launched(sizes)
+        launch=shared_constants(sizes)
         | {"CHUNK": chunk, "PRECISION": "tf32x3"}
         | (
             {"HAS_SCORES": True, "HAS_D_FINAL": True, "STORE_GRADS": True}
@@ -100,20 +102,22 @@ def in_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, str]) -
 HOPPER = {"architectures": (90,)}
 
 KERNELS = (
-    reversed_sweep("delta", DELTA, quick=(90,)),
-    reversed_sweep("ssd", DUAL, quick=()),
-    reversed_sweep("ssd 256", TALL, quick=(), **HOPPER),
-    *(in_fp32(reverse_sweep_kernel, sizes, REVERSED) for sizes in (DELTA, DUAL)),
-    *(in_fp32(recurrence_gradients_kernel, sizes, DIFFERENTIATED) for sizes in (DELTA, DUAL)),
-    gradients("delta", DELTA, 1, quick=()),
-    gradients("delta two heads", DELTA, 2, quick=(90,), **HOPPER),
-    gradients("ssd", DUAL, 1, quick=()),
-    gradients("ssd 16 heads", DUAL, 16, quick=(), **HOPPER),
-    gradients("ssd 256", TALL, 24, quick=(), **HOPPER),
+    describe_reverse_sweep("delta", DELTA, quick=(90,)),
+    describe_reverse_sweep("ssd", DUAL, quick=()),
+    describe_reverse_sweep("ssd 256", TALL, quick=(), **HOPPER),
+    *(describe_fp32(reverse_sweep_kernel, sizes, REVERSE_TYPES) for sizes in (DELTA, DUAL)),
+    *(describe_fp32(recurrence_gradients_kernel, sizes, GRADIENT_TYPES) for sizes in (DELTA, DUAL)),
+    describe_gradients("delta", DELTA, 1, quick=()),
+    describe_gradients("delta two heads", DELTA, 2, quick=(90,), **HOPPER),
+    describe_gradients("ssd", DUAL, 1, quick=()),
+    describe_gradients("ssd 16 heads", DUAL, 16, quick=(), **HOPPER),
+    describe_gradients("ssd 256", TALL, 24, quick=(), **HOPPER),
     Description(
         kernel=seen_kernel,
         launch={
-            **{x: size for x, size in launched(DELTA).items() if x in seen_kernel.arg_names},
+            **{
+                x: size for x, size in shared_constants(DELTA).items() if x in seen_kernel.arg_names
+            },
             **recurrence.SCORES.default,
         },
         types={name: kind for name, kind in TYPES.items() if name in seen_kernel.arg_names},

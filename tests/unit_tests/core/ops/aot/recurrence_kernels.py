@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that recurrences prepare and sweep with, at the sizes of published models."""
+"""The forward kernels of recurrences, at the sizes of published models."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron.core.ops.state_space_dual.triton import (
 from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 
-#: The delta rule of Qwen3-Next, SSD of Nemotron-H, and of the tallest states.
+#: The delta rule of Qwen3-Next, SSD of Nemotron-H, and SSD with the largest key size.
 DELTA = {"heads": 32, "group_heads": 2, "keys": 128, "values": 128}
 DUAL = {"heads": 128, "group_heads": 16, "keys": 128, "values": 64}
 TALL = {"heads": 24, "group_heads": 24, "keys": 256, "values": 64}
-SUMMED = {
+CHUNK_TYPES = {
     "beta_ptr": "*fp32",
     "cumsum_ptr": "*fp32",
     "chunk_starts_ptr": "*i64",
     "chunk_ends_ptr": "*i64",
 }
-SWEPT = SUMMED | {
+SWEEP_TYPES = CHUNK_TYPES | {
     "chunk_offsets_ptr": "*i64",
     "initial_state_ptr": "*fp32",
     "final_state_ptr": "*fp32",
@@ -42,72 +42,80 @@ POINTERS = tuple(name for name in sweep_kernel.arg_names if name.endswith("_ptr"
 
 
 def strides(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the strides of inputs without gaps."""
+    """Return the strides of contiguous inputs."""
     heads, groups = sizes["heads"], sizes["heads"] // sizes["group_heads"]
-    found = {"beta_stride_t": heads, "beta_stride_h": 1}
-    for name, of, width in (
+    strides_by_name = {"beta_stride_t": heads, "beta_stride_h": 1}
+    for name, num_heads, width in (
         ("query", groups, sizes["keys"]),
         ("key", groups, sizes["keys"]),
         ("value", heads, sizes["values"]),
     ):
-        found |= {f"{name}_stride_t": of * width, f"{name}_stride_h": width}
-    return found
+        strides_by_name |= {f"{name}_stride_t": num_heads * width, f"{name}_stride_h": width}
+    return strides_by_name
 
 
 def fp32_chunk(sizes: dict[str, int]) -> int:
-    """Return the tokens of a chunk in fp32."""
+    """Return the number of tokens in a chunk in fp32."""
     return recurrence.fp32_chunk(delta_rule=sizes is DELTA, keys=sizes["keys"])
 
 
-def swept(label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool) -> Description:
-    """Describe one use of the sweep in bf16, or `wide` in fp32."""
+def describe_sweep(
+    label: str, quick: tuple[int, ...], sizes: dict[str, int], **flags: bool
+) -> Description:
+    """Describe one use of the sweep kernel, in fp32 if `fp32` is set, else in bf16."""
     names = ("SCORES", "VALUE", "INITIAL", "OUT", "STATES", "FINAL", "TOTAL")
-    narrow = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
-    narrow = narrow if sizes["keys"] <= 128 else recurrence.SWEEP_TALL
-    wide = flags.get("wide", False)
-    narrow = recurrence.SWEEP_FP32 if wide else narrow
+    launches = recurrence.SWEEP if sizes is DELTA else recurrence.SWEEP_DUAL
+    launches = launches if sizes["keys"] <= 128 else recurrence.SWEEP_TALL
+    fp32 = flags.get("fp32", False)
+    launches = recurrence.SWEEP_FP32 if fp32 else launches
     launch = {
         **sizes,
         **strides(sizes),
         **{f"HAS_{name}": flags.get(name.lower(), False) for name in names},
         "DELTA_RULE": sizes is DELTA,
-        "CHUNK": fp32_chunk(sizes) if wide else 64,
+        "CHUNK": fp32_chunk(sizes) if fp32 else 64,
         "KEYS": sizes["keys"],
-        "PRECISION": "tf32x3" if wide else "ieee",
-        **narrow.default,
+        "PRECISION": "tf32x3" if fp32 else "ieee",
+        **launches.default,
     }
     architectures = ARCHITECTURES if sizes["keys"] <= 128 else (90,)
     return Description(
         kernel=sweep_kernel,
         launch=launch,
-        types=(dict.fromkeys(POINTERS, "*fp32") if wide else {}) | SWEPT,
+        types=(dict.fromkeys(POINTERS, "*fp32") if fp32 else {}) | SWEEP_TYPES,
         label=label,
         quick=quick,
         architectures=architectures,
     )
 
 
-SOLVED = {
+SOLVE_CONSTANTS = {
     name: size for name, size in (DELTA | strides(DELTA)).items() if not name.startswith("value")
 }
 
 KERNELS = (
-    swept("delta", (90, 100), DELTA, scores=True, value=True, initial=True, out=True, final=True),
-    swept("delta fp32", (), DELTA, wide=True, scores=True, value=True, out=True, final=True),
-    swept("ssd fp32", (), DUAL, wide=True, scores=True, value=True, out=True, final=True),
-    swept("delta starts", (), DELTA, value=True, initial=True, states=True),
-    swept(
+    describe_sweep(
+        "delta", (90, 100), DELTA, scores=True, value=True, initial=True, out=True, final=True
+    ),
+    describe_sweep(
+        "delta fp32", (), DELTA, fp32=True, scores=True, value=True, out=True, final=True
+    ),
+    describe_sweep("ssd fp32", (), DUAL, fp32=True, scores=True, value=True, out=True, final=True),
+    describe_sweep("delta starts", (), DELTA, value=True, initial=True, states=True),
+    describe_sweep(
         "delta out starts", (), DELTA, scores=True, value=True, out=True, states=True, final=True
     ),
-    swept("ssd out starts", (), DUAL, value=True, out=True, states=True, final=True),
-    swept("delta M", (), DELTA, final=True),
-    swept("ssd", (90,), DUAL, value=True, initial=True, out=True, final=True),
-    swept("ssd 256", (), TALL, scores=True, value=True, initial=True, out=True, final=True),
-    swept("ssd summary", (), DUAL, value=True, final=True, total=True),
+    describe_sweep("ssd out starts", (), DUAL, value=True, out=True, states=True, final=True),
+    describe_sweep("delta M", (), DELTA, final=True),
+    describe_sweep("ssd", (90,), DUAL, value=True, initial=True, out=True, final=True),
+    describe_sweep(
+        "ssd 256", (), TALL, scores=True, value=True, initial=True, out=True, final=True
+    ),
+    describe_sweep("ssd summary", (), DUAL, value=True, final=True, total=True),
     Description(
         kernel=solve_kernel,
         launch={
-            **SOLVED,
+            **SOLVE_CONSTANTS,
             "decay_stride_t": DELTA["heads"],
             "decay_stride_h": 1,
             "CHUNK": 64,
@@ -115,13 +123,13 @@ KERNELS = (
             "PRECISION": "tf32",
             **SOLVE.default,
         },
-        types=SUMMED | {"decay_ptr": "*fp32", "lowest": "fp32", "scale": "fp32"},
+        types=CHUNK_TYPES | {"decay_ptr": "*fp32", "lowest": "fp32", "scale": "fp32"},
         quick=(90, 100),
     ),
     Description(
         kernel=decay_sums_kernel,
         launch={"CHUNK": 64, **SUMS.default},
-        types={x: kind for x, kind in SUMMED.items() if x != "beta_ptr"}
+        types={x: kind for x, kind in CHUNK_TYPES.items() if x != "beta_ptr"}
         | {"decay_ptr": "*fp32", "lowest": "fp32"},
         divisible=("heads",),
         quick=(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that choose tokens."""
+"""The sampling kernels."""
 
 from __future__ import annotations
 

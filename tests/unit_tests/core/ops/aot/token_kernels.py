@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the loss over a vocabulary and of permutations of tokens."""
+"""The kernels of linear cross entropy and of token permutation."""
 
 from __future__ import annotations
 

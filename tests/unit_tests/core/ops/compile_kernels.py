@@ -26,13 +26,13 @@ from triton.compiler import ASTSource
 from tests.unit_tests.core.ops.aot.description import Description
 from tools.gpu_compile.compiler import code_faults
 
-PARTS = Path(__file__).with_name("aot")
+DESCRIPTIONS_FOLDER = Path(__file__).with_name("aot")
 
 
 def descriptions(only: str | None = None) -> list[Description]:
     """Return the descriptions of all parts, or of the part `only`."""
     kernels: list[Description] = []
-    for path in sorted(PARTS.glob("*_kernels.py")):
+    for path in sorted(DESCRIPTIONS_FOLDER.glob("*_kernels.py")):
         if only in (None, path.stem.removesuffix("_kernels")):
             module = importlib.import_module(f"tests.unit_tests.core.ops.aot.{path.stem}")
             kernels += module.KERNELS

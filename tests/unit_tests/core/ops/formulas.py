@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Naive fp64 formulas of the ops, and the comparison that outputs and gradients must pass."""
+"""Naive fp64 formulas of the ops, and the comparison of outputs and gradients with them."""
 
 import math
 
@@ -10,14 +10,14 @@ from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rope import HeadRotation, rotary_table, split_heads
 from tests.support.closeness import assert_close_by_metric
 
-# bf16 keeps 8 bits: each rounding moves a value by at most 2^-9 of itself. The bound allows the
-# rounding of the result and that of the inputs of the last step (grad_out, x, w), with a margin
-# of two; fp32 paths differ from fp64 by the sum's rounding only.
+# bf16 has 8 bits: each rounding has a relative error of at most 2^-9. The bound allows rounding
+# the output and the inputs of the last step (grad_out, x, w), with a margin of two. fp32 paths
+# differ from fp64 only by the rounding of sums.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float64: 1e-12}
 
 
 def assert_close(actual, expected, dtype, what, *, scale=1.0):
-    """Hold PROOF's metric: the largest difference over the largest reference value."""
+    """Compare by the metric of PROOF: the largest difference over the largest reference value."""
     assert actual is not None, f"{what}: no gradient"
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     assert expected.any(), f"{what}: the reference is all zero, so comparing it proves nothing"
@@ -26,25 +26,27 @@ def assert_close(actual, expected, dtype, what, *, scale=1.0):
 
 def compare(function, naive, inputs, dtype):
     """Compare outputs and gradients of `function` in `dtype` with `naive` in fp64."""
-    mine = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
-    true = [x.detach().to(torch.float64, copy=True).requires_grad_() for x in mine]
-    outputs, expected = function(*mine), naive(*true)
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+    fp64_leaves = [x.detach().to(torch.float64, copy=True).requires_grad_() for x in leaves]
+    outputs, expected = function(*leaves), naive(*fp64_leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     expected = expected if isinstance(expected, tuple) else (expected,)
     generator = torch.Generator().manual_seed(7)
-    pull = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in expected]
-    pull = [g.to(y.dtype) for g, y in zip(pull, outputs, strict=True)]
+    grad_outputs = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in expected
+    ]
+    grad_outputs = [g.to(y.dtype) for g, y in zip(grad_outputs, outputs, strict=True)]
     for index, (y, z) in enumerate(zip(outputs, expected, strict=True)):
         assert_close(y, z, dtype, f"output {index}")
-    torch.autograd.backward(outputs, pull)
-    torch.autograd.backward(expected, [g.double() for g in pull])
-    for index, (x, z) in enumerate(zip(mine, true, strict=True)):
+    torch.autograd.backward(outputs, grad_outputs)
+    torch.autograd.backward(expected, [g.double() for g in grad_outputs])
+    for index, (x, z) in enumerate(zip(leaves, fp64_leaves, strict=True)):
         assert x.grad.dtype == x.dtype
         assert_close(x.grad, z.grad, dtype, f"gradient of input {index}")
 
 
 def maker():
-    """Return a function that makes fp64 tensors, from a fixed seed."""
+    """Return a function that draws fp64 tensors from a fixed seed."""
     generator = torch.Generator().manual_seed(1234)
 
     def randn(*shape):
@@ -60,13 +62,13 @@ def naive_rms(x, weight, eps=1e-5):
 def naive_rope(x, angles, interleaved):
     """Rotate by complex multiplication."""
     rotated = 2 * angles.shape[-1]
-    part = x[..., :rotated]
-    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
-    turned = torch.view_as_real(
+    to_rotate = x[..., :rotated]
+    pairs = to_rotate.unflatten(-1, (-1, 2)) if interleaved else to_rotate.unflatten(-1, (2, -1)).mT
+    rotated_pairs = torch.view_as_real(
         torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
     )
-    turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
-    return torch.cat([turned, x[..., rotated:]], -1)
+    rotated_pairs = rotated_pairs.flatten(-2) if interleaved else rotated_pairs.mT.flatten(-2)
+    return torch.cat([rotated_pairs, x[..., rotated:]], -1)
 
 
 def naive_attention(
@@ -80,16 +82,16 @@ def naive_attention(
     window=None,
     documents=None,
     keep=None,
-    **places,
+    **positions,
 ):
     """Softmax attention from its definition, all heads and pairs at once.
 
     Args:
-        places: query_start, key_start and query_document_ids.
+        positions: query_start, key_start and query_document_ids.
     """
     queries, keys, heads = query.shape[0], key.shape[0], query.shape[2]
-    key_start = places.get("key_start", 0)
-    query_start = places.get("query_start", key_start + keys - queries)
+    key_start = positions.get("key_start", 0)
+    query_start = positions.get("query_start", key_start + keys - queries)
     repeat = heads // key.shape[2]
     key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
     logits = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
@@ -101,16 +103,15 @@ def naive_attention(
     if window is not None:
         visible &= q - k < window
     if documents is not None:
-        first = query_start - key_start
-        mine = places.get("query_document_ids", documents[first : first + queries])
-        mine = mine.t()[:, None, :, None]
-        visible &= mine == documents.t()[:, None, None, :]
+        offset = query_start - key_start
+        query_documents = positions.get("query_document_ids", documents[offset : offset + queries])
+        visible &= query_documents.t()[:, None, :, None] == documents.t()[:, None, None, :]
     logits = logits.masked_fill(~visible, -math.inf)
     if sinks is not None:
         extra = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, extra], -1)
     lse = logits.logsumexp(-1)
-    shift = lse.masked_fill(lse == -math.inf, 0)  # of a query that sees nothing
+    shift = lse.masked_fill(lse == -math.inf, 0)  # for queries without visible keys
     weights = (logits - shift[..., None]).exp()[..., :keys]
     if keep is not None:
         weights = weights * keep
@@ -135,13 +136,37 @@ ATTENTION_CASES = {
     "sinks": {"sinks": True, "groups": 2},
     "all": {"sinks": True, "groups": 2, "window": 5, "documents": True, "scale": 0.3},
     "dropout": {"dropout": True, "groups": 2, "queries": 5, "keys": 11},
-    # Queries and keys at places of their own. Some queries see no key, so these have sinks.
-    "amid the keys": {"queries": 5, "keys": 11, "query_start": 9, "key_start": 7, "groups": 2},
-    "as many, behind": {"queries": 11, "keys": 11, "query_start": 9, "key_start": 5, "groups": 2},
-    "ahead of keys": {"queries": 7, "keys": 5, "query_start": 3, "key_start": 6, "sinks": True},
-    "out of reach": {"queries": 7, "keys": 9, "query_start": 8, "window": 4, "sinks": True},
-    "tiles amid": {"queries": 70, "keys": 141, "query_start": 65, "key_start": 3, "window": 40},
-    "long ahead": {
+    # Queries and keys at separate positions. Cases with queries that see no key have sinks.
+    "queries within keys": {
+        "queries": 5,
+        "keys": 11,
+        "query_start": 9,
+        "key_start": 7,
+        "groups": 2,
+    },
+    "equal lengths, queries later": {
+        "queries": 11,
+        "keys": 11,
+        "query_start": 9,
+        "key_start": 5,
+        "groups": 2,
+    },
+    "queries before keys": {
+        "queries": 7,
+        "keys": 5,
+        "query_start": 3,
+        "key_start": 6,
+        "sinks": True,
+    },
+    "beyond the window": {"queries": 7, "keys": 9, "query_start": 8, "window": 4, "sinks": True},
+    "tiles within keys": {
+        "queries": 70,
+        "keys": 141,
+        "query_start": 65,
+        "key_start": 3,
+        "window": 40,
+    },
+    "long, before keys": {
         "queries": 300,
         "keys": 150,
         "query_start": 10,
@@ -150,7 +175,7 @@ ATTENTION_CASES = {
         "sinks": True,
         "groups": 2,
     },
-    "documents of queries": {
+    "query documents": {
         "queries": 6,
         "keys": 11,
         "query_start": 8,
@@ -158,8 +183,14 @@ ATTENTION_CASES = {
         "query_documents": True,
         "sinks": True,
     },
-    "documents amid": {"queries": 6, "keys": 11, "query_start": 5, "key_start": 2, "documents": 1},
-    "dropout by place": {
+    "documents within keys": {
+        "queries": 6,
+        "keys": 11,
+        "query_start": 5,
+        "key_start": 2,
+        "documents": 1,
+    },
+    "dropout by position": {
         "dropout": True,
         "queries": 5,
         "keys": 11,
@@ -170,7 +201,7 @@ ATTENTION_CASES = {
 
 
 def make_attention(make, case):
-    """Build tensors and options of one case: (inputs, options)."""
+    """Return (inputs, options) of a case."""
     case = dict(case)
     keys = case.pop("keys", 11)
     queries, groups = case.pop("queries", keys), case.pop("groups", 4)
@@ -193,7 +224,7 @@ def make_attention(make, case):
     return inputs, options
 
 
-# tokens, copies, rows that have no copy
+# tokens, copies, number of dropped rows
 PERMUTATIONS = {
     "one copy": (7, 1, 0),
     "two copies": (11, 2, 0),
@@ -204,15 +235,15 @@ PERMUTATIONS = {
 
 
 def make_permutation(case: str) -> Permutation:
-    """Build a permutation in which rows and places are in different orders."""
+    """Return a permutation whose rows are in a different order than the token copies."""
     tokens, copies, missing = PERMUTATIONS[case]
     source = torch.Generator().manual_seed(tokens)
-    places = torch.randperm(tokens * copies, generator=source)
-    return Permutation.of(places[missing:], tokens, copies)
+    slots = torch.randperm(tokens * copies, generator=source)
+    return Permutation.of(slots[missing:], tokens, copies)
 
 
 def naive_sum_rows(y, slots, weights=None):
-    """Add up the rows of every token, one at a time."""
+    """Sum the rows of each token, one row at a time."""
     sums = []
     for token, row in enumerate(slots.tolist()):
         rows = [
@@ -225,41 +256,43 @@ def naive_sum_rows(y, slots, weights=None):
 
 
 def compare_with_padding(make, implementation):
-    """Compare copies and sums with rows of padding, as many rows as places, more and fewer."""
+    """Compare take_rows and sum_rows with padding, for fewer, as many and more rows than slots."""
     tokens, copies, features = 5, 2, 37
-    every = torch.tensor([7, 2, 9, 0, 4, 3])  # places that have a row
+    slots_with_row = torch.tensor([7, 2, 9, 0, 4, 3])
     for rows, count in ((3, 0), (8, 6), (tokens * copies, 6), (13, 6)):
-        order = every[:count]
-        places = torch.full((rows,), 6)  # of padding, which is no place of a row
-        where = torch.tensor([1, 0, 3, 4, 6, 7])[:count]
-        places[where] = order
+        row_slots = slots_with_row[:count]
+        slots = torch.full((rows,), 6)  # the slot of padding rows, which no token row uses
+        row_index = torch.tensor([1, 0, 3, 4, 6, 7])[:count]
+        slots[row_index] = row_slots
         present = torch.zeros(rows, dtype=torch.bool)
-        present[where] = True
-        permutation = Permutation.with_padding(places, present, tokens=tokens, copies=copies)
+        present[row_index] = True
+        permutation = Permutation.with_padding(slots, present, tokens=tokens, copies=copies)
         options = {"implementation": implementation}
-        x, pull = make(tokens, features), make(rows, features)
-        pull[~present] = torch.nan
+        x, d_rows_in = make(tokens, features), make(rows, features)
+        d_rows_in[~present] = torch.nan
         leaf = x.float().requires_grad_()
         out = take_rows(leaf, permutation, **options)
-        out.backward(pull.float())
+        out.backward(d_rows_in.float())
         if not count:
             assert not leaf.grad.any()
-            assert not sum_rows(pull.float(), permutation, **options).any()
+            assert not sum_rows(d_rows_in.float(), permutation, **options).any()
             continue
-        assert_close(out[where], x[order // copies], torch.float32, "copies")
-        grad = torch.zeros_like(x).index_add_(0, order // copies, pull[where])
+        assert_close(out[row_index], x[row_slots // copies], torch.float32, "copies")
+        grad = torch.zeros_like(x).index_add_(0, row_slots // copies, d_rows_in[row_index])
         assert_close(leaf.grad, grad, torch.float32, "gradient of tokens")
-        weights, back = make(tokens, copies), make(tokens, features)
-        y, w = (t.float().requires_grad_() for t in (pull, weights))
+        weights, d_sums = make(tokens, copies), make(tokens, features)
+        y, w = (t.float().requires_grad_() for t in (d_rows_in, weights))
         sums = sum_rows(y, permutation, weights=w, **options)
-        sums.backward(back.float())
-        factors = weights.flatten()[order].unsqueeze(1)
-        wanted = torch.zeros_like(x).index_add_(0, order // copies, factors * pull[where])
-        assert_close(sums, wanted, torch.float32, "sums")
-        d_rows = factors * back[order // copies]
-        assert_close(y.grad[where], d_rows, torch.float32, "gradient of rows")
+        sums.backward(d_sums.float())
+        factors = weights.flatten()[row_slots].unsqueeze(1)
+        expected_sums = torch.zeros_like(x).index_add_(
+            0, row_slots // copies, factors * d_rows_in[row_index]
+        )
+        assert_close(sums, expected_sums, torch.float32, "sums")
+        d_rows = factors * d_sums[row_slots // copies]
+        assert_close(y.grad[row_index], d_rows, torch.float32, "gradient of rows")
         d_weights = torch.zeros_like(weights).flatten()
-        d_weights[order] = (back[order // copies] * pull[where]).sum(1)
+        d_weights[row_slots] = (d_sums[row_slots // copies] * d_rows_in[row_index]).sum(1)
         assert_close(w.grad.flatten(), d_weights, torch.float32, "gradient of weights")
 
 
@@ -272,10 +305,10 @@ def head_splits(rotated, interleaved, gates, implementation=None):
     angles = (positions[..., None].double() * frequencies)[:, :, None]
 
     def naive(x):
-        query, key, *rest = x.split(sizes, dim=2)
+        query, key, *unrotated = x.split(sizes, dim=2)
         if rotated:
             query, key = (naive_rope(heads, angles, interleaved) for heads in (query, key))
-        return query, key, *rest
+        return query, key, *unrotated
 
     def split(x):
         return tuple(split_heads(x, sizes, rotation, implementation=implementation))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels in Triton's interpreter against the fp64 formulas, on NaN-filled memory.
+"""Triton kernels in the interpreter against the fp64 formulas, on NaN-filled memory.
 
-Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set before the first
-import of Triton.
+`test_triton.py` runs this file in a separate process, because TRITON_INTERPRET must be set before
+the first import of Triton.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def poison():
 
 
 def few_programs(monkeypatch, module):
-    """Let fewer programs than there are tiles share tiles of a few rows."""
+    """Use tiles of a few rows and fewer programs than tiles."""
     for name in ("FORWARD", "BACKWARD"):
         launch = getattr(module, name).default | {"TILE": 128, "num_warps": 1}
         launch |= {"PROGRAMS": 2} if "PROGRAMS" in launch else {}
@@ -79,68 +79,68 @@ def few_programs(monkeypatch, module):
 
 
 def narrow_blocks(monkeypatch, module, *names, size=512):
-    """Let a row have several blocks."""
+    """Use blocks so small that a row has several."""
     for name in names:
         launch = {**getattr(module, name).default, "BLOCK": size}
         monkeypatch.setattr(module, name, Launches("narrow", launch))
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_rms_norm(make, zero_centered, monkeypatch):
+def test_rms_norm_matches_formula(make, zero_centered, monkeypatch):
     few_programs(monkeypatch, rmsnorm_triton)
-    one = 1 if zero_centered else 0
+    offset = 1 if zero_centered else 0
     options = {"eps": 1e-5, "zero_centered": zero_centered, "implementation": "triton"}
     compare(
         lambda x, r, w: rms_norm(x, w, residual=r, **options),
-        lambda x, r, w: (naive_rms(x + r, w + one), x + r),
+        lambda x, r, w: (naive_rms(x + r, w + offset), x + r),
         (make(5, 3, 37), make(5, 3, 37), make(37)),
         FP32,
     )
     compare(
         lambda x, w: rms_norm(x, w, **options),
-        lambda x, w: naive_rms(x, w + one),
+        lambda x, w: naive_rms(x, w + offset),
         (make(3, 130), make(130)),
         FP32,
     )
 
 
-def test_rms_norm_of_heads_that_are_slices_of_a_projection(make, monkeypatch):
-    """Two strides say where rows begin; where they do not, and where a row is all, it works too."""
+def test_rms_norm_of_strided_rows_matches_formula(make, monkeypatch):
+    """Rows are addressed by two strides; other layouts and single rows work too."""
     few_programs(monkeypatch, rmsnorm_triton)
     options = {"eps": 1e-5, "implementation": "triton"}
-    for shape, cut in (
+    for shape, take_slice in (
         ((5, 3, 9, 20), lambda x: x[:, :, 2:6]),  # heads
-        ((5, 3, 9, 40), lambda x: x[:, 1:, :, 20:]),  # a gate beside each head
+        ((5, 3, 9, 40), lambda x: x[:, 1:, :, 20:]),  # a gate next to each head
         ((5, 3, 40), lambda x: x[..., :20]),
         ((5, 3, 20), lambda x: x.transpose(0, 1)),
         ((5, 1, 20), lambda x: x[3]),
         ((20, 7), lambda x: x.t()),
     ):
         compare(
-            lambda x, w, cut=cut: rms_norm(cut(x), w, **options),
-            lambda x, w, cut=cut: naive_rms(cut(x), w),
+            lambda x, w, take_slice=take_slice: rms_norm(take_slice(x), w, **options),
+            lambda x, w, take_slice=take_slice: naive_rms(take_slice(x), w),
             (make(*shape), make(20)),
             FP32,
         )
 
 
-def test_rms_norm_of_rows_far_apart(tmp_path):
-    """Places in x beyond 2^31, of a file that takes no room where nothing is written."""
+def test_rms_norm_addresses_offsets_beyond_int32(tmp_path):
+    """Offsets in x exceed 2^31; x is a sparse file."""
     shape, strides = (2, 3, 16), (16, 1_100_000_000, 1)
     size = 2 * strides[1] + 32
     x = torch.from_file(str(tmp_path / "x"), shared=True, size=size, dtype=FP32)
     x = x.as_strided(shape, strides).copy_(torch.randn(shape)).requires_grad_()
-    weight, pull = torch.randn(16), torch.randn(shape)
+    weight, grad_out = torch.randn(16), torch.randn(shape)
     y = rms_norm(x, weight, eps=1e-5, implementation="triton")
-    (grad,) = torch.autograd.grad(y, x, pull)
-    near = x.detach().clone(memory_format=torch.contiguous_format).double().requires_grad_()
-    true = rms_norm(near, weight.double(), eps=1e-5, implementation="reference")
-    assert relative_error(y, true) < 1e-5
-    assert relative_error(grad, *torch.autograd.grad(true, near, pull.double())) < 1e-5
+    (grad,) = torch.autograd.grad(y, x, grad_out)
+    dense_x = x.detach().clone(memory_format=torch.contiguous_format).double().requires_grad_()
+    expected = rms_norm(dense_x, weight.double(), eps=1e-5, implementation="reference")
+    assert relative_error(y, expected) < 1e-5
+    assert relative_error(grad, *torch.autograd.grad(expected, dense_x, grad_out.double())) < 1e-5
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_layer_norm(make, with_bias, monkeypatch):
+def test_layer_norm_matches_formula(make, with_bias, monkeypatch):
     few_programs(monkeypatch, layernorm_triton)
     compare(
         lambda x, r, w, b=None: layer_norm(
@@ -155,8 +155,8 @@ def test_layer_norm(make, with_bias, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("features", "rotated"), [(6, 6), (10, 4)])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_rope(make, interleaved, features, rotated, per_sample, monkeypatch):
-    # Four tokens a program, and fourteen of them.
+def test_rope_matches_formula(make, interleaved, features, rotated, per_sample, monkeypatch):
+    # Each program rotates four tokens.
     launch = {**rope_triton.ROTATE.default, "TILE": 256 if features == 10 else 128}
     monkeypatch.setattr(rope_triton, "ROTATE", Launches("few", launch))
     tile = rope_triton.head_tile(launch["TILE"], 3, features, rotated // 2)
@@ -179,7 +179,7 @@ def test_rope(make, interleaved, features, rotated, per_sample, monkeypatch):
     ("features", "rotated", "interleaved", "gates"),
     [(6, 6, False, 0), (10, 4, True, 4), (6, 0, False, 4)],
 )
-def test_heads_of_a_projection(make, interleaved, features, rotated, gates, monkeypatch):
+def test_split_heads_matches_formula(make, interleaved, features, rotated, gates, monkeypatch):
     launch = {**rope_triton.ROTATE.default, "TILE": 128}
     monkeypatch.setattr(rope_triton, "ROTATE", Launches("few", launch))
     x = make(7, 2, 4 + 2 + 2 + gates, features)
@@ -188,7 +188,7 @@ def test_heads_of_a_projection(make, interleaved, features, rotated, gates, monk
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated(make, activation, monkeypatch):
+def test_gated_activation_matches_formula(make, activation, monkeypatch):
     narrow_blocks(monkeypatch, swiglu_triton, "FORWARD", "BACKWARD")
 
     def naive(x):
@@ -204,11 +204,11 @@ def test_gated(make, activation, monkeypatch):
 
 
 @pytest.mark.parametrize("offset", [0, 5])
-def test_dropout_drops_what_the_reference_drops(make, offset, monkeypatch):
+def test_dropout_matches_reference_bitwise(make, offset, monkeypatch):
     narrow_blocks(monkeypatch, dropout_triton, "DROP")
     x = make(6, 3, 1030).float()
     grad = make(6, 3, 1030).float()
-    results = []
+    outputs_by_implementation = []
     for implementation in ("reference", "triton"):
         leaf = x.clone().requires_grad_()
         y = dropout(
@@ -221,18 +221,18 @@ def test_dropout_drops_what_the_reference_drops(make, offset, monkeypatch):
             implementation=implementation,
         )
         y.backward(grad)
-        results.append((y.detach(), leaf.grad))
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+        outputs_by_implementation.append((y.detach(), leaf.grad))
+    for actual, expected in zip(*outputs_by_implementation, strict=True):
+        assert torch.equal(actual, expected)
 
 
 UNCOVERED = (
     "dropout",
-    "dropout by place",
+    "dropout by position",
     "long",
-    "long ahead",
-    "tiles amid",
-)  # not drawn; too long
+    "long, before keys",
+    "tiles within keys",
+)  # no dropout in the kernel; too long
 
 
 @pytest.mark.parametrize(
@@ -242,33 +242,33 @@ UNCOVERED = (
         *((name, torch.bfloat16) for name in ("tiles", "all", "bidirectional")),
     ],
 )
-def test_attention(make, name, dtype):
+def test_attention_matches_formula(make, name, dtype):
     inputs, options = make_attention(make, ATTENTION_CASES[name])
-    seen = []
+    lses = []
 
     def triton_attention(q, k, v, sinks=None):
         out, lse = attention(q, k, v, sinks=sinks, implementation="triton", **options)
         assert not lse.requires_grad
-        seen.append(lse)
+        lses.append(lse)
         return out
 
     def naive(q, k, v, sinks=None):
-        rest = {x: y for x, y in options.items() if x != "document_ids"}
+        mask_options = {x: y for x, y in options.items() if x != "document_ids"}
         documents = options.get("document_ids")
-        out, lse = naive_attention(q, k, v, sinks, documents=documents, **rest)
-        seen.append(lse)
+        out, lse = naive_attention(q, k, v, sinks, documents=documents, **mask_options)
+        lses.append(lse)
         return out
 
     compare(triton_attention, naive, inputs, dtype)
-    assert_close(seen[0], seen[1], dtype, "lse")
+    assert_close(lses[0], lses[1], dtype, "lse")
 
 
-@pytest.mark.parametrize(("features", "parts"), [(136, (128, 16)), (272, (256, 16))])
-def test_attention_of_wide_heads(make, features, parts):
+@pytest.mark.parametrize(("features", "head_dim_parts"), [(136, (128, 16)), (272, (256, 16))])
+def test_attention_with_wide_heads_matches_formula(make, features, head_dim_parts):
     tile = attention_triton.tile_shape(attention_triton.FORWARD, features, FP32, Mask())
     rows = tile["BLOCK_Q"]
-    assert (tile["FEATURES"], tile["TAIL"]) == parts
-    # More than two tiles of queries and of keys, the last of each in part, with a window amid.
+    assert (tile["FEATURES"], tile["TAIL"]) == head_dim_parts
+    # More than two tiles of queries and of keys, partial last tiles, and a window across tiles.
     inputs = [make(rows * n + 5, 1, heads, features) for n, heads in ((2, 4), (3, 2), (3, 2))]
     compare(
         lambda *x: attention(*x, scale=0.1, window=rows + 7, implementation="triton")[0],
@@ -278,11 +278,11 @@ def test_attention_of_wide_heads(make, features, parts):
     )
 
 
-def test_parts_of_heads():
-    parts = {
+def test_head_dim_splits_into_powers_of_two():
+    head_dim_parts = {
         x: attention_triton.split_head_dim(x) for x in (1, 16, 17, 80, 96, 112, 128, 160, 192, 256)
     }
-    assert parts == {
+    assert head_dim_parts == {
         1: (16, 0),
         16: (16, 0),
         17: (32, 0),
@@ -297,18 +297,18 @@ def test_parts_of_heads():
 
 
 def document_ids(kind, length, seed=0):
-    """Return ids int [length, 2]: ascending, or in any order."""
+    """Return document ids [length, 2], ascending or in any order."""
     generator = torch.Generator().manual_seed(length + seed)
     if kind == "any order":
         return torch.randint(-2, 2, (length, 2), generator=generator)
     starts = torch.randint(1, 60, (3, 2), generator=generator)
-    starts[0] = torch.tensor([20, 38])  # tiles before that are of one document
+    starts[0] = torch.tensor([20, 38])  # earlier tiles lie within one document
     return (torch.arange(length)[:, None, None] >= starts).sum(1)
 
 
 @dataclasses.dataclass
 class Visibility:
-    """Which of the keys queries see, and the tiles that it is walked over in."""
+    """An attention mask and the tile sizes of the kernels."""
 
     queries: int
     keys: int
@@ -336,14 +336,14 @@ class Visibility:
         )
 
     def pairs(self, mask, sample):
-        """Return bool [s_q, s_k]."""
+        """Return the visible pairs as bool [s_q, s_k]."""
         pairs = (0, self.queries), (0, self.keys)
         hidden = mask.hidden(
             *pairs, shift=self.shift, documents=mask.query_document_ids, device=torch.device("cpu")
         )
-        seen = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool)
-        seen = seen if hidden is None else ~hidden
-        return seen.expand(2, -1, -1, -1)[sample, 0]
+        visible = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool)
+        visible = visible if hidden is None else ~hidden
+        return visible.expand(2, -1, -1, -1)[sample, 0]
 
 
 VISIBILITIES = {
@@ -351,30 +351,30 @@ VISIBILITIES = {
     "window": Visibility(37, 60, 23, window=34),
     "documents": Visibility(52, 52, 0, documents="ascending", tile=(16, 32)),
     "documents in any order": Visibility(37, 53, 9, documents="any order", tile=(32, 16)),
-    "all ahead": Visibility(37, 33, 20, causal=False, window=34, documents="ascending"),
+    "all, queries later": Visibility(37, 33, 20, causal=False, window=34, documents="ascending"),
 }
-drawn = random.Random(5)
-MORE_VISIBILITIES = {
-    f"drawn {number}": Visibility(
-        drawn.randint(1, 70),
-        drawn.randint(1, 70),
-        drawn.randint(-40, 60),
-        causal=drawn.random() < 0.6,
-        window=drawn.choice([None, 1, 7, 40, 60]),
-        documents=drawn.choice([None, "ascending", "any order"]),
-        tile=drawn.choice([(16, 16), (32, 16), (16, 32)]),
+rng = random.Random(5)
+RANDOM_VISIBILITIES = {
+    f"random {number}": Visibility(
+        rng.randint(1, 70),
+        rng.randint(1, 70),
+        rng.randint(-40, 60),
+        causal=rng.random() < 0.6,
+        window=rng.choice([None, 1, 7, 40, 60]),
+        documents=rng.choice([None, "ascending", "any order"]),
+        tile=rng.choice([(16, 16), (32, 16), (16, 32)]),
     )
     for number in range(24)
 }
-DRAWN = [
+VISIBILITY_CASES = [
     *VISIBILITIES.items(),
-    *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE_VISIBILITIES.items()),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in RANDOM_VISIBILITIES.items()),
 ]
 
 
-@pytest.mark.parametrize(("name", "case"), DRAWN)
-def test_tiles_hold_all_visible_pairs(name, case):
-    """No visible pair is left out, no pair of a full tile is hidden; tight where ids ascend."""
+@pytest.mark.parametrize(("name", "case"), VISIBILITY_CASES)
+def test_tile_bounds_cover_all_visible_pairs(name, case):
+    """Tile bounds cover all visible pairs, full tiles hide none; tight for ascending ids."""
     mask = case.mask
     zeros = (torch.zeros(n, 2, dtype=torch.int32) for n in (case.queries, case.keys))
     documents = (mask.query_document_ids, mask.document_ids) if case.documents else tuple(zeros)
@@ -402,85 +402,87 @@ def test_tiles_hold_all_visible_pairs(name, case):
         )
         for program, (low, full_low, full_high, high) in enumerate(bounds.tolist()):
             pairs = case.pairs(mask, program // count)
-            first = program % count * blocks[0]
-            rows = (pairs.t() if of_keys else pairs)[first : first + blocks[0]]
+            start = program % count * blocks[0]
+            rows = (pairs.t() if of_keys else pairs)[start : start + blocks[0]]
             assert low <= full_low <= full_high <= high
             hidden = torch.cat([rows[:, :low], rows[:, high:]], 1)
             assert not hidden.any()
             assert rows[:, full_low:full_high].all()
             if name in ("causal", "window", "documents") and len(rows) == blocks[0]:
                 starts = range(0, lengths[1], blocks[1])
-                seen = [x for x in starts if rows[:, x : x + blocks[1]].any()]
-                full = [x for x in starts if x + blocks[1] <= lengths[1]]
-                full = [x for x in full if rows[:, x : x + blocks[1]].all()]
-                assert seen == [*range(low, high, blocks[1])]
-                assert full == [*range(full_low, full_high, blocks[1])]
+                visible_tiles = [x for x in starts if rows[:, x : x + blocks[1]].any()]
+                full_tiles = [x for x in starts if x + blocks[1] <= lengths[1]]
+                full_tiles = [x for x in full_tiles if rows[:, x : x + blocks[1]].all()]
+                assert visible_tiles == [*range(low, high, blocks[1])]
+                assert full_tiles == [*range(full_low, full_high, blocks[1])]
 
 
-@pytest.mark.parametrize(("name", "case"), DRAWN)
-def test_attention_tile_by_tile(make, name, case, monkeypatch):
-    """Full and masked tiles, in fp32 and in 16 bits, dk and dv together and one by one."""
-    number = [*VISIBILITIES, *MORE_VISIBILITIES].index(name)
+@pytest.mark.parametrize(("name", "case"), VISIBILITY_CASES)
+def test_attention_over_small_tiles_matches_reference(make, name, case, monkeypatch):
+    """Full and masked tiles in fp32 and fp16, with dk and dv computed together or separately."""
+    number = [*VISIBILITIES, *RANDOM_VISIBILITIES].index(name)
     dtype = (FP32, torch.float16)[number % 2]  # the interpreter has no bf16
     monkeypatch.setattr(attention_triton, "MAX_KEY_ACCUMULATORS", 0 if number % 3 else 1 << 20)
     queries, keys = case.tile
-    walked = {"FORWARD": (queries, keys), "QUERY_GRADIENT": (queries, keys)}
-    for table, (held, steps) in (walked | {"KEY_GRADIENT": (keys, queries)}).items():
-        tiles = {dtype.itemsize: {64: (held, steps, steps)}}
+    blocks = {"FORWARD": (queries, keys), "QUERY_GRADIENT": (queries, keys)}
+    for table, (block, step) in (blocks | {"KEY_GRADIENT": (keys, queries)}).items():
+        tiles = {dtype.itemsize: {64: (block, step, step)}}
         monkeypatch.setattr(attention_triton, table, tiles)
     heads, groups = ((2, 1), (2, 2), (3, 1))[number % 3]
-    features = (6, 40)[number // 2 % 2]  # 40 in parts of 32 and 16
+    features = (6, 40)[number // 2 % 2]  # 40 is split into 32 and 16
     scale = (0.3, -0.2, 0.0)[number % 3]
     query, grad = (make(case.queries, 2, heads, features).to(dtype) for _ in range(2))
     key, value = (make(case.keys, 2, groups, features).to(dtype) for _ in range(2))
     sinks = make(heads).float() if number % 2 else None
     mask = case.mask
     out, lse = attention_triton.attention_forward(query, key, value, sinks, scale, mask, dtype=FP32)
-    wide = [x.double() for x in (query, key, value)]
+    fp64_qkv = [x.double() for x in (query, key, value)]
     expected, expected_lse = attention_reference.attention_forward(
-        *wide, None if sinks is None else sinks.double(), scale, mask
+        *fp64_qkv, None if sinks is None else sinks.double(), scale, mask
     )
-    found = attention_triton.attention_backward(
+    actual_grads = attention_triton.attention_backward(
         grad, query, key, value, expected.to(dtype), expected_lse.float(), scale=scale, mask=mask
     )
-    true = attention_reference.attention_backward(
-        grad.double(), *wide, expected, expected_lse, scale=scale, mask=mask
+    expected_grads = attention_reference.attention_backward(
+        grad.double(), *fp64_qkv, expected, expected_lse, scale=scale, mask=mask
     )
     empty, expected_empty = lse == -math.inf, expected_lse == -math.inf
     assert torch.equal(empty, expected_empty)
     lse, expected_lse = (x.masked_fill(empty, 0) for x in (lse, expected_lse))
     names = ("out", "lse", "dq", "dk", "dv")
-    results = (out, lse, *found), (expected, expected_lse, *true)
-    for what, x, y in zip(names, *results, strict=True):
-        # Gradients that are zero, of a scale of zero or a window of one, are rounding alone.
-        whole = torch.cat([y.flatten(), y.new_tensor([0.3])])
+    outputs = (out, lse, *actual_grads), (expected, expected_lse, *expected_grads)
+    for name_of_output, x, y in zip(names, *outputs, strict=True):
+        # With scale 0 or window 1 the exact gradients are zero and the actual ones are rounding.
+        reference_with_floor = torch.cat([y.flatten(), y.new_tensor([0.3])])
         bound = 2e-5 if dtype == FP32 else 2**-8
-        assert_close_by_metric(what, x, y, bound=bound, whole=whole)
+        assert_close_by_metric(name_of_output, x, y, bound=bound, whole=reference_with_floor)
 
 
-def test_attention_of_rows_far_apart(tmp_path):
-    """Offsets inside a tile beyond 2^31, of a file that takes no room where nothing is written."""
+def test_attention_addresses_offsets_beyond_int32(tmp_path):
+    """Offsets inside a tile exceed 2^31; the memory is a sparse file."""
     rows, stride = 5, 600_000_000
     memory = torch.from_file(str(tmp_path / "x"), shared=True, size=rows * stride, dtype=FP32)
-    near = [torch.randn(rows, 1, 1, 16) for _ in range(3)]
-    far = [
+    dense = [torch.randn(rows, 1, 1, 16) for _ in range(3)]
+    strided = [
         memory[16 * i :].as_strided((rows, 1, 1, 16), (stride, 16, 16, 1)).copy_(x)
-        for i, x in enumerate(near)
+        for i, x in enumerate(dense)
     ]
-    found = [attention_triton.attention_forward(*x, None, 0.3, Mask())[0] for x in (near, far)]
-    assert torch.equal(*found)
+    outputs = [
+        attention_triton.attention_forward(*x, None, 0.3, Mask())[0] for x in (dense, strided)
+    ]
+    assert torch.equal(*outputs)
     grads = [
         attention_triton.attention_backward(
-            near[0], *x, found[0], torch.zeros(1, 1, rows), scale=0.3, mask=Mask()
+            dense[0], *x, outputs[0], torch.zeros(1, 1, rows), scale=0.3, mask=Mask()
         )
-        for x in (near, far)
+        for x in (dense, strided)
     ]
     for x, y in zip(*grads, strict=True):
         assert torch.equal(x, y)
 
 
-class Grids:
-    """Stands in for a kernel; notes the grids of its launches."""
+class GridRecorder:
+    """A fake kernel that records the grids of its launches."""
 
     def __init__(self):
         self.grids = []
@@ -490,11 +492,11 @@ class Grids:
         return lambda *arguments, **constants: None
 
 
-def test_attention_of_more_heads_than_a_grid_has_rows(monkeypatch):
+def test_attention_grid_supports_over_65535_heads(monkeypatch):
     """Only the first dimension of a grid may exceed 65,535."""
     heads = 70_000
     names = ("document_bounds", "attention_forward", "query_gradient", "key_gradient", "row_dots")
-    kernels = {f"{name}_kernel": Grids() for name in names}
+    kernels = {f"{name}_kernel": GridRecorder() for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(attention_triton, name, kernel)
     query, key = torch.zeros(2, heads, 1, 1), torch.zeros(2, heads, 1, 1)
@@ -508,68 +510,68 @@ def test_attention_of_more_heads_than_a_grid_has_rows(monkeypatch):
             assert all(size <= 65_535 for size in grid[1:])
 
 
-def test_queries_that_see_no_key(make):
+def test_queries_without_keys_match_reference(make):
     query, grad = make(70, 1, 2, 6).float(), make(70, 1, 2, 6).float()
     key, value = make(70, 1, 1, 6).float(), make(70, 1, 1, 6).float()
-    for start in (5, 100, 300):  # before some, amid, behind all of the keys at 40 to 109
+    for start in (5, 100, 300):  # before some of the keys at 40 to 109, among them, after all
         mask = Mask(window=5, query_start=start, key_start=40)
         arguments = (query, key, value, None, 0.4, mask)
-        found = attention_triton.attention_forward(*arguments)
+        actual = attention_triton.attention_forward(*arguments)
         expected = attention_reference.attention_forward(*arguments)
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-        arguments = (grad, query, key, value, *found)
-        found = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
+        arguments = (grad, query, key, value, *actual)
+        actual = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
         expected = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_writes_an_output_that_is_merged_unrounded(make):
-    parts = [make(20, 2, 4, 6).bfloat16() for _ in range(3)]
-    out, _ = attention_triton.attention_forward(*parts, None, 0.4, Mask(), dtype=FP32)
-    expected, _ = naive_attention(*(x.double() for x in parts), causal=True, scale=0.4)
+def test_bf16_attention_can_write_fp32_output(make):
+    qkv = [make(20, 2, 4, 6).bfloat16() for _ in range(3)]
+    out, _ = attention_triton.attention_forward(*qkv, None, 0.4, Mask(), dtype=FP32)
+    expected, _ = naive_attention(*(x.double() for x in qkv), causal=True, scale=0.4)
     assert out.dtype == FP32
     assert not torch.equal(out, out.bfloat16().float())
-    assert relative_error(out, expected) < 2**-7  # of the weights, which are multiplied in bf16
+    assert relative_error(out, expected) < 2**-7  # the weights are multiplied in bf16
 
 
-def test_attention_takes_slices_of_a_fused_projection(make):
+def test_attention_of_fused_qkv_slices_matches_dense(make):
     fused = make(70, 2, 2, 3 * 24).float()
-    parts = fused.split(24, dim=-1)
-    out, lse = attention(*parts, implementation="triton")
-    expected, expected_lse = attention(*(x.contiguous() for x in parts))
+    qkv = fused.split(24, dim=-1)
+    out, lse = attention(*qkv, implementation="triton")
+    expected, expected_lse = attention(*(x.contiguous() for x in qkv))
     assert_close(out, expected, FP32, "out")
     assert_close(lse, expected_lse, FP32, "lse")
 
 
-def test_attention_backward_takes_the_lse_of_more_keys(make):
+def test_attention_backward_uses_lse_over_more_keys(make):
     query, grad = make(5, 2, 4, 6).float(), make(5, 2, 4, 6).float()
     key, value = make(9, 2, 2, 6).float(), make(9, 2, 2, 6).float()
     out, lse = attention(query, key, value, causal=False)
     mask = Mask(causal=False)
-    for part in (slice(0, 4), slice(4, 9)):
-        arguments = (grad, query, key[part], value[part], out, lse)
-        mine = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
-        other = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
-        for x, y in zip(mine, other, strict=True):
+    for keys in (slice(0, 4), slice(4, 9)):
+        arguments = (grad, query, key[keys], value[keys], out, lse)
+        actual = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
+        expected = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
+        for x, y in zip(actual, expected, strict=True):
             assert_close(x, y, FP32, "gradient")
 
 
-def test_vocabulary_slices(make, monkeypatch):
+def test_vocabulary_shards_match_reference(make, monkeypatch):
     narrow_blocks(monkeypatch, loss_triton, "STATISTICS", "GRADIENT", size=16)
     full = make(6, 37).float()
     targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6)
     for start, valid in ((0, 37), (4, 7), (3, 33), (0, 0)):
         logits = full.clone()
-        logits[:, valid:] = float("nan")  # padding is never looked at
+        logits[:, valid:] = float("nan")  # padding must be ignored
         columns = {"vocab_start": start, "valid_columns": valid}
-        pieces = [
+        statistics = [
             chunk_statistics(logits, targets, **columns, implementation=name)
             for name in ("reference", "triton")
         ]
-        for mine, other in zip(*pieces, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        for actual, expected in zip(*statistics, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
         lse = full.logsumexp(-1)
         grads = [
             chunk_gradient_(logits.clone(), targets, lse, weights, **columns, implementation=name)
@@ -578,7 +580,7 @@ def test_vocabulary_slices(make, monkeypatch):
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
-def test_linear_cross_entropy(make, monkeypatch):
+def test_linear_cross_entropy_matches_formula(make, monkeypatch):
     narrow_blocks(monkeypatch, loss_triton, "STATISTICS", "GRADIENT", size=16)
     targets, weights = torch.arange(11) * 5 % 19, torch.linspace(0, 2, 11)
 
@@ -597,7 +599,7 @@ def test_linear_cross_entropy(make, monkeypatch):
     ("case", "features"),
     [*((case, 37) for case in PERMUTATIONS), ("two copies, dropped", 1030)],
 )
-def test_permutations(make, case, features, monkeypatch):
+def test_permutations_match_definition(make, case, features, monkeypatch):
     narrow_blocks(monkeypatch, permutation_triton, "TAKE")
     permutation = make_permutation(case)
     (tokens, copies), rows = permutation.slots.shape, len(permutation.sources)
@@ -616,12 +618,12 @@ def test_permutations(make, case, features, monkeypatch):
         )
 
 
-def test_permutations_with_rows_of_padding(make):
+def test_permutations_with_padding_rows_match_definition(make):
     compare_with_padding(make, "triton")
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_permutations_of_nothing(tokens):
+def test_empty_permutation_gives_zeros(tokens):
     permutation = Permutation.of(torch.empty(0, dtype=torch.int64), tokens, 2)
     x = torch.ones(tokens, 5, requires_grad=True)
     weights = torch.ones(tokens, 2, requires_grad=True)
@@ -629,5 +631,5 @@ def test_permutations_of_nothing(tokens):
     assert rows.shape == (0, 5)
     out = sum_rows(rows, permutation, weights=weights, implementation="triton")
     out.sum().backward()
-    for found, shape in ((out, (tokens, 5)), (x.grad, (tokens, 5)), (weights.grad, (tokens, 2))):
-        assert torch.equal(found, torch.zeros(shape))
+    for tensor, shape in ((out, (tokens, 5)), (x.grad, (tokens, 5)), (weights.grad, (tokens, 2))):
+        assert torch.equal(tensor, torch.zeros(shape))

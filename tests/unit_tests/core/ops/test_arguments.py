@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad arguments raise one clear line with the offending values; choices take effect or raise."""
+"""Invalid arguments raise a one-line error with the value; forced backends apply or raise."""
 
 import pytest
 import torch
@@ -78,35 +78,35 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_argument(name):
+def test_bad_argument_is_a_one_line_error(name):
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
 
 
-def test_chunked_attention_never_holds_all_pairs(monkeypatch):
+def test_chunked_attention_never_stores_all_logits(monkeypatch):
     queries, keys = 256, 256
     sizes = []
-    plain = torch.bmm
+    bmm = torch.bmm
 
-    def watched(*args, **kwargs):
-        result = plain(*args, **kwargs)
-        sizes.append(result.shape)
-        return result
+    def recording_bmm(*args, **kwargs):
+        product = bmm(*args, **kwargs)
+        sizes.append(product.shape)
+        return product
 
-    monkeypatch.setattr(torch, "bmm", watched)
+    monkeypatch.setattr(torch, "bmm", recording_bmm)
     x = torch.randn(queries, 1, 2, 8, requires_grad=True)
     out, _ = attention(x, x, x, window=100)
     out.sum().backward()
     assert sizes
     limit = attention_chunked.QUERIES_PER_CHUNK * keys
     assert max(size[1] * size[2] for size in sizes) <= limit
-    # The window skips keys nobody in the chunk sees.
+    # The window skips keys that no query of the chunk sees.
     assert max(size[2] for size in sizes) < keys
 
 
-def test_gated_saves_its_input_alone():
+def test_gated_saves_only_its_input():
     x = torch.randn(4, 10, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -114,21 +114,21 @@ def test_gated_saves_its_input_alone():
     assert [t.data_ptr() for t in saved] == [x.data_ptr()]
 
 
-class OfAnotherGPU:
+class TensorOnOtherGPU:
     device, dtype = torch.device("cuda", 1), torch.float32
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
-def test_a_kernel_is_not_launched_on_another_gpu(implementation, monkeypatch):
+def test_kernel_is_not_launched_on_another_gpu(implementation, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(backend_choice, "triton_is_installed", lambda: True)
     with pytest.raises(ValueError, match=r"on cuda:1 while cuda:0 .* torch.cuda.device\(1\)"):
-        backend_choice.choose(implementation, OfAnotherGPU(), "gated")
+        backend_choice.choose(implementation, TensorOnOtherGPU(), "gated")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert backend_choice.choose(implementation, OfAnotherGPU(), "gated") == "triton"
+    assert backend_choice.choose(implementation, TensorOnOtherGPU(), "gated") == "triton"
 
 
-def test_no_table_is_copied_in_a_capture(monkeypatch):
+def test_tables_are_not_copied_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     chunks = Sequences([0, 3, 7], device="cuda").chunks(2)
     with pytest.raises(RuntimeError, match="run the step once before"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal convolution against a loop over tokens and torch's own, carry, halo, and one step."""
+"""Causal convolution against a loop over tokens and torch's conv1d; carried states and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.inputs import generator
 
 BOUNDS = {
     "one": (0, 9),
-    "several": (0, 5, 6, 6, 8, 15),  # shorter than W-1, empty, and longer
+    "several": (0, 5, 6, 6, 8, 15),  # lengths below W-1, empty, and above
     "long": (0, 70, 71, 150),
     "none": (0, 0),
 }
@@ -26,57 +26,61 @@ CHANNELS = (3, 5)  # units, columns
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}
 
 
-def by_token(x, weight, bias, bounds, *, silu, initial):
-    """Convolve token by token: each sees the rows before it, of its own sequence or carried."""
+def naive_conv1d(x, weight, bias, bounds, *, silu, initial):
+    """Convolve token by token, from the earlier rows of the sequence or its initial state."""
     width = weight.shape[-1]
-    outs, lasts = [x[:0]], []
-    for number, (first, end) in enumerate(itertools.pairwise(bounds)):
-        held = list(
+    outs, final_states = [x[:0]], []
+    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        history = list(
             torch.zeros(width - 1, *x.shape[1:]).to(x) if initial is None else initial[number]
         )
-        for token in x[first:end]:
-            held.append(token)
-            out = sum(held[-width + j] * weight[..., j] for j in range(width))
+        for token in x[begin:end]:
+            history.append(token)
+            out = sum(history[-width + j] * weight[..., j] for j in range(width))
             out = out if bias is None else out + bias
             outs.append((out * torch.sigmoid(out) if silu else out)[None])
-        lasts.append(torch.stack(held[len(held) - width + 1 :]) if width > 1 else x[:0])
-    return torch.cat(outs), torch.stack(lasts)
+        final_states.append(
+            torch.stack(history[len(history) - width + 1 :]) if width > 1 else x[:0]
+        )
+    return torch.cat(outs), torch.stack(final_states)
 
 
 def inputs(width: int, bounds, *, bias: bool, initial: bool, seed: int = 1):
-    """Return fp64 inputs, and a pull for each output."""
+    """Return fp64 inputs and the gradient of each output."""
     source, count = generator(seed), len(bounds) - 1
 
     def random(*shape):
         return torch.randn(*shape, generator=source, dtype=torch.float64)
 
-    found = {"x": random(bounds[-1], *CHANNELS), "weight": random(*CHANNELS, width)}
+    tensors = {"x": random(bounds[-1], *CHANNELS), "weight": random(*CHANNELS, width)}
     if bias:
-        found["bias"] = random(*CHANNELS)
+        tensors["bias"] = random(*CHANNELS)
     if initial:
-        found["initial"] = random(count, width - 1, *CHANNELS)
-    return found, (random(bounds[-1], *CHANNELS), random(count, width - 1, *CHANNELS))
+        tensors["initial"] = random(count, width - 1, *CHANNELS)
+    return tensors, (random(bounds[-1], *CHANNELS), random(count, width - 1, *CHANNELS))
 
 
-def outcome(function, given, pulls, dtype):
-    """Return outputs and the gradients of all inputs."""
-    leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in given.items()}
-    out, last = function(**leaves)
-    pulled = [
-        (y, g.to(y.dtype)) for y, g in zip((out, last), pulls, strict=True) if y.requires_grad
+def run_with_gradients(function, inputs, grad_outputs, dtype):
+    """Return the outputs and the gradients of all inputs."""
+    leaves = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+    out, final = function(**leaves)
+    pairs = [
+        (y, g.to(y.dtype))
+        for y, g in zip((out, final), grad_outputs, strict=True)
+        if y.requires_grad
     ]
-    torch.autograd.backward([y for y, _ in pulled], [g for _, g in pulled])
-    found = {"out": out.detach(), "last": last.detach()}
+    torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    tensors = {"out": out.detach(), "last": final.detach()}
     for name, leaf in leaves.items():
         assert leaf.grad is None or leaf.grad.dtype == dtype
-        found[f"d_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return found
+        tensors[f"d_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return tensors
 
 
 def compare(width, bounds, dtype, *, bias=True, initial=True, silu=True):
-    """Compare outputs and gradients with the loop's in fp64."""
-    given, pulls = inputs(width, bounds, bias=bias, initial=initial)
-    given = {name: x.to(dtype).double() for name, x in given.items()}
+    """Compare outputs and gradients with the loop over tokens in fp64."""
+    tensors, grad_outputs = inputs(width, bounds, bias=bias, initial=initial)
+    tensors = {name: x.to(dtype).double() for name, x in tensors.items()}
     sequences = Sequences(bounds)
 
     def mcore_conv1d(x, weight, bias=None, initial=None):
@@ -86,178 +90,186 @@ def compare(width, bounds, dtype, *, bias=True, initial=True, silu=True):
         )
 
     def naive(x, weight, bias=None, initial=None):
-        return by_token(x, weight, bias, bounds, silu=silu, initial=initial)
+        return naive_conv1d(x, weight, bias, bounds, silu=silu, initial=initial)
 
-    wanted = outcome(naive, given, pulls, torch.float64)
-    got = outcome(mcore_conv1d, given, pulls, dtype)
-    zeros = [name for name, x in wanted.items() if not x.any()]
+    expected = run_with_gradients(naive, tensors, grad_outputs, torch.float64)
+    actual = run_with_gradients(mcore_conv1d, tensors, grad_outputs, dtype)
+    zeros = [name for name, x in expected.items() if not x.any()]
     assert bool(zeros) == (width == 1 or bounds[-1] == 0)
-    assert_all_close(got, wanted, bound=BOUND[dtype], zeros=zeros)
+    assert_all_close(actual, expected, bound=BOUND[dtype], zeros=zeros)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_every_width_over_sequences_of_any_length(width, name):
+def test_all_widths_and_sequence_lengths_match_naive(width, name):
     for bias, initial, silu in itertools.product([False, True], repeat=3):
         compare(width, BOUNDS[name], torch.float64, bias=bias, initial=initial, silu=silu)
     compare(width, BOUNDS[name], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_other_dtypes(dtype):
+def test_fp32_and_bf16_match_naive(dtype):
     for initial in (False, True):
         compare(4, BOUNDS["several"], dtype, initial=initial)
 
 
 @pytest.mark.parametrize("name", ["several", "long"])
-def test_blocks_of_rows_make_the_whole(name, monkeypatch):
-    """Blocks shorter than the width, and longer; the last one is cut short."""
+def test_row_blocks_match_naive(name, monkeypatch):
+    """Blocks are shorter or longer than the kernel width; the last block is partial."""
     for rows in (2, 7):
         monkeypatch.setattr(conv_op, "_CPU_BLOCK", rows * CHANNELS[0] * CHANNELS[1])
         compare(4, BOUNDS[name], torch.float64, bias=True, initial=True, silu=True)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-def test_the_fast_convolution_is_the_plain_one():
+def test_fast_convolution_matches_plain_convolution():
     source = generator(2)
     rows = torch.randn(33, 20, generator=source)
     assert conv_op._has_fast_convolution(rows)
-    for width, ahead in itertools.product([2, 3, 4], [False, True]):
+    for width, reverse in itertools.product([2, 3, 4], [False, True]):
         taps, bias = torch.randn(width, 20, generator=source), torch.randn(20, generator=source)
-        fast = conv_op._convolved(rows, taps, bias, reverse=ahead)
-        plain = conv_op._convolved(rows.double(), taps.double(), bias.double(), reverse=ahead)
+        fast = conv_op._convolved(rows, taps, bias, reverse=reverse)
+        plain = conv_op._convolved(rows.double(), taps.double(), bias.double(), reverse=reverse)
         assert_all_close({"out": fast}, {"out": plain}, bound=1e-6)
 
 
-def test_each_sequence_is_torchs_convolution_of_it():
-    given, pulls = inputs(4, BOUNDS["long"], bias=True, initial=False)
+def test_each_sequence_matches_torch_conv1d():
+    tensors, grad_outputs = inputs(4, BOUNDS["long"], bias=True, initial=False)
     sequences = Sequences(BOUNDS["long"])
 
-    def mcore_conv1d(**given):
-        return causal_conv1d(**given, sequences=sequences)
+    def mcore_conv1d(**tensors):
+        return causal_conv1d(**tensors, sequences=sequences)
 
     def torchs(x, weight, bias):
         outs = []
-        for part in x.split(sequences.lengths):
-            image = F.pad(part.flatten(1).t()[None], (3, 0))  # [1, c, 3 + t]
+        for sequence in x.split(sequences.lengths):
+            image = F.pad(sequence.flatten(1).t()[None], (3, 0))  # [1, c, 3 + t]
             kernel = weight.flatten(0, 1)[:, None]
             out = F.conv1d(image, kernel, bias.flatten(), groups=len(kernel))
             outs.append(out[0].t().unflatten(1, CHANNELS))
-        lasts = [F.pad(part, (0, 0, 0, 0, 3, 0))[-3:] for part in x.split(sequences.lengths)]
-        return torch.cat(outs), torch.stack(lasts)
+        final_states = [
+            F.pad(sequence, (0, 0, 0, 0, 3, 0))[-3:] for sequence in x.split(sequences.lengths)
+        ]
+        return torch.cat(outs), torch.stack(final_states)
 
-    wanted = outcome(torchs, given, pulls, torch.float64)
-    assert_all_close(outcome(mcore_conv1d, given, pulls, torch.float64), wanted, bound=1e-12)
+    expected = run_with_gradients(torchs, tensors, grad_outputs, torch.float64)
+    assert_all_close(
+        run_with_gradients(mcore_conv1d, tensors, grad_outputs, torch.float64),
+        expected,
+        bound=1e-12,
+    )
 
 
-def test_a_slice_of_wider_rows_is_as_good():
-    given, _ = inputs(4, BOUNDS["several"], bias=False, initial=False)
+def test_slice_of_wider_rows_matches_contiguous_input():
+    tensors, _ = inputs(4, BOUNDS["several"], bias=False, initial=False)
     sequences = Sequences(BOUNDS["several"])
     for dtype in (torch.float64, torch.float32):
-        x, weight = given["x"].to(dtype), given["weight"].to(dtype)
-        wide = torch.cat([x, torch.full_like(x, torch.nan)], -1).requires_grad_()
-        slice_ = wide[..., : CHANNELS[1]]
+        x, weight = tensors["x"].to(dtype), tensors["weight"].to(dtype)
+        padded = torch.cat([x, torch.full_like(x, torch.nan)], -1).requires_grad_()
+        slice_ = padded[..., : CHANNELS[1]]
         assert not slice_.is_contiguous()
-        out, last = causal_conv1d(slice_, weight, None, sequences=sequences, activation="silu")
-        whole = causal_conv1d(x, weight, None, sequences=sequences, activation="silu")
-        assert torch.equal(out, whole[0])
-        assert torch.equal(last, whole[1])
-        (grad,) = torch.autograd.grad(out.sum(), wide)
+        out, final = causal_conv1d(slice_, weight, None, sequences=sequences, activation="silu")
+        expected = causal_conv1d(x, weight, None, sequences=sequences, activation="silu")
+        assert torch.equal(out, expected[0])
+        assert torch.equal(final, expected[1])
+        (grad,) = torch.autograd.grad(out.sum(), padded)
         assert not grad[..., CHANNELS[1] :].any()
         assert grad.isfinite().all()
 
 
-def test_nothing_of_one_sequence_reaches_another():
-    given, _ = inputs(4, BOUNDS["several"], bias=True, initial=True)
+def test_nan_in_one_sequence_does_not_reach_another():
+    tensors, _ = inputs(4, BOUNDS["several"], bias=True, initial=True)
     for dtype, number in itertools.product((torch.float64, torch.float32), (0, 1, 3, 4)):
         bounds, sequences = BOUNDS["several"], Sequences(BOUNDS["several"])
-        leaves = {name: x.to(dtype, copy=True) for name, x in given.items()}
-        own = slice(bounds[number], bounds[number + 1])
-        leaves["x"][own] = torch.nan
+        leaves = {name: x.to(dtype, copy=True) for name, x in tensors.items()}
+        tokens = slice(bounds[number], bounds[number + 1])
+        leaves["x"][tokens] = torch.nan
         leaves["initial"][number] = torch.nan
         x, initial = leaves["x"].requires_grad_(), leaves["initial"].requires_grad_()
-        out, last = causal_conv1d(**leaves, sequences=sequences, activation="silu")
-        d_x, d_initial = torch.autograd.grad((out.sum() + last.sum()), (x, initial))
-        for found in (out, d_x):
-            assert found[own].isnan().all()
-            assert found.isnan().sum() == found[own].numel()
-        assert last.isnan().sum() == last[number].numel() == last[number].isnan().sum()
+        out, final = causal_conv1d(**leaves, sequences=sequences, activation="silu")
+        d_x, d_initial = torch.autograd.grad((out.sum() + final.sum()), (x, initial))
+        for output in (out, d_x):
+            assert output[tokens].isnan().all()
+            assert output.isnan().sum() == output[tokens].numel()
+        assert final.isnan().sum() == final[number].numel() == final[number].isnan().sum()
         assert d_initial[torch.arange(5) != number].isfinite().all()
 
 
 @pytest.mark.parametrize("length", range(10))
-def test_a_sequence_cut_anywhere_goes_on_with_what_it_carried(length):
-    given, _ = inputs(4, (0, length), bias=True, initial=True, seed=length + 3)
+def test_split_sequence_continues_from_its_state(length):
+    tensors, _ = inputs(4, (0, length), bias=True, initial=True, seed=length + 3)
     sequences = Sequences((0, length))
-    out, last = causal_conv1d(**given, sequences=sequences, activation="silu")
-    for at in range(length + 1):
-        carried, outs = given["initial"], []
-        for part in given["x"].split([at, length - at]):
-            y, carried = causal_conv1d(
-                part,
-                given["weight"],
-                given["bias"],
-                sequences=Sequences((0, len(part))),
+    out, final = causal_conv1d(**tensors, sequences=sequences, activation="silu")
+    for cut in range(length + 1):
+        state, outs = tensors["initial"], []
+        for tokens in tensors["x"].split([cut, length - cut]):
+            y, state = causal_conv1d(
+                tokens,
+                tensors["weight"],
+                tensors["bias"],
+                sequences=Sequences((0, len(tokens))),
                 activation="silu",
-                initial=carried,
+                initial=state,
             )
             outs.append(y)
         assert_all_close({"out": torch.cat(outs)}, {"out": out}, bound=1e-12) if length else None
-        assert torch.equal(carried, last)
+        assert torch.equal(state, final)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_steps_go_on_from_where_a_prefill_ended(width, dtype):
-    given, _ = inputs(width, (0, 7, 9, 20), bias=True, initial=False)
-    x, weight, bias = (given[name].to(dtype) for name in ("x", "weight", "bias"))
+def test_steps_continue_from_the_prefill_state(width, dtype):
+    tensors, _ = inputs(width, (0, 7, 9, 20), bias=True, initial=False)
+    x, weight, bias = (tensors[name].to(dtype) for name in ("x", "weight", "bias"))
     ends = (7, 2, 11)
-    parts = x.split(ends)
-    whole, last = causal_conv1d(
+    sequences = x.split(ends)
+    expected_outputs, final = causal_conv1d(
         x, weight, bias, sequences=Sequences((0, 7, 9, 20)), activation="silu"
     )
-    prompt = [2, 0, 5]  # tokens of each that a prefill takes
-    _, carried = causal_conv1d(
-        torch.cat([part[:n] for part, n in zip(parts, prompt, strict=True)]),
+    prompt = [2, 0, 5]  # prefilled tokens by sequence
+    _, prefill_state = causal_conv1d(
+        torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt, strict=True)]),
         weight,
         bias,
         sequences=Sequences((0, 2, 2, 7)),
     )
     slots = torch.tensor([4, 0, 2])
     state = torch.full((6, width - 1, *CHANNELS), torch.nan, dtype=dtype)
-    state[slots] = carried
+    state[slots] = prefill_state
     for token in range(6):
         running = [n + token < end for n, end in zip(prompt, ends, strict=True)]
-        now = torch.where(torch.tensor(running), slots, -1)
-        held = state.clone()
+        active_slots = torch.where(torch.tensor(running), slots, -1)
+        state_before = state.clone()
         tokens = [
-            part[n + token] if runs else torch.full(CHANNELS, torch.nan, dtype=dtype)
-            for part, n, runs in zip(parts, prompt, running, strict=True)
+            sequence[n + token] if runs else torch.full(CHANNELS, torch.nan, dtype=dtype)
+            for sequence, n, runs in zip(sequences, prompt, running, strict=True)
         ]
         out = causal_conv1d_step(
-            torch.stack(tokens), weight, bias, state=state, slots=now, activation="silu"
+            torch.stack(tokens), weight, bias, state=state, slots=active_slots, activation="silu"
         )
         assert out.dtype == dtype
         for row, runs in enumerate(running):
-            at = sum(ends[:row]) + prompt[row] + token
-            wanted = whole[at] if runs else torch.zeros(CHANNELS, dtype=dtype)
-            torch.testing.assert_close(out[row], wanted)
-        others = [slot for slot in range(6) if slot not in now.tolist()]
-        assert torch.equal(state[others].nan_to_num(7), held[others].nan_to_num(7))
+            index = sum(ends[:row]) + prompt[row] + token
+            expected = expected_outputs[index] if runs else torch.zeros(CHANNELS, dtype=dtype)
+            torch.testing.assert_close(out[row], expected)
+        other_slots = [slot for slot in range(6) if slot not in active_slots.tolist()]
+        assert torch.equal(
+            state[other_slots].nan_to_num(7), state_before[other_slots].nan_to_num(7)
+        )
     for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
         if prompt[row] + 6 >= end:
-            assert torch.equal(state[slot], last[row])
+            assert torch.equal(state[slot], final[row])
 
 
-def test_a_step_of_padding_alone_touches_nothing():
+def test_step_with_only_padding_changes_no_state():
     state = torch.full((3, 3, *CHANNELS), torch.nan)
     state[1:] = torch.randn(2, 3, *CHANNELS)
-    held = state.clone()
+    state_before = state.clone()
     x = torch.full((2, *CHANNELS), torch.nan)
     weight = torch.randn(*CHANNELS, 4)
     out = causal_conv1d_step(x, weight, None, state=state, slots=torch.tensor([-1, -1]))
     assert torch.equal(out, torch.zeros(2, *CHANNELS))
-    assert torch.equal(state.nan_to_num(7), held.nan_to_num(7))
+    assert torch.equal(state.nan_to_num(7), state_before.nan_to_num(7))
     empty = causal_conv1d_step(
         x[:0], weight, None, state=state, slots=torch.zeros(0, dtype=torch.int64)
     )
@@ -268,20 +280,20 @@ def test_sequence_bounds_are_computed_once_for_all_layers():
     sequences = Sequences(BOUNDS["several"])
     x, weight = torch.randn(15, 4), torch.randn(4, 4)
     causal_conv1d(x, weight, None, sequences=sequences)
-    made = dict(sequences._cache)
+    cached = dict(sequences._cache)
     causal_conv1d(x, weight, None, sequences=sequences)
-    assert sequences._cache == made
-    assert len(made) == 1
+    assert sequences._cache == cached
+    assert len(cached) == 1
 
 
-X, WEIGHT, ONE = torch.ones(5, 3), torch.ones(3, 4), Sequences((0, 5))
+X, WEIGHT, SEQUENCES = torch.ones(5, 3), torch.ones(3, 4), Sequences((0, 5))
 BAD = {
     "weight": (
-        lambda: causal_conv1d(X, torch.ones(2, 4), None, sequences=ONE),
+        lambda: causal_conv1d(X, torch.ones(2, 4), None, sequences=SEQUENCES),
         "weight (2, 4) must be [*c, W] for the channels (3,) of x (5, 3)",
     ),
     "bias": (
-        lambda: causal_conv1d(X, WEIGHT, torch.ones(4), sequences=ONE),
+        lambda: causal_conv1d(X, WEIGHT, torch.ones(4), sequences=SEQUENCES),
         "bias (4,) must be (3,)",
     ),
     "tokens": (
@@ -289,15 +301,15 @@ BAD = {
         "x (5, 3) has 5 tokens, the sequences 4",
     ),
     "initial": (
-        lambda: causal_conv1d(X, WEIGHT, None, sequences=ONE, initial=torch.ones(1, 4, 3)),
+        lambda: causal_conv1d(X, WEIGHT, None, sequences=SEQUENCES, initial=torch.ones(1, 4, 3)),
         "initial (1, 4, 3) must be (1, 3, 3)",
     ),
     "activation": (
-        lambda: causal_conv1d(X, WEIGHT, None, sequences=ONE, activation="gelu"),
+        lambda: causal_conv1d(X, WEIGHT, None, sequences=SEQUENCES, activation="gelu"),
         "activation='gelu' is unknown",
     ),
     "integers": (
-        lambda: causal_conv1d(X.long(), WEIGHT, None, sequences=ONE),
+        lambda: causal_conv1d(X.long(), WEIGHT, None, sequences=SEQUENCES),
         "dtype torch.int64",
     ),
     "state": (

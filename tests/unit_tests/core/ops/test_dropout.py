@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout is a pure function of key, sample, position and feature, and drops the right share."""
+"""Dropout is a pure function of key, sample, position and feature, and drops at its rate."""
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ def drop(x, samples=SAMPLES, positions=POSITIONS, *, offset=0, rate=0.25, key=17
     )
 
 
-def test_slices_equal_slices_of_the_whole():
+def test_dropout_of_a_slice_is_a_slice_of_dropout():
     x = torch.randn(10, 3, 22)
-    whole = drop(x)
-    assert torch.equal(drop(x[3:7], positions=POSITIONS[3:7]), whole[3:7])
-    assert torch.equal(drop(x[:, 1:], samples=SAMPLES[1:]), whole[:, 1:])
-    for first, last in ((0, 11), (11, 22), (5, 6), (3, 17)):
-        part = drop(x[..., first:last].contiguous(), offset=first)
-        assert torch.equal(part, whole[..., first:last])
+    full = drop(x)
+    assert torch.equal(drop(x[3:7], positions=POSITIONS[3:7]), full[3:7])
+    assert torch.equal(drop(x[:, 1:], samples=SAMPLES[1:]), full[:, 1:])
+    for begin, end in ((0, 11), (11, 22), (5, 6), (3, 17)):
+        feature_slice = drop(x[..., begin:end].contiguous(), offset=begin)
+        assert torch.equal(feature_slice, full[..., begin:end])
     order = torch.tensor([2, 0, 1])
-    assert torch.equal(drop(x[:, order], samples=SAMPLES[order]), whole[:, order])
+    assert torch.equal(drop(x[:, order], samples=SAMPLES[order]), full[:, order])
 
 
 def test_backward_reuses_forward_mask_and_saves_no_large_tensor():
@@ -47,25 +47,25 @@ def test_backward_reuses_forward_mask_and_saves_no_large_tensor():
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_share_and_independence(rate):
-    # 300,000 draws: five standard deviations of the share are below 0.5 %.
+def test_dropout_rate_is_exact_and_draws_are_independent(rate):
+    # 300,000 draws: five standard deviations of the kept fraction are below 0.5 %.
     x = torch.ones(100, 3, 1000)
-    kept = (drop(x, positions=torch.arange(100), rate=rate) != 0).double()
-    assert abs(kept.mean().item() - (1 - rate)) < 0.005
-    # Rows, columns and neighbours are uncorrelated: every pairing keeps (1 - rate)^2.
-    pairings = [(kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1])]
-    pairings += [(kept[..., step:], kept[..., :-step]) for step in (1, 2, 3, 4)]
-    for one, other in pairings:
-        assert abs((one * other).mean().item() - (1 - rate) ** 2) < 0.006
-    # Four corners of a rectangle: the sum of row and column hashes must not show.
-    corners = kept[:50] * kept[50:]
+    keep_mask = (drop(x, positions=torch.arange(100), rate=rate) != 0).double()
+    assert abs(keep_mask.mean().item() - (1 - rate)) < 0.005
+    # Rows, columns and neighbours are uncorrelated: each pair keeps a fraction (1 - rate)^2.
+    pairings = [(keep_mask[1:], keep_mask[:-1]), (keep_mask[:, 1:], keep_mask[:, :-1])]
+    pairings += [(keep_mask[..., step:], keep_mask[..., :-step]) for step in (1, 2, 3, 4)]
+    for mask, neighbour_mask in pairings:
+        assert abs((mask * neighbour_mask).mean().item() - (1 - rate) ** 2) < 0.006
+    # Four corners of a rectangle would be correlated if row and column hashes were merely added.
+    corners = keep_mask[:50] * keep_mask[50:]
     corners = corners[..., :500] * corners[..., 500:]
     assert abs(corners.mean().item() - (1 - rate) ** 4) < 0.01
     mean = drop(x, positions=torch.arange(100), rate=rate).double().mean().item()
     assert abs(mean - 1) < 0.005 / (1 - rate)
 
 
-def test_keys_tell_sites_apart_and_are_the_same_everywhere():
+def test_dropout_keys_are_distinct_and_reproducible():
     assert dropout_key(1, "layers.3", 5) == -5789062027862315607
     keys = {dropout_key(s, n, i) for s in range(3) for n in ("a", "b") for i in range(4)}
     assert len(keys) == 24
@@ -75,20 +75,20 @@ def test_keys_tell_sites_apart_and_are_the_same_everywhere():
     assert abs(different.double().mean().item() - 0.5) < 0.02
 
 
-def test_hash_is_split_mix_64():
-    # The first outputs of the published generator seeded with 0.
+def test_hash_matches_splitmix64():
+    # The first outputs of the published SplitMix64 generator for seed 0.
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [h % 2**64 for h in hash_index(0, torch.arange(3)).tolist()] == expected
 
 
-def test_attention_mask_is_a_function_of_global_indices():
+def test_attention_mask_depends_only_on_global_indices():
     site = AttentionDropout(rate=0.4, key=9, sample_ids=torch.tensor([5, 2]))
-    whole = site.keep(4, torch.arange(8), 0, 13)
-    other = AttentionDropout(rate=0.4, key=9, sample_ids=torch.tensor([2]), head_offset=2)
-    assert torch.equal(other.keep(2, torch.arange(3, 8), 6, 7), whole[1:, 2:, 3:, 6:])
+    full_mask = site.keep(4, torch.arange(8), 0, 13)
+    sharded_site = AttentionDropout(rate=0.4, key=9, sample_ids=torch.tensor([2]), head_offset=2)
+    assert torch.equal(sharded_site.keep(2, torch.arange(3, 8), 6, 7), full_mask[1:, 2:, 3:, 6:])
 
 
-def test_bad_arguments():
+def test_bad_dropout_arguments_are_refused():
     x = torch.ones(10, 3, 4)
     with pytest.raises(ValueError, match=r"rate=1\.0 must be in \[0, 1\)"):
         drop(x, rate=1.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by torch's fused CUDA kernels, as far as a CPU can show it: when they are taken, that
-they are called as their schemas ask, and that what they return is put in its place.
+"""Attention by torch's fused CUDA kernels, as far as a CPU can test it.
 
-Their values are held to fp64 in tests/gpu.
+The tests cover the choice of the kernel, calls by the operators' schemas, and the use of their
+outputs. tests/gpu compares the values of the kernels with fp64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.closeness import assert_close_by_metric
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 LENGTH, BATCH, HEADS, GROUPS, FEATURES = 40, 3, 6, 2, 16
-#: Where the documents of each row begin and end.
+#: Document boundaries of each row.
 DOCUMENTS = ((0, 7, 40), (0, 40), (0, 20, 21, 40))
 CU_SEQLENS = torch.tensor([0, 7, 40, 80, 100, 101, 120], dtype=torch.int32)
 LONGEST = 40
@@ -39,7 +39,7 @@ def packed():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU on which both kinds of kernels could run."""
+    """Pretend to have a GPU that supports cuDNN attention and FlashAttention-2."""
     monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "_has_cudnn", lambda: True)
 
@@ -54,23 +54,23 @@ def inputs(features=FEATURES, dtype=torch.float64, queries=LENGTH, keys=LENGTH):
     ]
 
 
-#: By name: (heads' features, queries, the kernel, the mask).
+#: By name: (head size, number of queries, expected kernel, mask options).
 CALLS = {
     "causal": (64, LENGTH, "cuDNN", {}),
-    "whole": (64, LENGTH, "cuDNN", {"causal": False}),
+    "not causal": (64, LENGTH, "cuDNN", {"causal": False}),
     "odd heads": (20, LENGTH, "cuDNN", {}),
     "wide heads": (192, LENGTH, "FlashAttention-2", {}),
     "window": (64, LENGTH, "FlashAttention-2", {"window": 8}),
     "documents": (64, LENGTH, "FlashAttention-2", packed()),
     "odd documents": (100, LENGTH, "FlashAttention-2", packed() | {"window": 5}),
-    "last of more keys": (64, 9, "FlashAttention-2", {}),
-    "among more keys": (64, 9, "FlashAttention-2", {"query_start": 13}),
+    "last queries": (64, 9, "FlashAttention-2", {}),
+    "queries within keys": (64, 9, "FlashAttention-2", {"query_start": 13}),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_calls_are_as_the_operators_schemas_ask(hopper, monkeypatch, case):
-    """On tensors without values, which torch's own shape functions are run for."""
+def test_calls_match_the_operator_schemas(hopper, monkeypatch, case):
+    """Run torch's shape functions on meta tensors."""
     features, queries, kernel, options = CALLS[case]
     as_on_cuda = fused.refusals
     monkeypatch.setattr(fused, "refusals", lambda _, *a, **k: as_on_cuda(CUDA, *a, **k))
@@ -90,12 +90,12 @@ def test_calls_are_as_the_operators_schemas_ask(hopper, monkeypatch, case):
     assert sums.dtype == torch.float32
 
 
-class StandIns:
-    """The operators' equations in fp64, by formula, with the conventions of their documentation.
+class FakeOperators:
+    """Formulas in fp64 that replace the operators, with their documented conventions.
 
     Args:
-        monkeypatch: puts them in the place of torch's.
-        cudnn: whether cuDNN is taken.
+        monkeypatch: replaces torch's operators.
+        cudnn: whether cuDNN is the chosen kernel.
     """
 
     def __init__(self, monkeypatch, *, cudnn):
@@ -141,11 +141,12 @@ class StandIns:
         if cum_q is None:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
             return *banded(q, k, v, scale, *band), None, None, None
-        parts = [
-            banded(*(x[None] for x in part), scale, *band) for part in self._cut(cum_q, q, k, v)
+        outputs = [
+            banded(*(x[None] for x in document), scale, *band)
+            for document in self._split(cum_q, q, k, v)
         ]
         assert max_q == max_k >= int(cum_q.diff().max())
-        out, lse = torch.cat([p[0][0] for p in parts]), torch.cat([p[1][0] for p in parts], 1)
+        out, lse = torch.cat([p[0][0] for p in outputs]), torch.cat([p[1][0] for p in outputs], 1)
         return out, lse, None, None, None
 
     def _flash_attention_backward(
@@ -158,30 +159,30 @@ class StandIns:
         band, tensors = self._band(causal, **window), (grad, q, k, v, out)
         if cum_q is None:
             return banded_gradients(*tensors, lse, scale, *band)
-        rows = zip(self._cut(cum_q, *tensors), self._cut(cum_q, lse.t()), strict=True)
-        parts = [
-            banded_gradients(*(x[None] for x in part), part_lse.t()[None], scale, *band)
-            for part, (part_lse,) in rows
+        rows = zip(self._split(cum_q, *tensors), self._split(cum_q, lse.t()), strict=True)
+        gradients = [
+            banded_gradients(*(x[None] for x in document), document_lse.t()[None], scale, *band)
+            for document, (document_lse,) in rows
         ]
-        return [torch.cat([x[0] for x in grads]) for grads in zip(*parts, strict=True)]
+        return [torch.cat([x[0] for x in grads]) for grads in zip(*gradients, strict=True)]
 
     @staticmethod
     def _band(causal, *, window_size_left, window_size_right):
-        assert window_size_left is None or window_size_left >= 0, "it would be no bound"
-        assert window_size_right is None or window_size_right >= 0, "it would be no bound"
+        assert window_size_left is None or window_size_left >= 0, "a negative size means no bound"
+        assert window_size_right is None or window_size_right >= 0, "a negative size means no bound"
         return window_size_left, 0 if causal else window_size_right
 
     @staticmethod
-    def _cut(bounds, *tensors):
+    def _split(bounds, *tensors):
         return [[x[a:b] for x in tensors] for a, b in pairwise(bounds.tolist())]
 
 
 def banded_logits(q, k, scale, left, right):
-    """Logits [b, n, s_q, s_k] whose band is aligned to the last query and the last key."""
+    """Return logits [b, n, s_q, s_k] with a band aligned to the last query and key."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     logits = torch.einsum("bqnd,bknd->bnqk", q, k) * scale
-    places = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-    distance = places - torch.arange(k.shape[1])
+    query_positions = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    distance = query_positions - torch.arange(k.shape[1])
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     hidden |= False if left is None else distance > left
     hidden |= False if right is None else -distance > right
@@ -196,7 +197,7 @@ def banded(q, k, v, scale, left, right):
 
 
 def banded_gradients(grad, q, k, v, out, lse, scale, left, right):
-    """Return (dq, dk, dv) by the complete out and lse."""
+    """Return (dq, dk, dv) from the out and lse over all keys."""
     weights = (banded_logits(q, k, scale, left, right) - lse[..., None]).exp()
     ratio = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(ratio, 2) for x in (k, v))
@@ -208,74 +209,76 @@ def banded_gradients(grad, q, k, v, out, lse, scale, left, right):
     return d_query, *d_pair
 
 
-#: By name: (features, queries, whether cuDNN, what attention has).
+#: By name: (head size, number of queries, whether cuDNN is chosen, attention options).
 RESULTS = {
     "cuDNN causal": (16, LENGTH, True, {}),
-    "cuDNN whole": (20, LENGTH, True, {"causal": False}),
+    "cuDNN, not causal": (20, LENGTH, True, {"causal": False}),
     "flash causal": (20, LENGTH, False, {}),
-    "flash whole": (16, LENGTH, False, {"causal": False}),
+    "flash, not causal": (16, LENGTH, False, {"causal": False}),
     "window": (16, LENGTH, False, {"window": 6}),
-    "window without order": (16, LENGTH, False, {"window": 6, "causal": False}),
+    "window, not causal": (16, LENGTH, False, {"window": 6, "causal": False}),
     "documents": (20, LENGTH, False, packed()),
     "documents, window": (16, LENGTH, False, packed() | {"window": 6}),
-    "last of more keys": (16, 9, False, {}),
-    "among more keys": (20, 9, False, {"query_start": 13, "window": 5}),
+    "last queries": (16, 9, False, {}),
+    "queries within keys": (20, 9, False, {"query_start": 13, "window": 5}),
     "after the keys": (16, 9, False, {"query_start": 35, "window": 6}),
     "far from the keys' start": (16, 9, False, {"query_start": 103, "key_start": 100}),
 }
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_results_are_those_of_the_reference(monkeypatch, case):
+def test_fused_attention_matches_the_reference(monkeypatch, case):
     features, queries, cudnn, options = RESULTS[case]
     expected_inputs = inputs(features, queries=queries)
     grad_out = torch.randn(queries, BATCH, HEADS, features).double()
     out, lse = attention(*expected_inputs, implementation="reference", **options)
     out.backward(grad_out)
-    stand_ins = StandIns(monkeypatch, cudnn=cudnn)
+    fake_operators = FakeOperators(monkeypatch, cudnn=cudnn)
     tensors = inputs(features, queries=queries)
     fused_out, fused_lse = attention(*tensors, **options)
     fused_out.backward(grad_out)
     kernel = "cuDNN" if cudnn else "FlashAttention-2"
-    assert stand_ins.calls == [f"{kernel} forward", f"{kernel} backward"]
+    assert fake_operators.calls == [f"{kernel} forward", f"{kernel} backward"]
     assert_close_by_metric("out", fused_out, out)
     assert_close_by_metric("lse", fused_lse, lse)
-    for name, mine, true in zip(("query", "key", "value"), tensors, expected_inputs, strict=True):
-        assert_close_by_metric(name, mine.grad, true.grad)
+    for name, actual, expected in zip(
+        ("query", "key", "value"), tensors, expected_inputs, strict=True
+    ):
+        assert_close_by_metric(name, actual.grad, expected.grad)
     with torch.no_grad():
-        again, _ = attention(*tensors, **options)
-    assert torch.equal(again, fused_out)
-    assert len(stand_ins.calls) == 3
+        inference_out, _ = attention(*tensors, **options)
+    assert torch.equal(inference_out, fused_out)
+    assert len(fake_operators.calls) == 3
 
 
 @pytest.mark.parametrize("window", [None, 11])
-def test_blocks_of_a_ring_take_them_and_merge(monkeypatch, window):
-    """Each block's gradients go by the log-sum-exp over all blocks."""
-    cut = SequenceSharding.of(LENGTH, 2)
-    layout = SequenceLayout.make(cut, 1, rows=BATCH)
-    place = layout.columns
+def test_ring_attention_blocks_use_fused_kernels(monkeypatch, window):
+    """The gradients of each block use the log-sum-exp over all blocks."""
+    sharding = SequenceSharding.of(LENGTH, 2)
+    layout = SequenceLayout.make(sharding, 1, rows=BATCH)
+    positions = layout.columns
     options = {"scale": 0.2, "window": window}
     results = []
-    for uses_stand_ins in (False, True):
+    for uses_fake_operators in (False, True):
         query, key, value = (x.detach() for x in inputs())
-        query, grad = query[place], torch.ones(len(place), BATCH, HEADS, FEATURES).double()
-        stand_ins = StandIns(monkeypatch, cudnn=False) if uses_stand_ins else None
+        query, grad = query[positions], torch.ones(len(positions), BATCH, HEADS, FEATURES).double()
+        fake_operators = FakeOperators(monkeypatch, cudnn=False) if uses_fake_operators else None
         blocks = layout.blocks(None, window)
         out, lse = blockwise.forward(query, key, value, blocks, **options)
         grads = blockwise.backward(grad, query, key, value, out, lse, blocks, **options)
         results.append((out, lse, *grads))
     assert len(blocks) > 1
-    assert stand_ins.calls == ["FlashAttention-2 forward"] * len(blocks) + [
+    assert fake_operators.calls == ["FlashAttention-2 forward"] * len(blocks) + [
         "FlashAttention-2 backward"
     ] * len(blocks)
-    for name, true, mine in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
-        assert_close_by_metric(name, mine, true)
+    for name, expected, actual in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert_close_by_metric(name, actual, expected)
 
 
-#: By name: (options of the mask, changes of the call, words of the reason).
+#: By name: (mask options, changes of the call, words of the reason).
 CASES = {
     "documents": ({"document_ids": torch.zeros(LENGTH, BATCH).int()}, {}, "documents"),
-    "documents of a part": (packed() | {"query_start": 3}, {"queries": 9}, "documents"),
+    "documents of some queries": (packed() | {"query_start": 3}, {"queries": 9}, "documents"),
     "fp32": ({}, {"dtype": torch.float32}, "float32"),
     "wide heads": ({}, {"features": 264}, "heads of 264"),
     "before the keys": ({"query_start": -3}, {}, "rows without keys"),
@@ -286,42 +289,42 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_fused_kernels_do_not_compute_is_named(hopper, case):
+def test_refusals_name_the_unsupported_option(hopper, case):
     options, changes, words = CASES[case]
     sizes = {"features": 64, "dtype": torch.bfloat16, "queries": LENGTH} | changes
-    given = {name: changes.get(name) for name in ("sinks", "dropout")}
+    unsupported = {name: changes.get(name) for name in ("sinks", "dropout")}
     query, key = (
         torch.empty(s, BATCH, n, sizes["features"], device=META, dtype=sizes["dtype"])
         for s, n in ((sizes["queries"], HEADS), (LENGTH, GROUPS))
     )
-    named = fused.options_of(query, key, Mask(**options), **given)
-    reasons = fused.refusals(CUDA, sizes["dtype"], sizes["features"], options=named)
+    option_names = fused.options_of(query, key, Mask(**options), **unsupported)
+    reasons = fused.refusals(CUDA, sizes["dtype"], sizes["features"], options=option_names)
     assert fused.kernel_name(reasons) is None
     assert all(words in reason for reason in reasons.values())
 
 
-def test_explain_names_the_kernel_and_why_no_faster_one(hopper, monkeypatch):
-    def explained(features, *options):
+def test_explain_names_kernel_and_refusals_of_faster_kernels(hopper, monkeypatch):
+    def explain_options(features, *options):
         return explain(CUDA, torch.bfloat16, features, options=options)
 
-    assert explained(128) == "torch's fused kernels (cuDNN)"
+    assert explain_options(128) == "torch's fused kernels (cuDNN)"
     for features, option in ((192, None), (128, "a window"), (64, "documents")):
-        line = explained(features, *([option] if option else []))
+        line = explain_options(features, *([option] if option else []))
         assert "(FlashAttention-2; not cuDNN" in line
         assert (option or "192").removeprefix("a ") in line
-    assert "Triton" in explained(128, "sinks")
-    assert "no sinks" in explained(128, "sinks")
-    assert explained(128, "attention dropout").startswith("plain")
+    assert "Triton" in explain_options(128, "sinks")
+    assert "no sinks" in explain_options(128, "sinks")
+    assert explain_options(128, "attention dropout").startswith("plain")
     monkeypatch.setattr(fused, "_capability", lambda device: (8, 6))
-    assert "older than Hopper" in explained(128)
-    assert "Triton" in explained(200)
-    assert "200 on compute capability 8.6" in explained(200)
-    assert "FlashAttention-2;" in explained(256)
+    assert "older than Hopper" in explain_options(128)
+    assert "Triton" in explain_options(200)
+    assert "200 on compute capability 8.6" in explain_options(200)
+    assert "FlashAttention-2;" in explain_options(256)
     monkeypatch.setattr(fused, "_capability", lambda device: (7, 5))
-    assert "older than Ampere" in explained(128)
+    assert "older than Ampere" in explain_options(128)
 
 
-def test_explain_names_no_triton_kernel_where_none_runs(hopper, monkeypatch):
+def test_explain_names_plain_torch_if_triton_cannot_run(hopper, monkeypatch):
     line = explain(CUDA, torch.float64, 128)
     assert line.startswith("plain torch (")
     assert "no float64" in line
@@ -330,12 +333,12 @@ def test_explain_names_no_triton_kernel_where_none_runs(hopper, monkeypatch):
     assert explain(CUDA, torch.float32, 128).startswith("plain torch (")
 
 
-def test_explain_refuses_options_that_it_does_not_know(hopper):
+def test_explain_refuses_unknown_options(hopper):
     with pytest.raises(ValueError, match=r"\['a windw'\] are unknown; use .*'a window'"):
         explain(CUDA, torch.bfloat16, 128, options=["a window", "a windw"])
 
 
-def test_deterministic_runs_take_deterministic_kernels(hopper):
+def test_deterministic_runs_use_deterministic_kernels(hopper):
     torch.use_deterministic_algorithms(True)
     try:
         line = explain(CUDA, torch.bfloat16, 128)
@@ -346,8 +349,8 @@ def test_deterministic_runs_take_deterministic_kernels(hopper):
         torch.use_deterministic_algorithms(False)
 
 
-def test_layers_pass_on_where_documents_begin():
-    """As the layout knows it, computed once for all layers."""
+def test_layers_pass_document_boundaries_to_attention():
+    """The layout computes document boundaries once for all layers."""
     calls = []
 
     def recorded(query, *_, **options):
@@ -360,24 +363,26 @@ def test_layers_pass_on_where_documents_begin():
         backend=backend, layer=None, context=context, scale=1.0, window=None, rate=0.0,
         dropout_key=0, head_offset=0,
     )  # fmt: skip
-    cut, ids = SequenceSharding.of(LENGTH, 1), document_ids().t()
-    known = SequenceLayout.make(cut, 0, rows=BATCH, document_ids=ids, masks_by_ids=True)
-    for layout in (known, known, SequenceLayout.of_rows(LENGTH, document_ids=ids)):
+    sharding, ids = SequenceSharding.of(LENGTH, 1), document_ids().t()
+    packed_layout = SequenceLayout.make(
+        sharding, 0, rows=BATCH, document_ids=ids, masks_by_ids=True
+    )
+    for layout in (packed_layout, packed_layout, SequenceLayout.of_rows(LENGTH, document_ids=ids)):
         layer(*(x.detach() for x in inputs()), layout)
-    first, second, by_ids = calls
-    assert torch.equal(first["cu_seqlens"], CU_SEQLENS)
-    assert torch.equal(first["document_ids"], document_ids())
-    assert first["max_seqlen"] == LONGEST
-    assert second["cu_seqlens"] is first["cu_seqlens"]
-    assert by_ids["cu_seqlens"] is by_ids["max_seqlen"] is None
+    first_call, second_call, call_by_ids = calls
+    assert torch.equal(first_call["cu_seqlens"], CU_SEQLENS)
+    assert torch.equal(first_call["document_ids"], document_ids())
+    assert first_call["max_seqlen"] == LONGEST
+    assert second_call["cu_seqlens"] is first_call["cu_seqlens"]
+    assert call_by_ids["cu_seqlens"] is call_by_ids["max_seqlen"] is None
 
 
-def test_a_forced_choice_that_does_not_apply_is_an_error():
+def test_fused_implementation_on_cpu_is_refused():
     with pytest.raises(ValueError, match="on cpu"):
         attention(*inputs(), implementation="fused")
 
 
-def test_bounds_without_documents_are_an_error():
+def test_cu_seqlens_without_document_ids_are_refused():
     with pytest.raises(ValueError, match="document_ids"):
         attention(*inputs(), cu_seqlens=CU_SEQLENS)
     with pytest.raises(ValueError, match="int32"):

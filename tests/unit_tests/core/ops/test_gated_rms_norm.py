@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms with gates, in both orders, against autograd through the plain formula in fp64."""
+"""Gated norms in both orders against autograd through the formula in fp64."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ ORDERS = pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
 
 
 def naive(x, gate, weight, *, order, size, eps=1e-5):
-    """Normalise and gate, from the definition."""
-    opened = gate * torch.sigmoid(gate)
-    inner = x * opened if order == GATE_FIRST else x
-    groups = inner.unflatten(-1, (-1, size))
-    normal = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    normal = normal.flatten(-2) * weight
-    return normal if order == GATE_FIRST else normal * opened
+    """Return the gated norm from its definition."""
+    activated_gate = gate * torch.sigmoid(gate)
+    gated = x * activated_gate if order == GATE_FIRST else x
+    groups = gated.unflatten(-1, (-1, size))
+    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    normed = normed.flatten(-2) * weight
+    return normed if order == GATE_FIRST else normed * activated_gate
 
 
 @ORDERS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [12, 4, 1])
-def test_output_and_gradients(order, dtype, size):
+def test_gated_norm_matches_fp64_formula(order, dtype, size):
     make = maker()
     with nan_memory():
         compare(
@@ -37,15 +37,17 @@ def test_output_and_gradients(order, dtype, size):
 
 
 @ORDERS
-def test_blocks_of_rows_join_and_the_gate_may_be_a_slice(order, monkeypatch):
-    """Two rows at a time and one left over; the gate is a part of what a layer projects."""
+def test_row_blocks_with_gate_slices_match_formula(order, monkeypatch):
+    """Blocks have two rows, the last has one; the gate is a slice of a projection."""
     monkeypatch.setattr(gated_norm_op, "ELEMENTS_IN_CACHE", 40)
     make = maker()
     compare(
-        lambda x, wide, w: gated_rms_norm(
-            x, wide[..., 3:21].unflatten(-1, (3, 6)), w, eps=1e-5, order=order
+        lambda x, projection, w: gated_rms_norm(
+            x, projection[..., 3:21].unflatten(-1, (3, 6)), w, eps=1e-5, order=order
         ),
-        lambda x, wide, w: naive(x, wide[..., 3:21].unflatten(-1, (3, 6)), w, order=order, size=6),
+        lambda x, projection, w: naive(
+            x, projection[..., 3:21].unflatten(-1, (3, 6)), w, order=order, size=6
+        ),
         (make(5, 3, 6), make(5, 25), make(6)),
         torch.float64,
     )
@@ -54,30 +56,32 @@ def test_blocks_of_rows_join_and_the_gate_may_be_a_slice(order, monkeypatch):
 @ORDERS
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_x_are_gathered_by_index(order, padded, dtype):
-    """Padding rows hold NaN in the gate and in the gradient: nothing of it comes out."""
+def test_rows_gathered_by_index_match_formula(order, padded, dtype):
+    """NaN in the gate and gradient of padding rows does not reach any output."""
     make = maker()
-    places = [3, -1, 0, 1, -1, 2] if padded else [3, 0, 1, 2]
-    real = [i for i, place in enumerate(places) if place >= 0]
-    taken = torch.tensor(places)
+    row_indices = [3, -1, 0, 1, -1, 2] if padded else [3, 0, 1, 2]
+    valid_rows = [i for i, row in enumerate(row_indices) if row >= 0]
+    index = torch.tensor(row_indices)
 
     def mcore_norm(x, gate, weight):
-        holes = torch.full((len(places), 2, 6), torch.nan, dtype=gate.dtype)
-        options = {"eps": 1e-5, "order": order, "group_size": 3, "row_index": taken}
-        y = gated_rms_norm(x, holes.index_copy(0, torch.tensor(real), gate), weight, **options)
-        assert not y[taken < 0].any()
-        holes = torch.full_like(y, torch.nan)
-        y.register_hook(lambda grad: torch.where((taken < 0)[:, None, None], holes, grad))
-        return y[real]
+        nan_rows = torch.full((len(row_indices), 2, 6), torch.nan, dtype=gate.dtype)
+        options = {"eps": 1e-5, "order": order, "group_size": 3, "row_index": index}
+        y = gated_rms_norm(
+            x, nan_rows.index_copy(0, torch.tensor(valid_rows), gate), weight, **options
+        )
+        assert not y[index < 0].any()
+        nan_rows = torch.full_like(y, torch.nan)
+        y.register_hook(lambda grad: torch.where((index < 0)[:, None, None], nan_rows, grad))
+        return y[valid_rows]
 
-    def naive_of_places(x, gate, weight):
-        return naive(x[taken[real]], gate, weight, order=order, size=3)
+    def naive_gathered(x, gate, weight):
+        return naive(x[index[valid_rows]], gate, weight, order=order, size=3)
 
     with nan_memory():
-        compare(mcore_norm, naive_of_places, (make(4, 2, 6), make(4, 2, 6), make(6)), dtype)
+        compare(mcore_norm, naive_gathered, (make(4, 2, 6), make(4, 2, 6), make(6)), dtype)
 
 
-def test_places_that_are_all_padding():
+def test_all_padding_rows_give_zero_gradients():
     gate = torch.full((3, 6), torch.nan, requires_grad=True)
     x, weight = torch.ones(0, 6, requires_grad=True), torch.ones(6, requires_grad=True)
     y = gated_rms_norm(x, gate, weight, eps=1e-5, row_index=torch.full((3,), -1))
@@ -89,21 +93,21 @@ def test_places_that_are_all_padding():
 
 
 @ORDERS
-def test_weights_may_differ_by_unit(order):
+def test_weights_by_unit_match_formula(order):
     make = maker()
     compare(
-        lambda x, wide, w: gated_rms_norm(
-            x, wide[..., 2:8], w, eps=1e-5, order=order, group_size=3
+        lambda x, projection, w: gated_rms_norm(
+            x, projection[..., 2:8], w, eps=1e-5, order=order, group_size=3
         ),
-        lambda x, wide, w: naive(
-            x.flatten(2), wide[..., 2:8].flatten(2), w.flatten(), order=order, size=3
+        lambda x, projection, w: naive(
+            x.flatten(2), projection[..., 2:8].flatten(2), w.flatten(), order=order, size=3
         ).unflatten(-1, (4, 6)),
         (make(5, 2, 4, 6), make(5, 2, 4, 11), make(4, 6)),
         torch.float64,
     )
 
 
-def test_the_weight_may_have_its_own_dtype_and_rows_may_be_none():
+def test_fp32_weight_with_bf16_rows_and_empty_input():
     x, gate = (torch.randn(4, 6).bfloat16().requires_grad_() for _ in range(2))
     weight = torch.randn(6).requires_grad_()
     gated_rms_norm(x, gate, weight, eps=1e-6).sum().backward()
@@ -114,8 +118,8 @@ def test_the_weight_may_have_its_own_dtype_and_rows_may_be_none():
 
 
 @ORDERS
-def test_gates_far_from_zero_are_open_or_shut(order):
-    """exp of such a gate is infinite in fp32."""
+def test_saturated_gates_match_formula(order):
+    """exp of the gate overflows in fp32."""
     make = maker()
     gate = make(4, 6).mul_(300)
     assert float(gate.min()) < -100
@@ -132,8 +136,8 @@ WRONG = {
     "gate": ({"gate": torch.ones(2, 5)}, "must have one shape"),
     "weight": ({"weight": torch.ones(5)}, r"weight \(5,\) must be \(6,\)"),
     "weights": ({"weight": torch.ones(2, 6)}, r"weight \(2, 6\) must be \(6,\)"),
-    "places": ({"row_index": torch.zeros(3, dtype=torch.int64)}, "one for each of 2 rows"),
-    "places' dtype": (
+    "row_index": ({"row_index": torch.zeros(3, dtype=torch.int64)}, "one for each of 2 rows"),
+    "row_index dtype": (
         {"row_index": torch.zeros(2)},
         r"row_index \(2,\) torch.float32",
     ),
@@ -156,6 +160,11 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_arguments_are_named(kind):
     changes, message = WRONG[kind]
-    given = {"x": torch.ones(2, 6), "gate": torch.ones(2, 6), "weight": torch.ones(6), "eps": 1e-5}
+    arguments = {
+        "x": torch.ones(2, 6),
+        "gate": torch.ones(2, 6),
+        "weight": torch.ones(6),
+        "eps": 1e-5,
+    }
     with pytest.raises(ValueError, match=message):
-        gated_rms_norm(**{**given, **changes})
+        gated_rms_norm(**{**arguments, **changes})

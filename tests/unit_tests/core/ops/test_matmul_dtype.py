@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtype in which a CPU multiplies: by what it measures, or as the caller says, in every op."""
+"""The dtype of CPU matmuls in every op: measured, or chosen by the caller."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "linear")
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Measure anew before and after a test."""
+def clear_measurements() -> Iterator[None]:
+    """Clear cached measurements before and after each test."""
     backend_choice.cpu_bf16_speedup.cache_clear()
     backend_choice.measured_matmul_dtype.cache_clear()
     yield
@@ -32,16 +32,16 @@ def forgotten() -> Iterator[None]:
     backend_choice.measured_matmul_dtype.cache_clear()
 
 
-@pytest.mark.parametrize(("speedup", "wanted"), [(3.0, BF16), (1.1, FP32), (0.4, FP32)])
-def test_bf16_only_where_it_is_clearly_faster(speedup, wanted, monkeypatch):
+@pytest.mark.parametrize(("speedup", "expected"), [(3.0, BF16), (1.1, FP32), (0.4, FP32)])
+def test_bf16_is_used_only_if_clearly_faster(speedup, expected, monkeypatch):
     monkeypatch.setattr(backend_choice, "cpu_bf16_speedup", lambda: speedup)
-    assert backend_choice.matmul_dtype(torch.ones(2, dtype=BF16)) is wanted
+    assert backend_choice.matmul_dtype(torch.ones(2, dtype=BF16)) is expected
     assert backend_choice.matmul_dtype(torch.ones(2, dtype=FP16)) is FP32
     for dtype in (FP32, torch.float64):
         assert backend_choice.matmul_dtype(torch.ones(2, dtype=dtype), BF16) is dtype
 
 
-def test_a_choice_needs_no_measurement(monkeypatch):
+def test_explicit_dtype_needs_no_measurement(monkeypatch):
     def measured() -> float:
         raise AssertionError("measured")
 
@@ -50,21 +50,21 @@ def test_a_choice_needs_no_measurement(monkeypatch):
         assert backend_choice.matmul_dtype(torch.ones(2, dtype=BF16), dtype) is dtype
 
 
-def test_measuring_leaves_the_number_of_threads():
+def test_measurement_restores_the_number_of_threads():
     before = torch.get_num_threads()
     assert 0.01 < backend_choice.cpu_bf16_speedup() < 100
     assert torch.get_num_threads() == before
 
 
-class Products(TorchDispatchMode):
-    """Count the matrix products by operation and dtype."""
+class CountProducts(TorchDispatchMode):
+    """Count matrix products by operation and dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, torch.dtype]] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Count a product, and run it."""
+        """Count a product and run it."""
         name = func.overloadpacket.__name__
         if name in PRODUCTS or "attention" in name:
             dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor) and x.ndim != 3}
@@ -91,20 +91,20 @@ def model(dtype: torch.dtype | None) -> GPTModel:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_every_product_of_a_model_is_in_the_chosen_dtype(dtype):
-    """In both directions, of experts, the head and attention too."""
+def test_every_matmul_of_a_model_uses_the_chosen_dtype(dtype):
+    """Forward and backward, including experts, the head and attention."""
     gpt = model(dtype)
     engine = DataParallel(gpt.store, gpt.groups)
     tokens = torch.arange(24).view(2, 12)
     engine.begin_step()
-    with Products() as seen:
+    with CountProducts() as products:
         loss, _ = gpt.loss(tokens, tokens, torch.full((2, 12), 1 / 24))
         engine.backward(loss, last=True)
     # 2 layers of attention; backward of so few tokens is in fp32. A router has 3 products in fp32.
     forward = Counter({("attention", dtype): 2}) + Counter({("attention", FP32): 2})
     dense = 3 * (2 * 2 + 2 + 1)
-    experts = seen.counts["product", dtype] - dense - (3 if dtype is FP32 else 0)
+    experts = products.counts["product", dtype] - dense - (3 if dtype is FP32 else 0)
     assert experts % 3 == 0
     assert 3 * 2 <= experts <= 3 * 2 * 4
     routers = Counter({("product", FP32): 3})
-    assert seen.counts == forward + Counter({("product", dtype): dense + experts}) + routers
+    assert products.counts == forward + Counter({("product", dtype): dense + experts}) + routers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention's reference against attention to whole rows, and against closed forms."""
+"""The paged attention reference against dense attention and closed forms."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from tests.support.paged_rows import paged_rows
 from tests.unit_tests.core.ops.formulas import naive_attention
 
 FP64 = torch.float64
-# decode, drafts, a whole prompt, a part of one, drafts, a row of padding, a row that waits
+# decode, draft tokens, whole prompt, prompt chunk, draft tokens, padding row, waiting row
 NEW, CONTEXTS = (1, 4, 37, 20, 3, 1, 0), (50, 23, 37, 61, 16, 0, 9)
 
 
@@ -39,7 +39,7 @@ def poison():
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_rows_attend_as_if_their_keys_lay_side_by_side(window, with_sinks):
+def test_paged_attention_matches_dense_attention(window, with_sinks):
     rows = paged_rows(NEW, CONTEXTS, heads=(6, 2), features=8, padding=4, window=window)
     sinks = torch.randn(6, dtype=FP64) if with_sinks else None
     out, lse = paged_attention(
@@ -47,29 +47,29 @@ def test_rows_attend_as_if_their_keys_lay_side_by_side(window, with_sinks):
     )
     begin = 0
     for new, context, key, value in zip(NEW, CONTEXTS, rows.keys, rows.values, strict=True):
-        mine = slice(begin, begin + new)
+        tokens = slice(begin, begin + new)
         begin += new
         if not new:
             continue
         if not context:
-            assert not out[mine].any()
-            assert lse[mine].isneginf().all()
+            assert not out[tokens].any()
+            assert lse[tokens].isneginf().all()
             continue
-        arguments = (rows.query[mine, None], key[:, None], value[:, None], sinks)
+        arguments = (rows.query[tokens, None], key[:, None], value[:, None], sinks)
         options = {"scale": 0.3, "window": window}
-        others = (
+        references = (
             naive_attention(*arguments, causal=True, **options),
             attention(*arguments[:3], sinks=sinks, **options),
         )
-        for expected, expected_lse in others:
-            assert relative_error(out[mine], expected[:, 0]) < 1e-12
-            assert relative_error(lse[mine], expected_lse[0].t()) < 1e-12
+        for expected, expected_lse in references:
+            assert relative_error(out[tokens], expected[:, 0]) < 1e-12
+            assert relative_error(lse[tokens], expected_lse[0].t()) < 1e-12
     assert not out[begin:].any()
     assert lse[begin:].isneginf().all()
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_without_logits_the_output_is_the_mean_of_what_is_seen(window):
+def test_zero_queries_give_the_mean_of_visible_values(window):
     rows = paged_rows([4, 1], [21, 18], heads=(2, 1), features=8, window=window)
     for with_sinks in (False, True):
         sinks = torch.zeros(2, dtype=FP64) if with_sinks else None
@@ -80,53 +80,55 @@ def test_without_logits_the_output_is_the_mean_of_what_is_seen(window):
             window=window,
             sinks=sinks,
         )
-        for token, (row, last) in enumerate([(0, 18), (0, 19), (0, 20), (0, 21), (1, 18)]):
-            first = max(last - window, 0) if window else 0
-            count = last - first + with_sinks
-            mean = rows.values[row][first:last].sum(0) / count
+        for token, (row, end) in enumerate([(0, 18), (0, 19), (0, 20), (0, 21), (1, 18)]):
+            begin = max(end - window, 0) if window else 0
+            count = end - begin + with_sinks
+            mean = rows.values[row][begin:end].sum(0) / count
             assert torch.allclose(out[token], mean.expand(2, 8), rtol=1e-12, atol=1e-14)
             assert torch.allclose(lse[token].exp(), torch.full((2,), count, dtype=FP64))
 
 
-@pytest.mark.parametrize("parts", [[40], [1] * 40, [7, 16, 1, 13, 3]])
-def test_a_prompt_in_parts_gives_what_it_gives_at_once(parts):
+@pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 16, 1, 13, 3]])
+def test_chunked_prefill_matches_whole_prompt(chunks):
     q, k, v = (torch.randn(40, 1, n, 8, dtype=FP64) for n in (6, 2, 2))
     expected, expected_lse = naive_attention(q, k, v, causal=True, scale=8**-0.5)
     key_cache, value_cache = (torch.full((9, 16, 2, 8), torch.nan, dtype=FP64) for _ in range(2))
     table = torch.tensor([[7, 2, 5]]).int()
-    done = 0
-    for part in parts:
-        place = torch.arange(done, done + part)
-        done += part
-        slots = table[0, place // 16].long() * 16 + place % 16
+    num_computed = 0
+    for chunk in chunks:
+        positions = torch.arange(num_computed, num_computed + chunk)
+        num_computed += chunk
+        slots = table[0, positions // 16].long() * 16 + positions % 16
         write_to_pages(
-            k[place, 0],
-            v[place, 0],
+            k[positions, 0],
+            v[positions, 0],
             key_cache=key_cache,
             value_cache=value_cache,
             slot_mapping=slots,
         )
         batch = PagedBatch(
             block_table=table,
-            query_bounds=torch.tensor([0, part]).int(),
-            context_lengths=torch.tensor([done]).int(),
+            query_bounds=torch.tensor([0, chunk]).int(),
+            context_lengths=torch.tensor([num_computed]).int(),
             max_query=64,
             max_context=48,
         )
-        out, lse = paged_attention(q[place, 0], key_cache, value_cache, batch=batch)
-        assert relative_error(out, expected[place, 0]) < 1e-12
-        assert relative_error(lse, expected_lse[0].t()[place]) < 1e-12
+        out, lse = paged_attention(q[positions, 0], key_cache, value_cache, batch=batch)
+        assert relative_error(out, expected[positions, 0]) < 1e-12
+        assert relative_error(lse, expected_lse[0].t()[positions]) < 1e-12
 
 
 @pytest.mark.parametrize("table", [(2, 3, 4), (2, 0, 4)])
-def test_one_row_reads_its_own_pages_whatever_their_order(table):
-    # The first and the last page of the second lie as if all three followed one another.
+def test_decode_follows_the_block_table_in_any_order(table):
+    # In the second table the first and last pages lie as in three consecutive pages.
     source, contexts = torch.Generator().manual_seed(3), torch.tensor([40], dtype=torch.int32)
     pages = torch.randn(6, 16, 4, 5, generator=source, dtype=torch.float64)
-    query, new = (torch.randn(1, 4, 5, generator=source, dtype=torch.float64) for _ in range(2))
-    got = write_and_attend(
+    query, new_latents = (
+        torch.randn(1, 4, 5, generator=source, dtype=torch.float64) for _ in range(2)
+    )
+    actual = write_and_attend(
         query,
-        new,
+        new_latents,
         JointPages(pages),
         batch=PagedBatch(
             block_table=torch.tensor([table], dtype=torch.int32),
@@ -140,11 +142,11 @@ def test_one_row_reads_its_own_pages_whatever_their_order(table):
     )
     keys, values = pages[list(table)].flatten(0, 1)[:40].chunk(2, 1)  # [40, g, d] each
     weights = torch.einsum("ngd,kgd->gnk", query.view(2, 2, 5).transpose(0, 1), keys) * 0.4
-    wanted = torch.einsum("gnk,kgd->gnd", weights.softmax(-1), values)  # [g, n/g, d]
-    torch.testing.assert_close(got.view(2, 2, 5), wanted, rtol=0, atol=1e-12)
+    expected = torch.einsum("gnk,kgd->gnd", weights.softmax(-1), values)  # [g, n/g, d]
+    torch.testing.assert_close(actual.view(2, 2, 5), expected, rtol=0, atol=1e-12)
 
 
-def test_write_changes_only_the_given_slots():
+def test_write_changes_only_slots_of_the_mapping():
     fused = torch.randn(5, 2, 24)
     key, value = fused[..., :8], fused[..., 8:16]  # views that are not dense
     caches = {name: torch.randn(4, 16, 2, 8) for name in ("key_cache", "value_cache")}
@@ -159,7 +161,7 @@ def test_write_changes_only_the_given_slots():
 
 
 def valid_arguments(**changes):
-    """Return the arguments of a good call, some changed."""
+    """Return the arguments of a valid call with some changed."""
     rows = paged_rows([3, 1], [20, 5], heads=(4, 2), features=8)
     arguments = {
         "query": rows.query,
@@ -204,14 +206,14 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_calls_that_cannot_be_meant_say_why(case):
+def test_invalid_calls_name_the_problem(case):
     changes, message = BAD_CALLS[case]
     with pytest.raises(ValueError, match=message):
         paged_attention(**valid_arguments(**changes))
 
 
 @pytest.mark.parametrize("size", [8, 24])
-def test_block_sizes_are_powers_of_two_from_16_on(size):
+def test_block_size_must_be_a_power_of_two_from_16(size):
     caches = [torch.zeros(3, size, 2, 8, dtype=FP64) for _ in range(2)]
     with pytest.raises(ValueError, match=f"block_size {size} .* power of two from 16 on"):
         paged_attention(**valid_arguments(key_cache=caches[0], value_cache=caches[1]))
@@ -227,7 +229,7 @@ def test_block_sizes_are_powers_of_two_from_16_on(size):
         ({"max_query": 0}, "max_query=0 and max_context=20 must be at least 1"),
     ],
 )
-def test_batches_that_do_not_fit_together_say_why(changes, message):
+def test_inconsistent_batches_name_the_problem(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(valid_arguments()["batch"], **changes)
 
@@ -240,7 +242,7 @@ def test_batches_that_do_not_fit_together_say_why(changes, message):
         ({"slot_mapping": torch.zeros(5).int()}, "must be int64 .t. = .5."),
     ],
 )
-def test_writes_that_do_not_fit_say_why(changes, message):
+def test_inconsistent_writes_name_the_problem(changes, message):
     key_cache, value_cache = torch.zeros(2, 3, 16, 2, 8)
     arguments = {
         "key": torch.zeros(5, 2, 8),
@@ -254,7 +256,7 @@ def test_writes_that_do_not_fit_say_why(changes, message):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 8, 40, 100, 131, 200, 263])
-def test_contexts_are_cut_where_rows_are_few(programs):
+def test_few_rows_split_contexts_to_fill_the_device(programs):
     resident, context = 264, 1 << 15
     count = num_splits(programs, context, resident)
     assert 2 <= count <= MAX_SPLITS
@@ -263,7 +265,7 @@ def test_contexts_are_cut_where_rows_are_few(programs):
     assert count * MIN_SPLIT_TOKENS <= context
 
 
-def test_context_is_split_only_if_long_or_if_rows_are_few():
+def test_context_is_split_only_if_long_or_rows_are_few():
     assert num_splits(8, 2 * MIN_SPLIT_TOKENS - 1, 264) == 1
     assert num_splits(8, 2 * MIN_SPLIT_TOKENS, 264) == 2
     assert num_splits(264, MAX_SPLIT_TOKENS, 264) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permutations of rows against their definition in fp64: outputs, every gradient, dropped rows."""
+"""Row permutations against their definition in fp64: outputs, gradients and dropped rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def poison():
 
 @DTYPES
 @CASES
-def test_take_rows(make, dtype, case):
+def test_take_rows_matches_its_definition(make, dtype, case):
     permutation = make_permutation(case)
     tokens, copies = permutation.slots.shape
     compare(
@@ -51,7 +51,7 @@ def test_take_rows(make, dtype, case):
 @DTYPES
 @CASES
 @pytest.mark.parametrize("weighted", [False, True])
-def test_sum_rows(make, dtype, case, weighted):
+def test_sum_rows_matches_its_definition(make, dtype, case, weighted):
     permutation = make_permutation(case)
     # the weights are fp32 whatever the rows are
     weights = make(*permutation.slots.shape).to(torch.promote_types(dtype, torch.float32))
@@ -71,8 +71,8 @@ def test_sum_rows(make, dtype, case, weighted):
         assert (dropped.any(), weights.grad[dropped].count_nonzero()) == ("drop" in case, 0)
 
 
-def test_narrow_rows_are_weighted_by_all_bits_of_the_weights():
-    """fp32 weights of bf16 rows change the sum by their own rounding only."""
+def test_bf16_rows_are_weighted_in_fp32():
+    """fp32 weights of bf16 rows are not rounded to bf16."""
     permutation = make_permutation("three copies, dropped")
     tokens, copies = permutation.slots.shape
     y = torch.ones(len(permutation.sources), 5, dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def test_narrow_rows_are_weighted_by_all_bits_of_the_weights():
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_no_rows_sum_to_zero(tokens):
+def test_sums_without_rows_are_zero(tokens):
     permutation = Permutation.of(torch.empty(0, dtype=torch.int64), tokens, 2)
     x = torch.ones(tokens, 5, requires_grad=True)
     weights = torch.ones(tokens, 2, requires_grad=True)
@@ -99,18 +99,18 @@ def test_no_rows_sum_to_zero(tokens):
     assert torch.equal(weights.grad, torch.zeros(tokens, 2))
 
 
-def test_gradients_may_be_views(make):
-    """Expanded and transposed gradients are the same numbers."""
+def test_strided_gradients_match_contiguous_ones(make):
+    """Expanded and transposed gradients give the same numbers as contiguous ones."""
     permutation = make_permutation("two copies, dropped")
     tokens, copies = permutation.slots.shape
     x = make(7, tokens).t().requires_grad_()
     weights = make(tokens, copies).requires_grad_()
     out = sum_rows(take_rows(x, permutation), permutation, weights=weights)
-    pulls = [torch.ones(1, 1, dtype=torch.float64).expand(tokens, 7), make(7, tokens).t()]
-    for pull in pulls:
-        mine = torch.autograd.grad(out, (x, weights), pull, retain_graph=True)
-        other = torch.autograd.grad(out, (x, weights), pull.contiguous(), retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    grad_outputs = [torch.ones(1, 1, dtype=torch.float64).expand(tokens, 7), make(7, tokens).t()]
+    for grad_out in grad_outputs:
+        actual = torch.autograd.grad(out, (x, weights), grad_out, retain_graph=True)
+        expected = torch.autograd.grad(out, (x, weights), grad_out.contiguous(), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_sources_and_slots_are_inverse():
@@ -157,5 +157,5 @@ def test_bad_arguments_are_named(name):
         call()
 
 
-def test_rows_of_padding(make):
+def test_padding_rows_match_the_definition(make):
     compare_with_padding(make, "reference")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments of recurrences, of their steps and of convolutions are named, with the mend."""
+"""Errors for wrong arguments of recurrences, steps and convolutions name the fix."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ def recurrence_inputs(heads=2, keys=3):
     return [*tokens, -torch.ones(4, 2), torch.ones(4, 2)]
 
 
-def replaced(**dtypes):
-    """Return inputs, some in another dtype."""
+def inputs_with_dtypes(**dtypes):
+    """Return inputs, with some converted to another dtype."""
     names = ("query", "key", "value", "decay", "beta")
     return [
         x.to(dtypes.get(name, x.dtype)) for name, x in zip(names, recurrence_inputs(), strict=True)
@@ -28,14 +28,23 @@ def replaced(**dtypes):
 
 WRONG = {
     "whole numbers": (
-        replaced(query=torch.int64, key=torch.int64, value=torch.int64),
+        inputs_with_dtypes(query=torch.int64, key=torch.int64, value=torch.int64),
         "value torch.int64; give all three in one floating-point dtype",
     ),
-    "key": (replaced(key=torch.bfloat16), "query is torch.float32, key torch.bfloat16"),
-    "value": (replaced(value=torch.float64), "value torch.float64; give all three in one"),
-    "decay": (replaced(decay=torch.float16), "decay is torch.float16; make it torch.float32"),
-    "whole decay": (replaced(decay=torch.int64), "decay is torch.int64; make it torch.float32"),
-    "strength": (replaced(beta=torch.int64), "(beta|dt) is torch.int64; give a floating"),
+    "key": (inputs_with_dtypes(key=torch.bfloat16), "query is torch.float32, key torch.bfloat16"),
+    "value": (
+        inputs_with_dtypes(value=torch.float64),
+        "value torch.float64; give all three in one",
+    ),
+    "decay": (
+        inputs_with_dtypes(decay=torch.float16),
+        "decay is torch.float16; make it torch.float32",
+    ),
+    "whole decay": (
+        inputs_with_dtypes(decay=torch.int64),
+        "decay is torch.int64; make it torch.float32",
+    ),
+    "beta": (inputs_with_dtypes(beta=torch.int64), "(beta|dt) is torch.int64; give a floating"),
     "no heads": (recurrence_inputs(heads=0), "with at least one head and one feature"),
     "no features": (recurrence_inputs(keys=0), "with at least one head and one feature"),
     "no value": (
@@ -57,8 +66,8 @@ def test_wrong_inputs_are_named(op, kind):
 
 
 @pytest.mark.parametrize("op", FULL)
-def test_gates_may_be_wider(op):
-    inputs = replaced(decay=torch.float64, beta=torch.float64)
+def test_gates_may_have_a_higher_precision(op):
+    inputs = inputs_with_dtypes(decay=torch.float64, beta=torch.float64)
     out, _ = FULL[op](*inputs, sequences=Sequences((0, 4)))
     assert out.dtype == torch.float32
     assert torch.allclose(out, FULL[op](*recurrence_inputs(), sequences=Sequences((0, 4)))[0])
@@ -77,7 +86,7 @@ def test_sequences_are_required():
         state_space_dual(torch.ones(()), *recurrence_inputs()[1:], sequences=Sequences((0, 4)))
 
 
-def test_slots_of_a_convolution_are_int64():
+def test_convolution_slots_must_be_int64():
     state = torch.zeros(4, 1, 3)
     for slots in (torch.arange(4, dtype=torch.int32), torch.arange(3)):
         with pytest.raises(ValueError, match=r"slots .* must be int64, one for each of 4 rows"):

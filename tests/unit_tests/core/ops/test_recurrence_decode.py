@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token after token through a recurrent layer against whole sequences, and what is refused."""
+"""Decoding through a recurrent layer against whole sequences, and errors of wrong arguments."""
 
 from __future__ import annotations
 
@@ -25,106 +25,106 @@ from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import maker
 
 UNITS, SLOTS, LENGTH = 2, 6, 5
-#: The slots of three rows, and which rows have a token, call after call; None is a padding row.
-PLACES = (4, 0, 2)
+#: The state slots of three sequences, and the sequences in each batch; None is a padding row.
+SEQUENCE_SLOTS = (4, 0, 2)
 BATCHES = ((0, None, 1, 2), (2, 0, 1), (1, None, 0, None), (2, 1), (0, 2), (None,), (1, 0, None))
-PARTS = {
+LAYOUTS = {
     "delta": UnitLayout.delta(3, 4, 5),
     "space": UnitLayout.state_space(3, 4, 5, (0.01, 0.9)),
 }
-KINDS = pytest.mark.parametrize("kind", PARTS)
+KINDS = pytest.mark.parametrize("kind", LAYOUTS)
 
 
-def weights_of(parts: UnitLayout, make, *, width: int = 4) -> PrologueWeights:
-    heads = UNITS * parts.heads
+def weights_of(layout: UnitLayout, make, *, width: int = 4) -> PrologueWeights:
+    heads = UNITS * layout.heads
     rates = make(heads) / 2 - 1
     return PrologueWeights(
-        make(UNITS, parts.conv_channels, width),
-        make(UNITS, parts.conv_channels),
+        make(UNITS, layout.conv_channels, width),
+        make(UNITS, layout.conv_channels),
         rates,
         make(heads),
     )
 
 
-def memory_of(parts: UnitLayout, slots: list[int], *, width: int = 4) -> DecodeMemory:
-    """Return zeros for sequences that begin, and NaN for nobody."""
-    heads = UNITS * parts.heads
-    wide = {"dtype": torch.float64}
-    conv = torch.zeros(SLOTS, width - 1, UNITS, parts.conv_channels, **wide)
-    state = torch.zeros(SLOTS, heads, parts.key_channels, parts.value_channels, **wide)
+def memory_of(layout: UnitLayout, slots: list[int], *, width: int = 4) -> DecodeMemory:
+    """Return zero states for new sequences and NaN in the unused slot."""
+    heads = UNITS * layout.heads
+    fp64 = {"dtype": torch.float64}
+    conv = torch.zeros(SLOTS, width - 1, UNITS, layout.conv_channels, **fp64)
+    state = torch.zeros(SLOTS, heads, layout.key_channels, layout.value_channels, **fp64)
     conv[-1], state[-1] = math.nan, math.nan
     return DecodeMemory(conv, state, torch.tensor(slots))
 
 
 @KINDS
 @pytest.mark.parametrize("width", [1, 4])
-def test_token_after_token_is_the_whole_sequence(kind: str, width: int) -> None:
-    parts, make = PARTS[kind], maker()
-    heads, values = UNITS * parts.heads, parts.heads * parts.value_channels
-    weights, scales, skip = weights_of(parts, make, width=width), make(heads * 5), make(heads)
-    sources = make(3, LENGTH, UNITS, parts.width + values)  # of three rows
-    wanted = []
+def test_decode_matches_whole_sequences(kind: str, width: int) -> None:
+    layout, make = LAYOUTS[kind], maker()
+    heads, values = UNITS * layout.heads, layout.heads * layout.value_channels
+    weights, scales, skip = weights_of(layout, make, width=width), make(heads * 5), make(heads)
+    sources = make(3, LENGTH, UNITS, layout.width + values)  # of three sequences
+    expected = []
     for source in sources:
-        before, gate = source.split([parts.width, values], dim=-1)
+        features, gate = source.split([layout.width, values], dim=-1)
         sequences = Sequences([0, LENGTH])
-        inputs, _ = recurrence_prologue(before, weights, unit=parts, sequences=sequences)
+        inputs, _ = recurrence_prologue(features, weights, unit=layout, sequences=sequences)
         rule = gated_delta_rule if kind == "delta" else state_space_dual
         out = add_skip(rule(*inputs, sequences=sequences)[0], inputs.value, skip)
         gate = gate.reshape(LENGTH, -1)
         options = {"eps": 1e-5, "order": GATE_FIRST, "group_size": values}
-        wanted.append(gated_rms_norm(out.flatten(1), gate, scales, **options))
-    memory, done = memory_of(parts, [], width=width), [0, 0, 0]
-    nobody = torch.full_like(sources[0, 0], math.nan)
+        expected.append(gated_rms_norm(out.flatten(1), gate, scales, **options))
+    memory, num_decoded = memory_of(layout, [], width=width), [0, 0, 0]
+    padding = torch.full_like(sources[0, 0], math.nan)
     for rows in BATCHES:
-        slots = torch.tensor([-1 if row is None else PLACES[row] for row in rows])
-        taken = [nobody if row is None else sources[row, done[row]] for row in rows]
-        before, gate = torch.stack(taken).split([parts.width, values], dim=-1)
+        slots = torch.tensor([-1 if row is None else SEQUENCE_SLOTS[row] for row in rows])
+        tokens = [padding if row is None else sources[row, num_decoded[row]] for row in rows]
+        features, gate = torch.stack(tokens).split([layout.width, values], dim=-1)
         with nan_memory():
             y = recurrence_decode(
-                before,
+                features,
                 weights,
-                unit=parts,
+                unit=layout,
                 memory=replace(memory, slots=slots),
                 skip=skip,
                 norm=OutputNorm(gate, scales, 1e-5, GATE_FIRST, values),
             )
-        for row, got in zip(rows, y.flatten(1), strict=True):
+        for row, actual in zip(rows, y.flatten(1), strict=True):
             if row is None:
-                assert not got.any()
+                assert not actual.any()
             else:
-                assert relative_error(got, wanted[row][done[row]]) < 1e-12
-                done[row] += 1
-    assert done == [LENGTH, LENGTH, LENGTH - 1]
-    for kept in (memory.conv, memory.state):
-        assert kept[-1].isnan().all()
-        assert not kept[[1, 3]].any()
+                assert relative_error(actual, expected[row][num_decoded[row]]) < 1e-12
+                num_decoded[row] += 1
+    assert num_decoded == [LENGTH, LENGTH, LENGTH - 1]
+    for states in (memory.conv, memory.state):
+        assert states[-1].isnan().all()
+        assert not states[[1, 3]].any()
 
 
 @KINDS
 def test_head_norms_share_one_weight_and_norm_is_optional(
     kind: str,
 ) -> None:
-    parts, make = PARTS[kind], maker()
-    weights, values = weights_of(parts, make), parts.heads * parts.value_channels
-    source, gate, scale = make(2, UNITS, parts.width), make(2, UNITS, values), make(5)
-    call = {"unit": parts}
-    out = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), **call)
+    layout, make = LAYOUTS[kind], maker()
+    weights, values = weights_of(layout, make), layout.heads * layout.value_channels
+    source, gate, scale = make(2, UNITS, layout.width), make(2, UNITS, values), make(5)
+    call = {"unit": layout}
+    out = recurrence_decode(source, weights, memory=memory_of(layout, [1, 0]), **call)
     norm = OutputNorm(gate, scale, 1e-6)
-    y = recurrence_decode(source, weights, memory=memory_of(parts, [1, 0]), norm=norm, **call)
+    y = recurrence_decode(source, weights, memory=memory_of(layout, [1, 0]), norm=norm, **call)
     expected = gated_rms_norm(out, gate.view(out.shape), scale, eps=1e-6)
     assert relative_error(y, expected) < 1e-12
 
 
-def test_what_does_not_fit_is_refused_in_one_line() -> None:
-    parts, make = PARTS["delta"], maker()
-    weights, memory = weights_of(parts, make), memory_of(parts, [1, 0])
-    source = make(2, UNITS, parts.width)
+def test_wrong_arguments_are_refused_in_one_line() -> None:
+    layout, make = LAYOUTS["delta"], maker()
+    weights, memory = weights_of(layout, make), memory_of(layout, [1, 0])
+    source = make(2, UNITS, layout.width)
     norm = OutputNorm(make(2, UNITS, 15), make(5), 1e-5)
 
     def refused(message: str, *, source=source, weights=weights, memory=memory, **options) -> None:
-        with pytest.raises(ValueError, match=message) as found:
-            recurrence_decode(source, weights, unit=parts, memory=memory, **options)
-        assert "\n" not in str(found.value)
+        with pytest.raises(ValueError, match=message) as error:
+            recurrence_decode(source, weights, unit=layout, memory=memory, **options)
+        assert "\n" not in str(error.value)
 
     refused(r"source \(2, 2, 28\)", source=source[..., 1:])
     refused(

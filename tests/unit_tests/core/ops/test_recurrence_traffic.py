@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that the kernels of recurrences move, from the tensors of their launches on meta tensors.
+"""Memory traffic of the recurrence kernels, counted from launches on meta tensors.
 
-Each tensor that a kernel reads or writes counts once: programs that read the same find it in the
-L2 cache.
+Each tensor that a kernel reads or writes counts once, as programs that share a tensor read it from
+the L2 cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STATES = 2 * TOKENS // CHUNK * HEADS * FEATURES**2
 SQUARES = 2 * TOKENS * HEADS * CHUNK
 
 
-class CountedKernel:
-    """Adds up the bytes of the tensors that a kernel is launched with, and launches nothing."""
+class TrafficCounter:
+    """Count the bytes of the tensors of each launch instead of launching the kernel."""
 
     def __init__(self, kernel, moved: Counter[str]) -> None:
         self.programs = 0
@@ -60,7 +60,7 @@ def moved(monkeypatch) -> Counter[str]:
     for module in (kernels, delta):
         for name in dir(module):
             if name.endswith("_kernel"):
-                kernel = CountedKernel(getattr(module, name), counter)
+                kernel = TrafficCounter(getattr(module, name), counter)
                 monkeypatch.setattr(module, name, kernel)
     return counter
 
@@ -71,14 +71,14 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def prepared_by(recurrence: kernels.TritonRecurrence, bounds: tuple[int, ...]):
-    """Return what the recurrence prepares for sequences of Qwen3-Next's heads."""
+    """Return the prepared recurrence for sequences with the heads of Qwen3-Next."""
     key, value = meta(TOKENS, GROUPS, FEATURES), meta(TOKENS, HEADS, FEATURES)
     gates = (meta(TOKENS, HEADS, dtype=torch.float32) for _ in range(2))
     inputs = RecurrenceInputs(torch.empty_like(key), key, value, *gates)
     return recurrence.prepare(inputs, Sequences(bounds, device=torch.device("meta")))
 
 
-def test_bytes_of_the_delta_rule(moved):
+def test_delta_rule_traffic_is_minimal(moved):
     recurrence = kernels.TritonRecurrence(True, None, CHUNK)
     prepared = prepared_by(recurrence, (0, TOKENS))
     recurrence.sweep(prepared, None)
@@ -110,8 +110,8 @@ def test_saved_states_skip_the_recomputing_sweep(moved):
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_sequences_of_a_pack_are_swept_side_by_side(moved, sequences):
-    """A program takes 32 columns of values of one head of one sequence."""
+def test_packed_sequences_are_swept_in_parallel(moved, sequences):
+    """A program computes 32 value columns of one head of one sequence."""
     recurrence = kernels.TritonRecurrence(True, None, CHUNK)
     bounds = tuple(range(0, TOKENS + 1, TOKENS // sequences))
     prepared = prepared_by(recurrence, bounds)

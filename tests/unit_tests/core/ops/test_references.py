@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op's reference path against a naive fp64 formula: outputs and all gradients."""
+"""The reference of every op against a naive fp64 formula: outputs and all gradients."""
 
 import math
 
@@ -45,19 +45,19 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 @DTYPES
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(5, 3, 37), (7, 3), (2, 3, 2, 130)])
-def test_rms_norm(make, dtype, zero_centered, shape):
+def test_rms_norm_matches_formula(make, dtype, zero_centered, shape):
     x, weight = make(*shape), make(shape[-1])
-    one = 1 if zero_centered else 0
+    offset = 1 if zero_centered else 0
     compare(
         lambda x, w: rms_norm(x, w, eps=1e-5, zero_centered=zero_centered),
-        lambda x, w: naive_rms(x, w + one),
+        lambda x, w: naive_rms(x, w + offset),
         (x, weight),
         dtype,
     )
 
 
 @DTYPES
-def test_rms_norm_with_residual(make, dtype):
+def test_rms_norm_with_residual_matches_formula(make, dtype):
     x, residual, weight = make(5, 3, 37), make(5, 3, 37), make(37)
     compare(
         lambda x, r, w: rms_norm(x, w, eps=1e-5, residual=r),
@@ -77,14 +77,14 @@ def test_rms_norm_weight_may_have_its_own_dtype(make):
 @DTYPES
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_layer_norm(make, dtype, with_bias, zero_centered):
+def test_layer_norm_matches_formula(make, dtype, with_bias, zero_centered):
     inputs = [make(5, 3, 37), make(5, 3, 37), make(37)] + [make(37)] * with_bias
-    one = 1 if zero_centered else 0
+    offset = 1 if zero_centered else 0
     compare(
         lambda x, r, w, b=None: layer_norm(
             x, w, b, eps=1e-5, residual=r, zero_centered=zero_centered
         ),
-        lambda x, r, w, b=None: (F.layer_norm(x + r, (37,), w + one, b, 1e-5), x + r),
+        lambda x, r, w, b=None: (F.layer_norm(x + r, (37,), w + offset, b, 1e-5), x + r),
         inputs,
         dtype,
     )
@@ -106,47 +106,49 @@ def test_norm_weight_gradients_are_summed_in_fp32(make, norm):
         return torch.autograd.grad(function(*leaves), leaves, grad.to(leaves[0].dtype))
 
     if norm == "rms":
-        ours, formula = rms_norm, lambda x, w: F.rms_norm(x, (37,), w, 1e-5)
+        norm_op, formula = rms_norm, lambda x, w: F.rms_norm(x, (37,), w, 1e-5)
     else:
-        ours, formula = layer_norm, lambda x, w, b: F.layer_norm(x, (37,), w, b, 1e-5)
-    got = gradients(lambda *leaves: ours(*leaves, eps=1e-5), inputs)
-    wanted = gradients(formula, [v.double() for v in inputs])
-    for name, g, w in zip(("x", "weight", "bias"), got, wanted, strict=False):
-        # One rounding to bfloat16; sums in bfloat16 are off by 8 %.
+        norm_op, formula = layer_norm, lambda x, w, b: F.layer_norm(x, (37,), w, b, 1e-5)
+    actual = gradients(lambda *leaves: norm_op(*leaves, eps=1e-5), inputs)
+    expected = gradients(formula, [v.double() for v in inputs])
+    for name, g, w in zip(("x", "weight", "bias"), actual, expected, strict=False):
+        # One rounding to bf16; sums in bf16 would be off by 8 %.
         assert_close_by_metric(name, g, w, bound=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_parts_that_fit_the_cache_make_the_whole(make, has_bias, dtype, monkeypatch):
-    """21 rows in blocks of 5, the last one shorter, against all at once."""
+def test_layer_norm_row_blocks_match_one_block(make, has_bias, dtype, monkeypatch):
+    """Compare 21 rows in blocks of 5, the last one partial, with one block."""
     x, residual, weight, bias = (
         make(*shape).to(dtype) for shape in ((7, 3, 74), (7, 3, 74), (74,), (74,))
     )
     bias = bias if has_bias else None
 
-    def results():
+    def outputs_and_gradients():
         leaves = [v.clone().requires_grad_() for v in (x, residual, weight, bias) if v is not None]
         outputs = layer_norm(
             leaves[0], leaves[2], *(leaves[3:] or [None]), eps=1e-5, residual=leaves[1]
         )
-        pulls = [(v.detach() * 0.7 + 0.1) for v in outputs]
-        grads = torch.autograd.grad(outputs, leaves, pulls, allow_unused=True)
+        grad_outputs = [(v.detach() * 0.7 + 0.1) for v in outputs]
+        grads = torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True)
         return [v for v in (*outputs, *grads) if v is not None]
 
-    whole = results()
+    one_block = outputs_and_gradients()
     monkeypatch.setattr(layernorm, "BLOCK_ELEMENTS", 5 * 74)
-    for i, (part, expected) in enumerate(zip(results(), whole, strict=True)):
-        assert part.dtype is expected.dtype
+    for i, (actual, expected) in enumerate(zip(outputs_and_gradients(), one_block, strict=True)):
+        assert actual.dtype is expected.dtype
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-6  # one rounding or two
-        assert_close_by_metric(str(i), part, expected.double(), bound=bound)
+        assert_close_by_metric(str(i), actual, expected.double(), bound=bound)
 
 
 @DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("features", "rotated"), [(6, 6), (10, 4)])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_rope(make, dtype, interleaved, features, rotated, per_sample):
+def test_rope_matches_complex_multiplication(
+    make, dtype, interleaved, features, rotated, per_sample
+):
     x = make(7, 2, 3, features)
     positions = torch.arange(7) + 3
     if per_sample:
@@ -167,7 +169,7 @@ def test_rope(make, dtype, interleaved, features, rotated, per_sample):
 @pytest.mark.parametrize(
     ("features", "rotated", "gates"), [(6, 6, 0), (10, 4, 4), (6, 0, 4), (6, 0, 0)]
 )
-def test_heads_of_a_projection(make, dtype, interleaved, features, rotated, gates):
+def test_split_heads_matches_formula(make, dtype, interleaved, features, rotated, gates):
     x = make(7, 2, 4 + 2 + 2 + gates, features)
     split, naive = head_splits(rotated, interleaved, gates)
     compare(split, naive, (x,), torch.float32 if dtype == torch.float64 else dtype)
@@ -175,7 +177,7 @@ def test_heads_of_a_projection(make, dtype, interleaved, features, rotated, gate
 
 @DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated(make, dtype, activation):
+def test_gated_activation_matches_formula(make, dtype, activation):
     def naive(x):
         gate, up = x.chunk(2, -1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -185,7 +187,7 @@ def test_gated(make, dtype, activation):
 
 @DTYPES
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "squared_relu", "silu"])
-def test_activate(make, dtype, kind):
+def test_activation_matches_torch(make, dtype, kind):
     naive = {
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -198,14 +200,16 @@ def test_activate(make, dtype, kind):
 
 @DTYPES
 @pytest.mark.parametrize("name", ATTENTION_CASES)
-def test_attention(make, name, dtype):
+def test_attention_matches_formula(make, name, dtype):
     inputs, options = make_attention(make, ATTENTION_CASES[name])
     queries, keys = inputs[0].shape[0], inputs[1].shape[0]
     keep = None
     if "dropout" in options:
         site, first_key = options["dropout"], options.get("key_start", 0)
-        first = options.get("query_start", keys - queries)
-        keep = site.keep(4, torch.arange(queries) + first, first_key, keys).double() * site.scale
+        first_query = options.get("query_start", keys - queries)
+        keep = (
+            site.keep(4, torch.arange(queries) + first_query, first_key, keys).double() * site.scale
+        )
         dropped = float((keep == 0).double().mean())
         assert 0.1 < dropped < 0.5
 
@@ -214,27 +218,27 @@ def test_attention(make, name, dtype):
         assert lse.shape == (2, 4, queries)
         assert not lse.requires_grad
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        seen.append(lse)
+        lses.append(lse)
         return out
 
     def naive(q, k, v, sinks=None):
-        rest = {x: y for x, y in options.items() if x not in ("document_ids", "dropout")}
+        mask_options = {x: y for x, y in options.items() if x not in ("document_ids", "dropout")}
         documents = options.get("document_ids")
-        out, lse = naive_attention(q, k, v, sinks, documents=documents, keep=keep, **rest)
-        seen.append(lse)
+        out, lse = naive_attention(q, k, v, sinks, documents=documents, keep=keep, **mask_options)
+        lses.append(lse)
         return out
 
-    seen = []
+    lses = []
     compare(checked_attention, naive, inputs, dtype)
-    assert_close(seen[0], seen[1], torch.float32 if dtype != torch.float64 else dtype, "lse")
+    assert_close(lses[0], lses[1], torch.float32 if dtype != torch.float64 else dtype, "lse")
 
 
 @DTYPES
 @pytest.mark.parametrize("valid", [23, 19])
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("rows", [11, 3])
-def test_linear_cross_entropy(make, dtype, valid, chunk, rows, monkeypatch):
-    """The last pass over rows is shorter than the others."""
+def test_linear_cross_entropy_matches_torch(make, dtype, valid, chunk, rows, monkeypatch):
+    """The last block of rows is partial."""
     monkeypatch.setattr(cross_entropy_op, "BLOCK_ELEMENTS", rows * 23)
     hidden, weight = make(11, 7), make(23, 7)
     targets = torch.arange(11) * 5 % valid
@@ -272,27 +276,27 @@ def test_linear_cross_entropy_without_gradients(make):
 
 
 @DTYPES
-def test_vocabulary_slices_make_the_whole(make, dtype):
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+def test_vocabulary_shards_combine_to_full_cross_entropy(make, dtype):
+    weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     logits = make(6, 12).to(dtype)
-    logits[:, 10:] = 1e4  # padding must take no part
-    targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6, dtype=wide)
+    logits[:, 10:] = 1e4  # padding, which must be ignored
+    targets, weights = torch.tensor([0, 3, 4, 9, 7, 8]), torch.rand(6, dtype=weight_dtype)
     valid = [4, 4, 2, 0]
-    pieces = [logits[:, :4], logits[:, 4:8], logits[:, 8:], logits[:, :4]]
+    shards = [logits[:, :4], logits[:, 4:8], logits[:, 8:], logits[:, :4]]
     statistics = [
-        chunk_statistics(piece, targets, vocab_start=4 * i, valid_columns=n)
-        for i, (piece, n) in enumerate(zip(pieces, valid, strict=True))
+        chunk_statistics(shard, targets, vocab_start=4 * i, valid_columns=n)
+        for i, (shard, n) in enumerate(zip(shards, valid, strict=True))
     ]
     top = torch.stack([m for m, _, _ in statistics]).amax(0)
     lse = top + sum(e * (m - top).exp() for m, e, _ in statistics).log()
     target = sum(x for _, _, x in statistics)
-    true = logits[:, :10].double().requires_grad_()
-    nll = F.cross_entropy(true, targets, reduction="none")
+    fp64_logits = logits[:, :10].double().requires_grad_()
+    nll = F.cross_entropy(fp64_logits, targets, reduction="none")
     assert_close(lse - target, nll, torch.float32, "nll")
-    (expected,) = torch.autograd.grad((nll * weights).sum(), true)
+    (expected,) = torch.autograd.grad((nll * weights).sum(), fp64_logits)
     gradients = [
-        chunk_gradient_(piece.clone(), targets, lse, weights, vocab_start=4 * i, valid_columns=n)
-        for i, (piece, n) in enumerate(zip(pieces, valid, strict=True))
+        chunk_gradient_(shard.clone(), targets, lse, weights, vocab_start=4 * i, valid_columns=n)
+        for i, (shard, n) in enumerate(zip(shards, valid, strict=True))
     ]
     gradient = torch.cat(gradients[:3], -1)
     assert gradient.dtype == dtype
@@ -304,7 +308,7 @@ def test_vocabulary_slices_make_the_whole(make, dtype):
 
 
 @DTYPES
-def test_queries_that_see_no_key_get_nothing_and_give_nothing(make, dtype):
+def test_queries_without_keys_have_zero_output_and_gradient(make, dtype):
     inputs, options = make_attention(make, {"queries": 300, "keys": 150, "window": 20})
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out, lse = attention(*leaves, query_start=0, key_start=150, **options)

@@ -33,7 +33,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_matches_llama(kind):
+def test_rope_matches_llama(kind):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config_type = pytest.importorskip("transformers").LlamaConfig
     scaling, parameters = CASES[kind]
@@ -46,16 +46,16 @@ def test_matches_llama(kind):
     torch.manual_seed(3)
     x = torch.randn(37, 2, 4, 24)  # [s, b, n, d]
     positions = torch.arange(37) + 5
-    theirs = llama.LlamaRotaryEmbedding(config)
-    wide_cos, wide_sin = theirs(x, positions[None])
+    hf_rope = llama.LlamaRotaryEmbedding(config)
+    hf_cos, hf_sin = hf_rope(x, positions[None])
     expected, _ = llama.apply_rotary_pos_emb(
-        x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), wide_cos, wide_sin
+        x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), hf_cos, hf_sin
     )
     cos, sin = rotary_table(positions, dim=24, base=500.0, scaling=scaling)
-    torch.testing.assert_close(cos, wide_cos[0, :, :12], rtol=0, atol=2e-6)
+    torch.testing.assert_close(cos, hf_cos[0, :, :12], rtol=0, atol=2e-6)
     actual = apply_rope(x, cos, sin).permute(1, 2, 0, 3)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    if scaling is not None:  # a scaling that did nothing would not be tested
+    if scaling is not None:  # assert that the scaling was active
         plain, _ = rotary_table(positions, dim=24, base=500.0)
         assert (plain - cos).abs().max() > 1e-2
 

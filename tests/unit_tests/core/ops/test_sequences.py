@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of packed sequences, and sweeps of states over them, against loops over tokens."""
+"""Chunks of packed sequences, and state sweeps over chunks, against loops over tokens."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-def test_chunks_hold_each_token_once_and_never_cross(bounds):
+def test_chunks_hold_each_token_once_within_its_sequence(bounds):
     sequences = Sequences(bounds)
     chunks = sequences.chunks(4)
     assert sequences.chunks(4) is chunks
@@ -33,16 +33,16 @@ def test_chunks_hold_each_token_once_and_never_cross(bounds):
     assert grid.shape == (chunks.count, 4, 2)
     assert torch.equal(chunks.from_chunks(grid), x)
     rows = {tuple(row.tolist()) for row in grid[..., 0]}
-    wanted = set()
+    expected = set()
     for begin, end in pairwise(bounds):
-        for first in range(begin, end, 4):
-            inside = range(first, min(first + 4, end))
-            wanted.add((*(t + 1.0 for t in inside), *[0.0] * (4 - len(inside))))
-    assert rows == wanted
-    assert len(wanted) == chunks.count == sum(chunks.steps)
+        for start in range(begin, end, 4):
+            tokens = range(start, min(start + 4, end))
+            expected.add((*(t + 1.0 for t in tokens), *[0.0] * (4 - len(tokens))))
+    assert rows == expected
+    assert len(expected) == chunks.count == sum(chunks.steps)
 
 
-def test_chunks_of_a_step_are_those_of_the_longest_sequences():
+def test_each_step_processes_the_longest_sequences():
     chunks = Sequences((0, 3, 14, 14, 19)).chunks(4)
     assert chunks.steps == (3, 2, 1)
     assert chunks.order == (1, 3, 0, 2)
@@ -52,16 +52,16 @@ def test_chunks_of_a_step_are_those_of_the_longest_sequences():
 
 
 def test_values_shared_by_layers_are_computed_once():
-    sequences, made = Sequences((0, 5)), []
+    sequences, computed = Sequences((0, 5)), []
     for _ in range(3):
-        assert sequences.cached("key", lambda: made.append(1) or len(made)) == 1
+        assert sequences.cached("key", lambda: computed.append(1) or len(computed)) == 1
     assert sequences.chunks(2).index is sequences.chunks(2).index
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @pytest.mark.parametrize("block", [1, 2, 100])
 @pytest.mark.parametrize("scales", [False, True], ids=["matrices", "numbers"])
-def test_sweeps_are_loops_over_the_chunks_of_each_sequence(bounds, block, scales):
+def test_sweeps_match_loops_over_chunks(bounds, block, scales):
     sequences = Sequences(bounds)
     chunks, source = sequences.chunks(4), generator(5)
     n, count, shape = chunks.count, sequences.count, (2, 3, 5)
@@ -70,27 +70,29 @@ def test_sweeps_are_loops_over_the_chunks_of_each_sequence(bounds, block, scales
         return torch.randn(sizes, generator=source, dtype=torch.float64)
 
     transition = draw(n, 2, 1, 1) if scales else draw(n, 2, 3, 3)
-    added, back = draw(n, *shape), draw(n, *shape)
-    initial, grad_last = draw(count, *shape), draw(count, *shape)
+    added, d_states = draw(n, *shape), draw(n, *shape)
+    initial, d_final = draw(count, *shape), draw(count, *shape)
     blocks = [slice(i, min(i + block, n)) for i in range(0, n, block)]
     with nan_memory():
-        sweep, sweep_back = Sweep(chunks, initial), SweepBack(chunks, grad_last)
-        for part in blocks:
-            sweep.advance(part, transition[part], added[part])
-        for part in reversed(blocks):
-            sweep_back.advance(part, transition[part], back[part])
-    for place, number in enumerate(chunks.order):
-        state, gradient, mine = initial[number], grad_last[number], []
+        sweep, sweep_back = Sweep(chunks, initial), SweepBack(chunks, d_final)
+        for chunk_range in blocks:
+            sweep.advance(chunk_range, transition[chunk_range], added[chunk_range])
+        for chunk_range in reversed(blocks):
+            sweep_back.advance(chunk_range, transition[chunk_range], d_states[chunk_range])
+    for index, number in enumerate(chunks.order):
+        state, gradient, own_chunks = initial[number], d_final[number], []
         for step, size in enumerate(chunks.steps):
-            if place < size:
-                mine.append(sum(chunks.steps[:step]) + place)
-        for chunk in mine:
+            if index < size:
+                own_chunks.append(sum(chunks.steps[:step]) + index)
+        for chunk in own_chunks:
             assert relative_error(sweep.states_before[chunk], state) <= 1e-12
             state = apply_transition(transition[chunk], state) + added[chunk]
         assert relative_error(sweep.final()[number], state) <= 1e-12
-        for chunk in reversed(mine):
+        for chunk in reversed(own_chunks):
             assert relative_error(sweep_back.d_states_after[chunk], gradient) <= 1e-12
-            gradient = apply_transition(transition[chunk], gradient, transposed=True) + back[chunk]
+            gradient = (
+                apply_transition(transition[chunk], gradient, transposed=True) + d_states[chunk]
+            )
         assert relative_error(sweep_back.d_initial()[number], gradient) <= 1e-12
 
 
@@ -108,7 +110,7 @@ def test_malformed_bounds_are_refused(bounds, message):
         Sequences(bounds)
 
 
-def test_misfits_are_refused():
+def test_bad_chunk_size_and_lengths_are_refused():
     with pytest.raises(ValueError, match="use at least 1"):
         Sequences((0, 4)).chunks(0)
     with pytest.raises(ValueError, match=r"op: x \(5, 2\) has 5 tokens, the sequences 4"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of few rows, the matrix on the left, against fp64."""
+"""Small-M matmuls, computed as transposed products, against fp64."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, req
 
 @pytest.fixture(autouse=True)
 def slow_rows() -> Iterator[None]:
-    """Pretend to be a machine whose library multiplies rows one after the other."""
+    """Pretend to run MKL on AMD, which multiplies rows one after the other."""
     with mock.patch.object(small_m_matmul, "is_mkl_on_amd", return_value=True):
         yield
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5])
-def test_products_are_those_of_fp64(rows: int) -> None:
+def test_small_m_matmul_matches_fp64(rows: int) -> None:
     source = generator(rows)
     x = torch.randn(rows, 512, generator=source)
     weight = torch.randn(300, 512, generator=source)
-    wanted = x.double() @ weight.double().t()
+    expected = x.double() @ weight.double().t()
     out = torch.full((rows, 300), torch.nan)
     assert small_m_matmul.linear(x, weight, out=out) is out
-    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(small_m_matmul.linear(x, weight), out)
     small_m_matmul.add_linear_(out, x, weight)
-    torch.testing.assert_close(out.double(), 2 * wanted, rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(out.double(), 2 * expected, rtol=1e-5, atol=2e-4)
 
 
-def test_which_products_have_the_matrix_on_the_left() -> None:
+def test_transposed_product_is_used_for_few_rows_only() -> None:
     weight, long_rows = torch.ones(512, 512), torch.ones(64, 4096)
     with one_thread():
         assert [
@@ -54,33 +54,33 @@ def test_which_products_have_the_matrix_on_the_left() -> None:
             for n in range(8)
             if small_m_matmul.uses_transposed_product(torch.ones(n, 4096), long_rows)
         ] == [2, 3]
-    two = torch.ones(2, 512)
-    assert not small_m_matmul.uses_transposed_product(two, weight[:8])
-    assert not small_m_matmul.uses_transposed_product(two.double(), weight.double())
+    x = torch.ones(2, 512)
+    assert not small_m_matmul.uses_transposed_product(x, weight[:8])
+    assert not small_m_matmul.uses_transposed_product(x.double(), weight.double())
     with mock.patch.object(small_m_matmul, "is_mkl_on_amd", return_value=False):
-        assert not small_m_matmul.uses_transposed_product(two, weight)
+        assert not small_m_matmul.uses_transposed_product(x, weight)
 
 
-def test_the_vendor_is_read_from_linux(tmp_path: Path) -> None:
+def test_cpu_vendor_is_read_from_proc_cpuinfo(tmp_path: Path) -> None:
     for name in ("AuthenticAMD", "GenuineIntel", ""):
-        info = tmp_path / f"{name}.txt"
-        info.write_text(f"processor : 0\nvendor_id\t: {name}\nmodel : 1\n", encoding="utf-8")
-        assert cpu_vendor(info) == name
+        cpuinfo = tmp_path / f"{name}.txt"
+        cpuinfo.write_text(f"processor : 0\nvendor_id\t: {name}\nmodel : 1\n", encoding="utf-8")
+        assert cpu_vendor(cpuinfo) == name
     assert cpu_vendor(tmp_path / "none") == ""
 
 
-def test_generation_multiplies_few_rows_so() -> None:
-    groups, said = ProcessGroupCollection.single(), []
+def test_generation_uses_small_m_matmul() -> None:
+    groups, tokens = ProcessGroupCollection.single(), []
     model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.float32, seed=3)
-    for least in (small_m_matmul.MIN_ELEMENTS, 1):
+    for min_elements in (small_m_matmul.MIN_ELEMENTS, 1):
         with (
-            mock.patch.object(small_m_matmul, "MIN_ELEMENTS", least),
+            mock.patch.object(small_m_matmul, "MIN_ELEMENTS", min_elements),
             mock.patch.object(
                 small_m_matmul, "_transposed_product", wraps=small_m_matmul._transposed_product
-            ) as used,
+            ) as transposed_product,
         ):
             engine = engine_of(model)
             engine.model = InferenceOptimizedModel(model)
-            said.append([c.tokens for (c,) in generate(engine, requests()[:2])])
-        assert (used.call_count > 0) == (least == 1)
-    assert said[0] == said[1]
+            tokens.append([c.tokens for (c,) in generate(engine, requests()[:2])])
+        assert (transposed_product.call_count > 0) == (min_elements == 1)
+    assert tokens[0] == tokens[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many pairs of a query and a key a list of attention's blocks shows."""
+"""The number of visible (query, key) pairs in a list of attention blocks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megatron.core.context_parallel.blockwise import AttentionBlock
 
 
 def pair_count(blocks: Iterable[AttentionBlock], *, window: int | None = None) -> int:
-    """Return how many (row, query, key) the blocks show: their part of attention's work.
+    """Return the number of visible (row, query, key) triples, which measures attention's work.
 
     Args:
-        blocks: of one window; with one they are not joined.
-        window: the one they were made for.
+        blocks: blocks built for `window`; joined only without a window.
+        window: sliding window of the blocks, in tokens.
     """
     count = 0
     for block in blocks:
         queries, keys = block.q1 - block.q0, block.k1 - block.k0
         pairs = queries * (queries + 1) // 2 if block.causal else queries * keys
         if window is not None:
-            # Query number i does not see the first i + ahead keys; each query sees one at least.
-            ahead = block.q_row_start - block.k_row_start - window + 1
-            pairs -= _triangle(ahead + queries - 1) - _triangle(ahead - 1)
+            # Query i does not see the first i + hidden keys; each query sees at least one key.
+            hidden = block.q_row_start - block.k_row_start - window + 1
+            pairs -= _triangle(hidden + queries - 1) - _triangle(hidden - 1)
         count += (block.row1 - block.row0) * pairs
     return count
 

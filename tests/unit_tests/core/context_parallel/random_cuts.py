@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random rows to cut, and which token each rank then holds, written down chunk by chunk."""
+"""Random rows to shard, and the expected tokens of each rank, built chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ SIZES = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
-class CutCase:
-    """One row: real and padded length of each sequence that is cut apart, size and order."""
+class ShardingCase:
+    """One sharded row.
+
+    Args:
+        lengths: tokens of each sequence that is sharded separately.
+        padded: these lengths with padding.
+        size: context-parallel size.
+        order: order of the chunks.
+        whole: the row is one sequence, so cu_seqlens is None.
+    """
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
@@ -25,30 +33,30 @@ class CutCase:
     def total(self) -> int:
         return sum(self.lengths)
 
-    def cut(self) -> SequenceSharding:
-        """Return the cut under test."""
+    def sharding(self) -> SequenceSharding:
+        """Return the sharding under test."""
         bounds = None if self.whole else cumulative(self.lengths)
         padded = cumulative(self.padded) if self.padded != self.lengths else None
         return SequenceSharding.of(
             self.total, self.size, order=self.order, cu_seqlens=bounds, padded_cu_seqlens=padded
         )
 
-    def columns(self) -> list[list[int]]:
-        """Return the place of each local token of each rank, -1 for padding."""
+    def row_indices(self) -> list[list[int]]:
+        """Return the row index of each local token of each rank, -1 for padding."""
         ranks: list[list[int]] = [[] for _ in range(self.size)]
-        place = 0
+        start = 0
         for length, padded in zip(self.lengths, self.padded, strict=True):
-            tokens = [*range(place, place + length)] + [-1] * (padded - length)
-            place += length
-            parts = self.size if self.order == "contiguous" else 2 * self.size
-            if padded % parts:  # of one rank an odd sequence
+            tokens = [*range(start, start + length)] + [-1] * (padded - length)
+            start += length
+            num_chunks = self.size if self.order == "contiguous" else 2 * self.size
+            if padded % num_chunks:  # an odd length, possible with one rank only
                 ranks[0] += tokens
                 continue
-            chunk = padded // parts
-            chunks = [tokens[i * chunk : (i + 1) * chunk] for i in range(parts)]
-            for number, part in enumerate(chunks):
-                # 0 1 2 3 3 2 1 0: the second half is dealt out backwards
-                ranks[number if number < self.size else parts - 1 - number] += part
+            chunk_size = padded // num_chunks
+            for number in range(num_chunks):
+                # Ranks 0 1 2 3 3 2 1 0: the second half is dealt in reverse order.
+                rank = number if number < self.size else num_chunks - 1 - number
+                ranks[rank] += tokens[number * chunk_size : (number + 1) * chunk_size]
         return ranks
 
 
@@ -57,16 +65,16 @@ def cumulative(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
 
 
-def random_case(rng: random.Random) -> CutCase:
-    """Draw a row: one sequence or several, even or not, padded or not, some of them empty."""
+def random_case(rng: random.Random) -> ShardingCase:
+    """Draw a row of one or several sequences, even or uneven, padded or not, some empty."""
     size, order = rng.choice(SIZES), rng.choice(["zigzag", "contiguous"])
-    parts = 2 * size if order == "zigzag" and size > 1 else size
+    num_chunks = 2 * size if order == "zigzag" and size > 1 else size
     count = rng.choice([1, 1, 2, 3, 5])
-    padded = [parts * rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(count)]
-    padded[rng.randrange(count)] = parts * rng.choice([1, 2, 5])
+    padded = [num_chunks * rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(count)]
+    padded[rng.randrange(count)] = num_chunks * rng.choice([1, 2, 5])
     lengths = padded
     if rng.random() < 0.4:
-        lengths = [max(0, length - rng.choice([0, 1, 2, parts + 1])) for length in padded]
+        lengths = [max(0, length - rng.choice([0, 1, 2, num_chunks + 1])) for length in padded]
         if not any(lengths):
             lengths = padded
-    return CutCase(tuple(lengths), tuple(padded), size, order, whole=count == 1)
+    return ShardingCase(tuple(lengths), tuple(padded), size, order, whole=count == 1)

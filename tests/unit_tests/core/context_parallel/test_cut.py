@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens lie, against chunks dealt out one by one, formulas and simulated exchanges."""
+"""Sharding of rows, against chunks dealt to ranks, formulas and simulated halo exchanges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from megatron.core.context_parallel import SequenceSharding
 from megatron.core.context_parallel.sequence_sharding import TokenRange
-from tests.unit_tests.core.context_parallel.random_cuts import SIZES, CutCase, random_case
+from tests.unit_tests.core.context_parallel.random_cuts import SIZES, ShardingCase, random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(200)]
 
 
-def test_random_cases_have_everything_in_them():
+def test_random_cases_cover_all_kinds_of_rows():
     assert {case.size for case in CASES} == set(SIZES)
     assert {case.order for case in CASES} == {"zigzag", "contiguous"}
     count = {
@@ -29,131 +29,137 @@ def test_random_cases_have_everything_in_them():
     assert min(count.values()) >= 5, count
 
 
-def _lengths(case: CutCase) -> list[tuple[int, bool]]:
+def _lengths(case: ShardingCase) -> list[tuple[int, bool]]:
     return [(n, m > 0) for n, m in zip(case.lengths, case.padded, strict=True)]
 
 
-def test_places_are_those_of_chunks_dealt_out():
+def test_row_indices_match_chunks_dealt_to_ranks():
     for case in CASES:
-        cut, wanted = case.cut(), case.columns()
-        assert [cut.row_indices(rank) for rank in range(case.size)] == wanted, case
-        assert {len(places) for places in wanted} == {cut.local_length}, case
-        assert cut.is_padded == (case.lengths != case.padded), case
+        sharding, expected = case.sharding(), case.row_indices()
+        assert [sharding.row_indices(rank) for rank in range(case.size)] == expected, case
+        assert {len(row_indices) for row_indices in expected} == {sharding.local_length}, case
+        assert sharding.is_padded == (case.lengths != case.padded), case
 
 
-def test_runs_are_as_long_as_they_can_be_and_hold_no_padding():
+def test_token_ranges_are_maximal_and_exclude_padding():
     for case in CASES:
-        cut = case.cut()
+        sharding = case.sharding()
         ends = [sum(case.lengths[: i + 1]) for i in range(len(case.lengths))]
         for rank in range(case.size):
-            runs = cut.runs(rank)
-            held = [(i, p) for i, p in enumerate(cut.row_indices(rank)) if p >= 0]
-            told = [(r.start + i, r.row_start + i) for r in runs for i in range(r.length)]
-            assert told == held, case
+            runs = sharding.runs(rank)
+            expected = [
+                (i, row_index)
+                for i, row_index in enumerate(sharding.row_indices(rank))
+                if row_index >= 0
+            ]
+            actual = [(r.start + i, r.row_start + i) for r in runs for i in range(r.length)]
+            assert actual == expected, case
             for run in runs:
                 assert sum(run.row_start >= end for end in ends) == run.sequence, case
                 assert (run.stop, run.row_end) == (
                     run.start + run.length,
                     run.row_start + run.length,
                 )
-            for run, after in pairwise(runs):
-                follows = (run.stop, run.row_end) == (after.start, after.row_start)
-                assert not (follows and run.sequence == after.sequence), case
+            for run, successor in pairwise(runs):
+                follows = (run.stop, run.row_end) == (successor.start, successor.row_start)
+                assert not (follows and run.sequence == successor.sequence), case
 
 
 def test_one_rank_holds_each_sequence_in_one_run():
-    cut = SequenceSharding.of(
+    sharding = SequenceSharding.of(
         12, 1, cu_seqlens=[0, 5, 5, 12]
-    )  # odd lengths: of one rank nothing is cut
-    assert cut.runs(0) == (TokenRange(0, 5, 0, 0), TokenRange(5, 7, 5, 2))
-    assert cut.inverse() == list(range(12))
+    )  # odd lengths: one rank needs no chunks
+    assert sharding.runs(0) == (TokenRange(0, 5, 0, 0), TokenRange(5, 7, 5, 2))
+    assert sharding.inverse() == list(range(12))
     assert SequenceSharding.of(7, 1).runs(0) == (TokenRange(0, 7, 0),)
 
 
-def test_the_last_rank_of_a_zigzag_has_its_two_chunks_in_one_run():
-    cut = SequenceSharding.of(16, 4)
-    assert [len(cut.runs(rank)) for rank in range(4)] == [2, 2, 2, 1]
-    assert cut.runs(1) == (TokenRange(0, 2, 2), TokenRange(2, 2, 12))
-    assert cut.runs(3) == (TokenRange(0, 4, 6),)
+def test_last_zigzag_rank_joins_its_two_chunks():
+    sharding = SequenceSharding.of(16, 4)
+    assert [len(sharding.runs(rank)) for rank in range(4)] == [2, 2, 2, 1]
+    assert sharding.runs(1) == (TokenRange(0, 2, 2), TokenRange(2, 2, 12))
+    assert sharding.runs(3) == (TokenRange(0, 4, 6),)
 
 
-def test_inverse_undoes_the_gathering_of_all_ranks():
+def test_inverse_restores_row_order_of_gathered_ranks():
     for case in CASES:
-        cut = case.cut()
-        gathered = [place for places in case.columns() for place in places]
-        assert [gathered[i] for i in cut.inverse()] == list(range(case.total)), case
+        sharding = case.sharding()
+        gathered = [row_index for row_indices in case.row_indices() for row_index in row_indices]
+        assert [gathered[i] for i in sharding.inverse()] == list(range(case.total)), case
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 5])
 def test_inverse_of_chunks_is_the_zigzag_order(cp):
-    """Of chunks of one token: natural chunk n < cp is at 2n, any other at 4cp - 2n - 1."""
-    wanted = [*range(0, 2 * cp, 2), *range(2 * cp - 1, 0, -2)]
-    assert SequenceSharding.of(2 * cp, cp).inverse() == wanted
+    """With chunks of one token, chunk n is at index 2n if n < cp, and at 4cp - 2n - 1 otherwise."""
+    expected = [*range(0, 2 * cp, 2), *range(2 * cp - 1, 0, -2)]
+    assert SequenceSharding.of(2 * cp, cp).inverse() == expected
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_inverse_of_packed_sequences_matches_formula(cp):
     lengths = [2 * cp * n for n in (3, 1, 0, 5, 2)]
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    wanted = []
-    for first, end in pairwise(cu):
-        chunk = (end - first) // (2 * cp)
-        for offset in range(end - first):
+    expected = []
+    for start, end in pairwise(cu):
+        chunk = (end - start) // (2 * cp)
+        for offset in range(end - start):
             n, o = divmod(offset, chunk)
             rank, half = (n, 0) if n < cp else (2 * cp - 1 - n, 1)
-            wanted.append(rank * cu[-1] // cp + first // cp + half * chunk + o)
-    assert SequenceSharding.of(cu[-1], cp, cu_seqlens=cu).inverse() == wanted
+            expected.append(rank * cu[-1] // cp + start // cp + half * chunk + o)
+    assert SequenceSharding.of(cu[-1], cp, cu_seqlens=cu).inverse() == expected
 
 
-def test_halo_brings_the_tokens_before_each_run():
-    """Carry out the plan as ranks would, message by message, and look what each run then has."""
-    lent = kept = missing = 0
+def test_halo_provides_the_tokens_before_each_range():
+    """Simulate the plan's messages and check the halo tokens of each token range."""
+    num_remote = num_local = num_missing = 0
     for number, case in enumerate(CASES):
-        cut, columns = case.cut(), case.columns()
+        sharding, row_indices = case.sharding(), case.row_indices()
         width = (0, 1, 3, 4, case.total)[number % 5]
-        halo = cut.halo(width)
+        halo = sharding.halo(width)
         assert halo.width == width
-        assert all(piece.length > 0 for piece in halo.transfers), case
+        assert all(transfer.length > 0 for transfer in halo.transfers), case
         for target in range(case.size):
-            runs = cut.runs(target)
+            runs = sharding.runs(target)
             rows: dict[tuple[int, int], int] = {}
-            for piece in halo.received(target):
-                kept += piece.source == target
-                lent += piece.source != target
-                for i in range(piece.length):
-                    assert (piece.run, piece.row + i) not in rows, case  # each is sent once
-                    place = columns[piece.source][piece.start + i]
-                    rows[piece.run, piece.row + i] = place
+            for transfer in halo.received(target):
+                num_local += transfer.source == target
+                num_remote += transfer.source != target
+                for i in range(transfer.length):
+                    assert (transfer.run, transfer.row + i) not in rows, (
+                        case
+                    )  # each token is sent once
+                    row_index = row_indices[transfer.source][transfer.start + i]
+                    rows[transfer.run, transfer.row + i] = row_index
             for index, run in enumerate(runs):
                 start = sum(case.lengths[: run.sequence])
                 for row in range(width):
-                    place = run.row_start - width + row
-                    wanted = place if place >= start else None
-                    missing += wanted is None
-                    assert rows.pop((index, row), None) == wanted, (case, index, row)
+                    row_index = run.row_start - width + row
+                    expected = row_index if row_index >= start else None
+                    num_missing += expected is None
+                    assert rows.pop((index, row), None) == expected, (case, index, row)
             assert not rows, case
-    assert min(lent, kept, missing) > 100, (lent, kept, missing)
+    assert min(num_remote, num_local, num_missing) > 100, (num_remote, num_local, num_missing)
 
 
-def test_messages_of_a_halo_are_grouped_by_rank():
-    cut = SequenceSharding.of(48, 4, cu_seqlens=[0, 16, 48])
+def test_halo_messages_are_sorted_by_source_rank():
+    sharding = SequenceSharding.of(48, 4, cu_seqlens=[0, 16, 48])
     for rank in range(4):
-        sources = [piece.source for piece in cut.halo(3).received(rank)]
+        sources = [transfer.source for transfer in sharding.halo(3).received(rank)]
         assert sources == sorted(sources)
 
 
-def test_equal_cuts_are_one_key():
-    one = SequenceSharding.of(16, 2, cu_seqlens=[0, 4, 16])
-    same = SequenceSharding.of(16, 2, cu_seqlens=(0, 4, 16), padded_cu_seqlens=[0, 4, 16])
-    assert {one: "x"}[same] == "x"
+def test_equal_shardings_have_equal_hashes():
+    sharding = SequenceSharding.of(16, 2, cu_seqlens=[0, 4, 16])
+    equal = SequenceSharding.of(16, 2, cu_seqlens=(0, 4, 16), padded_cu_seqlens=[0, 4, 16])
+    assert {sharding: "x"}[equal] == "x"
     assert SequenceSharding.of(16, 2) == SequenceSharding.of(16, 2, cu_seqlens=[0, 16])
-    others = [
+    different = [
         SequenceSharding.of(16, 2, cu_seqlens=[0, 8, 16]),
         SequenceSharding.of(16, 2, cu_seqlens=[0, 4, 16], padded_cu_seqlens=[0, 8, 20]),
         SequenceSharding.of(16, 2, order="contiguous", cu_seqlens=[0, 4, 16]),
         SequenceSharding.of(16, 1, cu_seqlens=[0, 4, 16]),
     ]
-    assert len({one, *others}) == 5
+    assert len({sharding, *different}) == 5
 
 
 @pytest.mark.parametrize(
@@ -200,6 +206,6 @@ def test_negative_halo_is_reported():
         SequenceSharding.of(8, 2).halo(-1)
 
 
-def test_cumulative_lengths_are_integers():
+def test_non_integer_cu_seqlens_are_reported():
     with pytest.raises(ValueError, match=r"cu_seqlens \[0, 4.9, 8\]: give integers"):
         SequenceSharding.of(8, 2, cu_seqlens=[0, 4.9, 8])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines against attention of whole rows in one process, and what they move."""
+"""Context-parallel engines against attention of whole rows in one process, and their traffic."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ROWS, FEATURES = 3, 6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention.
+    """One attention call.
 
     Args:
-        documents: cu_seqlens of each row's documents, by place; None is one a row.
-        shard_documents: cut each document of the (equal) rows by itself.
-        padded: cu_seqlens of these with padding.
+        documents: cu_seqlens of each row's documents; None is one document per row.
+        shard_documents: shard each document of the (equal) rows separately.
+        padded: `documents` of a row with padding.
     """
 
     cp: int
@@ -61,7 +61,7 @@ CASES = {
     "window of one": {"window": 1},
     "documents": {"documents": UNEVEN},
     "documents, window, sinks": {"documents": UNEVEN, "window": 4, "sinks": True},
-    "cut documents": {"documents": EQUAL, "shard_documents": True},
+    "sharded documents": {"documents": EQUAL, "shard_documents": True},
     "padded documents": {
         "documents": ((0, 5, 24),) * ROWS,
         "shard_documents": True,
@@ -73,27 +73,27 @@ CASES = {
 }
 
 
-def whole(case: Case) -> dict[str, torch.Tensor]:
-    """Return the inputs of whole rows, and the gradient of the output."""
-    source = torch.Generator().manual_seed(11)
+def full_inputs(case: Case) -> dict[str, torch.Tensor]:
+    """Return random inputs of whole rows and the gradient of the output."""
+    generator = torch.Generator().manual_seed(11)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=source, dtype=torch.float64).to(case.dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(case.dtype)
 
     kv = (case.length, ROWS, case.groups, FEATURES)
-    found = {
+    inputs = {
         "query": random(case.length, ROWS, case.heads, FEATURES),
         "key": random(*kv),
         "value": random(*kv),
         "grad": random(case.length, ROWS, case.heads, FEATURES),
     }
     if case.sinks:
-        found["sinks"] = random(case.heads)
-    return found
+        inputs["sinks"] = random(case.heads)
+    return inputs
 
 
-def dropout_of(case: Case) -> AttentionDropout | None:
-    """Return what drops probabilities."""
+def make_dropout(case: Case) -> AttentionDropout | None:
+    """Return the dropout of a case, if any."""
     if not case.dropout:
         return None
     key = dropout_key(3, "layer", "attention")
@@ -102,8 +102,8 @@ def dropout_of(case: Case) -> AttentionDropout | None:
     )
 
 
-def cut_of(case: Case) -> SequenceSharding:
-    """Return how the rows of a case lie over the ranks."""
+def make_sharding(case: Case) -> SequenceSharding:
+    """Return the sharding of a case's rows."""
     bounds = case.documents[0] if case.shard_documents and case.documents else None
     return SequenceSharding.of(
         case.length,
@@ -118,49 +118,55 @@ def document_ids(case: Case) -> torch.Tensor | None:
     """Return [b, s], the number of each token's document in its row."""
     if case.documents is None:
         return None
-    places = torch.arange(case.length)
-    borders = [torch.tensor(bounds[1:-1]) for bounds in case.documents]
-    return torch.stack([(places[:, None] >= border).sum(1) for border in borders])
+    positions = torch.arange(case.length)
+    document_starts = [torch.tensor(bounds[1:-1]) for bounds in case.documents]
+    return torch.stack([(positions[:, None] >= starts).sum(1) for starts in document_starts])
 
 
-def attended(rank: int, world: int, case: Case):
-    """Attend forward and backward as one rank; return local results and what was observed."""
+def attend_on_rank(rank: int, world: int, case: Case):
+    """Attend forward and backward on one rank.
+
+    Returns:
+        (local results, gradient of the sinks, bytes of each collective by kind, number of plans).
+    """
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    cut = cut_of(case)
-    layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=document_ids(case))
-    places = torch.tensor(cut.row_indices(rank))
-    inputs = whole(case)
-    leaves = {n: _here(inputs[n], places).requires_grad_() for n in ("query", "key", "value")}
+    sharding = make_sharding(case)
+    layout = SequenceLayout.make(sharding, rank, rows=ROWS, document_ids=document_ids(case))
+    row_indices = torch.tensor(sharding.row_indices(rank))
+    inputs = full_inputs(case)
+    leaves = {
+        n: _local_rows(inputs[n], row_indices).requires_grad_() for n in ("query", "key", "value")
+    }
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
     attend = Attend(
         layout=layout,
         group=groups["cp"],
         scale=FEATURES**-0.5,
         window=case.window,
-        dropout=dropout_of(case),
+        dropout=make_dropout(case),
     )
     with trace(groups) as records, simulated(groups, Late()) if case.late else trace(groups):
         for _ in range(2):  # two layers
             out = context_attention(
                 *leaves.values(), attend=attend, engine=case.engine, sinks=sinks
             )
-        torch.autograd.backward((out,), (_here(inputs["grad"], places),))
-    found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+        torch.autograd.backward((out,), (_local_rows(inputs["grad"], row_indices),))
+    results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     sink_grad = None if sinks is None else sinks.grad
-    moved: dict[str, list[int]] = {}
+    sent_bytes: dict[str, list[int]] = {}
     for record in records:
-        moved.setdefault(record.kind, []).append(record.bytes)
-    return found, sink_grad, moved, layout.num_plans
+        sent_bytes.setdefault(record.kind, []).append(record.bytes)
+    return results, sink_grad, sent_bytes, layout.num_plans
 
 
-def _here(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return tokens [s/cp, ...] of rows [s, ...]; large numbers where there is padding."""
-    return torch.where((places >= 0)[:, None, None, None], rows[places], 1e3)
+def _local_rows(rows: torch.Tensor, row_indices: torch.Tensor) -> torch.Tensor:
+    """Return the tokens [s/cp, ...] of rows [s, ...]; padding gets a large number."""
+    return torch.where((row_indices >= 0)[:, None, None, None], rows[row_indices], 1e3)
 
 
-def expected_of(case: Case) -> dict[str, torch.Tensor]:
-    """Return the results of whole rows."""
-    inputs = whole(case)
+def reference_results(case: Case) -> dict[str, torch.Tensor]:
+    """Return the results of attention over whole rows in one process."""
+    inputs = full_inputs(case)
     leaves = {n: inputs[n].requires_grad_() for n in ("query", "key", "value")}
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
     ids = document_ids(case)
@@ -169,48 +175,48 @@ def expected_of(case: Case) -> dict[str, torch.Tensor]:
         window=case.window,
         sinks=sinks,
         document_ids=None if ids is None else ids.t().contiguous(),
-        dropout=dropout_of(case),
+        dropout=make_dropout(case),
     )
     torch.autograd.backward((out,), (inputs["grad"],))
-    found = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
-    return found if sinks is None else {**found, "sinks": sinks.grad}
+    results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    return results if sinks is None else {**results, "sinks": sinks.grad}
 
 
-def assert_as_whole(case: Case, ranks) -> None:
-    """Put the ranks' results together and hold them to those of whole rows."""
-    cut, wanted = cut_of(case), expected_of(case)
-    together = {}
+def assert_matches_reference(case: Case, ranks) -> None:
+    """Combine the ranks' results and compare them with attention over whole rows."""
+    sharding, expected = make_sharding(case), reference_results(case)
+    combined = {}
     for name in ("out", "query", "key", "value"):
-        values = torch.full_like(wanted[name], torch.nan)
-        for rank, (found, *_) in enumerate(ranks):
-            places = torch.tensor(cut.row_indices(rank))
-            values[places[places >= 0]] = found[name][places >= 0]
-        together[name] = values
+        values = torch.full_like(expected[name], torch.nan)
+        for rank, (results, *_) in enumerate(ranks):
+            row_indices = torch.tensor(sharding.row_indices(rank))
+            values[row_indices[row_indices >= 0]] = results[name][row_indices >= 0]
+        combined[name] = values
     if case.sinks:
-        together["sinks"] = torch.stack([sinks for _, sinks, *_ in ranks]).sum(0)
-    # The softmax of one key is 1: what its score is does not matter.
+        combined["sinks"] = torch.stack([sinks for _, sinks, *_ in ranks]).sum(0)
+    # The softmax over one key is 1, so query and key have no gradient.
     zeros = ("query", "key") if case.window == 1 else ()
-    assert_all_close(together, wanted, bound=1e-12, zeros=zeros)
+    assert_all_close(combined, expected, bound=1e-12, zeros=zeros)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_attend_as_one(name, engine):
+def test_two_ranks_match_single_process_attention(name, engine):
     case = Case(cp=2, engine=engine, **CASES[name])
-    assert_as_whole(case, run_ranks(attended, 2, case))
+    assert_matches_reference(case, run_ranks(attend_on_rank, 2, case))
 
 
 @pytest.mark.parametrize("name", ["documents, window, sinks", "padded documents", "dropout"])
 def test_one_rank_attends_document_by_document(name):
     case = Case(cp=1, engine="auto", **CASES[name])
-    assert_as_whole(case, run_ranks(attended, 1, case))
+    assert_matches_reference(case, run_ranks(attend_on_rank, 1, case))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["documents, window, sinks", "dropout", "one group"])
-def test_four_ranks_attend_as_one(name, engine):
+def test_four_ranks_match_single_process_attention(name, engine):
     case = Case(cp=4, engine=engine, **CASES[name])
-    assert_as_whole(case, run_ranks(attended, 4, case))
+    assert_matches_reference(case, run_ranks(attend_on_rank, 4, case))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -219,43 +225,43 @@ def test_sent_bytes_match_formula_and_plans_are_built_once(engine):
     shape = AttentionShape(
         tokens=6, rows=ROWS, heads=4, groups=2, features=FEATURES, element_bytes=8
     )
-    for _, _, moved, plans in run_ranks(attended, 4, case):
-        layers = 2  # forward of both, backward of the one whose output is used
+    for _, _, sent_bytes, plans in run_ranks(attend_on_rank, 4, case):
+        layers = 2  # forward of both layers, backward of the layer whose output is used
         pair = 2 * shape.groups * shape.head_bytes
         if engine == "p2p":
-            sent = moved["send"]
+            sent = sent_bytes["send"]
             assert len(sent) == layers * 3 + 3 + 4
-            assert moved["receive"] == sent
-            one = sum(sent) - 3 * pair
-            # Sums of gradients are fp64 here, as everything is.
-            assert one == 6 * pair + 4 * pair
+            assert sent_bytes["receive"] == sent
+            layer_bytes = sum(sent) - 3 * pair
+            # Gradient sums are fp64, as are all tensors of this test.
+            assert layer_bytes == 6 * pair + 4 * pair
             assert moved_bytes(engine, shape, 4) == 6 * pair + 4 * pair // 2
         elif engine == "all_gather":
-            assert moved["all_gather"] == [4 * pair] * (layers + 1)
-            assert moved["reduce_scatter"] == [4 * pair]
+            assert sent_bytes["all_gather"] == [4 * pair] * (layers + 1)
+            assert sent_bytes["reduce_scatter"] == [4 * pair]
             assert moved_bytes(engine, shape, 4) == 3 * 3 * pair
         else:
-            qkv, one = (4 + 2 * 4) * shape.head_bytes, 4 * shape.head_bytes
-            assert moved["all_to_all"] == [qkv, one] * layers + [one, qkv]
-            assert moved_bytes(engine, shape, 4) == 3 * 2 * (qkv + one) // 4
+            qkv, out = (4 + 2 * 4) * shape.head_bytes, 4 * shape.head_bytes
+            assert sent_bytes["all_to_all"] == [qkv, out] * layers + [out, qkv]
+            assert moved_bytes(engine, shape, 4) == 3 * 2 * (qkv + out) // 4
         assert plans == {"p2p": 4, "all_gather": 1, "a2a": 1}[engine]
 
 
-def test_the_ring_sums_gradients_of_bf16_in_fp32():
+def test_ring_sums_bf16_gradients_in_fp32():
     case = Case(cp=4, engine="p2p", dtype=torch.bfloat16)
     shape = AttentionShape(
         tokens=6, rows=ROWS, heads=4, groups=2, features=FEATURES, element_bytes=2
     )
     pair = 2 * shape.groups * shape.head_bytes
-    ranks = run_ranks(attended, 4, case)
-    for _, _, moved, _ in ranks:  # the forward of another layer is 3 steps more
-        assert sum(moved["send"]) == moved_bytes("p2p", shape, 4) + 3 * pair
-        assert sorted(set(moved["send"])) == [pair, 2 * pair]
+    ranks = run_ranks(attend_on_rank, 4, case)
+    for _, _, sent_bytes, _ in ranks:  # the other layer's forward adds 3 steps
+        assert sum(sent_bytes["send"]) == moved_bytes("p2p", shape, 4) + 3 * pair
+        assert sorted(set(sent_bytes["send"])) == [pair, 2 * pair]
 
 
-SIX = {
-    # heads, groups, cp: what leaves a rank in units of one head's local tokens, for
-    # p2p (bf16: sums of gradients count twice), all_gather, a2a
+AUTO_CHOICES = {
+    # (heads, groups, cp): traffic of a rank in units of one head's local tokens, for p2p (the
+    # fp32 gradient sums of bf16 tensors count twice), all_gather, a2a
     (32, 32, 2): ("a2a", (384, 192, 128)),
     (32, 8, 2): ("all_gather", (96, 48, 80)),
     (32, 8, 8): ("a2a", (480, 336, 140)),
@@ -265,10 +271,10 @@ SIX = {
 }
 
 
-@pytest.mark.parametrize("shape", SIX)
-def test_auto_takes_what_moves_least(shape):
+@pytest.mark.parametrize("shape", AUTO_CHOICES)
+def test_auto_chooses_the_engine_with_least_traffic(shape):
     heads, groups, cp = shape
-    engine, units = SIX[shape]
+    engine, units = AUTO_CHOICES[shape]
     local = AttentionShape(
         tokens=512, rows=1, heads=heads, groups=groups, features=128, element_bytes=2
     )
@@ -283,7 +289,7 @@ def test_auto_takes_what_moves_least(shape):
     assert engine in explain("auto", local, cp)
 
 
-def test_what_cannot_be_is_refused():
+def test_unsupported_engines_and_layouts_are_refused():
     shape = AttentionShape(tokens=8, rows=1, heads=6, groups=2, features=4, element_bytes=4)
     with pytest.raises(ValueError, match=r"6 query heads do not divide over 4 .* use p2p"):
         choose("a2a", shape, 4)

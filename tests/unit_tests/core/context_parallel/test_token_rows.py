@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens packed for recurrences: the order written down token by token, both ways, once."""
+"""Tokens packed for recurrences, in both directions, against an order built token by token."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ROWS = 3
 
 
 class OpNames(TorchDispatchMode):
-    """Note the name of every op."""
+    """Record the name of every op."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it is to import it first, for seconds
+        return False  # True imports torch._dynamo, which takes seconds
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,66 +35,68 @@ class OpNames(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def documents_of(case, rng: random.Random) -> list[list[int]]:
-    """Return the length of each document of each row; none goes on into another sequence."""
-    found = []
+def random_document_lengths(case, rng: random.Random) -> list[list[int]]:
+    """Draw the document lengths of each row; no document spans two sequences."""
+    documents = []
     for _ in range(ROWS):
         lengths: list[int] = []
-        for left in case.lengths:
-            while left:
-                lengths.append(rng.randint(1, left))
-                left -= lengths[-1]
-        found.append(lengths)
-    return found
+        for remaining in case.lengths:
+            while remaining:
+                lengths.append(rng.randint(1, remaining))
+                remaining -= lengths[-1]
+        documents.append(lengths)
+    return documents
 
 
-def ids_of(documents: list[list[int]]) -> torch.Tensor:
+def make_document_ids(documents: list[list[int]]) -> torch.Tensor:
     """Return [b, s], the number of each token's document."""
     return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in documents])
 
 
 def test_whole_rows_are_packed_by_row_then_by_document():
-    moved = uneven = padded = 0
+    num_reordered = uneven = padded = 0
     for case in CASES:
-        documents = documents_of(case, random.Random(case.total))
-        cut, columns = case.cut(), case.columns()
-        ids = ids_of(documents)
+        documents = random_document_lengths(case, random.Random(case.total))
+        sharding, columns = case.sharding(), case.row_indices()
+        ids = make_document_ids(documents)
         for rank in {0, case.size - 1}:
-            layout = SequenceLayout.make(cut, rank, rows=ROWS, document_ids=ids)
+            layout = SequenceLayout.make(sharding, rank, rows=ROWS, document_ids=ids)
             rows = layout.whole_rows(ROWS)
             lengths = [n for row in documents for n in row]
             assert rows.sequences.lengths == tuple(lengths), case
-            # What is gathered: rank after rank, each token's place and row in it.
-            places = torch.tensor([place for held in columns for place in held])
-            gathered = torch.stack([places] * ROWS, 1) + 1000 * torch.arange(1, ROWS + 1)
-            gathered[places < 0] = -5
+            # Gathered tokens, rank after rank; each value encodes the token's row and row index.
+            row_indices = torch.tensor([row_index for indices in columns for row_index in indices])
+            gathered = torch.stack([row_indices] * ROWS, 1) + 1000 * torch.arange(1, ROWS + 1)
+            gathered[row_indices < 0] = -5
             packed = rows.pack(gathered[..., None] * torch.tensor([1, 2]))
-            wanted = 1000 * torch.arange(1, ROWS + 1)[:, None] + torch.arange(case.total)
-            wanted = wanted.reshape(-1, 1) * torch.tensor([1, 2])
-            assert torch.equal(packed, wanted), case
-            back = rows.unpack(packed)
-            gathered[places < 0] = 0
-            assert torch.equal(back[..., 0], gathered), case
-            moved += not torch.equal(places, torch.arange(len(places)))
+            expected = 1000 * torch.arange(1, ROWS + 1)[:, None] + torch.arange(case.total)
+            expected = expected.reshape(-1, 1) * torch.tensor([1, 2])
+            assert torch.equal(packed, expected), case
+            unpacked = rows.unpack(packed)
+            gathered[row_indices < 0] = 0
+            assert torch.equal(unpacked[..., 0], gathered), case
+            num_reordered += not torch.equal(row_indices, torch.arange(len(row_indices)))
         uneven += len({len(row) for row in documents}) > 1
-        padded += cut.is_padded
-    assert min(moved, uneven, padded) > 20
+        padded += sharding.is_padded
+    assert min(num_reordered, uneven, padded) > 20
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_dense_rows_are_a_sequence_each(size, order):
-    cut = SequenceSharding.of(24, size, order=order)
-    rows = SequenceLayout.make(cut, 0, rows=2).whole_rows(2)
+def test_each_dense_row_is_one_sequence(size, order):
+    sharding = SequenceSharding.of(24, size, order=order)
+    rows = SequenceLayout.make(sharding, 0, rows=2).whole_rows(2)
     assert rows.sequences.bounds == (0, 24, 48)
-    held = torch.tensor([place for rank in range(size) for place in cut.row_indices(rank)])
-    assert rows.pack(torch.stack([held, held + 50], 1)).tolist() == [
+    row_indices = torch.tensor(
+        [row_index for rank in range(size) for row_index in sharding.row_indices(rank)]
+    )
+    assert rows.pack(torch.stack([row_indices, row_indices + 50], 1)).tolist() == [
         *range(24),
         *range(50, 74),
     ]
 
 
-def test_a_row_of_zigzag_by_hand():
+def test_zigzag_row_matches_a_handwritten_example():
     # Two ranks, chunks of 2: rank 0 holds places 0 1 6 7, rank 1 holds 2 3 4 5.
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1, document_ids=ids)
@@ -105,7 +107,7 @@ def test_a_row_of_zigzag_by_hand():
     assert rows.sequences.bounds == (0, 3, 7, 8)
 
 
-def test_a_layout_without_a_cut_has_whole_rows_of_one_document():
+def test_unsharded_layout_packs_each_row_as_one_document():
     layout = SequenceLayout.of_rows(5)
     x = torch.arange(10).view(5, 2)
     assert layout.whole_rows(2).pack(x).tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
@@ -115,10 +117,10 @@ def test_a_layout_without_a_cut_has_whole_rows_of_one_document():
 
 
 def gradients(rows: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of pack and unpack for random ones of what they return."""
-    source = torch.Generator().manual_seed(3)
-    x = torch.randn(rows.length, rows.batch, 2, generator=source, requires_grad=True)
-    y = torch.randn(rows.sequences.tokens, 2, generator=source, requires_grad=True)
+    """Return ((gradient of pack, unpack), (gradient of unpack, pack)) of random tensors."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows.length, rows.batch, 2, generator=generator, requires_grad=True)
+    y = torch.randn(rows.sequences.tokens, 2, generator=generator, requires_grad=True)
     (d_x,) = torch.autograd.grad(rows.pack(x), x, y.detach())
     (d_y,) = torch.autograd.grad(rows.unpack(y), y, x.detach())
     with torch.no_grad():
@@ -130,8 +132,8 @@ def test_gather_and_scatter_are_gradients_of_each_other(padded):
     bounds = {"cu_seqlens": [0, 8, 16], "padded_cu_seqlens": [0, 8, 24]} if padded else {}
     rows = SequenceLayout.make(SequenceSharding.of(16, 4, **bounds), 0, rows=2).whole_rows(2)
     with OpNames() as ops:
-        for got, wanted in gradients(rows):
-            assert torch.equal(got, wanted)
+        for actual, expected in gradients(rows):
+            assert torch.equal(actual, expected)
     moving = {name for name in ops.names if any(w in name for w in ("index", "scatter", "copy"))}
     fills = {"aten.index_fill_.int_Scalar"} if padded else set()
     assert moving == {"aten.index_select.default", *fills}
@@ -142,32 +144,32 @@ def test_tokens_in_order_are_not_copied():
     layout = SequenceLayout.make(SequenceSharding.of(8, 2, order="contiguous"), 0, rows=1)
     rows, x = layout.whole_rows(1), torch.randn(8, 1, 3)
     assert rows.pack(x).data_ptr() == rows.unpack(rows.pack(x)).data_ptr() == x.data_ptr()
-    for got, wanted in gradients(rows):
-        assert torch.equal(got, wanted)
-    other = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1).whole_rows(1)
-    assert other.pack(x).data_ptr() != x.data_ptr()
+    for actual, expected in gradients(rows):
+        assert torch.equal(actual, expected)
+    zigzag = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1).whole_rows(1)
+    assert zigzag.pack(x).data_ptr() != x.data_ptr()
 
 
 def test_all_layers_share_one_map():
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=2)
-    first = layout.whole_rows(2)
+    rows = layout.whole_rows(2)
     assert layout.num_maps == 1
-    assert layout.with_samples(torch.arange(2)).whole_rows(2) is first
+    assert layout.with_samples(torch.arange(2)).whole_rows(2) is rows
     padding = torch.ones(4, 2, dtype=torch.bool)
-    assert layout.with_padding(padding).whole_rows(2) is first
+    assert layout.with_padding(padding).whole_rows(2) is rows
     assert (layout.num_maps, layout.num_plans) == (1, 0)
 
 
-def test_some_tokens_of_a_call_may_be_packed():
-    # Rows that begin with padding, as a batch of prompts does: 2 of 3, and none.
+def test_padding_tokens_are_left_out_of_packing():
+    # Rows that begin with padding, as in a batch of prompts: 2 of 3 tokens are real, and none.
     rows = PackedTokens(np.array([2, 4]), [0, 2, 2], length=3, batch=2)
     x = torch.arange(1.0, 7.0).view(3, 2)
     assert rows.pack(x).tolist() == [3, 5]
     assert rows.unpack(rows.pack(x)).tolist() == [[0, 0], [3, 0], [5, 0]]
     assert rows.unpack(torch.full((2,), torch.nan))[0].tolist() == [0, 0]
-    none = PackedTokens(np.array([], dtype=np.int64), [0, 0, 0], length=3, batch=2)
-    assert none.pack(x).shape == (0,)
-    assert none.unpack(none.pack(x)).tolist() == [[0, 0]] * 3
+    empty = PackedTokens(np.array([], dtype=np.int64), [0, 0, 0], length=3, batch=2)
+    assert empty.pack(x).shape == (0,)
+    assert empty.unpack(empty.pack(x)).tolist() == [[0, 0]] * 3
 
 
 def test_documents_given_only_by_ids_are_refused():
@@ -178,10 +180,10 @@ def test_documents_given_only_by_ids_are_refused():
     ):
         with pytest.raises(ValueError, match="only by their ids: a recurrence needs where"):
             layout.whole_rows(1)
-    cut = SequenceSharding.of(4, 1)
-    both = SequenceLayout.make(cut, 0, rows=1, document_ids=ids, masks_by_ids=True)
-    assert both.document_ids is not None
-    assert both.whole_rows(1).sequences.lengths == (2, 2)
+    sharding = SequenceSharding.of(4, 1)
+    from_host = SequenceLayout.make(sharding, 0, rows=1, document_ids=ids, masks_by_ids=True)
+    assert from_host.document_ids is not None
+    assert from_host.whole_rows(1).sequences.lengths == (2, 2)
 
 
 def test_tokens_that_do_not_fit_are_refused():
@@ -198,11 +200,11 @@ def test_tokens_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_sequence_divides_by_twice_the_ranks_or_is_named(size):
+def test_sequence_not_divisible_by_twice_cp_is_named(size):
     bounds = [0, 4 * size, 7 * size, 11 * size]  # the second has 3 cp tokens: chunks of 1.5
     with pytest.raises(ValueError, match=rf"sequence 1 has {3 * size} tokens, .* by {2 * size}"):
         SequenceSharding.of(bounds[-1], size, cu_seqlens=bounds)
     even = [2 * bound for bound in bounds]
     rows = SequenceLayout.make(SequenceSharding.of(even[-1], size, cu_seqlens=even), 0, rows=1)
-    lengths = tuple(end - first for first, end in pairwise(even))
+    lengths = tuple(end - start for start, end in pairwise(even))
     assert rows.whole_rows(1).sequences.lengths == lengths

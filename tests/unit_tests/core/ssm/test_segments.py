@@ -24,7 +24,7 @@ from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
-from tests.unit_tests.core.context_parallel.test_host import reads
+from tests.unit_tests.core.context_parallel.test_host import host_reads
 from tests.unit_tests.core.ssm.token_by_token import run_all
 
 ROWS, GROUPS, SHARED, KEYS, VALUES, WIDTH, LENGTH = 2, 2, 2, 3, 5, 4, 24
@@ -259,7 +259,7 @@ def draw_case(seed: int) -> Case:
     row = random_case(rng)
     while row.size != 3 or row.total > 60:
         row = random_case(rng)
-    sharding = row.cut()
+    sharding = row.sharding()
     extra_bounds = [rng.sample(range(row.total + 1), min(row.total, n)) for n in (0, 3)]
     return Case(
         kind=rng.choice(KINDS),
@@ -328,7 +328,7 @@ def run_two_layers(rank: int, world: int):
     indices = torch.tensor(layout.sharding.row_indices(rank))
     x = local(global_inputs()["units"], indices).bfloat16().requires_grad_()
     for _ in range(2):  # the first pass builds the maps
-        with reads() as host_reads, trace(groups) as records:
+        with host_reads() as host_reads, trace(groups) as records:
             local_sequences = layout.local_sequences(ROWS)
             packed, out = local_sequences.pack(x), 0.0
             for _ in range(2):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print the seconds of every test folder at the end of a run.
 
-Counted is the wall time of set-up, call and tear-down of every test that is not marked slow or gpu,
-summed over the worker processes. Seconds depend on the machine, on the number of workers and on
-what else runs, so they fail nothing: compare two commits on one machine.
+The sum is the wall time of set-up, call and tear-down of every test that is not marked slow or gpu,
+over all worker processes. It depends on the machine, the number of workers and the other load, so
+no test fails by it: compare two commits on one machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-#: Folders that take less than this share of all seconds are not listed.
-LEAST_SHARE = 0.01
+#: Folders with less than this share of the total time are not listed.
+MIN_SHARE = 0.01
 
-# For every connection of a TCPStore, both ends look up the name of ::ffff:127.0.0.1. Where the name
-# server drops queries, each dropped one takes the resolver's time-out, by default 5 seconds.
+# For every connection of a TCPStore, both ends look up the name of ::ffff:127.0.0.1. If the name
+# server drops queries, each look-up takes the resolver's time-out, by default 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-# Before torch is imported: threads of several workers of xdist would wait for each other.
+# Set before torch is imported: the threads of several xdist workers would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -42,7 +42,7 @@ class FolderSeconds:
         """Print one line for each folder, the longest first."""
         total = sum(self.seconds.values())
         for folder, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
-            if seconds >= LEAST_SHARE * total:
+            if seconds >= MIN_SHARE * total:
                 terminalreporter.write_line(f"seconds: {seconds:7.1f} {folder}")
         if total:
             terminalreporter.write_line(f"seconds: {total:7.1f} in all, over all processes")
@@ -54,13 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--status-out",
         metavar="FILE",
         default=None,
-        help="write what the tests that passed have covered, for tools/write_status.py",
+        help="write the coverage of the passed tests, for tools/write_status.py",
     )
     parser.addoption(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="of the ranks that tests start; cuda runs those marked gpus, a GPU for every rank",
+        help="device of the ranks that tests start; cuda runs tests marked gpus, a GPU per rank",
     )
     parser.addoption(
         "--gpus", metavar="N", type=int, default=1, help="GPUs without which --device cuda fails"
@@ -68,11 +68,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record what is covered if `--status-out` is given, choose the tests of `--device`, and count
-    the seconds of each folder in the process that reports, not in xdist's workers."""
+    """Record coverage if `--status-out` is given, select the tests of `--device`, and sum the
+    seconds of each folder in the reporting process, not in xdist's workers."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if (out := config.getoption("--status-out")) is not None:
-        from tests.support.status_record import StatusRecord  # imports what is trained
+        from tests.support.status_record import StatusRecord  # imports the training packages
 
         record = StatusRecord(None if is_worker else Path(out).absolute())
         config.pluginmanager.register(record, "status-record")

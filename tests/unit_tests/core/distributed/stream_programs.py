@@ -31,7 +31,7 @@ from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 from tests.unit_tests.core.distributed.engine_steps import update
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
 from tests.unit_tests.core.optimizer.gradient_steps import Training
-from tests.unit_tests.core.pipeline_parallel.line import Line, slope, start
+from tests.unit_tests.core.pipeline_parallel.line import LinearWorker, first_input, stage_weight
 
 BF16 = torch.bfloat16
 FP32_SUM = {"grad_dtype": BF16, "fp32_accumulation": True}
@@ -84,7 +84,7 @@ def engine_steps(
     return tensors
 
 
-class UnreadLine(Line):
+class UnreadLine(LinearWorker):
     """Linear stages whose outputs are not read on the host before the end."""
 
     def __init__(self, *args) -> None:
@@ -94,17 +94,17 @@ class UnreadLine(Line):
     def forward(self, chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor:
         """Return w x + microbatch."""
         stage = self.schedule.virtual_stage(self.rank, chunk)
-        x = start(microbatch) if hidden is None else hidden
-        self._kept[chunk, microbatch] = x
-        return slope(stage) * x + microbatch
+        x = first_input(microbatch) if hidden is None else hidden
+        self._saved_inputs[chunk, microbatch] = x
+        return stage_weight(stage) * x + microbatch
 
     def backward(
         self, chunk: int, microbatch: int, grad: Tensor | None, *, split: bool
     ) -> Tensor | None:
         """Return dx = w dy and record the weight's gradient x · dy."""
         assert grad is not None
-        self.results.append((self._kept.pop((chunk, microbatch)) * grad).sum())
-        return slope(self.schedule.virtual_stage(self.rank, chunk)) * grad
+        self.results.append((self._saved_inputs.pop((chunk, microbatch)) * grad).sum())
+        return stage_weight(self.schedule.virtual_stage(self.rank, chunk)) * grad
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Do nothing: `backward` has recorded the gradient."""

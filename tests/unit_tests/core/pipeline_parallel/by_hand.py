@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules drawn at random, and carried out action by action, without megatron's simulation."""
+"""Random schedules, and their execution action by action, independent of `simulate`."""
 
 from __future__ import annotations
 
@@ -26,139 +26,143 @@ TRAFFIC = ("none", "once", "each")
 
 
 def random_schedule(
-    draw: random.Random, *, stages: int = 8, chunks: int = 4, microbatches: int = 10
+    rng: random.Random, *, stages: int = 8, chunks: int = 4, microbatches: int = 10
 ) -> Schedule:
-    """Return the computes of a schedule that `problems` has nothing against."""
-    name = draw.choice(["1f1b", "interleaved", "zb-h1", "forward"])
-    many = name in ("interleaved", "forward")
+    """Draw the computes of a schedule for which `problems` reports none."""
+    name = rng.choice(["1f1b", "interleaved", "zb-h1", "forward"])
+    has_groups = name in ("interleaved", "forward")
     while True:
         sizes = {
-            "stages": draw.randint(1, stages),
-            "microbatches": draw.randint(1, microbatches),
-            "chunks": draw.randint(1, chunks) if many else 1,
-            "group_size": draw.randint(1, microbatches) if many and draw.random() < 0.6 else None,
+            "stages": rng.randint(1, stages),
+            "microbatches": rng.randint(1, microbatches),
+            "chunks": rng.randint(1, chunks) if has_groups else 1,
+            "group_size": rng.randint(1, microbatches)
+            if has_groups and rng.random() < 0.6
+            else None,
         }
         if not problems(name, **sizes):
             return make_schedule(name, **sizes)
 
 
-def random_full(draw: random.Random, **sizes: int) -> Schedule:
-    """Return a schedule with all that can be added to it."""
-    schedule = with_transfers(random_schedule(draw, **sizes))
-    return with_weight_traffic(schedule, gathers=draw.choice(TRAFFIC), reduces=draw.choice(TRAFFIC))
+def random_full_schedule(rng: random.Random, **sizes: int) -> Schedule:
+    """Draw a schedule with transfers and weight traffic."""
+    schedule = with_transfers(random_schedule(rng, **sizes))
+    return with_weight_traffic(schedule, gathers=rng.choice(TRAFFIC), reduces=rng.choice(TRAFFIC))
 
 
-def random_times(draw: random.Random, schedule: Schedule) -> Times:
-    """Return times that differ from one virtual stage to the next."""
+def random_times(rng: random.Random, schedule: Schedule) -> Times:
+    """Draw times that differ between virtual stages."""
 
     def uneven() -> list[float]:
-        return [draw.uniform(0.5, 2.0) for _ in range(schedule.stages * schedule.chunks)]
+        return [rng.uniform(0.5, 2.0) for _ in range(schedule.stages * schedule.chunks)]
 
     return Times(
         forward=uneven(),
         input_gradient=uneven(),
         weight_gradient=uneven(),
-        transfer=draw.choice([0.0, 0.1, uneven()]),
+        transfer=rng.choice([0.0, 0.1, uneven()]),
     )
 
 
-def ends(schedule: Schedule, times: Times) -> list[float]:
-    """Return when every rank has computed all, by the recurrence over (kind, stage, microbatch)."""
-    last = schedule.stages * schedule.chunks - 1
-    way = times.of if schedule.stages > 1 else lambda kind, stage: 0.0
-    done: dict[tuple[str, int, int], float] = {}
+def end_times(schedule: Schedule, times: Times) -> list[float]:
+    """Return the end time of every rank, by the recurrence over (kind, stage, microbatch)."""
+    last_stage = schedule.stages * schedule.chunks - 1
+    transfer_time = times.of if schedule.stages > 1 else lambda kind, stage: 0.0
+    end_of: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * schedule.stages
     queues = [deque(a for a in actions if a.kind in COMPUTES) for actions in schedule.ranks]
     while any(queues):
-        before = len(done)
+        num_computed = len(end_of)
         for rank, queue in enumerate(queues):
             while queue:
                 action = queue[0]
                 stage, number = schedule.virtual_stage(rank, action.chunk), action.microbatch
-                needs = []
+                inputs = []  # ((kind, stage, microbatch), delay)
                 if action.kind is ActionKind.FORWARD and stage > 0:
-                    needs.append(("f", stage - 1, number, way(ActionKind.SEND_FORWARD, stage - 1)))
+                    delay = transfer_time(ActionKind.SEND_FORWARD, stage - 1)
+                    inputs.append((("f", stage - 1, number), delay))
                 if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
-                    needs.append(("f", stage, number, 0.0))
-                    if stage < last:
-                        needs.append(
-                            ("b", stage + 1, number, way(ActionKind.SEND_BACKWARD, stage + 1))
-                        )
+                    inputs.append((("f", stage, number), 0.0))
+                    if stage < last_stage:
+                        delay = transfer_time(ActionKind.SEND_BACKWARD, stage + 1)
+                        inputs.append((("b", stage + 1, number), delay))
                 if action.kind is ActionKind.WEIGHT_GRADIENT:
-                    needs.append(("b", stage, number, 0.0))
-                if any(need[:3] not in done for need in needs):
+                    inputs.append((("b", stage, number), 0.0))
+                if any(key not in end_of for key, _ in inputs):
                     break
-                start = max([clocks[rank], *(done[need[:3]] + need[3] for need in needs)])
+                start = max([clocks[rank], *(end_of[key] + delay for key, delay in inputs)])
                 clocks[rank] = start + times.of(action.kind, stage)
-                name = {ActionKind.FORWARD: "f", ActionKind.WEIGHT_GRADIENT: "w"}.get(
+                compute = {ActionKind.FORWARD: "f", ActionKind.WEIGHT_GRADIENT: "w"}.get(
                     action.kind, "b"
                 )
-                done[name, stage, number] = clocks[rank]
+                end_of[compute, stage, number] = clocks[rank]
                 queue.popleft()
-        assert len(done) > before, "nothing can go on"
+        assert len(end_of) > num_computed, "no rank can proceed"
     return clocks
 
 
-def one_at_a_time(schedule: Schedule) -> bool:
-    """Tell whether all lists end if each rank does one thing at a time and sends block.
+def runs_with_blocking_sends(schedule: Schedule) -> bool:
+    """Return whether all lists complete if each rank runs one action at a time and sends block.
 
-    A send and its receive happen when both head their lists, and not before.
+    A send and its receive run when both are at the head of their lists.
     """
     queues = [deque(actions) for actions in schedule.ranks]
     while any(queues):
-        moved = False
+        progressed = False
         for rank, queue in enumerate(queues):
             while queue:
                 if queue[0].kind in TRANSFERS:
-                    other, action = schedule.matching_transfer(rank, queue[0])
-                    if not queues[other] or queues[other][0] != action:
+                    peer, action = schedule.matching_transfer(rank, queue[0])
+                    if not queues[peer] or queues[peer][0] != action:
                         break
-                    queues[other].popleft()
+                    queues[peer].popleft()
                 queue.popleft()
-                moved = True
-        if not moved:
+                progressed = True
+        if not progressed:
             return False
     return True
 
 
-def by_messages(schedule: Schedule, *, rendezvous: bool) -> None:
-    """Carry out all lists with messages that nothing but their order tells apart.
+def run_with_messages(schedule: Schedule, *, rendezvous: bool) -> None:
+    """Run all lists with messages that are matched by order only.
 
-    A message lies in a mailbox from its send on; each direction has mailboxes of its own. With
-    `rendezvous` it passes when both ranks are at its batch, and a batch of adjacent transfers of a
-    direction starts when the one before it has ended. A compute waits for the whole batch that
+    A sent message waits in a mailbox; each direction has separate mailboxes. With `rendezvous` a
+    message passes when both ranks are at its batch, and a batch of adjacent transfers of one
+    direction starts when the previous batch has ended. A compute waits for the whole batch that
     brings its input.
 
     Raises:
-        AssertionError: what arrives is something else, something is not there, or nobody goes on.
+        AssertionError: a message arrives out of order, an input is missing, or no rank can proceed.
     """
     ranks = [_Rank(schedule, rank) for rank in range(schedule.stages)]
-    while any(not one.finished() for one in ranks):
-        moved = [one.go_on() for one in ranks]
-        moved += [one.exchange(ranks, rendezvous) for one in ranks]
-        assert any(moved), "nobody goes on"
-    assert not any(box for one in ranks for box in one.boxes.values()), "left in the mailbox"
+    while any(not rank_state.finished() for rank_state in ranks):
+        progressed = [rank_state.advance() for rank_state in ranks]
+        progressed += [rank_state.exchange(ranks, rendezvous) for rank_state in ranks]
+        assert any(progressed), "no rank can proceed"
+    assert not any(mailbox for rank_state in ranks for mailbox in rank_state.mailboxes.values()), (
+        "left in the mailbox"
+    )
 
 
 class _Rank:
-    """What one rank has done so far."""
+    """Progress of one rank: its remaining actions, pending transfers and finished computes."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.queue = deque(schedule.ranks[rank])
         self.batches: dict[bool, deque[list[Action]]] = {True: deque(), False: deque()}
-        self.boxes: dict[tuple[int, bool], deque[Action]] = defaultdict(deque)
+        self.mailboxes: dict[tuple[int, bool], deque[Action]] = defaultdict(deque)
         self.computed: set[tuple[ActionKind, int, int]] = set()
         self.posted: set[Action] = set()
 
     def finished(self) -> bool:
         return not self.queue and not any(self.batches.values())
 
-    def go_on(self) -> bool:
-        moved = False
+    def advance(self) -> bool:
+        progressed = False
         while self.queue and self._step():
-            moved = True
-        return moved
+            progressed = True
+        return progressed
 
     def _step(self) -> bool:
         action = self.queue[0]
@@ -168,12 +172,14 @@ class _Rank:
                 batch.append(self.queue.popleft())
                 if batch[-1].kind in SENDS:
                     self._assert_computed(batch[-1])
-            for ahead in (True, False):
-                if one_way := [a for a in batch if (a.kind in FORWARD_TRANSFERS) is ahead]:
-                    self.batches[ahead].append(one_way)
+            for forward in (True, False):
+                if direction_batch := [
+                    a for a in batch if (a.kind in FORWARD_TRANSFERS) is forward
+                ]:
+                    self.batches[forward].append(direction_batch)
             self.posted.update(batch)
             return True
-        if action.kind in COMPUTES and not self._fed(action):
+        if action.kind in COMPUTES and not self._start_compute(action):
             return False
         self.queue.popleft()
         return True
@@ -182,47 +188,47 @@ class _Rank:
         kind = ActionKind.FORWARD if send.kind is ActionKind.SEND_FORWARD else ActionKind.BACKWARD
         assert (kind, send.chunk, send.microbatch) in self.computed, f"{send} of nothing"
 
-    def _fed(self, action: Action) -> bool:
-        """Tell whether a compute may start; note that it has."""
-        place = (action.chunk, action.microbatch)
+    def _start_compute(self, action: Action) -> bool:
+        """Return whether a compute may start, and record it as computed if so."""
+        key = (action.chunk, action.microbatch)
         if action.kind is ActionKind.WEIGHT_GRADIENT:
-            assert (ActionKind.BACKWARD, *place) in self.computed, f"{action} of nothing"
+            assert (ActionKind.BACKWARD, *key) in self.computed, f"{action} of nothing"
             return True
         forward = action.kind is ActionKind.FORWARD
-        near = self.schedule.prev_stage if forward else self.schedule.next_stage
-        source = near(self.rank, action.chunk)
+        neighbour = self.schedule.prev_stage if forward else self.schedule.next_stage
+        source = neighbour(self.rank, action.chunk)
         if source is not None and source[0] != self.rank:
             kind = ActionKind.RECEIVE_FORWARD if forward else ActionKind.RECEIVE_BACKWARD
-            receive = Action(kind, *place)
+            receive = Action(kind, *key)
             assert receive in self.posted, f"{receive} is not posted at {action}"
             if any(receive in batch for batch in self.batches[forward]):
                 return False
         if not forward:
-            assert (ActionKind.FORWARD, *place) in self.computed, f"{action} of nothing"
-        self.computed.add((ActionKind.FORWARD if forward else ActionKind.BACKWARD, *place))
+            assert (ActionKind.FORWARD, *key) in self.computed, f"{action} of nothing"
+        self.computed.add((ActionKind.FORWARD if forward else ActionKind.BACKWARD, *key))
         return True
 
     def exchange(self, ranks: list[_Rank], rendezvous: bool) -> bool:
-        """Let messages pass: of the first batch of a direction, without `rendezvous` of all."""
-        return any([self._exchange(ranks, ahead, rendezvous) for ahead in (True, False)])
+        """Pass messages of the first batch of each direction, or of all without `rendezvous`."""
+        return any([self._exchange(ranks, forward, rendezvous) for forward in (True, False)])
 
-    def _exchange(self, ranks: list[_Rank], ahead: bool, rendezvous: bool) -> bool:
-        moved, batches = False, self.batches[ahead]
+    def _exchange(self, ranks: list[_Rank], forward: bool, rendezvous: bool) -> bool:
+        progressed, batches = False, self.batches[forward]
         for batch in list(batches)[: 1 if rendezvous else None]:
-            before = len(batch)
+            num_transfers = len(batch)
             for action in [a for a in batch if a.kind in SENDS]:
-                other, wanted = self.schedule.matching_transfer(self.rank, action)
-                theirs = ranks[other].batches[ahead]
-                if not rendezvous or (theirs and wanted in theirs[0]):
-                    ranks[other].boxes[self.rank, ahead].append(wanted)
+                peer, receive = self.schedule.matching_transfer(self.rank, action)
+                peer_batches = ranks[peer].batches[forward]
+                if not rendezvous or (peer_batches and receive in peer_batches[0]):
+                    ranks[peer].mailboxes[self.rank, forward].append(receive)
                     batch.remove(action)
             for action in [a for a in batch if a.kind in RECEIVES]:
-                other, _ = self.schedule.matching_transfer(self.rank, action)
-                if self.boxes[other, ahead]:
-                    arrived = self.boxes[other, ahead].popleft()
+                peer, _ = self.schedule.matching_transfer(self.rank, action)
+                if self.mailboxes[peer, forward]:
+                    arrived = self.mailboxes[peer, forward].popleft()
                     assert arrived == action, f"{arrived} arrives where {action} is due"
                     batch.remove(action)
-            moved = moved or len(batch) < before
+            progressed = progressed or len(batch) < num_transfers
             if not batch:
                 batches.remove(batch)
-        return moved
+        return progressed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed picture of the schedules is what the tool draws, and shows what was simulated."""
+"""The committed picture of the schedules matches the tool's output and shows simulated times."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import pytest
 from tools.draw_schedule import DEFAULT_OUTPUT, main
 
 
-def drawn(tmp_path: Path, *flags: str) -> str:
+def draw_picture(tmp_path: Path, *flags: str) -> str:
     assert main([*flags, "--output", str(tmp_path / "deep/picture.svg")]) == 0
     return (tmp_path / "deep/picture.svg").read_text(encoding="utf-8")
 
 
-def test_the_committed_picture_is_what_the_tool_draws(tmp_path):
-    text = drawn(tmp_path)
+def test_committed_picture_matches_the_tool_output(tmp_path):
+    text = draw_picture(tmp_path)
     assert DEFAULT_OUTPUT.read_text(encoding="utf-8") == text, "run python tools/draw_schedule.py"
 
 
-def test_every_compute_is_a_box_in_its_place(tmp_path):
-    text = drawn(tmp_path, "--schedule", "1f1b", "zb-h1", "--stages", "2", "--microbatches", "3")
+def test_every_compute_is_drawn_as_a_box(tmp_path):
+    text = draw_picture(
+        tmp_path, "--schedule", "1f1b", "zb-h1", "--stages", "2", "--microbatches", "3"
+    )
     root = ElementTree.fromstring(text)
-    space = "{http://www.w3.org/2000/svg}"
-    boxes = [box for box in root.iter(f"{space}rect") if box.get("x") and box.get("stroke")]
+    namespace = "{http://www.w3.org/2000/svg}"
+    boxes = [box for box in root.iter(f"{namespace}rect") if box.get("x") and box.get("stroke")]
     legend = 2 * 4
     assert len(boxes) - legend == 2 * 3 * 2 + 2 * 3 * 3
     # 1f1b takes 3 (m + p - 1) = 12, from the labels to the right margin.
@@ -35,7 +37,7 @@ def test_every_compute_is_a_box_in_its_place(tmp_path):
     assert re.findall(r"bubble ([0-9.]+) %", text) == ["25.0", "10.0"]
 
 
-def test_sizes_that_do_not_fit_are_one_line(tmp_path, capsys):
+def test_invalid_sizes_are_refused_without_output(tmp_path, capsys):
     output = tmp_path / "picture.svg"
     flags = ["--schedule", "interleaved", "--chunks", "1", "--output", str(output)]
     assert main(flags) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schedules compute, in which order, and which sizes they refuse."""
+"""Computes of each schedule, their order, and sizes that are refused."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron.core.pipeline_parallel import (
     make_schedule,
     problems,
 )
-from tests.unit_tests.core.pipeline_parallel.by_hand import ends, random_schedule, random_times
+from tests.unit_tests.core.pipeline_parallel.by_hand import end_times, random_schedule, random_times
 
 
-def lists(name: str, **sizes: int) -> list[str]:
+def action_lists(name: str, **sizes: int) -> list[str]:
     return [" ".join(map(str, actions)) for actions in make_schedule(name, **sizes).ranks]
 
 
-def test_one_forward_one_backward():
-    assert lists("1f1b", stages=3, microbatches=4) == [
+def test_1f1b_matches_the_written_lists():
+    assert action_lists("1f1b", stages=3, microbatches=4) == [
         "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
         "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
         "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
     ]
 
 
-def test_interleaved_goes_through_the_chunks_group_by_group():
-    assert lists("interleaved", stages=2, microbatches=4, chunks=2) == [
+def test_interleaved_processes_chunks_group_by_group():
+    assert action_lists("interleaved", stages=2, microbatches=4, chunks=2) == [
         "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3",
         "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3",
     ]
@@ -53,28 +53,30 @@ def test_interleaved_may_end_with_a_smaller_group():
     assert " ".join(forwards) == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F0.3 F0.4 F1.3 F1.4"
 
 
-def test_zero_bubble_puts_weight_gradients_off_by_the_rank():
-    assert lists("zb-h1", stages=3, microbatches=4) == [
+def test_zero_bubble_delays_weight_gradients_by_rank():
+    assert action_lists("zb-h1", stages=3, microbatches=4) == [
         "F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3",
         "F0.0 F0.1 I0.0 F0.2 I0.1 W0.0 F0.3 I0.2 W0.1 I0.3 W0.2 W0.3",
         "F0.0 I0.0 F0.1 I0.1 F0.2 I0.2 W0.0 F0.3 I0.3 W0.1 W0.2 W0.3",
     ]
 
 
-def test_weight_gradients_may_follow_at_once():
-    assert lists("zb-h1", stages=3, microbatches=2, weight_delay=0) == [
+def test_weight_delay_sets_when_weight_gradients_run():
+    assert action_lists("zb-h1", stages=3, microbatches=2, weight_delay=0) == [
         "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1",
         "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1",
         "F0.0 I0.0 W0.0 F0.1 I0.1 W0.1",
     ]
     sizes = {"stages": 4, "microbatches": 6}
-    whole = lists("zb-h1", **sizes)
+    default = action_lists("zb-h1", **sizes)
     assert (
-        lists("zb-h1", **sizes, weight_delay=3) == lists("zb-h1", **sizes, weight_delay=9) == whole
+        action_lists("zb-h1", **sizes, weight_delay=3)
+        == action_lists("zb-h1", **sizes, weight_delay=9)
+        == default
     )
-    once = lists("zb-h1", **sizes, weight_delay=1)
-    assert once[:2] == whole[:2]
-    assert once[3].startswith("F0.0 I0.0 F0.1 I0.1 W0.0 F0.2 I0.2 W0.1")
+    delayed = action_lists("zb-h1", **sizes, weight_delay=1)
+    assert delayed[:2] == default[:2]
+    assert delayed[3].startswith("F0.0 I0.0 F0.1 I0.1 W0.0 F0.2 I0.2 W0.1")
     for delay, name, text in (
         (-1, "zb-h1", "weight delay -1: take 0 or more"),
         (0, "1f1b", "1f1b puts no weight gradients off: leave out weight delay 0"),
@@ -83,19 +85,23 @@ def test_weight_gradients_may_follow_at_once():
             make_schedule(name, **sizes, weight_delay=delay)
 
 
-def test_forward_alone():
-    assert lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
+def test_forward_schedule_has_only_forwards():
+    assert (
+        action_lists("forward", stages=2, microbatches=2, chunks=2) == ["F0.0 F0.1 F1.0 F1.1"] * 2
+    )
 
 
 def test_explicit_group_size_is_used():
     sizes = {"stages": 2, "microbatches": 3, "chunks": 2}
-    assert lists("forward", **sizes)[0] == "F0.0 F0.1 F1.0 F1.1 F0.2 F1.2"
-    assert lists("forward", **sizes, group_size=3)[0] == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
-    four = {"stages": 2, "microbatches": 4, "chunks": 2}
-    assert lists("interleaved", **four, group_size=4)[0].startswith("F0.0 F0.1 F0.2 F0.3 F1.0")
+    assert action_lists("forward", **sizes)[0] == "F0.0 F0.1 F1.0 F1.1 F0.2 F1.2"
+    assert action_lists("forward", **sizes, group_size=3)[0] == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2"
+    even_sizes = {"stages": 2, "microbatches": 4, "chunks": 2}
+    assert action_lists("interleaved", **even_sizes, group_size=4)[0].startswith(
+        "F0.0 F0.1 F0.2 F0.3 F1.0"
+    )
 
 
-def test_neighbours_in_the_model():
+def test_stage_neighbours_and_matching_transfers_agree():
     schedule = make_schedule("interleaved", stages=3, microbatches=3, chunks=2)
     assert schedule.virtual_stage(1, 1) == 4
     assert (schedule.next_stage(2, 0), schedule.next_stage(2, 1)) == ((0, 1), None)
@@ -104,24 +110,24 @@ def test_neighbours_in_the_model():
         for chunk in range(2):
             for kind in TRANSFERS:
                 action = Action(kind, chunk, 1)
-                other_end = schedule.matching_transfer(rank, action)
-                ahead = kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
-                near = schedule.next_stage if ahead else schedule.prev_stage
-                if other_end is None:
-                    assert near(rank, chunk) is None
+                peer = schedule.matching_transfer(rank, action)
+                to_next = kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
+                neighbour = schedule.next_stage if to_next else schedule.prev_stage
+                if peer is None:
+                    assert neighbour(rank, chunk) is None
                     continue
-                assert (other_end[0], other_end[1].chunk) == near(rank, chunk)
-                assert schedule.matching_transfer(*other_end) == (rank, action)
-                assert (kind in SENDS) != (other_end[1].kind in SENDS)
+                assert (peer[0], peer[1].chunk) == neighbour(rank, chunk)
+                assert schedule.matching_transfer(*peer) == (rank, action)
+                assert (kind in SENDS) != (peer[1].kind in SENDS)
     assert schedule.matching_transfer(0, Action(ActionKind.FORWARD, 0, 0)) is None
 
 
 def test_schedules_run_every_action_once_in_microbatch_order():
-    draw = random.Random(5)
-    seen: Counter[str] = Counter()
+    rng = random.Random(5)
+    counts: Counter[str] = Counter()
     for _ in range(300):
-        schedule = random_schedule(draw)
-        seen[schedule.name] += 1
+        schedule = random_schedule(rng)
+        counts[schedule.name] += 1
         numbers = list(range(schedule.microbatches))
         kinds = {
             "forward": {ActionKind.FORWARD},
@@ -133,8 +139,8 @@ def test_schedules_run_every_action_once_in_microbatch_order():
                 orders[action.kind, action.chunk].append(action.microbatch)
             assert orders == {(k, c): numbers for k in kinds for c in range(schedule.chunks)}
         assert check(schedule) == []
-        assert max(ends(schedule, random_times(draw, schedule))) > 0
-    assert min(seen[name] for name in ("1f1b", "interleaved", "zb-h1", "forward")) > 20
+        assert max(end_times(schedule, random_times(rng, schedule))) > 0
+    assert min(counts[name] for name in ("1f1b", "interleaved", "zb-h1", "forward")) > 20
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
@@ -142,8 +148,8 @@ def test_schedules_run_every_action_once_in_microbatch_order():
 def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks: int):
     for microbatches in range(1, 3 * stages + 2):
         for size in range(1, microbatches + 2):
-            rest = microbatches % size
-            legal = stages <= size <= microbatches and (rest == 0 or rest >= stages)
+            remainder = microbatches % size
+            legal = stages <= size <= microbatches and (remainder == 0 or remainder >= stages)
             legal = legal or size == microbatches < stages
             sizes = {"microbatches": microbatches, "chunks": chunks, "group_size": size}
             assert legal == (problems("interleaved", stages=stages, **sizes) == [])
@@ -194,29 +200,29 @@ def test_invalid_schedule_is_refused_with_the_fix(name: str, sizes: dict, text: 
     ("stages", "microbatches", "size"),
     [(4, 8, 4), (4, 5, 5), (4, 9, 5), (4, 3, 3), (3, 7, 4), (3, 8, 4), (2, 3, 3), (2, 5, 3)],
 )
-def test_groups_are_the_least_that_leave_none_too_small(stages: int, microbatches: int, size: int):
+def test_default_group_size_is_the_smallest_valid_size(stages: int, microbatches: int, size: int):
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": 2}
     assert problems("interleaved", **sizes) == []
-    made = make_schedule("interleaved", **sizes)
-    assert made == make_schedule("interleaved", **sizes, group_size=size)
-    assert check(made) == []
+    schedule = make_schedule("interleaved", **sizes)
+    assert schedule == make_schedule("interleaved", **sizes, group_size=size)
+    assert check(schedule) == []
     smaller = range(min(stages, microbatches), size)
     assert all(problems("interleaved", **sizes, group_size=n) for n in smaller)
 
 
-def test_a_refused_group_would_deadlock():
-    # 9 microbatches in groups of 4 leave one: rank 0 waits for its second chunk's input before the
-    # first chunk has got the turns that rank 3 needs for its warm-up.
+def test_refused_group_size_would_deadlock():
+    # 9 microbatches in groups of 4 leave a group of 1: rank 0 waits for the input of its second
+    # chunk before its first chunk has run the microbatches that rank 3 needs for its warm-up.
     assert problems("interleaved", stages=4, microbatches=9, chunks=3, group_size=4)
     turns = [(c, n) for s in (0, 4, 8) for c in range(3) for n in range(s, min(s + 4, 9))]
     ranks = []
     for rank in range(4):
-        ahead = 2 * (4 - rank - 1) + 2 * 4
+        num_warmup = 2 * (4 - rank - 1) + 2 * 4
         forwards = [Action(ActionKind.FORWARD, c, n) for c, n in turns]
         backwards = [Action(ActionKind.BACKWARD, 2 - c, n) for c, n in turns]
-        pairs = zip(forwards[ahead:], backwards, strict=False)
-        left = backwards[len(turns) - ahead :]
-        ranks.append((*forwards[:ahead], *(a for pair in pairs for a in pair), *left))
+        pairs = zip(forwards[num_warmup:], backwards, strict=False)
+        cooldown = backwards[len(turns) - num_warmup :]
+        ranks.append((*forwards[:num_warmup], *(a for pair in pairs for a in pair), *cooldown))
     legal = make_schedule("interleaved", stages=4, microbatches=9, chunks=3, group_size=9)
     assert {a.kind for a in ranks[0]} <= COMPUTES
     refused = type(legal)("interleaved", 4, 3, 9, tuple(ranks))
@@ -224,7 +230,7 @@ def test_a_refused_group_would_deadlock():
     assert check(refused)[0].startswith("deadlock: ")
 
 
-def test_lists_need_no_torch():
+def test_schedules_do_not_import_torch():
     text = (
         "import sys; from megatron.core.pipeline_parallel import with_transfers, check;"
         "sys.exit('torch' in sys.modules)"

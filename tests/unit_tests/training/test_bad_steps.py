@@ -161,7 +161,9 @@ def test_step_valid_elsewhere_lists_faulty_host_and_refuses_it(tmp_path, monkeyp
     assert verdicts == []
     suspect_file.clear(3, 1.5)
     suspect_file.clear(3, 1.5)
-    assert verdicts == [(3, "persistent", {1: "a"}, 1.5)], "c is in use and the step is sound"
+    assert verdicts == [(3, "persistent", {1: "a"}, 1.5)], (
+        "host c is still in use, and the step is valid there"
+    )
     assert "on a it was not, twice (nan): persistent, listed in" in messages[0]
     assert read_suspect_step(str(tmp_path)) is None
     (entry,) = read_faulty_hosts(str(tmp_path))
@@ -245,7 +247,7 @@ def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, f
             recorder.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
     else:
         recorder.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
-    assert recorder.saves == ([4] if stops else []), "the state before the step"
+    assert recorder.saves == ([4] if stops else []), "the save has the state before the step"
     assert ("the step was skipped" in recorder.messages[0]) == (
         verdict == "reproduced" and not stops
     )

@@ -10,7 +10,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import learning_rate_schedule
 from tests.unit_tests.training.small_config import small_config
 
-#: Samples have 20 tokens, microbatches 3 of them.
+#: Samples have 20 tokens, microbatches have 3 samples.
 STEPS = "--step-batch-size-schedule 0:6 240:12 0.6K:18"
 
 

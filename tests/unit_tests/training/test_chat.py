@@ -334,7 +334,7 @@ def test_template_process_exits_when_parent_is_killed():
         "from megatron.training.data.chat import ChatTemplate\n"
         "template = ChatTemplate('')\n"
         "template.check()\n"
-        "if os.fork() == 0:\n"  # a process that holds the parent's end, and outlives it
+        "if os.fork() == 0:\n"  # the fork inherits the parent's pipe end and outlives the parent
         "    time.sleep(60)\n"
         "    os._exit(0)\n"
         "print(template.pid, flush=True)\n"

@@ -24,7 +24,10 @@ def _matching_collectives(rank, groups):
     for name in ("world", "tp", "dense_dp", "world"):
         all_reduce(torch.ones(2), groups[name])
         all_gather(torch.ones(2), groups[name])
-    counts = {"send_counts": [rank] * 4, "receive_counts": range(4)}  # uneven is no difference
+    counts = {
+        "send_counts": [rank] * 4,
+        "receive_counts": range(4),
+    }  # uneven counts are no mismatch
     all_to_all(torch.ones(4 * rank), groups["world"], **counts)
 
 

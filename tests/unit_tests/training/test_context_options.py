@@ -201,7 +201,7 @@ def local_fields(rank: int, world: int, documents: bool):
     # Single-document rows share one layout object, so its cached tables are reused.
     assert (layouts.of(batch(documents)) is layouts.of(batch(documents))) == (not documents)
     assert local.layout.sample_ids.tolist() == [7, 8]
-    assert local.without_dropout.sample_ids is None, "samples come with training alone"
+    assert local.without_dropout.sample_ids is None, "only training passes sample ids"
     layout = local.layout
     return local.tokens, local.labels, local.loss_mask, layout.positions, layout.documents
 
@@ -329,7 +329,7 @@ def test_window_reduces_counted_flops():
     )
     speed = Speedometer.of(run, padded_vocab_size=128, peak_flops=None)
     assert 6 * speed.flops_per_sample == windowed_flops
-    # Documents of the whole sample's length are the sample.
+    # A document as long as the sample costs as much as the sample.
     assert speed.flops(samples=6, squares=6 * 5 * (2 * 20 - 5)) == windowed_flops
     two_rows = dataclasses.replace(batch(True))
     assert squared_lengths(two_rows, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)

@@ -114,7 +114,9 @@ def test_data_parallel_line_states_strategy_and_sizes():
         "optim_grads_params over the 2 ranks of each of 2 instances, optimizer state over all of "
         "them; 5 buckets"
     ) in hybrid
-    assert bytes_in(hybrid)[4] > bytes_in(params)[4], "two units instead of one"
+    assert bytes_in(hybrid)[4] > bytes_in(params)[4], (
+        "the hybrid run gathers two units instead of one"
+    )
 
 
 def gathered_bytes(rank: int, world: int, tied: bool) -> tuple[list[float], float]:
@@ -155,7 +157,7 @@ def stage_lines(rank: int, world: int) -> tuple[str, list[int]]:
 def test_data_parallel_line_reports_maximum_over_stages():
     (line, (weights, state)), (last_line, (last_weights, _)) = run_ranks(stage_lines, 2)
     assert line == last_line
-    assert last_weights < 0.8 * weights, "the first stage has more"
+    assert last_weights < 0.8 * weights, "the first stage has more weights"
     assert "; per rank at most " in line
     assert bytes_in(line)[1] == pytest.approx(weights, abs=6e3)
     assert bytes_in(line)[3] == pytest.approx(state, abs=6e3)

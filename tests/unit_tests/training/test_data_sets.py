@@ -323,7 +323,9 @@ def test_identity_differences_name_the_files(prefix, tmp_path):
     assert compare_identity(identity, changed) == [
         f"data file 2, {tmp_path}/changed, has other content"
     ]
-    without_paths = {k: v for k, v in identity.items() if k != "paths"}  # as it was once written
+    without_paths = {
+        k: v for k, v in identity.items() if k != "paths"
+    }  # as older versions wrote the identity
     assert compare_identity(
         without_paths, {**identity, "files": identity["files"][:1], "paths": [prefix]}
     ) == [f"2 data files in the checkpoint (unnamed), 1 now ({prefix})"]

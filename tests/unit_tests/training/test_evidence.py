@@ -109,7 +109,7 @@ def test_stage_with_different_activations_is_named(ends, chunk, stages):
         pipeline_evidence(*VALID_ENDS, stages=stages, loss=4.0),
     )
     assert differing_ranks(changed, valid, pipelines=[range(stages)]) == (chunk % stages,)
-    assert differing_ranks(changed, valid) == (stages - 1,), "the loss alone names the last"
+    assert differing_ranks(changed, valid) == (stages - 1,), "the loss alone names the last stage"
     assert differing_ranks(changed, changed, pipelines=[range(stages)]) == ()
 
 

@@ -77,7 +77,7 @@ def test_single_rank_replays_match_eager_steps_bitwise(granularity, documents):
     # Only the CPU syncs: it reads the loss factor, and the range of tokens and labels.
     read = 1 + 2 * len(("tokens", "labels"))
     assert runs[2].forward_backward.recorder.tape.syncs == ["aten._local_scalar_dense"] * 2 * read
-    assert runs[2].optimizer.scaler.scale > 4.0, "the loss scale has changed on the way"
+    assert runs[2].optimizer.scaler.scale > 4.0, "the loss scale has not changed during the run"
 
 
 def test_hybrid_whole_row_replays_match_eager_bitwise():
@@ -86,7 +86,9 @@ def test_hybrid_whole_row_replays_match_eager_bitwise():
             ProcessGroupCollection.single(), DataParallelConfig(), model=HYBRID
         )
     assert_equal_runs(*runs)
-    assert whole_rows(torch.device("cpu")).num_maps == 1, "tables were made for other rows too"
+    assert whole_rows(torch.device("cpu")).num_maps == 1, (
+        "index tables were built for other rows too"
+    )
 
 
 @pytest.mark.parametrize(("granularity", "factor"), [(None, None), ("full", 0.7)])
@@ -351,7 +353,7 @@ def test_other_document_bounds_do_not_fit_the_recording():
 def test_step_inputs_keep_addresses_and_copy_every_field():
     recorded, replayed = step_batches(0, 0, documents=True), step_batches(1, 7, documents=True)
     inputs = StepInputs(recorded, torch.tensor([1.0, 2.0]))
-    excluded = ("layout", "mtp_targets", "share")  # the last is in the factors
+    excluded = ("layout", "mtp_targets", "share")  # the factors already include share
     fields = [f.name for f in dataclasses.fields(recorded[0]) if f.name not in excluded]
     addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
     assert inputs.fit(replayed)

@@ -46,7 +46,7 @@ def test_collective_log_keeps_last_entries_and_their_outcome():
         raise ValueError("gone")
     assert log.count == MAX_ENTRIES + 8
     assert log.collectives_by_group == {"tp": MAX_ENTRIES + 6, "world": 1}, (
-        "sends are no collectives of a group"
+        "sends do not count as collectives of a group"
     )
     entries = [entry.to_json(time.monotonic()) for entry in log.entries()]
     assert len(entries) == MAX_ENTRIES

@@ -290,7 +290,7 @@ def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
             read_run(words.split(), Launch(), program=PRETRAIN_GPT)
     with pytest.raises(ValueError, match=r"start python -m \S+$") as caught:
         read_run(f"{RUN_FLAGS} {PATTERN} G- {DELTA}".split(), Launch(), program=PRETRAIN_GPT)
-    assert "; " not in str(caught.value), "default positions are no second problem"
+    assert "; " not in str(caught.value), "default positions are reported as a second problem"
 
 
 def test_invalid_hybrid_sizes_are_refused():

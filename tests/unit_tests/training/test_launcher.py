@@ -51,7 +51,7 @@ def test_launcher_is_the_ancestor_without_its_variables(tmp_path):
     outer = {**ENVIRONMENT, "MASTER_PORT": "1"}
     _write_process_table(tmp_path, p30=(20, ENVIRONMENT), p20=(10, outer), p10=(1, {}))
     assert launcher_of(ENVIRONMENT, 20, proc=tmp_path) == 20, (
-        "a launcher within a run of another one"
+        "a launcher within a run of another launcher"
     )
     assert launcher_of(ENVIRONMENT, 30, proc=tmp_path) == 20, "a script between the two"
     assert launcher_of(ENVIRONMENT, 40, proc=tmp_path) == 40, "no such file, as without /proc"

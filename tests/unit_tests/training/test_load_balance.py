@@ -108,7 +108,9 @@ def write_expert_metrics(path):
 def test_page_has_a_cell_for_each_expert_of_each_layer(tmp_path):
     run = read_run(str(write_expert_metrics(tmp_path / "metrics.jsonl")), "a <run>")
     assert run.loads_at == 8
-    assert list(run.loads) == ["mtp 1", "layer 3", "layer 0"], "the last ones"
+    assert list(run.loads) == ["mtp 1", "layer 3", "layer 0"], (
+        "the page shows the loads of the last iteration"
+    )
     text = page([run], title="t", smoothing=0.0)
     cells = re.findall(r"<title>(.*?), expert (\d+): (.*?)</title></rect>", text)
     assert len(cells) == 9

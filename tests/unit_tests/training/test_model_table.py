@@ -140,7 +140,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
     ffn, depths = ffn_of(blocks), draw(st.integers(0, 2))
     depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
     if ffn is not None and depth == blocks[-2:]:
-        depth = ""  # as it is without a word
+        depth = ""  # the default pattern of MTP layers
     block_types = set(blocks + depth)
     attends, gated = attention in block_types, draw(st.booleans())
     activation = "silu" if gated else draw(st.sampled_from(["gelu", "squared_relu"]))

@@ -306,7 +306,7 @@ def _check_sharding(name: str, case: Case, outcome: dict) -> None:
     if case.pp > 1 or case.engine != "p2p" or not mixers:
         return  # otherwise attention or the stages exchange tensors as well
     kinds = dict.fromkeys(("all_to_all", "all_gather"), 0)
-    recurrent = sum(symbol in "GM" for symbol in mixers) * 2  # of both microbatches
+    recurrent = sum(symbol in "GM" for symbol in mixers) * 2  # two microbatches
     if case.mode == "headwise":
         kinds["all_to_all"] += 4 * recurrent  # heads and back to tokens, in forward and backward
     else:  # a halo and a summary, and their gradients

@@ -113,7 +113,7 @@ def test_process_state_is_running_stopped_or_dead():
         time.sleep(0.01)
     assert process_state(child.pid) == "stopped"
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, not yet collected
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: exited, but not reaped
     assert process_state(child.pid) == "dead"
     child.wait()
     assert process_state(child.pid) == "dead"

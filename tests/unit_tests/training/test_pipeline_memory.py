@@ -145,9 +145,8 @@ def test_delayed_weight_gradients_undo_recompute_savings():
         assert plain[stage][1] == recomputed[stage][1] == 0
         assert split[stage][1] > 0
         assert plain[stage][0] <= split[stage][0] <= plain[0][0]
-        per_microbatch = plain[stage][0] // (
-            STAGES - stage
-        )  # microbatch of its layers, nothing recomputed
+        # Bytes of one microbatch in the layers of a stage, without recompute.
+        per_microbatch = plain[stage][0] // (STAGES - stage)
         assert 0 < immediate[stage][1] < per_microbatch
         assert immediate[stage][0] <= recomputed[stage][0] + per_microbatch
         if stage:

@@ -212,7 +212,7 @@ def test_user_errors_exit_with_code_2_and_one_line(tmp_path):
         assert process.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("length", [300_000, 3_000])  # fails while writing, and when flushed
+@pytest.mark.parametrize("length", [300_000, 3_000])  # fails while writing or while flushing
 def test_full_disk_exits_with_one_line_and_no_files(tmp_path, length):
     path = write_lines(tmp_path / "a.jsonl", ["x" * length])
     (tmp_path / "out").mkdir()

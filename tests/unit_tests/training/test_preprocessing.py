@@ -188,7 +188,7 @@ print(peak() - before)
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert int(process.stdout) < 75_000, "kilobytes more for 60 MB in one row group"
+    assert int(process.stdout) < 75_000, "reading a row group of 60 MB needs too much memory (kB)"
 
 
 def test_damaged_gzip_file_is_an_error(tmp_path):
@@ -204,6 +204,6 @@ def test_gzip_padding_between_members_is_limited(tmp_path):
     file.write_bytes(member + bytes(512) + member)
     assert len(list(read_documents([file], Tally()))) == 2 * len(TEXTS)
     with file.open("ab") as stream:
-        stream.truncate(len(member) + (2 << 30))  # sparse; minutes, when it is read byte by byte
+        stream.truncate(len(member) + (2 << 30))  # sparse; reading byte by byte would take minutes
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged: more than 65,536 bytes"):
         list(read_documents([file], Tally()))

@@ -41,7 +41,7 @@ BIG = computation_of("inf_norm", 1.0, INF)
 
 
 @pytest.mark.parametrize(
-    ("tries", "evidence", "anomaly"),
+    ("computations", "evidence", "anomaly"),
     [
         ([NANS], [evidence_of(1.0, NAN, 2.0)], StepAnomaly("nan", "unchecked", (1,), (NAN,))),
         (
@@ -54,13 +54,13 @@ BIG = computation_of("inf_norm", 1.0, INF)
             [evidence_of(1.0, NAN, 2.0)] * 2,
             StepAnomaly("nan", "reproduced", (1,), (NAN, NAN), same=True),
         ),
-        # Elsewhere the second time: no computation of the step has been sound.
+        # The second NaN is on another rank: no computation of the step was valid.
         (
             [NANS, NANS],
             [evidence_of(1.0, NAN, 2.0), evidence_of(NAN, 1.0, 2.0)],
             StepAnomaly("nan", "reproduced", (1,), (NAN, NAN)),
         ),
-        # The losses are equal; the gradients of rank 2 are not, which every rank's norm shows.
+        # The losses are equal, but the gradients of rank 2 differ; every rank's norm shows that.
         (
             [BIG, VALID],
             [evidence_of(1.0, 2.0, 3.0, bits=(5, 5, 6), norms=(1.0, 1.0, INF)), VALID_EVIDENCE],
@@ -71,7 +71,7 @@ BIG = computation_of("inf_norm", 1.0, INF)
             [evidence_of(1.0, 2.0, 3.0, norms=(1.0, NAN, 1.0))] * 2,
             StepAnomaly("inf_norm", "reproduced", (1,), (INF, INF), same=True),
         ),
-        # All parts are sound: it is in a sum over ranks.
+        # The losses of all ranks are finite: the fault is in a sum over ranks.
         (
             [BIG, VALID],
             [VALID_EVIDENCE] * 2,
@@ -87,7 +87,7 @@ BIG = computation_of("inf_norm", 1.0, INF)
             [evidence_of(1.0, 7.0, 1.0), evidence_of(1.0, 1.0, 1.0)],
             StepAnomaly("spike", "transient", (1,), (9.0, 1.0)),
         ),
-        # Compared although nothing is suspicious.
+        # Compared at the interval, although no computation is anomalous.
         ([VALID, VALID], [VALID_EVIDENCE] * 2, None),
         (
             [VALID] * 3,
@@ -114,7 +114,7 @@ BIG = computation_of("inf_norm", 1.0, INF)
             [evidence_of(NAN, 2.0, 3.0), VALID_EVIDENCE, VALID_EVIDENCE],
             StepAnomaly("nan", "transient", (0,), (NAN, 1.0, 1.0), same=True),
         ),
-        # Two of three are suspicious, and the last: nothing sound to go on with.
+        # Two of three computations are anomalous, including the last: none is valid.
         (
             [VALID, NANS, NANS],
             [VALID_EVIDENCE, evidence_of(NAN, 2.0, 3.0), evidence_of(NAN, 2.0, 3.0)],
@@ -122,9 +122,9 @@ BIG = computation_of("inf_norm", 1.0, INF)
         ),
     ],
 )
-def test_anomaly_verdict_follows_from_the_computations(tries, evidence, anomaly):
+def test_anomaly_verdict_follows_from_the_computations(computations, evidence, anomaly):
     # NaN is not equal to itself, so the test compares representations.
-    assert repr(find_anomaly(tries, evidence, loss_share=3.0)) == repr(anomaly)
+    assert repr(find_anomaly(computations, evidence, loss_share=3.0)) == repr(anomaly)
 
 
 class ObservableEngine:
@@ -167,13 +167,13 @@ class Steps:
         return anomaly, len(computations) - len(remaining), used.loss
 
 
-FIRST_LOSS, SECOND_LOSS, NAN_LOSS = (None, 2.0), (None, 2.5), ("nan", NAN)
+LOSS_A, LOSS_B, LOSS_NAN = (None, 2.0), (None, 2.5), ("nan", NAN)
 
 
 def test_only_anomalous_steps_rerun_and_count_once():
     steps = Steps("validate_results")
-    assert steps.run(FIRST_LOSS, SECOND_LOSS) == (None, 1, 2.0)
-    anomaly, times, loss = steps.run(NAN_LOSS, FIRST_LOSS)
+    assert steps.run(LOSS_A, LOSS_B) == (None, 1, 2.0)
+    anomaly, times, loss = steps.run(LOSS_NAN, LOSS_A)
     assert (anomaly.verdict, times, loss) == ("transient", 2, 2.0)
     assert steps.counter.tolist() == [12.0, 4.0], "the counter is restored after the NaN"
     anomaly, times, _ = steps.run(("spike", 9.0), ("spike", 9.0))
@@ -184,21 +184,21 @@ def test_only_anomalous_steps_rerun_and_count_once():
 def test_disabled_reruns_observe_and_recompute_nothing():
     steps = Steps("disabled")
     assert steps.engine.observer is None
-    anomaly, times, _ = steps.run(NAN_LOSS, FIRST_LOSS)
+    anomaly, times, _ = steps.run(LOSS_NAN, LOSS_A)
     assert (anomaly.verdict, times) == ("unchecked", 1)
 
 
 def test_steps_are_compared_at_interval_and_majority_is_used():
     steps = Steps("report_determinism_stats", 2)
-    assert steps.run(FIRST_LOSS, SECOND_LOSS) == (None, 1, 2.0)
-    assert steps.run(FIRST_LOSS, FIRST_LOSS, SECOND_LOSS) == (None, 2, 2.0)
-    assert steps.run(FIRST_LOSS, SECOND_LOSS) == (None, 1, 2.0)
-    anomaly, times, loss = steps.run(SECOND_LOSS, FIRST_LOSS, FIRST_LOSS)
+    assert steps.run(LOSS_A, LOSS_B) == (None, 1, 2.0)
+    assert steps.run(LOSS_A, LOSS_A, LOSS_B) == (None, 2, 2.0)
+    assert steps.run(LOSS_A, LOSS_B) == (None, 1, 2.0)
+    anomaly, times, loss = steps.run(LOSS_B, LOSS_A, LOSS_A)
     assert (anomaly.kind, anomaly.verdict, times, loss) == ("determinism", "transient", 3, 2.0)
-    anomaly, times, loss = steps.run(NAN_LOSS, FIRST_LOSS)
+    anomaly, times, loss = steps.run(LOSS_NAN, LOSS_A)
     assert (anomaly.kind, anomaly.verdict, times, loss) == ("nan", "transient", 2, 2.0)
-    assert steps.run(NAN_LOSS, NAN_LOSS, FIRST_LOSS)[:2][0].verdict == "reproduced"
-    assert steps.counter[0] == 10.0 + 6.0, "one for each step"
+    assert steps.run(LOSS_NAN, LOSS_NAN, LOSS_A)[:2][0].verdict == "reproduced"
+    assert steps.counter[0] == 10.0 + 6.0, "each step counts once"
     numbers, line = steps.replayer.stats()
     assert numbers == {"steps_compared": 3.0, "steps_differed": 1.0}
     assert line == "determinism: 3 steps were computed twice, 1 differed"

@@ -67,13 +67,13 @@ def compare_starts(facts: Sequence[StartFacts]) -> list[str | None]:
         ("--attention-dropout", "0.1", "0.2"),
         ("--norm-epsilon", "1e-05", "1e-06"),
         ("--lr-decay-iters", "12", "24"),
-        # These crashed in a collective.
+        # Without the check, these options crashed in a collective.
         ("--num-layers", "2", "4"),
         ("--hidden-size", "48", "64"),
         ("--train-iters", "12", "10"),
         ("--bf16", "false", "true"),
         ("--tensor-model-parallel-size", "1", "2"),
-        # And some that name files or folders.
+        # Options that name files or folders.
         ("--save", "none", "elsewhere"),
         ("--split", "90,10", "80,20"),
     ],
@@ -83,7 +83,7 @@ def test_differing_option_is_named_with_both_values(prefix, flag, rank0_value, r
     base, changed = start_facts(prefix), start_facts(prefix, changed_flag)
     text, other_text = compare_starts([base, changed])
     assert text == other_text
-    # Options derived from this one are not named.
+    # Options derived from the differing option are not reported.
     reported = re.findall(r"(--\S+) is (\S+) on rank 0 and (\S+) on rank 1\b", text)
     assert reported == [(flag, rank0_value, rank1_value)], text
     assert "\n" not in text

@@ -105,7 +105,7 @@ def test_loss_and_update_equal_the_definition(num_microbatches: int, per_token: 
     for start in (0, 10):
         microbatches = [batch_of(0, start + i) for i in range(num_microbatches)]
         counts = {int(b.loss_mask.sum()) for b in microbatches}
-        assert num_microbatches == 1 or len(counts) > 1, "uneven masks tell the two losses apart"
+        assert num_microbatches == 1 or len(counts) > 1, "the masks are even, so both losses agree"
         loss, expected = reference_step(weights_of(step), [microbatches], per_token=per_token)
         report = step(microbatches, lr=LEARNING_RATE, weight_decay=0.0)
         assert report.applied

@@ -19,7 +19,7 @@ def _measure_compute(rank: int, world: int) -> tuple[float, float, float]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     clock = WaitClock(torch.device("cpu"))
     groups.observers.append(clock)
-    all_reduce(torch.ones(3), groups["world"])  # outside of a step: counts for nothing
+    all_reduce(torch.ones(3), groups["world"])  # outside of a step: does not count
     if rank == 1:
         time.sleep(0.5)
     all_reduce(torch.ones(3), groups["world"])
@@ -39,7 +39,7 @@ def test_waiting_in_collectives_is_not_compute_time():
     assert min(fast_took, slow_took) > 0.49, "steps take equally long"
     assert slow > 0.49
     assert fast < 0.4  # 0.001 where no other process takes its core
-    assert after == 0.0, "counted once"
+    assert after == 0.0, "compute time counts only once"
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,6 @@ def test_rank_is_compared_within_its_pipeline_stage():
         "step, median 3000.0 ms)"
     )
     assert straggler_text(seconds, 2.0, str, comparable_ranks=stages) is None
-    assert "rank 2 on" in str(straggler_text(seconds, 2.0, str)), "longer stages are no stragglers"
+    assert "rank 2 on" in str(straggler_text(seconds, 2.0, str)), (
+        "without stages, rank 2 is compared with all ranks"
+    )

@@ -16,7 +16,7 @@ CONVERSATION = [
     {"role": "user", "content": "<b>Some &amp; bold</b> text é, at https://example.com/a?b=c"},
     {"role": "assistant", "content": "one two three four five six seven eight nine ten 日本"},
 ]
-#: Expressions by the filter that they apply.
+#: Template expressions by the filter they apply.
 FILTERS = {
     "abs": "-3 | abs",
     "attr": "messages[0].keys | attr('real') is undefined",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Administration of a running server: pause, sleep, wake, profile, and other weights."""
+"""Administration of a running server: pause, sleep, wake, profile, and weight updates."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ LETTERS = {"prompt": "a", "max_tokens": 20, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(admin_key=ADMIN_KEY, key="api-key", shapes=CacheShapes(attention=((1, 4),))) as one:
-        one.http.headers["authorization"] = "Bearer api-key"
-        yield one
+    with served(
+        admin_key=ADMIN_KEY, key="api-key", shapes=CacheShapes(attention=((1, 4),))
+    ) as running:
+        running.http.headers["authorization"] = "Bearer api-key"
+        yield running
 
 
 def post_and_pause(
     server: Served, pool: concurrent.futures.Executor, steps: int, **fields: Any
 ) -> Future:
-    """Post a request and hold the engine within a step, after some steps of it: what comes
-    meanwhile is read after that step."""
-    taken = iter(range(1 << 30))
+    """Post a request and block the engine in a later step, which delays other messages."""
+    step_numbers = iter(range(1 << 30))
     model = server.model
 
     def before() -> None:
-        if next(taken) == steps:
+        if next(step_numbers) == steps:
             model.gate.clear()
             model.gate.wait()
 
@@ -64,19 +65,19 @@ def post_and_pause(
     return posted
 
 
-def go_on(server: Served) -> None:
-    """Let a paused engine take steps again, once an order waits to be read after this one."""
-    order_waits(server)
+def unblock(server: Served) -> None:
+    """Unblock the engine once a control message waits to be read after the current step."""
+    wait_for_control_message(server)
     server.model.before = lambda: None
     server.model.gate.set()
 
 
-def order_waits(server: Served) -> None:
-    """Wait until an order has come to a `post_and_pause` engine."""
+def wait_for_control_message(server: Served) -> None:
+    """Wait until a control message has reached an engine blocked by `post_and_pause`."""
     until(lambda: select.select([server.link], [], [], 0)[0])
 
 
-def done(server: Served, action: str, **fields: Any) -> dict[str, Any]:
+def administer(server: Served, action: str, **fields: Any) -> dict[str, Any]:
     response = server.administer(action, **fields)
     assert response.status_code == 200, response.text
     return response.json()
@@ -86,90 +87,100 @@ def test_every_admin_route_requires_its_own_key(server: Served) -> None:
     for method, path, *_ in ADMIN_ROUTES:
         assert method == "POST"
         assert server.administer(path[1:], key="api-key").status_code == 401
-        assert server.post(path).status_code == 404  # not where clients come
+        assert server.post(path).status_code == 404  # not a client route
     assert not server.engine.paused
     assert server.administer("pause", mode="sideways").status_code == 400
     assert server.administer("weights").status_code == 400
 
 
-def test_administration_is_off_without_a_port_and_a_key(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_text("first")
-    other.write_text("second")
+def test_administration_is_off_without_port_and_key(tmp_path: Path) -> None:
+    api_key_file, admin_key_file = tmp_path / "one", tmp_path / "other"
+    api_key_file.write_text("first")
+    admin_key_file.write_text("second")
     assert read_keys(Service()) == (None, None)
     with pytest.raises(ValueError, match="--admin-key-file"):
         read_keys(Service(admin_port=0))
     with pytest.raises(ValueError, match="same key"):
-        read_keys(Service(admin_port=0, api_key_file=str(one), admin_key_file=str(one)))
-    found = read_keys(Service(admin_port=0, api_key_file=str(one), admin_key_file=str(other)))
-    assert found == ("first", "second")
+        read_keys(
+            Service(admin_port=0, api_key_file=str(api_key_file), admin_key_file=str(api_key_file))
+        )
+    keys = read_keys(
+        Service(admin_port=0, api_key_file=str(api_key_file), admin_key_file=str(admin_key_file))
+    )
+    assert keys == ("first", "second")
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_pause_changes_no_text(server: Served, mode: str) -> None:
+def test_pause_changes_no_text(server: Served, mode: str) -> None:
     preempted = server.engine.stats.preempted
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = post_and_pause(server, pool, 5, **LETTERS)
-        pausing = pool.submit(done, server, "pause", mode=mode)
-        go_on(server)
+        pausing = pool.submit(administer, server, "pause", mode=mode)
+        unblock(server)
         assert pausing.result() == {"paused": True, "asleep": False, "weight_epoch": 0}
         steps = server.engine.stats.steps
         assert server.http.get("/health").json()["paused"]
         assert not running.done()
         assert server.engine.stats.steps == steps
-        done(server, "resume")
+        administer(server, "resume")
         assert running.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
     assert server.engine.stats.preempted - preempted == (mode == "recompute")
 
 
-def test_a_pause_may_end_all_outputs(server: Served) -> None:
+def test_pause_with_abort_ends_all_outputs(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = post_and_pause(server, pool, 5, **LETTERS)
-        pausing = pool.submit(done, server, "pause", mode="abort")
-        go_on(server)
+        pausing = pool.submit(administer, server, "pause", mode="abort")
+        unblock(server)
         assert pausing.result()["paused"]
         (choice,) = running.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
     assert "bcdefghijklmnopqrstu".startswith(choice["text"])
     assert server.engine.unfinished == 0
-    done(server, "resume")
+    administer(server, "resume")
 
 
-def test_asleep_it_takes_no_requests_and_goes_on_when_woken(server: Served) -> None:
+def test_sleeping_server_refuses_requests_until_woken(server: Served) -> None:
     full = server.engine.cache.num_bytes
     assert server.administer("wake").status_code == 409
-    assert done(server, "sleep")["asleep"]
+    assert administer(server, "sleep")["asleep"]
     assert server.engine.cache.num_bytes == 0 < full
     assert server.post("/v1/completions", **LETTERS).status_code == 503
     assert server.http.get("/health").status_code == 503
     refusal = server.administer("resume")
     assert refusal.status_code == 409
     assert "wake" in refusal.json()["error"]["message"]
-    assert done(server, "wake") == {"paused": False, "asleep": False, "weight_epoch": 0}
+    assert administer(server, "wake") == {"paused": False, "asleep": False, "weight_epoch": 0}
     assert server.post("/v1/completions", **LETTERS).status_code == 200
 
 
-def test_a_profile_of_nothing_is_refused(server: Served) -> None:
+def test_profile_without_requests_is_refused(server: Served) -> None:
     refusal = server.administer("profile", steps=4)
     assert refusal.status_code == 409
     assert "no request runs" in refusal.json()["error"]["message"]
 
 
 @pytest.mark.slow(seconds=6)
-def test_a_profile_says_where_the_time_goes(server: Served) -> None:
+def test_profile_reports_time_by_operation(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = post_and_pause(server, pool, 2, **LETTERS)
-        profiling = pool.submit(done, server, "profile", steps=4)
-        go_on(server)
-        found = profiling.result()
+        profiling = pool.submit(administer, server, "profile", steps=4)
+        unblock(server)
+        profile = profiling.result()
         assert running.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
-    assert 0 < found["steps"] <= 4
-    assert any(row["name"] == "aten::one_hot" for row in found["operations"])
+    assert 0 < profile["steps"] <= 4
+    assert any(row["name"] == "aten::one_hot" for row in profile["operations"])
 
 
 # --- weights -------------------------------------------------------------------------------------
 
-ASKED = {"prompt": "a" * 40, "max_tokens": 30, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+REQUEST = {
+    "prompt": "a" * 40,
+    "max_tokens": 30,
+    "temperature": 0,
+    "logprobs": 0,
+    "ignore_eos": True,
+}
 
 
 def model_of(seed: int, **changes: Any) -> GPTModel:
@@ -179,26 +190,26 @@ def model_of(seed: int, **changes: Any) -> GPTModel:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints: two of one model, one of another, one that is damaged."""
+    """Return checkpoints: two of the same shape, a wider model, and a damaged file."""
     root = tmp_path_factory.mktemp("weights")
-    found = {"one": save(root / "one", model_of(0))}
-    # Dropout is of training alone.
-    found["two"] = save(
+    paths = {"one": save(root / "one", model_of(0))}
+    # Dropout affects training only.
+    paths["two"] = save(
         root / "two", model_of(1), model=model_of(1, hidden_dropout=0.1).config.to_json()
     )
-    wide = model_of(5, mlp=MLPConfig(ffn_hidden_size=64))
-    found["wide"] = save(root / "wide", wide, model=wide.config.to_json())
-    found["damaged"] = root / "damaged" / found["two"].name
-    shutil.copytree(found["two"], found["damaged"])
-    (shard,) = found["damaged"].glob("*.safetensors")
+    wide_model = model_of(5, mlp=MLPConfig(ffn_hidden_size=64))
+    paths["wide"] = save(root / "wide", wide_model, model=wide_model.config.to_json())
+    paths["damaged"] = root / "damaged" / paths["two"].name
+    shutil.copytree(paths["two"], paths["damaged"])
+    (shard,) = paths["damaged"].glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-100] ^= 255
     shard.write_bytes(data)
-    return found
+    return paths
 
 
 class PausableModel(NextByte):
-    """A real model whose steps may be held up."""
+    """A real model whose steps can be blocked."""
 
     def __init__(self, loaded: CheckpointModel) -> None:
         super().__init__()
@@ -217,44 +228,46 @@ class PausableModel(NextByte):
 @pytest.fixture
 def trained(folders: dict[str, Path]) -> Iterator[Served]:
     launch = Launch.from_environment({})
-    with load_checkpoint_model(ModelSource(load=str(folders["one"]), device="cpu"), launch) as one:
+    with load_checkpoint_model(
+        ModelSource(load=str(folders["one"]), device="cpu"), launch
+    ) as loaded:
         config = EngineConfig(num_blocks=64)
         with served(
-            PausableModel(one),
+            PausableModel(loaded),
             engine=config,
-            shapes=one.cache_shapes,
-            loaded=one,
+            shapes=loaded.cache_shapes,
+            loaded=loaded,
             admin_key=ADMIN_KEY,
-            vocab_size=one.vocab_size,
-        ) as found:
-            found.loaded = one
-            yield found
+            vocab_size=loaded.vocab_size,
+        ) as running:
+            running.loaded = loaded
+            yield running
 
 
 def answer(server: Served) -> dict[str, Any]:
-    response = server.post("/v1/completions", **ASKED)
+    response = server.post("/v1/completions", **REQUEST)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def logprobs(model: GPTModel, tokens: list[int], count: int) -> torch.Tensor:
-    """Return those of the last tokens, by a whole forward pass of a model that was not served."""
+    """Return the log-probabilities of the last `count` tokens by a full forward pass."""
     with torch.no_grad():
         logits = model.head.whole(model.head.project(model(torch.tensor([tokens]))))[:, 0]
-    found = logits.double().log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
-    return found[-count:, 0]
+    log_probs = logits.double().log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
+    return log_probs[-count:, 0]
 
 
-def test_new_weights_say_what_their_trainer_does(trained: Served, folders: dict[str, Path]) -> None:
+def test_new_weights_give_the_trainers_logprobs(trained: Served, folders: dict[str, Path]) -> None:
     before = answer(trained)
     assert answer(trained)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        running = post_and_pause(trained, pool, 9, **ASKED)
-        replacing = pool.submit(done, trained, "weights", load=str(folders["two"]))
-        go_on(trained)
+        running = post_and_pause(trained, pool, 9, **REQUEST)
+        replacing = pool.submit(administer, trained, "weights", load=str(folders["two"]))
+        unblock(trained)
         assert replacing.result()["weight_epoch"] == 1
         during = running.result().json()["choices"][0]
-    # Each token is of one epoch, and the text goes on.
+    # Every token has a weight epoch, and the running text continues.
     epochs = during["weight_epochs"]
     assert epochs == sorted(epochs)
     assert set(epochs) == {0, 1}
@@ -273,7 +286,7 @@ def test_new_weights_say_what_their_trainer_does(trained: Served, folders: dict[
 
 
 def chosen_ids(server: Served) -> list[int]:
-    """Return the ids that the engine chooses for `ASKED`."""
+    """Return the ids that the engine chooses for `REQUEST`."""
     tokens = [97] * 40
     model = server.loaded.model
     for _ in range(30):
@@ -284,70 +297,72 @@ def chosen_ids(server: Served) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
-def give(rank: int, world: int, given: list[tuple[str, int]], tokens: list[int]) -> torch.Tensor:
-    """Give the weights of models, by address and width, on tensor parallel ranks; return the last
-    one's own log-probabilities."""
+def send_weights(
+    rank: int, world: int, transfers: list[tuple[str, int]], tokens: list[int]
+) -> torch.Tensor:
+    """Send models' weights from tensor-parallel ranks, by address and FFN width; return the
+    log-probabilities of the last model."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    for address, width in given:
+    for address, width in transfers:
         config = dataclasses.replace(CONFIG, mlp=MLPConfig(ffn_hidden_size=width))
         model = GPTModel(config, groups, seed=1, dtype=torch.float32)
         group = TransferGroup(address=address, rank=rank, senders=world, receivers=1)
-        with contextlib.suppress(ValueError):  # the server's answer says it
+        with contextlib.suppress(ValueError):  # the server's answer reports the refusal
             assert group.send(weight_chunks(model.store)) > 0
     return logprobs(model, tokens, 30)
 
 
 @pytest.mark.slow(seconds=15)
-def test_weights_come_from_two_training_ranks_to_one(trained: Served) -> None:
+def test_weights_are_received_from_two_training_ranks(trained: Served) -> None:
     answer(trained)
-    kept = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
-    given = [(f"127.0.0.1:{free_port()}", width) for width in (64, 48)]
-    asked = [{"address": address, "senders": 2} for address, _ in given]
+    old_weights = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
+    transfers = [(f"127.0.0.1:{free_port()}", width) for width in (64, 48)]
+    requests = [{"address": address, "senders": 2} for address, _ in transfers]
     tokens = [97] * 40 + [5] * 30
     with (
-        start_ranks(give, 2, given, tokens) as ranks,
+        start_ranks(send_weights, 2, transfers, tokens) as ranks,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
-        # Those of another model leave the old ones.
-        refusal = trained.administer("weights", **asked[0])
+        # Weights of another shape are refused and the old weights stay.
+        refusal = trained.administer("weights", **requests[0])
         assert refusal.status_code == 409
         assert "64" in refusal.json()["error"]["message"]
-        assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
+        assert all(map(torch.equal, old_weights, trained.loaded.model.store.tensors()))
         control = trained.control
-        running = post_and_pause(trained, pool, 9, **ASKED)
-        replacing = pool.submit(done, trained, "weights", **asked[1])
-        order_waits(trained)
-        # A step that runs while weights come is one of the old ones.
+        running = post_and_pause(trained, pool, 9, **REQUEST)
+        replacing = pool.submit(administer, trained, "weights", **requests[1])
+        wait_for_control_message(trained)
+        # A step that runs while weights arrive uses the old weights.
         trained.model.before = lambda: (
             until(lambda: control.received is not None) if control.receiving else None
         )
         trained.model.gate.set()
-        found = replacing.result()
+        outcome = replacing.result()
         trained.model.before = lambda: None
         epochs = running.result().json()["choices"][0]["weight_epochs"]
-        theirs = ranks.values(timeout=60)
-    assert found["weight_epoch"] == 1
+        trainer_logprobs = ranks.values(timeout=60)
+    assert outcome["weight_epoch"] == 1
     size = sum(c.tensor.numel() for c in weight_chunks(trained.loaded.model.store))
-    assert found["received_bytes"] == 4 * size
+    assert outcome["received_bytes"] == 4 * size
     assert epochs == sorted(epochs)
     assert set(epochs) == {0, 1}
     assert answer(trained)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    echoed = {**ASKED, "prompt": tokens, "max_tokens": 1, "echo": True}
+    echoed = {**REQUEST, "prompt": tokens, "max_tokens": 1, "echo": True}
     response = trained.post("/v1/completions", **echoed).json()
     scores = response["choices"][0]["logprobs"]["token_logprobs"][40:70]
-    for one in theirs:
-        torch.testing.assert_close(torch.tensor(scores).double(), one, rtol=0, atol=1e-5)
+    for expected in trainer_logprobs:
+        torch.testing.assert_close(torch.tensor(scores).double(), expected, rtol=0, atol=1e-5)
 
 
-def test_requests_are_answered_while_weights_are_waited_for(trained: Served) -> None:
+def test_requests_are_answered_while_weights_are_awaited(trained: Served) -> None:
     address = f"127.0.0.1:{free_port()}"
     before = answer(trained)["choices"][0]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        replacing = pool.submit(done, trained, "weights", address=address)
+        replacing = pool.submit(administer, trained, "weights", address=address)
         until(lambda: trained.control.receiving)
         during = answer(trained)["choices"][0]
         assert (during["text"], set(during["weight_epochs"])) == (before["text"], {0})
@@ -358,92 +373,92 @@ def test_requests_are_answered_while_weights_are_waited_for(trained: Served) -> 
         sender = TransferGroup(address=address, rank=0, senders=1, receivers=1)
         sender.send(weight_chunks(model_of(1).store))
         assert replacing.result()["weight_epoch"] == 1
-    found = answer(trained)["choices"][0]
-    assert set(found["weight_epochs"]) == {1}
-    assert found["text"] != before["text"]
+    after = answer(trained)["choices"][0]
+    assert set(after["weight_epochs"]) == {1}
+    assert after["text"] != before["text"]
 
 
-def test_a_stream_goes_on_while_weights_are_received(
+def test_stream_continues_while_weights_are_received(
     trained: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, carry_out = f"127.0.0.1:{free_port()}", transfer._execute_transfers
-    epochs: list[int] = []  # of the tokens that have come
-    receiving, begun, sent = threading.Event(), threading.Event(), threading.Event()
-    seen: list[tuple[int, int]] = []
+    address, execute = f"127.0.0.1:{free_port()}", transfer._execute_transfers
+    epochs: list[int] = []  # of the received tokens
+    receiving, sending, sent = threading.Event(), threading.Event(), threading.Event()
+    counts: list[tuple[int, int]] = []
     steps = itertools.count()
 
-    def carried_out(group: Any, plan: Any, chunks: Any, rank: int) -> int:
-        """The receiver waits for a part; the sender has it when more tokens have come."""
+    def delayed_execute(group: Any, plan: Any, chunks: Any, rank: int) -> int:
+        """Send weights only after the client has received five more tokens."""
         if rank:
             receiving.set()
         else:
             receiving.wait(20)
-            first = len(epochs)
-            begun.set()
-            until(lambda: len(epochs) >= first + 5)
-            seen.append((first, len(epochs)))
-        return carry_out(group, plan, chunks, rank)
+            num_before = len(epochs)
+            sending.set()
+            until(lambda: len(epochs) >= num_before + 5)
+            counts.append((num_before, len(epochs)))
+        return execute(group, plan, chunks, rank)
 
     def before() -> None:
         step = next(steps)
-        if step == 20:  # those up to 40 come while weights are received
-            begun.wait(20)
-        if step == 40:  # the others are of the new weights
+        if step == 20:  # steps 20 to 39 run while weights are received
+            sending.wait(20)
+        if step == 40:  # the next steps use the new weights
             sent.wait(20)
             until(lambda: trained.control.received is not None or not trained.control.receiving)
 
     def read() -> None:
-        asked = {**ASKED, "max_tokens": 60, "ignore_eos": True, "stream": True}
-        with trained.http.stream("POST", "/v1/completions", json=asked) as response:
+        fields = {**REQUEST, "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with trained.http.stream("POST", "/v1/completions", json=fields) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         epochs.extend(choice["weight_epochs"])
 
-    monkeypatch.setattr(transfer, "_execute_transfers", carried_out)
+    monkeypatch.setattr(transfer, "_execute_transfers", delayed_execute)
     chunks = weight_chunks(model_of(1).store)
     trained.model.before = before
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        replacing = pool.submit(done, trained, "weights", address=address)
+        replacing = pool.submit(administer, trained, "weights", address=address)
         until(lambda: trained.control.receiving)
         reading = pool.submit(read)
         TransferGroup(address=address, rank=0, senders=1, receivers=1).send(chunks)
         sent.set()
         assert replacing.result()["weight_epoch"] == 1
         reading.result()
-    ((first, last),) = seen
-    assert last - first >= 5
-    assert set(epochs[:last]) == {0}  # they came between the order and its end
+    ((num_before, num_after),) = counts
+    assert num_after - num_before >= 5
+    assert set(epochs[:num_after]) == {0}  # received between the request for weights and its end
     assert epochs == sorted(epochs)
     assert set(epochs) == {0, 1}
     assert len(epochs) == 60
 
 
-def test_weights_that_nobody_gives_leave_the_old_ones(trained: Served) -> None:
-    asked = {"address": f"127.0.0.1:{free_port()}", "timeout_seconds": 0.5}
-    refusal = trained.administer("weights", **asked)
+def test_weights_without_a_sender_leave_the_old_weights(trained: Served) -> None:
+    fields = {"address": f"127.0.0.1:{free_port()}", "timeout_seconds": 0.5}
+    refusal = trained.administer("weights", **fields)
     assert refusal.status_code == 409
     message = refusal.json()["error"]["message"]
-    assert asked["address"] in message
+    assert fields["address"] in message
     assert "\n" not in message
     assert answer(trained)["choices"][0]["weight_epochs"] == [0] * 30
     assert trained.administer("weights", address="nowhere").status_code == 409
-    assert trained.administer("weights", load="x", **asked).status_code == 400
+    assert trained.administer("weights", load="x", **fields).status_code == 400
 
 
 @pytest.mark.parametrize("kind", ["wide", "damaged", "nowhere"])
-def test_weights_that_do_not_fit_leave_the_old_ones(
+def test_mismatched_weights_leave_the_old_weights(
     trained: Served, folders: dict[str, Path], kind: str
 ) -> None:
     before = answer(trained)["choices"][0]["text"]
-    kept = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
+    old_weights = [tensor.clone() for tensor in trained.loaded.model.store.tensors()]
     refusal = trained.administer("weights", load=str(folders.get(kind, "/nowhere")))
     assert refusal.status_code == 409
     message = refusal.json()["error"]["message"]
     assert "\n" not in message
     assert kind in message
-    assert all(map(torch.equal, kept, trained.loaded.model.store.tensors()))
-    found = answer(trained)["choices"][0]
-    assert found["text"] == before
-    assert set(found["weight_epochs"]) == {0}
+    assert all(map(torch.equal, old_weights, trained.loaded.model.store.tensors()))
+    after = answer(trained)["choices"][0]
+    assert after["text"] == before
+    assert set(after["weight_epochs"]) == {0}
     assert not trained.engine.paused

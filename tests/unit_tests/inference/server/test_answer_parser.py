@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers are read into parts, the same ones whichever way their text comes."""
+"""The answer parser yields the same parts for every split of an answer's text."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ TOOLS = {
     },
     "now": {"type": "object"},
 }
-#: What each family writes for: reasoning, a text, two calls. Arguments of "weather" are ARGUMENTS.
+#: Each model family's answer with reasoning, text and two calls; "weather" has ARGUMENTS.
 ARGUMENTS = '{"city": "Zür\\"i}ch", "days": 3}'
-WRITTEN = {
+ANSWERS = {
     "hermes": "<think>\nHm é\n</think>\n\nWait…\n<tool_call>\n"
     '{"name": "weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>\n<tool_call>\n"
     '{"name": "now", "arguments": {}}\n</tool_call>',
@@ -53,7 +53,7 @@ WRITTEN = {
     '{"name": "weather", "arguments": ' + ARGUMENTS + '}, {"name": "now", "arguments": {}}'
     "]</TOOLCALL>",
 }
-READ = [
+PARSED = [
     AnswerPart("reasoning", "Hm é"),
     AnswerPart("text", "Wait…"),
     AnswerPart("call", "weather"),
@@ -87,64 +87,64 @@ NO_CALLS = (
 )
 
 
-def read(
-    name: str, pieces: Iterable[str], *, in_reasoning: bool = False, tools: Any = TOOLS
+def parse(
+    name: str, chunks: Iterable[str], *, in_reasoning: bool = False, tools: Any = TOOLS
 ) -> list[AnswerPart]:
-    """Return the parts of a text that comes in pieces, adjacent ones of a kind as one."""
+    """Parse the chunks of an answer; return its parts, adjacent parts of a kind merged."""
     formats = AnswerFormats(tools=TOOL_FORMATS[name], reasoning=REASONING_FORMATS["qwen3"])
     parser = AnswerParser(formats, tools, in_reasoning=in_reasoning)
-    parts = [part for piece in pieces for part in parser.push(piece)]
+    parts = [part for chunk in chunks for part in parser.push(chunk)]
     parts += parser.push("", finished=True)
     assert parser.has_calls == any(part.kind == "call" for part in parts)
-    found: list[AnswerPart] = []
+    merged: list[AnswerPart] = []
     for part in parts:
         if (
-            found
-            and found[-1].kind == part.kind
+            merged
+            and merged[-1].kind == part.kind
             and part.kind in ("text", "reasoning", "arguments")
         ):
-            found[-1] = AnswerPart(part.kind, found[-1].text + part.text)
+            merged[-1] = AnswerPart(part.kind, merged[-1].text + part.text)
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_split_of_an_answer_reads_the_same(name: str) -> None:
-    text = WRITTEN[name]
-    assert read(name, [text]) == READ
-    assert read(name, text) == READ
-    for place in range(len(text)):
-        assert read(name, [text[:place], text[place:]]) == READ, place
+def test_every_split_of_an_answer_parses_the_same(name: str) -> None:
+    text = ANSWERS[name]
+    assert parse(name, [text]) == PARSED
+    assert parse(name, text) == PARSED
+    for cut in range(len(text)):
+        assert parse(name, [text[:cut], text[cut:]]) == PARSED, cut
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_split_of_its_bytes_reads_the_same(name: str) -> None:
-    """Marks and characters of several bytes come in parts, as tokens of a model do."""
+def test_every_split_of_an_answers_bytes_parses_the_same(name: str) -> None:
+    """Marks and multi-byte characters are split, as a model's tokens split them."""
     tokenizer = ByteTokenizer()
-    tokens = tokenizer.tokenize(WRITTEN[name])
+    tokens = tokenizer.tokenize(ANSWERS[name])
 
-    def pieces(*places: int) -> Iterable[str]:
+    def chunks(*cuts: int) -> Iterable[str]:
         stream = TextStream(tokenizer.detokenize)
-        bounds = [0, *places, len(tokens)]
+        bounds = [0, *cuts, len(tokens)]
         for start, end in itertools.pairwise(bounds):
             yield stream.push(tokens[start:end], finished=end == len(tokens))
 
-    assert read(name, pieces(*range(1, len(tokens)))) == READ
+    assert parse(name, chunks(*range(1, len(tokens)))) == PARSED
     source = random.Random(1)
-    for place in source.sample(range(len(tokens)), 40):
-        assert read(name, pieces(place)) == READ
+    for cut in source.sample(range(len(tokens)), 40):
+        assert parse(name, chunks(cut)) == PARSED
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_what_is_no_call_is_text_as_it_was(name: str) -> None:
+def test_text_without_a_valid_call_is_unchanged(name: str) -> None:
     for text in NO_CALLS:
-        assert "".join(p.text for p in read(name, [text])) == text
-        assert {p.kind for p in read(name, [text])} <= {"text"}
-        assert read(name, text) == read(name, [text])
+        assert "".join(p.text for p in parse(name, [text])) == text
+        assert {p.kind for p in parse(name, [text])} <= {"text"}
+        assert parse(name, text) == parse(name, [text])
 
 
-PIECES = st.sampled_from(
+FRAGMENTS = st.sampled_from(
     ["<think>", "</think>", "\n", " ", "é", "{", "}", '"name": "now"', ", ", '"arguments": {}', "<"]
     + ['"name": "other"', '"arguments": "{}"', '"arguments": [', '"', "<parameter=days>", "[1, {}]"]
     + ["<tool_call>", "</tool_call>", "<TOOLCALL>[", "]", "; ", "<function=now>", "</function>"]
@@ -153,22 +153,22 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=st.lists(PIECES, max_size=12), name=st.sampled_from(sorted(TOOL_FORMATS)))
-def test_random_marks_read_the_same_in_any_split(texts: list[str], name: str) -> None:
+@given(texts=st.lists(FRAGMENTS, max_size=12), name=st.sampled_from(sorted(TOOL_FORMATS)))
+def test_random_marks_parse_the_same_in_any_split(texts: list[str], name: str) -> None:
     text = "".join(texts)
-    whole = read(name, [text])
-    assert read(name, texts) == whole == read(name, text)
-    begun = [p.kind for p in whole if p.kind in ("call", "end")]
-    assert begun == ["call", "end"] * (len(begun) // 2)  # each call ends before the next
+    whole = parse(name, [text])
+    assert parse(name, texts) == whole == parse(name, text)
+    call_kinds = [p.kind for p in whole if p.kind in ("call", "end")]
+    assert call_kinds == ["call", "end"] * (len(call_kinds) // 2)  # each call ends before the next
 
 
-ANY_PLACE = {
+CALL_TEMPLATES = {
     "hermes": ("<tool_call>{}</tool_call>", 1),
     "llama3_json": ("<|python_tag|>{}; {}; {}", 3),
     "nemotron": ("<TOOLCALL>[{}, {}, {}]</TOOLCALL>", 3),
 }
-#: Values of a parameter, with the types of its schema: JSON has them, and XML has them as Python
-#: prints them.
+#: Values of a parameter and the types of its schema. JSON writes a value as JSON, XML as Python
+#: prints it.
 VALUES: list[tuple[Any, Any]] = [
     ("Bern", "string"),
     ("", "string"),
@@ -197,18 +197,19 @@ VALUES: list[tuple[Any, Any]] = [
     ({}, None),
 ]
 ORDERS = (("first", "value", "last"), ("value", "last", "first"), ("last", "first", "value"))
-OTHERS = {"first": 1, "last": "x y"}
+OTHER_ARGUMENTS = {"first": 1, "last": "x y"}
 
 
 def schema(types: Any) -> dict[str, Any]:
-    shape = {} if types is None else {"type": types}
-    shapes = {"first": {"type": "integer"}, "value": shape, "last": {"type": "string"}}
-    return {"take": {"type": "object", "properties": shapes}}
+    value_schema = {} if types is None else {"type": types}
+    properties = {"first": {"type": "integer"}, "value": value_schema, "last": {"type": "string"}}
+    return {"take": {"type": "object", "properties": properties}}
 
 
 def call_text(name: str, arguments: dict[str, Any], order: int) -> str:
-    """Return a call of "take" as a model of a family writes it; members of a call come in three
-    orders, too, where it is an object."""
+    """Return a call of "take" as a model family writes it.
+
+    If the call is a JSON object, `order` also selects the order of its members."""
     if name == "qwen3_coder":
         parameters = "".join(
             f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
@@ -226,30 +227,34 @@ def call_text(name: str, arguments: dict[str, Any], order: int) -> str:
         {"id": "c1", word: json.dumps(arguments), "type": "function", "name": "take"},
     )[order]
     text = json.dumps(call, ensure_ascii=order == 0)
-    return ANY_PLACE[name][0].partition("{}")[0] + text + ANY_PLACE[name][0].rpartition("{}")[2]
+    return (
+        CALL_TEMPLATES[name][0].partition("{}")[0]
+        + text
+        + CALL_TEMPLATES[name][0].rpartition("{}")[2]
+    )
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_arguments_are_the_values_that_were_written(name: str) -> None:
-    """Every value in every order: whole, by character and in 20 random cuts."""
+def test_arguments_keep_their_values_and_types(name: str) -> None:
+    """Parse every value in every order: whole, by character, and in 20 random splits."""
     source = random.Random(name)
     for (value, types), order in itertools.product(VALUES, range(3)):
-        arguments = {key: OTHERS.get(key, value) for key in ORDERS[order]}
+        arguments = {key: OTHER_ARGUMENTS.get(key, value) for key in ORDERS[order]}
         text = "So.\n" + call_text(name, arguments, order)
         splits: list[Sequence[str]] = [[text], text]
         for _ in range(20):
-            places = sorted(source.sample(range(len(text)), source.randint(1, 6)))
-            splits.append([text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])])
-        for pieces in splits:
-            content, call, arguments_part, end = read(name, pieces, tools=schema(types))
+            cuts = sorted(source.sample(range(len(text)), source.randint(1, 6)))
+            splits.append([text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])])
+        for split in splits:
+            content, call, arguments_part, end = parse(name, split, tools=schema(types))
             assert (content, call, end) == (
                 AnswerPart("text", "So."),
                 AnswerPart("call", "take"),
                 AnswerPart("end"),
             )
             parsed = json.loads(arguments_part.text)
-            assert parsed == arguments, pieces
-            assert type(parsed["value"]) is type(value), pieces
+            assert parsed == arguments, split
+            assert type(parsed["value"]) is type(value), split
 
 
 @pytest.mark.parametrize(
@@ -276,15 +281,15 @@ def test_arguments_are_the_values_that_were_written(name: str) -> None:
         ("{'a', 'b'}", "object", "{'a', 'b'}"),
     ],
 )
-def test_xml_values_in_other_spellings(written: str, types: Any, value: Any) -> None:
+def test_xml_values_in_other_spellings_are_converted(written: str, types: Any, value: Any) -> None:
     text = f"<tool_call><function=take><parameter=value>\n{written}\n</parameter></function>"
-    _, arguments, _ = read("qwen3_coder", [text], tools=schema(types))
+    _, arguments, _ = parse("qwen3_coder", [text], tools=schema(types))
     assert json.loads(arguments.text) == {"value": value}
 
 
 @pytest.mark.parametrize("types", ["string", None])
 @pytest.mark.parametrize(
-    "lost",
+    "mark",
     [
         "<tool_call>",
         "\n</parameter>",
@@ -294,7 +299,7 @@ def test_xml_values_in_other_spellings(written: str, types: Any, value: Any) -> 
         "\n</parameter>\n</function>\n</tool_call>",
     ],
 )
-def test_calls_outlive_lost_marks(lost: str, types: str | None) -> None:
+def test_calls_are_parsed_with_missing_marks(mark: str, types: str | None) -> None:
     text = (
         "<tool_call>\n<function=take>\n<parameter=first>\n1\n</parameter>\n<parameter=value>\n"
         "Bern\n</parameter>\n</function>\n</tool_call>\n"
@@ -304,13 +309,13 @@ def test_calls_outlive_lost_marks(lost: str, types: str | None) -> None:
         AnswerPart("arguments", '{"first": 1, "value": "Bern"}'),
         AnswerPart("end"),
     ]
-    for whole in (text.replace(lost, ""), text + text.replace(lost, "") + text):
-        count = whole.count("<function=")
-        assert read("qwen3_coder", [whole], tools=schema(types)) == calls * count
-        assert read("qwen3_coder", whole, tools=schema(types)) == calls * count
+    for answer in (text.replace(mark, ""), text + text.replace(mark, "") + text):
+        count = answer.count("<function=")
+        assert parse("qwen3_coder", [answer], tools=schema(types)) == calls * count
+        assert parse("qwen3_coder", answer, tools=schema(types)) == calls * count
 
 
-def test_the_next_parameter_ends_one_without_its_mark() -> None:
+def test_next_parameter_ends_a_parameter_without_end_mark() -> None:
     text = "<function=weather><parameter=city>\nUlm\n<parameter=days>\n3\n</parameter>"
     parts = [
         AnswerPart("call", "weather"),
@@ -318,16 +323,16 @@ def test_the_next_parameter_ends_one_without_its_mark() -> None:
         AnswerPart("end"),
     ]
     for split in ([text], text):
-        assert read("qwen3_coder", split) == parts
-    # A mark of no other parameter is a part of the value.
+        assert parse("qwen3_coder", split) == parts
+    # A mark of an unknown or repeated parameter belongs to the value.
     text = "<function=weather><parameter=city>\n<parameter=x> <parameter=city>\n</parameter>"
-    assert json.loads(read("qwen3_coder", text)[1].text) == {
+    assert json.loads(parse("qwen3_coder", text)[1].text) == {
         "city": "<parameter=x> <parameter=city>"
     }
 
 
-def test_arguments_that_are_cut_off_stay_open() -> None:
-    """Else a client would act on half of a value."""
+def test_truncated_arguments_stay_open() -> None:
+    """A closed value would make a client act on half of it."""
     text = (
         "<tool_call><function=weather><parameter=days>\n3\n</parameter><parameter=city>\nrm -rf /"
     )
@@ -339,8 +344,8 @@ def test_arguments_that_are_cut_off_stay_open() -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_a_call_that_is_cut_off_leaves_no_text(name: str) -> None:
-    """Wherever the answer ends, marks of a call that has begun are not shown."""
+def test_truncated_call_leaves_no_text(name: str) -> None:
+    """Wherever the answer ends, the marks of a call that has begun are not text."""
     text = call_text(name, {"first": 1, "value": "é", "last": "x"}, 0)
     formats, ends = AnswerFormats(tools=TOOL_FORMATS[name]), []
     for end in range(1, len(text) + 1):
@@ -367,47 +372,47 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1), (0, 2)])
-def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, places: Sequence[int]) -> None:
-    """Of three calls of a section some name no tool: the others are calls, and nothing is text."""
+@pytest.mark.parametrize("unknown", [(0,), (1,), (2,), (0, 1), (0, 2)])
+def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, unknown: Sequence[int]) -> None:
+    """Some of a section's three calls name unknown tools: the others are parsed, none is text."""
     begin, separator, end = SECTIONS[name]
     valid = UNKNOWN[name].replace("other", "now")
-    written = [UNKNOWN[name] if place in places else valid for place in range(3)]
+    written = [UNKNOWN[name] if index in unknown else valid for index in range(3)]
     text = f"Hm.{begin}{separator.join(written)}{end}"
-    for pieces in ([text], text):
-        content, *calls = read(name, pieces)
+    for split in ([text], text):
+        content, *calls = parse(name, split)
         assert content == AnswerPart("text", "Hm.")
-        assert [part.kind for part in calls] == ["call", "arguments", "end"] * (3 - len(places))
+        assert [part.kind for part in calls] == ["call", "arguments", "end"] * (3 - len(unknown))
         assert {part.text for part in calls if part.kind == "call"} == {"now"}
 
 
-def test_a_call_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    read("nemotron", [f'<TOOLCALL>[{UNKNOWN["nemotron"]}, {{"name": "now", "arguments": {{}}}}]'])
+def test_unknown_call_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parse("nemotron", [f'<TOOLCALL>[{UNKNOWN["nemotron"]}, {{"name": "now", "arguments": {{}}}}]'])
     (record,) = caplog.records
     assert record.levelname == "WARNING"
 
 
 @pytest.mark.parametrize("name", ["hermes", "nemotron"])
 @pytest.mark.parametrize("written", ["{}", '""', '" {}"', "null"])
-def test_no_arguments_are_an_empty_object(name: str, written: str) -> None:
-    before, _, after = ANY_PLACE[name][0].partition("{}" if name == "hermes" else "{}, {}, {}")
+def test_missing_arguments_are_an_empty_object(name: str, written: str) -> None:
+    before, _, after = CALL_TEMPLATES[name][0].partition("{}" if name == "hermes" else "{}, {}, {}")
     for members in (
         f'"name": "now", "arguments": {written}',
         f'"arguments": {written}, "name": "now"',
     ):
-        parts = read(name, [f"{before}{{{members}}}{after}"])
+        parts = parse(name, [f"{before}{{{members}}}{after}"])
         assert [part.kind for part in parts] == ["call", "arguments", "end"]
         assert json.loads(parts[1].text) == {}
 
 
-def test_members_after_the_arguments_are_no_text() -> None:
+def test_members_after_the_arguments_are_not_text() -> None:
     call = '{"name": "now", "arguments": {}, "id": "c", "more": [1, {"a": "}"}]}'
-    parts = read("hermes", f"<tool_call>{call}</tool_call>Yes")
+    parts = parse("hermes", f"<tool_call>{call}</tool_call>Yes")
     assert parts[2:] == [AnswerPart("end"), AnswerPart("text", "Yes")]
 
 
 def test_json_answer_is_streamed_incrementally() -> None:
-    """Where a call may open an answer, an object is soon seen to be none."""
+    """An answer may begin with a call; an object that cannot be a call is streamed early."""
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
     assert parser.push('{"result": [') == [AnswerPart("text", '{"result": [')]
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
@@ -425,48 +430,48 @@ def test_json_answer_is_streamed_incrementally() -> None:
         '<TOOLCALL>[{"arguments":{"a": "',
     ],
 )
-def test_text_is_read_again_a_few_times_at_most(unit: str) -> None:
-    """The steps of the machine grow as the text does: sections that never end are no trap."""
+def test_parser_steps_grow_linearly_with_the_text(unit: str) -> None:
+    """Sections that never end do not make the parser quadratic."""
     steps = []
     for count in (100, 400):
         parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["nemotron"]), TOOLS)
-        taken = itertools.count()
+        counter = itertools.count()
         step = parser._advance
 
-        def counted(step: Any = step, taken: Any = taken) -> Any:
-            next(taken)
+        def counted_step(step: Any = step, counter: Any = counter) -> Any:
+            next(counter)
             return step()
 
-        parser._advance = counted  # type: ignore[method-assign]
+        parser._advance = counted_step  # type: ignore[method-assign]
         assert "".join(p.text for p in parser.push(unit * count, finished=True)) == unit * count
-        steps.append(next(taken))
+        steps.append(next(counter))
     assert steps[1] <= 4.1 * steps[0]
     assert steps[1] <= 8 * 400 * len(unit)
 
 
-def test_arguments_come_before_their_call_has_ended() -> None:
+def test_arguments_are_streamed_before_their_call_ends() -> None:
     formats = AnswerFormats(tools=TOOL_FORMATS["hermes"])
     parser = AnswerParser(formats, TOOLS)
-    shown = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
-    assert shown == [AnswerPart("call", "now"), AnswerPart("arguments", '{"a": "lon')]
+    parts = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
+    assert parts == [AnswerPart("call", "now"), AnswerPart("arguments", '{"a": "lon')]
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
-    shown = parser.push("<tool_call><function=weather><parameter=city>\nlon")
-    assert shown == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "lon')]
+    parts = parser.push("<tool_call><function=weather><parameter=city>\nlon")
+    assert parts == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "lon')]
 
 
-def test_reasoning_that_the_prompt_has_begun() -> None:
+def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
     for text in ("\nfirst\n</think>\n\nthen", "first</think>then"):
-        assert read("hermes", text, in_reasoning=True) == [
+        assert parse("hermes", text, in_reasoning=True) == [
             AnswerPart("reasoning", "first"),
             AnswerPart("text", "then"),
         ]
-    assert read("hermes", "never ends \n", in_reasoning=True) == [
+    assert parse("hermes", "never ends \n", in_reasoning=True) == [
         AnswerPart("reasoning", "never ends")
     ]
 
 
 @pytest.mark.parametrize(
-    ("written", "means"),
+    ("written", "expected"),
     [
         ("3", 3),
         ('"3"', '"3"'),
@@ -477,25 +482,25 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
         ("", ""),
     ],
 )
-def test_xml_parameters_have_their_schemas_types(written: str, means: object) -> None:
-    def of(key: str) -> object:
+def test_xml_parameters_have_the_types_of_their_schema(written: str, expected: object) -> None:
+    def parsed_value(key: str) -> object:
         text = f"<tool_call><function=weather><parameter={key}>\n{written}\n</parameter></function>"
-        found = read("qwen3_coder", text)
-        return json.loads("".join(p.text for p in found if p.kind == "arguments"))[key]
+        parts = parse("qwen3_coder", text)
+        return json.loads("".join(p.text for p in parts if p.kind == "arguments"))[key]
 
-    assert of("city") == written
-    assert of("days") == (means if isinstance(means, int) else written)
-    assert of("any") == ("3" if written == '"3"' else means)
+    assert parsed_value("city") == written
+    assert parsed_value("days") == (expected if isinstance(expected, int) else written)
+    assert parsed_value("any") == ("3" if written == '"3"' else expected)
 
 
-def test_without_tools_and_reasoning_text_is_left_alone() -> None:
+def test_text_is_unchanged_without_tools_and_reasoning() -> None:
     parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["hermes"]), {})
     assert parser.push(" <tool_call> \n") == [AnswerPart("text", " <tool_call> \n")]
 
 
 def test_special_token_markers_are_preserved() -> None:
     class Special(ByteTokenizer):
-        """Has a special token for a mark, which decoding drops."""
+        """A tokenizer with a special token for a mark, which decoding drops."""
 
         def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [300] if text == "<think>" else super().tokenize(text)
@@ -509,11 +514,11 @@ def test_special_token_markers_are_preserved() -> None:
     assert decode_with_marks(tokenizer, formats.marks, [97, 300, 98]) == "a<think>b"
 
 
-def test_the_options_name_what_the_tables_have() -> None:
+def test_parser_options_match_the_format_tables() -> None:
     hints = get_type_hints(Service)
     for field, table in (
         ("tool_call_parser", TOOL_FORMATS),
         ("reasoning_parser", REASONING_FORMATS),
     ):
-        names = {n for part in get_args(hints[field]) for n in get_args(part)}
+        names = {n for choices in get_args(hints[field]) for n in get_args(choices)}
         assert names == set(table)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat page: what a browser may load, and a conversation in one."""
+"""The chat page: its content security policy, and a conversation in a browser."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from tests.support.http_server import Served, served, until
 KEY = "secret-key"
 
 
-def test_a_page_may_run_only_its_own_script() -> None:
-    one, other = content_policy("<script>a</script>"), content_policy("<script>b</script>")
-    (mine,) = re.findall(r"script-src ('sha256-[\w+/=]+')", one)
+def test_content_policy_allows_only_the_pages_script() -> None:
+    policy = content_policy("<script>a</script>")
+    other_policy = content_policy("<script>b</script>")
+    (digest,) = re.findall(r"script-src ('sha256-[\w+/=]+')", policy)
     # printf a | openssl dgst -sha256 -binary | base64
-    assert mine == "'sha256-ypeBEsobvcr6wjGzmiPcTaeG7/gUfE5yuYB3ha/uSLs='"
-    assert mine not in other
-    assert "unsafe" not in one
-    assert "default-src 'none'" in one
+    assert digest == "'sha256-ypeBEsobvcr6wjGzmiPcTaeG7/gUfE5yuYB3ha/uSLs='"
+    assert digest not in other_policy
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(key=KEY) as found:
-        yield found
+    with served(key=KEY) as running:
+        yield running
 
 
-def test_the_page_needs_no_key_and_nothing_from_elsewhere(server: Served) -> None:
+def test_page_needs_no_key_and_no_external_resource(server: Served) -> None:
     response = server.http.get("/")
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -41,7 +42,7 @@ def test_the_page_needs_no_key_and_nothing_from_elsewhere(server: Served) -> Non
     assert KEY not in response.text
 
 
-def test_every_control_of_the_page_has_a_label(server: Served) -> None:
+def test_every_control_has_a_label(server: Served) -> None:
     text = server.http.get("/").text
     controls = re.findall(r'<(?:input|textarea)[^>]* ?id="(\w+)"', text)
     assert len(controls) > 7
@@ -53,38 +54,38 @@ def page(server: Served, tmp_path: Path) -> Iterator[Page]:
     program = chromium()
     if program is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
-    with opened(program, tmp_path / "profile") as found:
-        found.open(server.url + "/")
-        yield found
-        assert found.complaints() == []
-        assert all(url.startswith((server.url, "data:,")) for url in found.requests())
+    with opened(program, tmp_path / "profile") as browser_page:
+        browser_page.open(server.url + "/")
+        yield browser_page
+        assert browser_page.complaints() == []
+        assert all(url.startswith((server.url, "data:,")) for url in browser_page.requests())
 
 
-LAST = "document.querySelector('article:last-child p').textContent"
+LAST_MESSAGE = "document.querySelector('article:last-child p').textContent"
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_conversation_in_a_browser(server: Served, page: Page) -> None:
-    # Without a key: an error that is read out, and the text stays to be sent again.
+def test_conversation_runs_in_a_browser(server: Served, page: Page) -> None:
+    # Without a key, an alert is shown and the text stays in the input field.
     page.type("hello")
     page.press("Enter", 13, text="\r")
     page.until("document.querySelector('[role=alert]').innerText.includes('API key')")
     assert page.run("message.value") == "hello"
     page.click("#key")
     page.type(KEY)
-    page.press("Tab", 9)  # what is typed counts once the field is left
+    page.press("Tab", 9)  # the key is stored when the field loses focus
     page.until("document.title === 'next-byte'")
     page.run("temperature.value = 0; message.focus()")
-    # Streamed: text is there while the engine still works.
+    # The answer is streamed while the engine still runs.
     server.model.gate.clear()
     page.press("Enter", 13, text="\r")
     page.until("!stop.hidden && send.hidden")
     assert page.run("error.hidden")
     server.model.gate.set()
-    page.until(f"{LAST}.includes('abcdef')")
+    page.until(f"{LAST_MESSAGE}.includes('abcdef')")
     page.until("stop.hidden && status.textContent.includes('tokens/s')")
     assert "tokens," in page.run("status.textContent")
-    # The conversation goes on with what was said, under a system prompt and the given limits.
+    # The next turn contains the history, the system prompt and the token limit.
     page.click("#system")
     page.type("be kind")
     page.click("#max_tokens")
@@ -94,18 +95,18 @@ def test_a_conversation_in_a_browser(server: Served, page: Page) -> None:
     page.type("again")
     page.press("Enter", 13, text="\r")
     page.until("turns.length === 4")
-    assert page.run(f"{LAST}.length") == 4
+    assert page.run(f"{LAST_MESSAGE}.length") == 4
     roles = page.run("body().messages.map((m) => m.role)")
     assert roles == ["system", "user", "assistant", "user", "assistant"]
 
 
 @pytest.mark.slow(seconds=10)
-def test_an_answer_is_stopped_in_a_browser(server: Served, page: Page) -> None:
+def test_answer_is_stopped_in_a_browser(server: Served, page: Page) -> None:
     page.click("#key")
     page.type(KEY)
     page.run("temperature.value = 0; message.focus()")
-    slow = iter(range(1 << 30))
-    server.model.before = lambda: next(slow) > 40 and server.model.gate.clear()
+    steps = iter(range(1 << 30))
+    server.model.before = lambda: next(steps) > 40 and server.model.gate.clear()
     page.type("count")
     page.press("Enter", 13, text="\r")
     page.until("stop.hidden === false && log.textContent.length > 40")

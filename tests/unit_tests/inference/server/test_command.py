@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command, from a checkpoint to answers and its end: one process, two ranks, and options."""
+"""The serve command from a checkpoint to answers and shutdown: one process, two ranks, options."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.support.launchers import serve_store
 from tests.support.ranks import RankSet, start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import make_model, save
 
-# Its order takes more than one collective.
+# Broadcasting this request takes more than one collective.
 LONG = [3 + n % 250 for n in range(2000)]
-ASKED = ({"prompt": "Once", "seed": 5}, {"prompt": LONG, "temperature": 0})
+REQUESTS = ({"prompt": "Once", "seed": 5}, {"prompt": LONG, "temperature": 0})
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +42,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> int:
+def command_on_rank(rank: int, world: int, words: list[str], launcher: dict[str, str]) -> int:
     ranked = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher else {}
     return serve.main(words, ranked)
 
 
 @contextlib.contextmanager
-def started(root: Path, world: int, *more: str) -> Iterator[tuple[RankSet, httpx.Client]]:
-    """Start the command on some ranks; yield them and a client once it is ready."""
-    words = ["--load", str(root), "--device", "cpu", "--port", "0", *more]
+def started(root: Path, world: int, *extra_flags: str) -> Iterator[tuple[RankSet, httpx.Client]]:
+    """Start the command on `world` ranks; yield the ranks and a client once the server is ready."""
+    words = ["--load", str(root), "--device", "cpu", "--port", "0", *extra_flags]
     launcher: dict[str, str] = {}
     if world > 1:
         _store, launcher = serve_store(world)
-    with start_ranks(command_on_a_rank, world, words, launcher, init=False) as ranks:
+    with start_ranks(command_on_rank, world, words, launcher, init=False) as ranks:
         ranks.wait_for_line(0, "serving", timeout=60)
         (url,) = re.findall(r"serving \S+ at (http://\S+)", ranks.log(0))
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
@@ -62,27 +62,29 @@ def started(root: Path, world: int, *more: str) -> Iterator[tuple[RankSet, httpx
 
 
 def answers(client: httpx.Client) -> list[str]:
-    posted = [client.post("/v1/completions", json={"max_tokens": 8, **one}) for one in ASKED]
+    posted = [
+        client.post("/v1/completions", json={"max_tokens": 8, **fields}) for fields in REQUESTS
+    ]
     return [response.json()["choices"][0]["text"] for response in posted]
 
 
 @pytest.mark.slow(seconds=35)
-def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_process_and_end_on_sigterm(root: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret-key\n")
-    more = ("--api-key-file", str(key), "--served-model-name", "tiny", "--chat-template", "chatml")
+    flags = ("--api-key-file", str(key), "--served-model-name", "tiny", "--chat-template", "chatml")
     (iteration,) = root.glob("iter_*")
     write_pooling(iteration, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
-    found, vectors = [], []
+    texts, vectors = [], []
     grids = ((1, ()), (2, ("--tensor-model-parallel-size", "2")), (2, ()))
     for world, sizes in grids:
-        with started(root, world, *more, *sizes) as (ranks, client):
+        with started(root, world, *flags, *sizes) as (ranks, client):
             assert client.get("/v1/models").status_code == 401
             client.headers["authorization"] = "Bearer secret-key"
             assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-            found.append(answers(client))
-            asked = {"input": ["Once", "Once more"]}
-            vectors.append(client.post("/v1/embeddings", json=asked).json()["data"])
+            texts.append(answers(client))
+            embedding_request = {"input": ["Once", "Once more"]}
+            vectors.append(client.post("/v1/embeddings", json=embedding_request).json()["data"])
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             assert client.post("/v1/chat/completions", json=chat).status_code == 200
             facts = client.get("/health").json()["engine"]
@@ -90,32 +92,32 @@ def test_two_ranks_answer_as_one_and_end_on_sigterm(root: Path, tmp_path: Path) 
             assert "megatron:num_requests_running 0.0" in client.get("/metrics").text
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 long = {"prompt": "a", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-                last = pool.submit(client.post, "/v1/completions", json=long)
+                running = pool.submit(client.post, "/v1/completions", json=long)
                 while not client.get("/health").json()["active"]:
                     pass
                 for rank in range(world):
                     ranks.kill(rank, signal.SIGTERM)
-                assert last.result().json()["usage"]["completion_tokens"] == 300
+                assert running.result().json()["usage"]["completion_tokens"] == 300
             assert ranks.values(timeout=60.0) == [0] * world
             assert "secret-key" not in ranks.log(0)
-    assert found[0] == found[1] == found[2]
-    for one, *others in zip(*vectors, strict=True):
-        for other in others:
-            assert other["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
-    assert all(found[0])
+    assert texts[0] == texts[1] == texts[2]
+    for reference, *embeddings in zip(*vectors, strict=True):
+        for embedding in embeddings:
+            assert embedding["embedding"] == pytest.approx(reference["embedding"], abs=1e-5)
+    assert all(texts[0])
 
 
 def http_process_with_a_full_log(rank: int, world: int) -> None:
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    ours, theirs = socket.socketpair()
-    ours.close()  # the engine has ended before it sent settings
+    engine_socket, http_socket = socket.socketpair()
+    engine_socket.close()  # the engine has ended before it sent settings
     listener = socket.create_server(("127.0.0.1", 0))
-    sys.argv = ["http_process", str(theirs.detach()), str(listener.detach())]
+    sys.argv = ["http_process", str(http_socket.detach()), str(listener.detach())]
     http_process.main()
-    print("a line that no log takes", file=sys.stderr, flush=True)
+    print("a line that the full log drops", file=sys.stderr, flush=True)
 
 
-def test_the_http_process_goes_on_without_a_log() -> None:
+def test_http_process_survives_a_full_log() -> None:
     with start_ranks(http_process_with_a_full_log, 1, init=False) as ranks:
         assert ranks.values(timeout=60.0) == [None]
 
@@ -129,7 +131,7 @@ def run(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "text"),
     [
         ("--host 0.0.0.0", "--api-key-file"),
         ("--api-key-file /nowhere/key", "/nowhere/key"),
@@ -142,14 +144,14 @@ def run(*words: str) -> tuple[int, str]:
         ("--max-colour 3", "--max-colour"),
     ],
 )
-def test_bad_options_are_one_line_before_anything_is_loaded(words: str, told: str) -> None:
+def test_invalid_options_are_one_line_before_loading(words: str, text: str) -> None:
     code, err = run("--load", "/nowhere", *words.split())
     assert code == 2
-    assert told in err
+    assert text in err
     assert err.count("\n") == 1
 
 
-def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
+def test_answer_options_reach_the_http_process(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ tools }}{{ enable_thinking }}{{ thinking }}")
     words = f"--load x --chat-template {template} --tool-call-parser hermes"
@@ -164,46 +166,46 @@ def test_options_of_answers_reach_the_http_process(tmp_path: Path) -> None:
         stop_tokens=(),
         data_parallel=SimpleNamespace(size=3),
     )
-    told = serve.http_settings(loaded, line.config, [None, None])
-    assert told["client"]["max_outputs"] == 3 * 16 + 64
-    assert told["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
-    assert "modules.json" in told["no_embeddings"]
-    assert told["template_variables"] == ["enable_thinking", "thinking"]
+    settings = serve.http_settings(loaded, line.config, [None, None])
+    assert settings["client"]["max_outputs"] == 3 * 16 + 64
+    assert settings["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
+    assert "modules.json" in settings["no_embeddings"]
+    assert settings["template_variables"] == ["enable_thinking", "thinking"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "error"),
     [
         ("--tool-call-parser hermes", "--tool-call-parser hermes"),
         ("--chat-template-kwargs messages_x enable_thinking", "enable_thinking"),
         ("--reasoning-parser qwen3", None),
     ],
 )
-def test_options_that_the_template_does_not_read_are_refused(words: str, told: str | None) -> None:
+def test_options_unused_by_the_template_are_refused(words: str, error: str | None) -> None:
     words = f"--load x --chat-template chatml {words}"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     service = line.config.service
-    if told is None:
+    if error is None:
         serve.check_template(service, CHATML, "the chat template chatml")
     else:
-        with pytest.raises(ValueError, match=f"{told}.*chatml"):
+        with pytest.raises(ValueError, match=f"{error}.*chatml"):
             serve.check_template(service, CHATML, "the chat template chatml")
 
 
-def test_a_port_in_use_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+def test_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         code, err = run("--load", "/nowhere", "--port", port)
     assert code == 2
     assert port in err
     assert err.count("\n") == 1
 
 
-def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_serve_extra_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
-    def without(name: str, *more: Any) -> Any:
-        return None if name == "fastapi" else find(name, *more)
+    def without(name: str, *args: Any) -> Any:
+        return None if name == "fastapi" else find(name, *args)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     code, err = run("--load", "/nowhere")

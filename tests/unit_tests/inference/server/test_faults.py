@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may do wrong, and what must not come of it."""
+"""Client errors, overload and engine failures: error answers, and requests that continue."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TEXT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as found:
-        yield found
-        assert found.post("/v1/completions", **TEXT).status_code == 200
-        assert found.engine.unfinished == 0
+    with served() as running:
+        yield running
+        assert running.post("/v1/completions", **TEXT).status_code == 200
+        assert running.engine.unfinished == 0
 
 
-def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """Return the error, which has OpenAI's shape and the request's id."""
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Check status and OpenAI's error shape; return the error."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code", "request_id"}
@@ -64,8 +64,8 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     ],
     ids=lambda body: body[:24].decode(errors="replace"),
 )
-def test_bodies_that_are_no_requests(server: Served, body: bytes) -> None:
-    refused(server.http.post("/v1/completions", content=body))
+def test_invalid_bodies_are_refused(server: Served, body: bytes) -> None:
+    error_of(server.http.post("/v1/completions", content=body))
 
 
 @pytest.mark.parametrize(
@@ -77,54 +77,56 @@ def test_bodies_that_are_no_requests(server: Served, body: bytes) -> None:
         (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 1}', "?"),
     ],
 )
-def test_a_key_that_is_there_twice_is_named(server: Served, body: bytes, key: str) -> None:
-    error = refused(server.http.post("/v1/completions", content=body))
+def test_duplicate_key_is_named(server: Served, body: bytes, key: str) -> None:
+    error = error_of(server.http.post("/v1/completions", content=body))
     assert "twice" in error["message"]
     assert error["param"] == key
 
 
-def test_a_field_that_is_not_there_is_named(server: Served) -> None:
+def test_unknown_field_is_named(server: Served) -> None:
     for fields in ({"suffix": "x"}, {"best_of": 2}, {"stream_options": {"more": True}}):
-        error = refused(server.post("/v1/completions", **TEXT, **fields))
+        error = error_of(server.post("/v1/completions", **TEXT, **fields))
         assert error["param"] == next(iter(fields))
-    assert refused(server.post("/v1/chat/completions", **CHAT, tools=[]))["param"] == "tools"
-    error = refused(server.post("/v1/chat/completions", messages=[{"role": "king", "content": ""}]))
+    assert error_of(server.post("/v1/chat/completions", **CHAT, tools=[]))["param"] == "tools"
+    error = error_of(
+        server.post("/v1/chat/completions", messages=[{"role": "king", "content": ""}])
+    )
     assert error["param"] == "messages"
 
 
-def test_bodies_and_headers_that_are_too_long(server: Served) -> None:
+def test_oversized_bodies_and_headers_are_refused(server: Served) -> None:
     long = json.dumps({"prompt": "a" * 100_000}).encode()
-    refused(server.http.post("/v1/completions", content=long), 413)
+    error_of(server.http.post("/v1/completions", content=long), 413)
     halves = iter([long[:60_000], long[60_000:]])  # in chunks, without a length
-    refused(server.http.post("/v1/completions", content=halves), 413)
-    refused(server.http.get("/v1/models", headers={"x-more": "a" * MAX_HEADER_BYTES}), 431)
+    error_of(server.http.post("/v1/completions", content=halves), 413)
+    error_of(server.http.get("/v1/models", headers={"x-more": "a" * MAX_HEADER_BYTES}), 431)
 
 
-def test_requests_that_never_end() -> None:
+def test_unfinished_requests_time_out() -> None:
     with served(body_seconds=0.2) as server:
-        for begun in (
+        for partial_request in (
             b"GET /health HT",
             b"GET /health HTTP/1.1\r\nhost: a\r\n",
             b"",
         ):
             with server.connect() as slow:
-                slow.sendall(begun)
+                slow.sendall(partial_request)
                 assert slow.recv(1000) == b""  # closed
         head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n"
         with server.connect() as slow:
             slow.sendall(head + b'{"prompt"')
             assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
-        # A connection that is used again is timed again, and an answer takes as long as it takes.
+        # The time limit restarts for each request of a connection and does not include the answer.
         server.model.gate.clear()
         threading.Timer(0.5, server.model.gate.set).start()
         assert server.post("/v1/completions", **TEXT).status_code == 200
-        with server.connect() as again:
-            again.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        with server.connect() as reused:
+            reused.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
             answer = b""
             while b"active" not in answer:
-                answer += again.recv(1000)
-            again.sendall(b"GET /hea")
-            assert again.recv(1000) == b""
+                answer += reused.recv(1000)
+            reused.sendall(b"GET /hea")
+            assert reused.recv(1000) == b""
 
 
 @pytest.mark.parametrize(
@@ -157,27 +159,27 @@ def test_requests_that_never_end() -> None:
         ("prompt", ["a"] * 65),
     ],
 )
-def test_values_out_of_bounds(server: Served, name: str, value: object) -> None:
-    error = refused(server.post("/v1/completions", **{"prompt": "a", name: value}))
+def test_out_of_range_values_are_refused(server: Served, name: str, value: object) -> None:
+    error = error_of(server.post("/v1/completions", **{"prompt": "a", name: value}))
     assert error["param"] == name
     assert name in error["message"]
 
 
-def test_what_is_wrong_inside_an_alternative_is_named(server: Served) -> None:
-    parts = [{"type": "image_url", "image_url": "x"}]
-    messages = [{"role": "user", "content": parts}]
-    error = refused(server.post("/v1/chat/completions", messages=messages))
+def test_error_inside_a_union_is_named(server: Served) -> None:
+    content = [{"type": "image_url", "image_url": "x"}]
+    messages = [{"role": "user", "content": content}]
+    error = error_of(server.post("/v1/chat/completions", messages=messages))
     assert error["param"] == "messages"
     assert "messages.0.content.0.type" in error["message"]
 
 
-def test_nan_is_no_number(server: Served) -> None:
+def test_nan_is_refused(server: Served) -> None:
     body = b'{"prompt": "a", "temperature": NaN}'
-    refused(server.http.post("/v1/completions", content=body))
+    error_of(server.http.post("/v1/completions", content=body))
 
 
 @pytest.mark.parametrize(
-    ("fields", "told", "param"),
+    ("fields", "text", "param"),
     [
         ({"prompt": [257]}, "257", "prompt"),
         ({"prompt": [1 << 40]}, "prompt", "prompt"),
@@ -187,17 +189,17 @@ def test_nan_is_no_number(server: Served) -> None:
         ({"prompt": "a", "logit_bias": {"999": 1}}, "999", "logit_bias"),
     ],
 )
-def test_tokens_that_the_model_lacks(
-    server: Served, fields: dict[str, Any], told: str, param: str
+def test_invalid_tokens_and_lengths_are_refused(
+    server: Served, fields: dict[str, Any], text: str, param: str
 ) -> None:
     steps = server.engine.stats.steps
-    error = refused(server.post("/v1/completions", **fields))
-    assert told in error["message"]
+    error = error_of(server.post("/v1/completions", **fields))
+    assert text in error["message"]
     assert error["param"] == param
     assert server.engine.stats.steps == steps
 
 
-def test_templates_that_grow_or_refuse() -> None:
+def test_failing_chat_templates_are_refused() -> None:
     doubles = "{% set n = namespace(x=[1]) %}{% for i in range(50) %}{% set n.x = n.x + n.x %}"
     for source in (
         doubles + "{% endfor %}",
@@ -205,30 +207,30 @@ def test_templates_that_grow_or_refuse() -> None:
         "{{ messages.__class__.__mro__ }}",
     ):
         with served(template={"source": source, "name": "bad"}) as server:
-            refused(server.post("/v1/chat/completions", **CHAT))
+            error_of(server.post("/v1/chat/completions", **CHAT))
             assert server.post("/v1/completions", **TEXT).status_code == 200
     with served(template=None) as server:
-        assert "template" in refused(server.post("/v1/chat/completions", **CHAT))["message"]
+        assert "template" in error_of(server.post("/v1/chat/completions", **CHAT))["message"]
 
 
-def test_more_requests_than_the_queue_takes() -> None:
+def test_requests_beyond_the_queue_get_429() -> None:
     with served(max_outputs=8) as server, concurrent.futures.ThreadPoolExecutor(40) as pool:
         server.model.gate.clear()
-        asked = [pool.submit(server.post, "/v1/completions", **TEXT) for _ in range(40)]
-        until(lambda: sum(one.done() for one in asked) == 32)
+        futures = [pool.submit(server.post, "/v1/completions", **TEXT) for _ in range(40)]
+        until(lambda: sum(future.done() for future in futures) == 32)
         server.model.gate.set()
-        answers = [one.result() for one in asked]
+        answers = [future.result() for future in futures]
         served_ones = [a for a in answers if a.status_code == 200]
         assert [a.json()["choices"][0]["text"] for a in served_ones] == ["bcd"] * 8
         for response in answers:
             if response.status_code != 200:
-                refused(response, 429)
+                error_of(response, 429)
                 assert int(response.headers["retry-after"]) >= 1
-        refused(server.post("/v1/completions", **TEXT, n=9))  # would never have room
+        error_of(server.post("/v1/completions", **TEXT, n=9))  # exceeds the whole queue
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves(stream: bool) -> None:
+def test_disconnected_clients_request_is_aborted(stream: bool) -> None:
     with served() as server:
         steps = server.engine.stats
         body = json.dumps(
@@ -241,7 +243,7 @@ def test_a_client_that_leaves(stream: bool) -> None:
                 pass
             until(lambda: steps.steps > 3)
             server.model.gate.clear()
-        # The engine is in a step, or before one: the next but one is not for this client.
+        # The engine is in or before a step: at most one more step runs for this client.
         before = steps.steps
         until(lambda: server.http.get("/health").json()["active"] == 0)
         server.model.gate.set()
@@ -250,32 +252,32 @@ def test_a_client_that_leaves(stream: bool) -> None:
         assert server.engine.scheduler.pool.references == 0
 
 
-def test_a_client_that_does_not_read() -> None:
+def test_client_that_does_not_read_is_dropped() -> None:
     with served(max_unsent=300) as server:
-        asked = {
+        fields = {
             "prompt": "a",
             "max_tokens": 4000,
             "ignore_eos": True,
             "stream": True,
             "logprobs": 9,
         }
-        body = json.dumps(asked).encode()
+        body = json.dumps(fields).encode()
         with server.connect() as client:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
             client.sendall(head.encode() + b"\r\n" + body)
             until(lambda: server.engine.unfinished)
             assert server.post("/v1/completions", **TEXT).json()["choices"][0]["text"] == "bcd"
             until(lambda: server.engine.unfinished == 0)
-            assert server.engine.stats.computed < 4000  # it was dropped
-            while client.recv(1 << 16):  # and its connection closed
+            assert server.engine.stats.computed < 4000  # the request was aborted
+            while client.recv(1 << 16):  # and the connection was closed
                 pass
 
 
 def test_every_route_requires_the_key() -> None:
     with served(key="secret-key") as server:
         paths = [(method, path) for method, path, *_ in APP_ROUTES]
-        for given in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
-            headers = {} if given is None else {"authorization": given}
+        for authorization in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
+            headers = {} if authorization is None else {"authorization": authorization}
             for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:
                 response = server.http.request(method, path, headers=headers)
                 if path in OPEN_ROUTES:
@@ -283,12 +285,12 @@ def test_every_route_requires_the_key() -> None:
                 elif path.startswith(ANTHROPIC_ROUTES):  # see test_messages.py
                     assert response.status_code == 401
                 else:
-                    refused(response, 401)
-        for right in ({"authorization": "Bearer secret-key"}, {"x-api-key": "secret-key"}):
-            assert server.http.get("/v1/models", headers=right).status_code == 200
+                    error_of(response, 401)
+        for valid_headers in ({"authorization": "Bearer secret-key"}, {"x-api-key": "secret-key"}):
+            assert server.http.get("/v1/models", headers=valid_headers).status_code == 200
 
 
-def test_others_are_let_in_with_a_key_only(tmp_path: Any) -> None:
+def test_public_hosts_require_an_api_key(tmp_path: Any) -> None:
     assert read_key(Service()) is None
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.org"):
         with pytest.raises(ValueError, match="--api-key-file"):
@@ -303,19 +305,19 @@ def test_others_are_let_in_with_a_key_only(tmp_path: Any) -> None:
 
 
 class NotFiniteAfterZ(NextByte):
-    """Returns NaN for rows whose last token is `z`."""
+    """A model that returns NaN for rows whose last token is `z`."""
 
     def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
-        found = super().__call__(tokens, **context)
-        found[tokens.t() == ord("z")] = torch.nan
-        return found
+        logits = super().__call__(tokens, **context)
+        logits[tokens.t() == ord("z")] = torch.nan
+        return logits
 
 
-def test_one_request_fails_and_others_go_on() -> None:
+def test_failing_request_does_not_affect_others() -> None:
     with served(NotFiniteAfterZ()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         good = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=20, temperature=0)
         bad = pool.submit(server.post, "/v1/completions", prompt="x", max_tokens=20, temperature=0)
-        refused(bad.result(), 500)
+        error_of(bad.result(), 500)
         assert good.result().json()["choices"][0]["text"] == "bcdefghijklmnopqrstu"
         streamed = server.post("/v1/completions", prompt="x", temperature=0, stream=True)
         assert streamed.status_code == 200
@@ -326,16 +328,16 @@ def test_one_request_fails_and_others_go_on() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_engine_death_is_reported_to_all_requests() -> None:
-    class Dies(NextByte):
+    class Crashing(NextByte):
         def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
-            found = super().__call__(tokens, **context)
+            logits = super().__call__(tokens, **context)
             if (tokens == ord("!")).any():
-                raise RuntimeError  # ends the thread, as a crash does the process
-            return found
+                raise RuntimeError  # ends the thread, as a crash ends the process
+            return logits
 
-    with served(Dies()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with served(Crashing()) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         server.model.gate.clear()
-        other = pool.submit(
+        running = pool.submit(
             server.post, "/v1/completions", prompt="a", max_tokens=4000, ignore_eos=True
         )
         bad = pool.submit(server.post, "/v1/completions", prompt="!")
@@ -343,28 +345,28 @@ def test_engine_death_is_reported_to_all_requests() -> None:
         server.model.gate.set()
         until(lambda: not server.thread.is_alive())
         server.link.close()
-        for response in (other.result(), bad.result()):
-            assert refused(response, 503)["message"].startswith("the engine has stopped")
+        for response in (running.result(), bad.result()):
+            assert error_of(response, 503)["message"].startswith("the engine has stopped")
 
 
-def test_running_answers_end_and_new_ones_are_refused() -> None:
+def test_draining_server_finishes_and_refuses_requests() -> None:
     with served() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         server.model.gate.clear()
         running = pool.submit(server.post, "/v1/completions", stream=True, **TEXT)
         until(lambda: server.engine.unfinished)
         server.loop.drain()
-        held = threading.Event()
-        steps = iter([None, held.wait])
+        release = threading.Event()
+        steps = iter([None, release.wait])
         server.model.before = lambda: (next(steps, None) or (lambda: None))()
         server.model.gate.set()
         until(lambda: server.http.get("/health").status_code == 503)
-        refused(server.post("/v1/completions", **TEXT), 503)
-        held.set()
+        error_of(server.post("/v1/completions", **TEXT), 503)
+        release.set()
         assert running.result().text.endswith("data: [DONE]\n\n")
 
 
-def test_a_cache_that_is_full_changes_no_text() -> None:
-    asked = [{"prompt": chr(97 + i) * 20, "max_tokens": 40, "temperature": 0} for i in range(6)]
+def test_full_cache_changes_no_text() -> None:
+    requests = [{"prompt": chr(97 + i) * 20, "max_tokens": 40, "temperature": 0} for i in range(6)]
     texts = []
     for blocks in (4096, 5):
         shapes = CacheShapes(attention=((1, 4),))
@@ -372,31 +374,31 @@ def test_a_cache_that_is_full_changes_no_text() -> None:
             served(engine=EngineConfig(num_blocks=blocks), shapes=shapes) as server,
             concurrent.futures.ThreadPoolExecutor(6) as pool,
         ):
-            answers = pool.map(lambda one: server.post("/v1/completions", **one), asked)
+            answers = pool.map(lambda fields: server.post("/v1/completions", **fields), requests)
             texts.append([answer.json()["choices"][0]["text"] for answer in answers])
             full = server.post("/v1/completions", prompt="a" * 100)
             chat = server.post("/v1/chat/completions", **CHAT, max_completion_tokens=200)
             preempted = server.engine.stats.preempted
     assert texts[0] == texts[1]
     assert preempted > 0
-    assert "blocks" in refused(full)["message"]  # would not fit even alone
-    assert refused(full)["param"] == "max_tokens"
-    assert refused(chat)["param"] == "max_completion_tokens"
+    assert "blocks" in error_of(full)["message"]  # too long even without other requests
+    assert error_of(full)["param"] == "max_tokens"
+    assert error_of(chat)["param"] == "max_completion_tokens"
 
 
-def test_a_seed_says_the_same_alone_and_among_others() -> None:
-    asked = {"prompt": "a", "max_tokens": 20, "temperature": 2.0, "seed": 7}
+def test_seeded_text_does_not_depend_on_the_batch() -> None:
+    fields = {"prompt": "a", "max_tokens": 20, "temperature": 2.0, "seed": 7}
     with served() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        alone = server.post("/v1/completions", **asked).json()["choices"][0]["text"]
+        alone = server.post("/v1/completions", **fields).json()["choices"][0]["text"]
         server.model.gate.clear()
-        together = [pool.submit(server.post, "/v1/completions", **asked) for _ in range(8)]
+        together = [pool.submit(server.post, "/v1/completions", **fields) for _ in range(8)]
         until(lambda: server.http.get("/health").json()["active"] == 8)
         server.model.gate.set()
         assert [t.result().json()["choices"][0]["text"] for t in together] == [alone] * 8
         assert server.engine.stats.steps < 8 * 20
 
 
-def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_api_key_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with served(key="secret-key") as server:
         for path in ("/v1/models", "/nowhere", "/metrics"):
@@ -413,7 +415,7 @@ def test_exception_text_is_logged_but_not_returned(
         raise RuntimeError("at 0x7f00 in /home")
 
     monkeypatch.setattr("megatron.inference.server.request_handling.Server.check_model", fail)
-    error = refused(server.post("/v1/completions", **TEXT), 500)
+    error = error_of(server.post("/v1/completions", **TEXT), 500)
     assert "0x7f00" not in error["message"]
     assert "0x7f00" in caplog.text
     assert error["request_id"] in caplog.text
@@ -422,7 +424,7 @@ def test_exception_text_is_logged_but_not_returned(
 def test_request_over_time_limit_is_aborted() -> None:
     with served(request_seconds=0.2) as server:
         server.model.gate.clear()
-        refused(server.post("/v1/completions", **TEXT), 504)
+        error_of(server.post("/v1/completions", **TEXT), 504)
         text = server.post("/v1/completions", **TEXT, stream=True).text
         assert "no answer within" in text
         server.model.gate.set()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process on several ranks, against one engine alone: tokens, administration, and the
-loss of a rank. The test speaks to rank 0 as the HTTP process does."""
+"""The engine process on several ranks against a single-process engine: tokens, administration, and
+the loss of a rank. The test talks to rank 0 as the HTTP process does."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-#: A rank runs three outputs at a time.
+#: Sequences that run at a time on each replica.
 ROWS = 3
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5, "logprobs": 2})
 LONG, TOO_LONG = 40, 90
 WORDS = ["--device", "cpu", "--inference-max-requests", "3", "--inference-memory-gb", "0.0005"]
 
 
-def asks(first: int = 0, new: int = 24) -> list[EngineRequest]:
-    """Return eight asks: of two prefixes, drawn and not, the last with all that may be reported."""
-    found = []
+def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[EngineRequest]:
+    """Return eight requests: two prefixes, greedy and sampled, the last with prompt logprobs."""
+    requests = []
     for n in range(8):
         prefix = [3 + n % 2] * LONG
-        found.append(
+        requests.append(
             EngineRequest(
-                id=first + n,
+                id=first_id + n,
                 prompt=[*prefix, *range(7, 8 + n)],
-                max_new_tokens=new - n,
+                max_new_tokens=max_new_tokens - n,
                 sampling=SAMPLINGS[n // 2 % 2],
                 sequence=n,
                 prompt_logprobs=n == 7,
             )
         )
-    return found
+    return requests
 
 
 def model_of(seed: int, config: GPTConfig = CONFIG) -> GPTModel:
@@ -66,47 +66,51 @@ def model_of(seed: int, config: GPTConfig = CONFIG) -> GPTModel:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints of one model with two sets of weights."""
+    """Return checkpoints of a model with two sets of weights."""
     root = tmp_path_factory.mktemp("grids")
     config = {"bf16": False, "max-position-embeddings": TOO_LONG}
-    found = [save(root / str(seed), model_of(seed), config=config) for seed in (0, 1)]
-    write_pooling(found[0], "Transformer", "Pooling", "Normalize", pooling_mode="mean")
-    return found
+    paths = [save(root / str(seed), model_of(seed), config=config) for seed in (0, 1)]
+    write_pooling(paths[0], "Transformer", "Pooling", "Normalize", pooling_mode="mean")
+    return paths
 
 
-def request_of(ask: EngineRequest) -> Request:
+def request_of(request: EngineRequest) -> Request:
     return Request(
-        prompt=tuple(ask.prompt),
-        max_new_tokens=ask.max_new_tokens,
-        sampling=SamplingParams(**ask.sampling),
-        stop_tokens=frozenset(ask.stop_tokens),
-        sequence=ask.sequence,
-        prompt_logprobs=ask.prompt_logprobs,
+        prompt=tuple(request.prompt),
+        max_new_tokens=request.max_new_tokens,
+        sampling=SamplingParams(**request.sampling),
+        stop_tokens=frozenset(request.stop_tokens),
+        sequence=request.sequence,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
-def of_one_engine(folder: Path) -> list[Completion]:
+def single_engine_outputs(folder: Path) -> list[Completion]:
     source = ModelSource(load=str(folder), device="cpu")
     with load_checkpoint_model(source, Launch.from_environment({})) as loaded:
         engine = LLM(loaded, Inference(inference_max_requests=ROWS)).engine
-        return [one for (one,) in generate(engine, map(request_of, asks()))]
+        return [
+            completion for (completion,) in generate(engine, map(request_of, engine_requests()))
+        ]
 
 
 @pytest.fixture(scope="module")
-def alone(folders: list[Path]) -> list[list[Completion]]:
-    """What one engine says to `asks` with either weights."""
-    found = [of_one_engine(folder) for folder in folders]
-    assert [one.tokens for one in found[0]] != [one.tokens for one in found[1]]
-    return found
+def single_engine(folders: list[Path]) -> list[list[Completion]]:
+    """Return a single-process engine's outputs of `engine_requests` for both sets of weights."""
+    outputs = [single_engine_outputs(folder) for folder in folders]
+    assert [completion.tokens for completion in outputs[0]] != [
+        completion.tokens for completion in outputs[1]
+    ]
+    return outputs
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
-class Talk:
-    """The other end of the link to rank 0, and what has come from there."""
+class EngineLink:
+    """The HTTP process's end of the link to rank 0, and the messages received."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._reader = link, FrameReader()
@@ -114,134 +118,139 @@ class Talk:
         self.ended: dict[int, OutputDelta] = {}
         self.cached: dict[int, int] = {}
         self.stats: list[Mapping[str, Any]] = []
-        self.quiet = 0  # steps without news, since the last one with some
+        self.quiet = 0  # steps without output since the last output
         self.facts: Mapping[str, Any] = {}
-        self._done: dict[int, Mapping[str, Any]] = {}
-        self._next_order = 1000
+        self._control_results: dict[int, Mapping[str, Any]] = {}
+        self._next_control_id = 1000
 
     def send(self, *messages: Mapping[str, Any]) -> None:
         self._link.sendall(b"".join(map(frame, messages)))
 
-    def ask(self, wanted: Sequence[EngineRequest]) -> None:
-        self.outputs |= {a.id: Completion.begin(request_of(a), a.id, 0) for a in wanted}
-        self.send(*(a.to_json() for a in wanted))
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        self.outputs |= {a.id: Completion.begin(request_of(a), a.id, 0) for a in requests}
+        self.send(*(a.to_json() for a in requests))
 
-    def hear(self, holds: Callable[[], object]) -> None:
-        """Listen until a condition holds."""
-        while not holds():
+    def receive_until(self, condition: Callable[[], object]) -> None:
+        """Receive messages until a condition holds."""
+        while not condition():
             data = self._link.recv(1 << 20)
             assert data, "the engine process has ended"
             for message in self._reader.feed(data):
-                self._take(message)
+                self._handle(message)
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "facts":
             self.facts = message["facts"]
         elif message["kind"] == "done":
-            self._done[message["id"]] = message
+            self._control_results[message["id"]] = message
         elif message["kind"] == "step":
             self.stats.append(message["stats"])
             self.quiet = 0 if message["news"] else self.quiet + 1
             for fields in message["news"]:
                 self._add(OutputDelta(**fields))
 
-    def _add(self, news: OutputDelta) -> None:
-        found = self.outputs[news.id]
-        self.cached.setdefault(news.id, news.cached_tokens)
+    def _add(self, delta: OutputDelta) -> None:
+        output = self.outputs[delta.id]
+        self.cached.setdefault(delta.id, delta.cached_tokens)
         for name in ("tokens", "logprobs", "epochs", "top_logprobs"):
-            vars(found)[name] += getattr(news, name)
-        if news.prompt_logprobs is not None:
-            found.prompt_logprobs = list(news.prompt_logprobs)
-        found.finish_reason = news.finish_reason
-        if news.finish_reason or news.refused:
-            self.ended[news.id] = news
+            vars(output)[name] += getattr(delta, name)
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = list(delta.prompt_logprobs)
+        output.finish_reason = delta.finish_reason
+        if delta.finish_reason or delta.refused:
+            self.ended[delta.id] = delta
 
-    def ends(self, wanted: Sequence[EngineRequest]) -> list[Completion]:
-        """Return outputs once all of them have ended."""
-        self.hear(lambda: all(a.id in self.ended for a in wanted))
-        return [self.outputs[a.id] for a in wanted]
+    def finished(self, requests: Sequence[EngineRequest]) -> list[Completion]:
+        """Return the outputs once all requests have finished."""
+        self.receive_until(lambda: all(a.id in self.ended for a in requests))
+        return [self.outputs[a.id] for a in requests]
 
-    def order(self, action: str, **fields: Any) -> Mapping[str, Any]:
-        """Have something administered; return the answer."""
-        number, self._next_order = self._next_order, self._next_order + 1
+    def control(self, action: str, **fields: Any) -> Mapping[str, Any]:
+        """Send a control message; return the answer."""
+        number, self._next_control_id = self._next_control_id, self._next_control_id + 1
         self.send({"kind": "control", "id": number, "action": action, **fields})
-        self.hear(lambda: number in self._done)
-        return self._done[number]
+        self.receive_until(lambda: number in self._control_results)
+        return self._control_results[number]
 
-    def begun(self, wanted: Sequence[EngineRequest], count: int) -> None:
-        """Ask, and wait until some output has so many tokens, and none has ended."""
-        self.ask(wanted)
-        self.hear(lambda: any(len(self.outputs[a.id].tokens) >= count for a in wanted))
-        assert not any(a.id in self.ended for a in wanted)
+    def start(self, requests: Sequence[EngineRequest], count: int) -> None:
+        """Submit requests; wait until an output has `count` tokens while none has finished."""
+        self.submit(requests)
+        self.receive_until(lambda: any(len(self.outputs[a.id].tokens) >= count for a in requests))
+        assert not any(a.id in self.ended for a in requests)
 
 
 Script = Callable[..., Any]
 
 
-def served_on_a_rank(
+def serve_on_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str], script: Script, args: Any
 ) -> Any:
-    """Run the engine process of a rank; on rank 0 a thread runs a script as the HTTP process."""
+    """Run a rank's engine process; on rank 0, a thread runs `script` as the HTTP process."""
     line = parse_command_line(ServeConfig, words, prog="serve", description="")
     launch = Launch.from_environment({**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
     keys = (None, None)
     if rank:
         serve.serve(line.config, launch, None, keys=keys, addresses=())
         return None
-    link, other_end = socket.socketpair()
-    found: list[Any] = []
+    engine_socket, http_socket = socket.socketpair()
+    results: list[Any] = []
 
-    def talk() -> None:
-        with other_end:
-            found.append(script(Talk(other_end), *args))
+    def run_script() -> None:
+        with http_socket:
+            results.append(script(EngineLink(http_socket), *args))
 
-    with link:
-        thread = threading.Thread(target=talk)
+    with engine_socket:
+        thread = threading.Thread(target=run_script)
         thread.start()
-        serve.serve(line.config, launch, link, keys=keys, addresses=())
+        serve.serve(line.config, launch, engine_socket, keys=keys, addresses=())
         thread.join()
-    return found[0]
+    return results[0]
 
 
-def run(folder: Path, world: int, more: str, script: Script, *args: Any, act: Any = None) -> Any:
-    """Run a script against the engine process on some ranks; return what it returns.
+def run(folder: Path, world: int, flags: str, script: Script, *args: Any, act: Any = None) -> Any:
+    """Run a script against the engine process on `world` ranks; return its result.
 
-    `act` is called meanwhile.
+    `act` is called while the ranks run.
     """
     _store, launcher = serve_store(world)
-    words = ["--load", str(folder), *WORDS, *more.split()]
-    with start_ranks(served_on_a_rank, world, words, launcher, script, args, init=False) as ranks:
+    words = ["--load", str(folder), *WORDS, *flags.split()]
+    with start_ranks(serve_on_rank, world, words, launcher, script, args, init=False) as ranks:
         if act is not None:
             act()
         return ranks.values(timeout=90)[0]
 
 
-def assert_as_one(found: Sequence[Completion], wanted: Sequence[Completion]) -> None:
-    assert len(found) == len(wanted)
-    for got, expected in zip(found, wanted, strict=True):
-        assert got.tokens == expected.tokens, expected.index
-        assert got.finish_reason == expected.finish_reason
-        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-        tops = [[[token for token, _ in one] for one in c.top_logprobs] for c in (got, expected)]
+def assert_same_outputs(actual: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert len(actual) == len(expected)
+    for output, reference in zip(actual, expected, strict=True):
+        assert output.tokens == reference.tokens, reference.index
+        assert output.finish_reason == reference.finish_reason
+        assert output.logprobs == pytest.approx(reference.logprobs, abs=1e-5)
+        tops = [
+            [[token for token, _ in candidates] for candidates in c.top_logprobs]
+            for c in (output, reference)
+        ]
         assert tops[0] == tops[1]
-        if expected.prompt_logprobs is not None:
-            assert got.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=1e-5)
+        if reference.prompt_logprobs is not None:
+            assert output.prompt_logprobs == pytest.approx(reference.prompt_logprobs, abs=1e-5)
 
 
-def answer_and_leave(talk: Talk) -> Any:
-    """Have all answered, one aborted, one refused and a text embedded."""
-    left, long = EngineRequest(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
-    talk.ask([*asks(), left, EngineRequest(id=91, prompt=long, max_new_tokens=9)])
-    talk.hear(lambda: 91 in talk.ended and talk.outputs[0].tokens)
-    talk.send({"kind": "abort", "id": left.id})
-    for number in range(92, 102):  # between steps that run
-        talk.ask([EngineRequest(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
-        talk.hear(lambda: number in talk.ended)  # noqa: B023
-    assert not all(ask.id in talk.ended for ask in asks())
-    found = talk.ends(asks())
-    talk.hear(lambda: talk.stats[-1]["running"] == 0)
-    refused = talk.ended[91].refused
-    return found, talk.stats, talk.facts, refused, list(talk.ended[92].embedding)
+def submit_abort_and_embed(engine: EngineLink) -> Any:
+    """Complete all requests; abort a request, have a request refused, and embed a text."""
+    aborted, too_long = EngineRequest(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
+    engine.submit(
+        [*engine_requests(), aborted, EngineRequest(id=91, prompt=too_long, max_new_tokens=9)]
+    )
+    engine.receive_until(lambda: 91 in engine.ended and engine.outputs[0].tokens)
+    engine.send({"kind": "abort", "id": aborted.id})
+    for number in range(92, 102):  # between steps of running requests
+        engine.submit([EngineRequest(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
+        engine.receive_until(lambda: number in engine.ended)  # noqa: B023
+    assert not all(request.id in engine.ended for request in engine_requests())
+    outputs = engine.finished(engine_requests())
+    engine.receive_until(lambda: engine.stats[-1]["running"] == 0)
+    refused = engine.ended[91].refused
+    return outputs, engine.stats, engine.facts, refused, list(engine.ended[92].embedding)
 
 
 GRIDS = [
@@ -255,42 +264,42 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "more"), GRIDS)
-def test_ranks_answer_as_one_engine(
-    folders: list[Path], alone: list[list[Completion]], world: int, more: str
+@pytest.mark.parametrize(("world", "flags"), GRIDS)
+def test_ranks_answer_as_a_single_engine(
+    folders: list[Path], single_engine: list[list[Completion]], world: int, flags: str
 ) -> None:
-    replicas = world // ((1 + (TP in more)) * (1 + (PP in more)))
-    found, stats, facts, refused, vector = run(folders[0], world, more, answer_and_leave)
-    assert_as_one(found, alone[0])
+    replicas = world // ((1 + (TP in flags)) * (1 + (PP in flags)))
+    outputs, stats, facts, refused, vector = run(folders[0], world, flags, submit_abort_and_embed)
+    assert_same_outputs(outputs, single_engine[0])
     assert str(TOO_LONG) in refused
-    # As many rows as all replicas have, and all blocks are free in the end.
-    assert max(one["running"] for one in stats) == ROWS * replicas
-    assert max(one["cache_usage"] for one in stats) > 0 == stats[-1]["cache_usage"]
+    # All rows of all replicas were used, and all blocks are free at the end.
+    assert max(step["running"] for step in stats) == ROWS * replicas
+    assert max(step["cache_usage"] for step in stats) > 0 == stats[-1]["cache_usage"]
     assert stats[-1]["waiting"] == 0 < stats[-1]["prefix_hit"]
     sizes = [facts[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "data")]
-    assert sizes == [1 + (TP in more), 1 + (PP in more), replicas]
-    assert facts["async_scheduling"] == ("async" in more)
+    assert sizes == [1 + (TP in flags), 1 + (PP in flags), replicas]
+    assert facts["async_scheduling"] == ("async" in flags)
     torch.testing.assert_close(torch.tensor(vector), embedding([5, 6, 7]), rtol=0, atol=1e-5)
 
 
 def embedding(tokens: list[int], config: GPTConfig = CONFIG) -> torch.Tensor:
-    """Return the normalized mean of the final hidden states of the first weights."""
+    """Return the normalized mean of the final hidden states with the first set of weights."""
     with torch.no_grad():
         vector = model_of(0, config)(torch.tensor([tokens]))[:, 0].mean(0)
     return vector / vector.norm()
 
 
 @pytest.mark.slow(seconds=6)
-def test_replicas_that_share_experts_answer_as_one_engine(tmp_path: Path) -> None:
+def test_expert_parallel_replicas_answer_as_a_single_engine(tmp_path: Path) -> None:
     moe = MoEConfig(num_experts=4, ffn_hidden_size=24, router=RouterConfig(topk=2))
     config = replace(CONFIG, moe=moe, ffn_pattern="-E")
     options = {"bf16": False, "max-position-embeddings": TOO_LONG}
     folder = save(tmp_path, model_of(0, config), model=config.to_json(), config=options)
     write_pooling(folder, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
-    more = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-    found, stats, facts, _, vector = run(folder, 2, more, answer_and_leave)
-    assert_as_one(found, of_one_engine(folder))
-    assert max(one["running"] for one in stats) == 2 * ROWS
+    flags = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    outputs, stats, facts, _, vector = run(folder, 2, flags, submit_abort_and_embed)
+    assert_same_outputs(outputs, single_engine_outputs(folder))
+    assert max(step["running"] for step in stats) == 2 * ROWS
     assert (facts["data_parallel"], facts["expert_parallel"]) == (2, 2)
     torch.testing.assert_close(
         torch.tensor(vector), embedding([5, 6, 7], config), rtol=0, atol=1e-5
@@ -300,46 +309,46 @@ def test_replicas_that_share_experts_answer_as_one_engine(tmp_path: Path) -> Non
 # --- administration -------------------------------------------------------------------------------
 
 
-def paused_and_asleep(talk: Talk) -> list[list[Completion]]:
-    """Pause in the three ways, sleep, and profile; return what was answered around that."""
-    found = []
+def pause_sleep_and_profile(engine: EngineLink) -> list[list[Completion]]:
+    """Pause in all three modes, sleep, and profile; return the outputs of each running batch."""
+    batches = []
     for n, mode in enumerate(("keep", "recompute")):
-        wanted = asks(100 * n)
-        talk.begun(wanted, 4)
-        assert talk.order("pause", mode=mode)["told"]["paused"]
-        talk.hear(lambda: talk.quiet > 1)
-        assert talk.stats[-1]["paused"] == 1
-        computed = [len(talk.outputs[a.id].tokens) for a in wanted]
-        assert talk.order("pause", mode="keep")["told"]["paused"]
-        assert computed == [len(talk.outputs[a.id].tokens) for a in wanted]
-        assert not talk.order("resume")["told"]["paused"]
-        found.append(talk.ends(wanted))
-        assert (talk.stats[-1]["preempted"] > 0) == (mode == "recompute")
-    wanted = asks(200)
-    talk.begun(wanted, 4)
-    profiled = talk.order("profile", steps=2)
-    if talk.facts["async_scheduling"]:  # they run in a thread that the profiler does not see
+        requests = engine_requests(100 * n)
+        engine.start(requests, 4)
+        assert engine.control("pause", mode=mode)["told"]["paused"]
+        engine.receive_until(lambda: engine.quiet > 1)
+        assert engine.stats[-1]["paused"] == 1
+        computed = [len(engine.outputs[a.id].tokens) for a in requests]
+        assert engine.control("pause", mode="keep")["told"]["paused"]
+        assert computed == [len(engine.outputs[a.id].tokens) for a in requests]
+        assert not engine.control("resume")["told"]["paused"]
+        batches.append(engine.finished(requests))
+        assert (engine.stats[-1]["preempted"] > 0) == (mode == "recompute")
+    requests = engine_requests(200)
+    engine.start(requests, 4)
+    profiled = engine.control("profile", steps=2)
+    if engine.facts["async_scheduling"]:  # the profiler does not record the thread of these steps
         assert "asynchronous" in profiled["refused"]
     else:
         assert profiled["told"]["steps"] == 2
-    assert talk.order("sleep", level=1)["told"]["asleep"]
+    assert engine.control("sleep", level=1)["told"]["asleep"]
     refused = EngineRequest(id=300, prompt=[5] * LONG, max_new_tokens=5)
-    talk.ask([refused])
-    talk.hear(lambda: 300 in talk.ended)
-    assert "asleep" in talk.ended[300].refused
-    assert "wake" in talk.order("resume")["refused"]
-    assert not talk.order("wake")["told"]["asleep"]
-    found.append(talk.ends(wanted))
-    wanted = asks(400)
-    talk.begun(wanted, 4)
-    assert talk.order("pause", mode="abort")["told"]["paused"]
-    assert {c.finish_reason for c in talk.ends(wanted)} == {"abort"}
-    assert talk.stats[-1]["running"] == talk.stats[-1]["waiting"] == 0
-    talk.order("resume")
-    wanted = asks(500)
-    talk.ask(wanted)
-    found.append(talk.ends(wanted))
-    return found
+    engine.submit([refused])
+    engine.receive_until(lambda: 300 in engine.ended)
+    assert "asleep" in engine.ended[300].refused
+    assert "wake" in engine.control("resume")["refused"]
+    assert not engine.control("wake")["told"]["asleep"]
+    batches.append(engine.finished(requests))
+    requests = engine_requests(400)
+    engine.start(requests, 4)
+    assert engine.control("pause", mode="abort")["told"]["paused"]
+    assert {c.finish_reason for c in engine.finished(requests)} == {"abort"}
+    assert engine.stats[-1]["running"] == engine.stats[-1]["waiting"] == 0
+    engine.control("resume")
+    requests = engine_requests(500)
+    engine.submit(requests)
+    batches.append(engine.finished(requests))
+    return batches
 
 
 ADMINISTERED = [
@@ -350,82 +359,89 @@ ADMINISTERED = [
 ]
 
 
-@pytest.mark.parametrize(("world", "more"), ADMINISTERED)
-def test_pauses_and_sleep_of_ranks_change_no_token(
-    folders: list[Path], alone: list[list[Completion]], world: int, more: str
+@pytest.mark.parametrize(("world", "flags"), ADMINISTERED)
+def test_pause_and_sleep_change_no_token(
+    folders: list[Path], single_engine: list[list[Completion]], world: int, flags: str
 ) -> None:
-    for found in run(folders[0], world, more, paused_and_asleep):
-        assert_as_one(found, alone[0])
+    for outputs in run(folders[0], world, flags, pause_sleep_and_profile):
+        assert_same_outputs(outputs, single_engine[0])
 
 
-def with_other_weights(talk: Talk, order: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Replace weights while all run; return the answer, what ran, and what comes after."""
-    known = EngineRequest(id=50, prompt=[9] * LONG, max_new_tokens=1)
-    for again in (known, replace(known, id=51)):
-        talk.ask([again])
-        talk.ends([again])
-    assert talk.cached[51] > 0
-    during = asks(100)
-    talk.begun(during, 4)
-    nothing = talk.order("weights", load="/nowhere", address=None)
-    assert "/nowhere" in nothing["refused"]
-    told = talk.order("weights", **order)["told"]
-    ran = talk.ends(during)
-    talk.ask([replace(known, id=200)])
-    talk.ends([replace(known, id=200)])
-    after = asks(300)
-    talk.ask(after)
-    return told, ran, talk.cached[200], talk.ends(after), talk.stats[-1]["epoch"]
+def replace_weights(engine: EngineLink, control: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Replace weights while requests run; return the answer, and the outputs during and after."""
+    cached_request = EngineRequest(id=50, prompt=[9] * LONG, max_new_tokens=1)
+    for repeated in (cached_request, replace(cached_request, id=51)):
+        engine.submit([repeated])
+        engine.finished([repeated])
+    assert engine.cached[51] > 0
+    during = engine_requests(100)
+    engine.start(during, 4)
+    refusal = engine.control("weights", load="/nowhere", address=None)
+    assert "/nowhere" in refusal["refused"]
+    answer = engine.control("weights", **control)["told"]
+    outputs_during = engine.finished(during)
+    engine.submit([replace(cached_request, id=200)])
+    engine.finished([replace(cached_request, id=200)])
+    after = engine_requests(300)
+    engine.submit(after)
+    return (
+        answer,
+        outputs_during,
+        engine.cached[200],
+        engine.finished(after),
+        engine.stats[-1]["epoch"],
+    )
 
 
 @pytest.mark.parametrize("source", ["folder", "sender"])
-@pytest.mark.parametrize(("world", "more"), ADMINISTERED)
-def test_all_ranks_take_other_weights(
-    folders: list[Path], alone: list[list[Completion]], world: int, more: str, source: str
+@pytest.mark.parametrize(("world", "flags"), ADMINISTERED)
+def test_all_ranks_replace_their_weights(
+    folders: list[Path], single_engine: list[list[Completion]], world: int, flags: str, source: str
 ) -> None:
-    address, act = f"127.0.0.1:{free_port()}", None
-    order: dict[str, Any] = {"load": str(folders[1]), "address": None}
+    address, send_weights = f"127.0.0.1:{free_port()}", None
+    control: dict[str, Any] = {"load": str(folders[1]), "address": None}
     if source == "sender":
-        order = {"load": None, "address": address, "senders": 1, "timeout_seconds": 60.0}
+        control = {"load": None, "address": address, "senders": 1, "timeout_seconds": 60.0}
         sender = TransferGroup(address=address, rank=0, senders=1, receivers=world)
-        act = lambda: sender.send(weight_chunks(model_of(1).store))  # noqa: E731
-    found = run(folders[0], world, more, with_other_weights, order, act=act)
-    told, ran, cached, after, epoch = found
-    assert told["weight_epoch"] == epoch == 1
-    assert source == "folder" or told["received_bytes"] > 0
-    for completion in ran:
+        send_weights = lambda: sender.send(weight_chunks(model_of(1).store))  # noqa: E731
+    script_result = run(folders[0], world, flags, replace_weights, control, act=send_weights)
+    answer, outputs_during, cached, outputs_after, epoch = script_result
+    assert answer["weight_epoch"] == epoch == 1
+    assert source == "folder" or answer["received_bytes"] > 0
+    for completion in outputs_during:
         assert completion.epochs == sorted(completion.epochs)
-    epochs = {e for completion in ran for e in completion.epochs}
-    assert epochs == {0, 1} if source == "folder" else 0 in epochs  # all may end while they come
-    assert cached == 0  # neither a cache nor a router knows prefixes of the old weights
-    assert_as_one(after, alone[1])
-    assert {e for completion in after for e in completion.epochs} == {1}
+    epochs = {e for completion in outputs_during for e in completion.epochs}
+    # With a sender, all requests may end before the weights arrive.
+    assert epochs == {0, 1} if source == "folder" else 0 in epochs
+    assert cached == 0  # caches and routers forget prefixes of the old weights
+    assert_same_outputs(outputs_after, single_engine[1])
+    assert {e for completion in outputs_after for e in completion.epochs} == {1}
 
 
 # --- a rank is lost -------------------------------------------------------------------------------
 
 
-def ask_until_it_is_gone(talk: Talk) -> None:
-    """Ask for one output after another until the engine process has ended."""
+def submit_until_the_engine_ends(engine: EngineLink) -> None:
+    """Submit requests one after another until the engine process has ended."""
     long = EngineRequest(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
-    talk.begun([long], 2)
-    print("begun", flush=True)
+    engine.start([long], 2)
+    print("start", flush=True)
     with contextlib.suppress(AssertionError, ConnectionError):
         while True:
-            talk.ask([EngineRequest(id=len(talk.outputs), prompt=[5, 6], max_new_tokens=40)])
-            talk.hear(lambda: len(talk.outputs) - 1 in talk.ended)
+            engine.submit([EngineRequest(id=len(engine.outputs), prompt=[5, 6], max_new_tokens=40)])
+            engine.receive_until(lambda: len(engine.outputs) - 1 in engine.ended)
 
 
 @pytest.mark.slow(seconds=10)
-@pytest.mark.parametrize("more", [TP, PP, ""], ids=["tp2", "pp2", "dp2"])
-def test_the_loss_of_a_rank_ends_the_others(folders: list[Path], more: str) -> None:
+@pytest.mark.parametrize("flags", [TP, PP, ""], ids=["tp2", "pp2", "dp2"])
+def test_loss_of_a_rank_ends_its_peers(folders: list[Path], flags: str) -> None:
     _store, launcher = serve_store(2)
-    words = ["--load", str(folders[0]), *WORDS, *more.split()]
+    words = ["--load", str(folders[0]), *WORDS, *flags.split()]
     with start_ranks(
-        served_on_a_rank, 2, words, launcher, ask_until_it_is_gone, (), init=False
+        serve_on_rank, 2, words, launcher, submit_until_the_engine_ends, (), init=False
     ) as ranks:
-        ranks.wait_for_line(0, "begun", timeout=60)
+        ranks.wait_for_line(0, "start", timeout=60)
         ranks.kill(1)
-        lead, other = ranks.outcomes(timeout=60)
-    assert other.exit_code == -9
-    assert "PeerLost" in str(lead.error)
+        survivor, killed = ranks.outcomes(timeout=60)
+    assert killed.exit_code == -9
+    assert "PeerLost" in str(survivor.error)

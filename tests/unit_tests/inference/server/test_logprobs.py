@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities name each token, say its bytes, and where it begins in the text."""
+"""Logprobs contain each token's name, bytes and offset in the text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = ("byte", "bpe", "llama", "sentencepiece", "tiktoken")
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """Return a tokenizer of every kind in which the characters of TEXT have several tokens."""
+    """Return tokenizers of every kind that split characters of TEXT into several tokens."""
     folder = tmp_path_factory.mktemp("tokenizers")
     words = ["the fox and the end of the day", "then the other and the one"] * 20
     sentencepiece.SentencePieceTrainer.train(
@@ -68,18 +68,18 @@ def choice(
     step: int,
     echo: bool = False,
 ) -> dict[str, Any]:
-    """Return a choice whose tokens came in steps of so many, as `Generation` makes deltas."""
+    """Return a choice built from deltas of `step` tokens, as `Generation` creates them."""
     view = CompletionView("m", tokenizer, prompts=[prompt], n=1, logprobs=True, echo=echo)
     stream = TextStream(tokenizer.detokenize, prompt)
     deltas = []
     for start in range(0, len(tokens), step):
-        new, last = tokens[start : start + step], start + step >= len(tokens)
+        new, is_last = tokens[start : start + step], start + step >= len(tokens)
         scores = [TokenScore(id=token, logprob=-1.0, top=[(token, -1.0)]) for token in new]
         prompt_scores = [TokenScore(id=token, logprob=None) for token in prompt]
         deltas.append(
             Delta(
                 index=0,
-                text=stream.push(new, finished=last),
+                text=stream.push(new, finished=is_last),
                 scores=scores,
                 prompt_scores=prompt_scores if echo and not start else None,
             )
@@ -87,28 +87,27 @@ def choice(
     return view.choice(deltas)
 
 
-def character_of_bytes(text: bytes, *, each: bool = False) -> tuple[list[int], int]:
-    """Return at which character of the decoded text each byte's character begins, and how many
-    characters it has.
+def character_of_bytes(text: bytes, *, per_byte: bool = False) -> tuple[list[int], int]:
+    """Return each byte's character index in the decoded text, and the number of characters.
 
     Args:
-        text: in UTF-8.
-        each: bytes that are no character are replaced one by one.
+        text: UTF-8 bytes, possibly invalid.
+        per_byte: replace each invalid byte instead of each invalid run.
     """
-    places: list[int] = []
+    indices: list[int] = []
     characters = 0
-    while len(places) < len(text):
-        left, wrong = text[len(places) :], 0
+    while len(indices) < len(text):
+        remaining, num_invalid = text[len(indices) :], 0
         try:
-            whole = left.decode()
+            valid = remaining.decode()
         except UnicodeDecodeError as error:
-            whole, wrong = left[: error.start].decode(), error.end - error.start
-        for char in whole:
-            places += [characters] * len(char.encode())
+            valid, num_invalid = remaining[: error.start].decode(), error.end - error.start
+        for char in valid:
+            indices += [characters] * len(char.encode())
             characters += 1
-        places += [characters] * wrong
-        characters += wrong if each else min(wrong, 1)
-    return places, characters
+        indices += [characters] * num_invalid
+        characters += num_invalid if per_byte else min(num_invalid, 1)
+    return indices, characters
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,97 +119,97 @@ def test_text_offset_indexes_the_text(
     ids = tokenizer.tokenize(TEXT, add_special_tokens=False)
     cut = len(tokenizer.tokenize("the fox,", add_special_tokens=False))
     prompt, tokens = ids[:cut], ids[cut:]
-    found = choice(tokenizer, prompt, tokens, step=1, echo=echo)
-    assert found == choice(tokenizer, prompt, tokens, step=3, echo=echo)
-    text, scores = found["text"], found["logprobs"]
-    whole = tokenizer.detokenize(ids)
-    assert text == (whole if echo else whole[len("the fox,") :])
-    places = list(zip(scores["tokens"], scores["text_offset"], strict=True))
-    assert len(places) == len(ids if echo else tokens)
-    shown = ""
-    parts = 0
-    for offset, group in itertools.groupby(places, key=lambda place: place[1]):
+    completion = choice(tokenizer, prompt, tokens, step=1, echo=echo)
+    assert completion == choice(tokenizer, prompt, tokens, step=3, echo=echo)
+    text, scores = completion["text"], completion["logprobs"]
+    full_text = tokenizer.detokenize(ids)
+    assert text == (full_text if echo else full_text[len("the fox,") :])
+    names_and_offsets = list(zip(scores["tokens"], scores["text_offset"], strict=True))
+    assert len(names_and_offsets) == len(ids if echo else tokens)
+    prefix = ""
+    num_byte_tokens = 0
+    for offset, group in itertools.groupby(names_and_offsets, key=lambda pair: pair[1]):
         names = [name for name, _ in group]
-        assert offset == len(shown)
+        assert offset == len(prefix)
         if names[0].startswith("bytes:"):
             in_bytes = bytes.fromhex("".join(names).replace("bytes:", "").replace("\\x", ""))
             assert len(in_bytes.decode()) == 1
-            parts += len(names)
-            shown += in_bytes.decode()
+            num_byte_tokens += len(names)
+            prefix += in_bytes.decode()
         else:
             (name,) = names
-            shown += name
-    assert shown == text
-    assert parts > 4
+            prefix += name
+    assert prefix == text
+    assert num_byte_tokens > 4
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "tiktoken", "sentencepiece"])
 @pytest.mark.parametrize("seed", range(3))
-def test_text_offset_counts_bytes_that_are_no_text(
+def test_text_offset_counts_invalid_bytes(
     tokenizers: dict[str, Tokenizer], kind: str, seed: int
 ) -> None:
-    """A model that writes random tokens writes halves of characters."""
+    """A model that generates random tokens generates incomplete characters."""
     tokenizer, source = tokenizers[kind], random.Random(seed)
-    each = kind == "sentencepiece"
+    per_byte = kind == "sentencepiece"
     by_bytes = {tokenizer.bytes_of(number): number for number in range(tokenizer.vocab_size)}
-    parts = [bytes([byte]) for byte in (0x80, 0xBF, 0xC3, 0xE6, 0x97, 0xA5, 0xF0, 0xFF)]
-    often = [by_bytes[part] for part in (b"a", *parts)]
-    others = [number for part, number in by_bytes.items() if part]
-    draw = [source.choice(others if source.random() < 0.3 else often) for _ in range(220)]
+    invalid_bytes = [bytes([byte]) for byte in (0x80, 0xBF, 0xC3, 0xE6, 0x97, 0xA5, 0xF0, 0xFF)]
+    frequent = [by_bytes[content] for content in (b"a", *invalid_bytes)]
+    rare = [number for content, number in by_bytes.items() if content]
+    draw = [source.choice(rare if source.random() < 0.3 else frequent) for _ in range(220)]
     prompt, tokens = [by_bytes[b"a"], *draw[:20], by_bytes[b"a"]], draw[20:]
-    found = choice(tokenizer, prompt, tokens, step=4, echo=True)
+    completion = choice(tokenizer, prompt, tokens, step=4, echo=True)
     start, offsets = 0, []
     for ids in (prompt, tokens):
         written = [tokenizer.bytes_of(token) or b"" for token in ids]
-        places, characters = character_of_bytes(b"".join(written), each=each)
+        indices, characters = character_of_bytes(b"".join(written), per_byte=per_byte)
         begins = itertools.accumulate(map(len, written[:-1]), initial=0)
-        offsets += [start + places[begin] for begin in begins]
+        offsets += [start + indices[begin] for begin in begins]
         start += characters
-    assert len(found["text"]) == start
-    assert found["logprobs"]["text_offset"] == offsets
+    assert len(completion["text"]) == start
+    assert completion["logprobs"]["text_offset"] == offsets
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_whole_tokens_stand_at_their_offsets(
+def test_complete_tokens_are_at_their_offsets(
     tokenizers: dict[str, Tokenizer], kind: str, seed: int
 ) -> None:
-    """Also after a prompt that ends within a character, and after special tokens."""
+    """Offsets also hold after a prompt that ends within a character and after special tokens."""
     tokenizer, source = tokenizers[kind], random.Random(seed)
     vocabulary = range(tokenizer.vocab_size + 2)
-    often = tokenizer.tokenize("the a", add_special_tokens=False)
-    ids = [source.choice(often if source.random() < 0.5 else vocabulary) for _ in range(300)]
-    # Of a run of bytes this decoder replaces all if one is wrong, in a prompt also earlier ones.
+    frequent = tokenizer.tokenize("the a", add_special_tokens=False)
+    ids = [source.choice(frequent if source.random() < 0.5 else vocabulary) for _ in range(300)]
+    # This decoder replaces a whole run of bytes if one byte is invalid, even bytes of the prompt.
     by_runs = kind == "llama"
     for cut in (1, 20, 150):
-        found = choice(tokenizer, ids[:cut], ids[cut:], step=4, echo=not by_runs)
-        text, scores, whole = found["text"], found["logprobs"], 0
-        shown = ids[cut:] if by_runs else ids
-        for token, name, offset in zip(shown, scores["tokens"], scores["text_offset"], strict=True):
+        completion = choice(tokenizer, ids[:cut], ids[cut:], step=4, echo=not by_runs)
+        text, scores, num_complete = completion["text"], completion["logprobs"], 0
+        echoed = ids[cut:] if by_runs else ids
+        for token, name, offset in zip(
+            echoed, scores["tokens"], scores["text_offset"], strict=True
+        ):
             if by_runs and (tokenizer.name_of(token) or "").startswith("<0x"):
                 continue
             if (tokenizer.bytes_of(token) or b"\xff").isascii():
                 assert text[offset : offset + len(name)] == name
-                whole += 1
-        assert whole > 60
+                num_complete += 1
+        assert num_complete > 60
 
 
 @pytest.mark.parametrize("kind", ["llama", "sentencepiece"])
-def test_text_offset_counts_each_byte_that_is_replaced(
-    tokenizers: dict[str, Tokenizer], kind: str
-) -> None:
-    """SentencePiece replaces each byte of a character that is not whole."""
+def test_text_offset_counts_each_replaced_byte(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """SentencePiece replaces each byte of an incomplete character."""
     tokenizer = tokenizers[kind]
     by_bytes = {tokenizer.bytes_of(number): number for number in range(tokenizer.vocab_size)}
     written = (b" the", b"\xe6", b"\x97", b"a", b"\xe6", b"\x97", b"\xa5", b"\xff", b" the")
-    tokens = [by_bytes[part] for part in written]
-    found = choice(tokenizer, [by_bytes[b"a"]], tokens, step=1)
-    assert found["text"] == " the\ufffd\ufffda日\ufffd the"
-    assert found["logprobs"]["text_offset"] == [0, 4, 4, 6, 7, 7, 7, 8, 9]
+    tokens = [by_bytes[token] for token in written]
+    completion = choice(tokenizer, [by_bytes[b"a"]], tokens, step=1)
+    assert completion["text"] == " the\ufffd\ufffda日\ufffd the"
+    assert completion["logprobs"]["text_offset"] == [0, 4, 4, 6, 7, 7, 7, 8, 9]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_of_tokens_add_up_to_the_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_token_bytes_join_to_the_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     ids = tokenizer.tokenize(TEXT, add_special_tokens=False)
     joined = bytes(byte for token in ids for byte in token_bytes(tokenizer, token) or ())
@@ -218,14 +217,14 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizers: dict[str, Tokenizer], ki
     for token in range(tokenizer.vocab_size + 2):
         if (in_bytes := token_bytes(tokenizer, token)) is None:
             raise AssertionError(tokenizer.name_of(token))
-        # In a text between whole characters a token writes these bytes.
-        whole = tokenizer.detokenize([*ids, token, *ids])
-        around = tokenizer.detokenize([*ids, *ids])[len(TEXT) :]
-        if tokenizer.bytes_of(token) is not None and "\ufffd" not in whole:
-            assert whole == TEXT + bytes(in_bytes).decode() + around
+        # Between complete characters, a token decodes to exactly these bytes.
+        with_token = tokenizer.detokenize([*ids, token, *ids])
+        suffix = tokenizer.detokenize([*ids, *ids])[len(TEXT) :]
+        if tokenizer.bytes_of(token) is not None and "\ufffd" not in with_token:
+            assert with_token == TEXT + bytes(in_bytes).decode() + suffix
 
 
-def test_tokens_without_a_text_have_names(tokenizers: dict[str, Tokenizer]) -> None:
+def test_tokens_without_text_have_names(tokenizers: dict[str, Tokenizer]) -> None:
     ends = {kind: tokenizer.eod for kind, tokenizer in tokenizers.items()}
     names = {
         kind: choice(tokenizers[kind], [97], [end], step=1)["logprobs"]["tokens"][0]
@@ -240,25 +239,29 @@ def test_tokens_without_a_text_have_names(tokenizers: dict[str, Tokenizer]) -> N
         "tiktoken": "</s>",
     }
     padded = tokenizers["llama"].vocab_size + 5
-    found = choice(tokenizers["llama"], [97], [padded, padded], step=1)
-    assert found["logprobs"]["tokens"] == [f"token_id:{padded}"] * 2
-    assert found["logprobs"]["text_offset"] == [0, 0]
+    completion = choice(tokenizers["llama"], [97], [padded, padded], step=1)
+    assert completion["logprobs"]["tokens"] == [f"token_id:{padded}"] * 2
+    assert completion["logprobs"]["text_offset"] == [0, 0]
     assert token_bytes(NullTokenizer(9), 5) == [ord("5")]
 
 
-def test_alternatives_of_one_text_are_apart(tokenizers: dict[str, Tokenizer]) -> None:
-    """In SentencePiece a letter and its byte are two tokens."""
+def test_alternatives_with_equal_text_are_distinguished(tokenizers: dict[str, Tokenizer]) -> None:
+    """In SentencePiece, a letter and its byte are different tokens."""
     tokenizer = tokenizers["llama"]
     letter, byte = (tokenizer._tokenizer.token_to_id(name) for name in ("a", "<0x61>"))
     view = CompletionView("m", tokenizer, prompts=[[letter]], n=1, logprobs=True, echo=False)
     top = [(letter, -1.0), (byte, -2.0), (tokenizer.vocab_size, -3.0)]
     scores = [TokenScore(id=number, logprob=value, top=top) for number, value in top]
-    found = view.choice([Delta(index=0, text="aa", scores=scores)])["logprobs"]
-    assert found["tokens"] == ["a", "a", f"token_id:{tokenizer.vocab_size}"]
-    first, second, _ = found["top_logprobs"]
-    assert first == {"a": -1.0, f"token_id:{byte}": -2.0, f"token_id:{tokenizer.vocab_size}": -3.0}
-    assert second["a"] == -2.0
-    assert second[f"token_id:{letter}"] == -1.0
+    scores_view = view.choice([Delta(index=0, text="aa", scores=scores)])["logprobs"]
+    assert scores_view["tokens"] == ["a", "a", f"token_id:{tokenizer.vocab_size}"]
+    letter_top, byte_top, _ = scores_view["top_logprobs"]
+    assert letter_top == {
+        "a": -1.0,
+        f"token_id:{byte}": -2.0,
+        f"token_id:{tokenizer.vocab_size}": -3.0,
+    }
+    assert byte_top["a"] == -2.0
+    assert byte_top[f"token_id:{letter}"] == -1.0
 
 
 @pytest.fixture(scope="module")
@@ -268,13 +271,15 @@ def server() -> Iterator[Served]:
 
 
 def test_number_of_top_logprobs_matches_request(server: Served) -> None:
-    """Most of 257 bytes are no text of their own."""
+    """Most of the 257 byte tokens have no text."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         server.model.say("é日🦙!")
-        asked: dict[str, Any] = {"model": "next-byte", "max_tokens": 40, "temperature": 0}
-        found = client.completions.create(**asked, prompt="aé", logprobs=20, echo=True).choices[0]
-        scores = found.logprobs
-        assert found.text == "aéé日🦙!"
+        fields: dict[str, Any] = {"model": "next-byte", "max_tokens": 40, "temperature": 0}
+        completion = client.completions.create(
+            **fields, prompt="aé", logprobs=20, echo=True
+        ).choices[0]
+        scores = completion.logprobs
+        assert completion.text == "aéé日🦙!"
         assert scores.tokens[1:5] == [r"bytes:\xc3", r"bytes:\xa9"] * 2
         assert scores.text_offset == [0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 6]
         assert [len(top) for top in scores.top_logprobs[1:]] == [20] * 13
@@ -283,10 +288,10 @@ def test_number_of_top_logprobs_matches_request(server: Served) -> None:
         server.model.say("é日🦙!")
         user = [{"role": "user", "content": "hi"}]
         answer = client.chat.completions.create(
-            **asked, messages=user, logprobs=True, top_logprobs=20
+            **fields, messages=user, logprobs=True, top_logprobs=20
         ).choices[0]
         tokens = answer.logprobs.content
-        assert bytes(byte for one in tokens for byte in one.bytes).decode() == "é日🦙!"
+        assert bytes(byte for token in tokens for byte in token.bytes).decode() == "é日🦙!"
         assert tokens[0].token == r"\xc3"
-        assert all(top.bytes is not None for one in tokens for top in one.top_logprobs)
-        assert {len(one.top_logprobs) for one in tokens} == {20}
+        assert all(top.bytes is not None for token in tokens for top in token.top_logprobs)
+        assert {len(token.top_logprobs) for token in tokens} == {20}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random malformed requests: every answer is one that its route documents, and nothing else stops.
+"""Random malformed requests: the server answers as its routes document, and keeps serving.
 
-Bodies come from the OpenAPI document that the server publishes, so a new route is tested as soon
-as it is there.
+Bodies are drawn from the server's OpenAPI document, so a new route is tested without a change.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from megatron.inference.server.guard import ANTHROPIC_ROUTES
 from tests.support.http_server import Served, served, until
 
 MAX_BODY_BYTES = 100_000
-NO_HTTP = "Invalid HTTP request received."
-"""What uvicorn says of bytes that are no HTTP."""
-GOOD = {"prompt": "a", "max_tokens": 5, "temperature": 0}
-#: Values for fields whose schema says nothing of what other fields and the model need.
-KNOWN: dict[str, Sequence[Any]] = {
+INVALID_HTTP = "Invalid HTTP request received."
+"""Uvicorn's answer to bytes that are not HTTP."""
+VALID = {"prompt": "a", "max_tokens": 5, "temperature": 0}
+#: Values of fields that depend on other fields or on the model, which a schema does not express.
+FIELD_VALUES: dict[str, Sequence[Any]] = {
     "model": ["next-byte"] * 5 + ["another"],
     "max_tokens": [1, 2, 7],
     "max_completion_tokens": [1, 7],
@@ -48,11 +47,33 @@ KNOWN: dict[str, Sequence[Any]] = {
     "arguments": ["{}", "{"],
     "role": ["user", "assistant", "system", "tool"],
 }
-ODD_TEXTS = ["", "\0", "\ud800", "é\u2028", "\U0001f600" * 9, "a" * 3000, "{{ 7 * 7 }}", "../%2e"]
-ODD_NUMBERS = [0, -1, 1 << 31, 1 << 63, -(1 << 80), 10**400, 1e308, -0.0, 1.5]
-ODD_NUMBERS += [float("nan"), float("inf")]
-ODD = [*ODD_TEXTS, *ODD_NUMBERS, None, True, False, [], {}, [[]], [{}], {"": 1}, [None], "1"]
-ODD_HEADERS = [
+UNUSUAL_TEXTS = [
+    "",
+    "\0",
+    "\ud800",
+    "é\u2028",
+    "\U0001f600" * 9,
+    "a" * 3000,
+    "{{ 7 * 7 }}",
+    "../%2e",
+]
+UNUSUAL_NUMBERS = [0, -1, 1 << 31, 1 << 63, -(1 << 80), 10**400, 1e308, -0.0, 1.5]
+UNUSUAL_NUMBERS += [float("nan"), float("inf")]
+UNUSUAL_VALUES = [
+    *UNUSUAL_TEXTS,
+    *UNUSUAL_NUMBERS,
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"": 1},
+    [None],
+    "1",
+]
+UNUSUAL_HEADERS = [
     b"content-type: text/plain",
     b"content-type: application/json; charset=utf-16",
     b"content-type: \xff\xfe",
@@ -79,7 +100,7 @@ ODD_HEADERS = [
     b": empty",
 ]
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "A" * 40]
-ODD_PATHS = [
+UNUSUAL_PATHS = [
     "/nowhere",
     "//",
     "/%00",
@@ -98,36 +119,36 @@ ODD_PATHS = [
 
 
 class ValidBodies:
-    """Draw bodies that the document of the server allows.
+    """Draw request bodies that the server's OpenAPI document allows.
 
     Args:
-        document: of OpenAPI.
-        source: of chance.
+        document: The server's OpenAPI document.
+        source: Random number generator.
     """
 
     def __init__(self, document: dict[str, Any], source: random.Random) -> None:
         self._document, self._source = document, source
         self.routes: list[tuple[str, str, dict[str, Any] | None]] = []
         for path, methods in document["paths"].items():
-            for method, told in methods.items():
-                body = told.get("requestBody")
+            for method, operation in methods.items():
+                body = operation.get("requestBody")
                 schema = body and body["content"]["application/json"]["schema"]
                 self.routes.append((method.upper(), path, schema))
 
     def draw(self, schema: dict[str, Any], name: str = "", depth: int = 0) -> Any:
-        """Return an instance of a schema; `name` is that of the field that it is for."""
+        """Return an instance of a schema for the field `name`."""
         if "$ref" in schema:
-            found: Any = self._document
-            for part in schema["$ref"].removeprefix("#/").split("/"):
-                found = found[part]
-            return self.draw(found, name, depth)
+            target: Any = self._document
+            for key in schema["$ref"].removeprefix("#/").split("/"):
+                target = target[key]
+            return self.draw(target, name, depth)
         if "const" in schema:
             return schema["const"]
-        if name in KNOWN:
-            return copy.deepcopy(self._source.choice(KNOWN[name]))
-        for several in ("anyOf", "oneOf"):
-            if several in schema:
-                return self.draw(self._source.choice(schema[several]), name, depth)
+        if name in FIELD_VALUES:
+            return copy.deepcopy(self._source.choice(FIELD_VALUES[name]))
+        for union in ("anyOf", "oneOf"):
+            if union in schema:
+                return self.draw(self._source.choice(schema[union]), name, depth)
         if "enum" in schema:
             return self._source.choice(schema["enum"])
         return self._of_type(schema, depth)
@@ -143,8 +164,8 @@ class ValidBodies:
                     if key in required or self._source.random() < chance
                 }
             case "array":
-                least = schema.get("minItems", 0)
-                count = self._source.randint(least, least + 2)
+                minimum = schema.get("minItems", 0)
+                count = self._source.randint(minimum, minimum + 2)
                 return [self.draw(schema["items"], "", depth + 1) for _ in range(count)]
             case "string":
                 letters = string.ascii_lowercase
@@ -161,40 +182,42 @@ class ValidBodies:
                 return self._source.choice([1, "a", {}])
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Return every container within a value with each of its keys or places."""
+def containers_and_keys(value: Any) -> list[tuple[Any, Any]]:
+    """Return all pairs of a container within a value and one of its keys or indices."""
     if not isinstance(value, dict | list):
         return []
-    found = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
-    return found + [pair for container, key in found for pair in places(container[key])]
+    pairs = [(value, key) for key in (value if isinstance(value, dict) else range(len(value)))]
+    return pairs + [
+        pair for container, key in pairs for pair in containers_and_keys(container[key])
+    ]
 
 
 def mutate(body: Any, source: random.Random) -> Any:
-    """Change a body somewhere."""
-    held = {"": body}
-    inside = places(body)
-    if len(inside) > 1000:  # or repetitions of repetitions take longer to write than to refuse
+    """Change a random value of a body."""
+    root = {"": body}
+    pairs = containers_and_keys(body)
+    if len(pairs) > 1000:  # nested repetitions take too long to write
         return body
-    container, key = source.choice([*inside, (held, "")])
-    nested: Any = source.choice(ODD)
+    container, key = source.choice([*pairs, (root, "")])
+    nested: Any = source.choice(UNUSUAL_VALUES)
     match source.randrange(6):
         case 0 | 1:
-            container[key] = copy.deepcopy(source.choice(ODD))
+            container[key] = copy.deepcopy(source.choice(UNUSUAL_VALUES))
         case 2:
             del container[key]
         case 3 if isinstance(container[key], dict):
-            container[key][source.choice(["more", "é", "", "__class__", *KNOWN])] = nested
+            container[key][source.choice(["more", "é", "", "__class__", *FIELD_VALUES])] = nested
         case 4:
             for _ in range(source.choice([3, 200])):
                 nested = [nested] if source.random() < 0.5 else {"a": nested}
             container[key] = nested
         case _:
             container[key] = [container[key]] * source.choice([1, 2, 70])
-    return held.get("")
+    return root.get("")
 
 
-def encoded(body: Any, source: random.Random) -> bytes:
-    """Return a body as JSON, which may be broken in its turn."""
+def encode(body: Any, source: random.Random) -> bytes:
+    """Encode a body as JSON, sometimes with an error."""
     text = json.dumps(body, ensure_ascii=source.random() < 0.5)
     content = text.encode(errors="surrogatepass")
     cut = source.randrange(len(content) + 1)
@@ -219,8 +242,8 @@ class Malformed:
     """Send random requests to a server.
 
     Args:
-        server: that has to stand them.
-        seed: of what is sent.
+        server: The server under test.
+        seed: Seed of the requests.
     """
 
     def __init__(self, server: Served, seed: int) -> None:
@@ -229,7 +252,7 @@ class Malformed:
         self._bodies = ValidBodies(document, self._source)
 
     def request(self) -> tuple[str, bytes, bool]:
-        """Return the path and the bytes of a request, and whether they end too early."""
+        """Return a request's path and bytes, and whether the bytes are truncated."""
         source = self._source
         method, path, schema = source.choice(
             [r for r in self._bodies.routes if r[2] or is_rare(source)]
@@ -240,20 +263,20 @@ class Malformed:
             body = self._bodies.draw(schema)
             for _ in range(source.choice([0, 1, 1, 1, 2, 3])):
                 body = mutate(body, source)
-            content = encoded(body, source)
+            content = encode(body, source)
         if is_rare(source):
-            path = source.choice(ODD_PATHS)
+            path = source.choice(UNUSUAL_PATHS)
         if is_rare(source):
             method = source.choice(METHODS)
-        told = [b"host: a", b"content-length: %d" % len(content)]
+        headers = [b"host: a", b"content-length: %d" % len(content)]
         if is_rare(source):
-            told.insert(source.randrange(3), source.choice(ODD_HEADERS))
-            # The first of a name may be the odd one.
-            told = list({line.split(b":")[0]: line for line in reversed(told)}.values())
-        lines = [f"{method} {path} HTTP/1.1".encode(), b"connection: close", *told, b"", b""]
+            headers.insert(source.randrange(3), source.choice(UNUSUAL_HEADERS))
+            # Of equal names, the unusual header may come first.
+            headers = list({line.split(b":")[0]: line for line in reversed(headers)}.values())
+        lines = [f"{method} {path} HTTP/1.1".encode(), b"connection: close", *headers, b"", b""]
         sent = b"\r\n".join(lines) + content
-        framed = told.count(b"content-length: %d" % len(content)) == 1
-        framed &= not any(line.startswith(b"transfer-encoding") for line in told)
+        framed = headers.count(b"content-length: %d" % len(content)) == 1
+        framed &= not any(line.startswith(b"transfer-encoding") for line in headers)
         if is_rare(source):
             sent, framed = sent[: source.randrange(len(sent))], False
         return path, sent, not framed
@@ -264,10 +287,10 @@ class Malformed:
             connection.sendall(sent)
             if ends_early:
                 connection.shutdown(socket.SHUT_WR)
-            found = http.client.HTTPResponse(connection)
+            response = http.client.HTTPResponse(connection)
             with contextlib.suppress(http.client.RemoteDisconnected, http.client.IncompleteRead):
-                found.begin()
-                return found, found.read().decode()
+                response.begin()
+                return response, response.read().decode()
         return None
 
     def check_one(self) -> int | None:
@@ -275,38 +298,38 @@ class Malformed:
         path, sent, ends_early = self.request()
         answered = self.answer(sent, ends_early)
         if answered is None:
-            # What is refused by its length may be refused while it is sent, and the answer lost.
+            # A body that is too long is refused while it is sent, and the answer may be lost.
             assert ends_early or len(sent) > MAX_BODY_BYTES, sent
             return None
-        found, text = answered
-        assert found.status < 500, (sent, text)
+        response, text = answered
+        assert response.status < 500, (sent, text)
         assert "Traceback" not in text
         assert "internal error" not in text, (sent, text)
-        if found.status >= 400 and text != NO_HTTP:
-            check_error(path, json.loads(text), found)
-        return found.status
+        if response.status >= 400 and text != INVALID_HTTP:
+            check_error(path, json.loads(text), response)
+        return response.status
 
 
 def is_rare(source: random.Random) -> bool:
-    """Return whether something rare is done."""
+    """Decide at random whether to apply a rare change."""
     return source.random() < 0.06
 
 
-def check_error(path: str, body: Any, found: http.client.HTTPResponse) -> None:
-    """Check that an error has the shape of its route."""
+def check_error(path: str, body: Any, response: http.client.HTTPResponse) -> None:
+    """Check that an error body has the shape of its route."""
     if unquote(path).startswith(ANTHROPIC_ROUTES):
         assert body.keys() == {"type", "error", "request_id"}, (path, body)
         assert body["error"].keys() == {"type", "message"}
     else:
         assert body.keys() == {"error"}, (path, body)
         assert body["error"].keys() == {"message", "type", "param", "code", "request_id"}
-    told = body if "type" in body else body["error"]
-    assert told["request_id"] == found.headers["x-request-id"]
+    fields = body if "type" in body else body["error"]
+    assert fields["request_id"] == response.headers["x-request-id"]
     assert "\n" not in body["error"]["message"]
 
 
-class SameVectors:
-    """An embedder that needs no model."""
+class ConstantEmbedder:
+    """An embedder without a model."""
 
     max_tokens = 60
 
@@ -318,10 +341,12 @@ class SameVectors:
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow(seconds=45))])
-def test_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int) -> None:
+def test_random_malformed_requests_are_answered(
+    caplog: pytest.LogCaptureFixture, count: int
+) -> None:
     caplog.set_level(logging.WARNING)
     with served(
-        embedder=SameVectors(),
+        embedder=ConstantEmbedder(),
         max_body_bytes=MAX_BODY_BYTES,
         no_embeddings=None,
         max_length=200,
@@ -329,19 +354,19 @@ def test_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int)
         template_variables=["enable_thinking"],
     ) as server:
         malformed = Malformed(server, seed=count)
-        expected = server.post("/v1/completions", **GOOD).json()["choices"]
+        expected = server.post("/v1/completions", **VALID).json()["choices"]
         statuses: Counter[int | None] = Counter()
         for number in range(count):
             statuses[malformed.check_one()] += 1
             if number % 100 == 99:
-                assert server.post("/v1/completions", **GOOD).json()["choices"] == expected
+                assert server.post("/v1/completions", **VALID).json()["choices"] == expected
         until(lambda: server.engine.unfinished == 0)
         assert server.engine.scheduler.pool.references == 0
         assert server.http.get("/health").json()["active"] == 0
         counted = server.http.get("/metrics").text
         assert 'status="400"' in counted
         assert not re.findall(r'status="5.*', counted)
-        # Most are refused, and some are good after all: both ways were taken.
+        # Most requests are refused and some are valid: both outcomes occurred.
         assert statuses[400] > count / 3, statuses
         assert statuses[200] > count / 50, statuses
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
@@ -351,11 +376,10 @@ def test_random_malformed_requests(caplog: pytest.LogCaptureFixture, count: int)
 @pytest.mark.skipif(
     importlib.util.find_spec("schemathesis") is None, reason="pip install schemathesis"
 )
-def test_requests_that_schemathesis_draws(tmp_path: Path) -> None:
-    """Its own exit code also says where it cannot go on by itself: what counts is what the server
-    has answered."""
+def test_schemathesis_requests_cause_no_server_error(tmp_path: Path) -> None:
+    """Schemathesis' exit code also reports its own limitations, so check the server's answers."""
     with served(
-        embedder=SameVectors(),
+        embedder=ConstantEmbedder(),
         no_embeddings=None,
         max_length=100,
         formats={"tools": "hermes", "reasoning": "qwen3"},
@@ -378,13 +402,15 @@ def test_requests_that_schemathesis_draws(tmp_path: Path) -> None:
             "30",
             "--no-color",
         ]
-        # It leaves a folder of its cache where it runs.
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert "Schema Error" not in found.stdout
-        assert "Server error" not in found.stdout, found.stdout
+        # Schemathesis writes its cache into the working folder.
+        completed = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert "Schema Error" not in completed.stdout
+        assert "Server error" not in completed.stdout, completed.stdout
         counted = server.http.get("/metrics").text
         answers = re.findall(r'http_responses_total\{status="(\d+)"\} ([0-9.]+)', counted)
-        assert sum(float(count) for _, count in answers) > 500, found.stdout + found.stderr
-        assert not [status for status, _ in answers if status >= "500"], found.stdout
+        assert sum(float(count) for _, count in answers) > 500, completed.stdout + completed.stderr
+        assert not [status for status, _ in answers if status >= "500"], completed.stdout
         until(lambda: server.engine.unfinished == 0)
-        assert server.post("/v1/completions", **GOOD).status_code == 200
+        assert server.post("/v1/completions", **VALID).status_code == 200

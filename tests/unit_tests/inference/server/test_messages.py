@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's routes, by Anthropic's client."""
+"""Anthropic's messages routes with Anthropic's client."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-SAID = (
+ANSWER = (
     "<think>\nHm é</think>\n\nWait…\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü", "days": 2}}\n</tool_call>'
 )
 USER = [{"role": "user", "content": "hi"}]
 PLAIN: dict[str, Any] = {"model": "next-byte", "max_tokens": 300, "messages": USER}
-#: The client has no such argument, the route has the field.
-ASKED = {**PLAIN, "extra_body": {"temperature": 0}}
+#: The route accepts `temperature`, the client has no argument for it.
+REQUEST = {**PLAIN, "extra_body": {"temperature": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +41,29 @@ def server() -> Iterator[Served]:
         template_variables=["enable_thinking"],
         formats={"tools": "hermes", "reasoning": "qwen3"},
         key="secret",
-    ) as found:
-        found.http.headers["x-api-key"] = "secret"
-        yield found
+    ) as running:
+        running.http.headers["x-api-key"] = "secret"
+        yield running
 
 
 @pytest.fixture
 def client(server: Served) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as found:
-        yield found
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="secret", max_retries=0
+    ) as anthropic_client:
+        yield anthropic_client
 
 
-def test_an_answer_is_blocks_whole_and_streamed(
+def test_answer_has_the_same_blocks_whole_and_streamed(
     server: Served, client: anthropic.Anthropic
 ) -> None:
-    asked = {**ASKED, "tools": [WEATHER], "messages": [{"role": "user", "content": "q" * 64}]}
-    server.model.say(SAID)
-    client.messages.create(**asked)  # leaves its prompt in the prefix cache
-    server.model.say(SAID)
-    whole = client.messages.create(**asked)
-    server.model.say(SAID)
-    with client.messages.stream(**asked) as stream:
+    fields = {**REQUEST, "tools": [WEATHER], "messages": [{"role": "user", "content": "q" * 64}]}
+    server.model.say(ANSWER)
+    client.messages.create(**fields)  # leaves its prompt in the prefix cache
+    server.model.say(ANSWER)
+    whole = client.messages.create(**fields)
+    server.model.say(ANSWER)
+    with client.messages.stream(**fields) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
     assert kinds.count("content_block_stop") == 3
@@ -75,82 +77,84 @@ def test_an_answer_is_blocks_whole_and_streamed(
             {"city": "Ü", "days": 2},
         )
         assert message.stop_reason == "tool_use"
-        assert message.usage.output_tokens == len(SAID.encode()) + 1
+        assert message.usage.output_tokens == len(ANSWER.encode()) + 1
         assert message.usage.cache_read_input_tokens > 0
     counted = client.messages.count_tokens(
-        model="next-byte", messages=asked["messages"], tools=asked["tools"]
+        model="next-byte", messages=fields["messages"], tools=fields["tools"]
     )
     used = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     assert counted.input_tokens == used
 
 
-def test_why_answers_end(server: Served, client: anthropic.Anthropic) -> None:
+def test_stop_reason_says_why_the_answer_ended(server: Served, client: anthropic.Anthropic) -> None:
     for fields, reason, stop, text in (
         ({}, "end_turn", None, "one two"),
         ({"stop_sequences": ["tw"]}, "stop_sequence", "tw", "one "),
         ({"max_tokens": 3}, "max_tokens", None, "one"),
     ):
         server.model.say("one two")
-        found = client.messages.create(**{**ASKED, **fields})
-        assert (found.stop_reason, found.stop_sequence) == (reason, stop)
-        assert found.content[0].text == text
+        message = client.messages.create(**{**REQUEST, **fields})
+        assert (message.stop_reason, message.stop_sequence) == (reason, stop)
+        assert message.content[0].text == text
 
 
-def test_blocks_of_former_turns_reach_the_template(
+def test_blocks_of_earlier_turns_reach_the_template(
     server: Served, client: anthropic.Anthropic
 ) -> None:
-    asked = {**ASKED, "tools": [WEATHER]}
-    server.model.say(SAID)
-    answer = client.messages.create(**asked)
+    fields = {**REQUEST, "tools": [WEATHER]}
+    server.model.say(ANSWER)
+    answer = client.messages.create(**fields)
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "rain", "is_error": True}
     turns = [
         *USER,
         {"role": "assistant", "content": answer.content},
         {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
     ]
-    seen: list[Any] = []
+    requests: list[Any] = []
     add = server.engine.add
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine, "add", lambda one: seen.append(one) or add(one))
+        patch.setattr(
+            server.engine, "add", lambda request: requests.append(request) or add(request)
+        )
         server.model.say("ok")
         client.messages.create(
-            **{**asked, "messages": turns, "system": "Be brief.", "thinking": {"type": "adaptive"}}
+            **{**fields, "messages": turns, "system": "Be brief.", "thinking": {"type": "adaptive"}}
         )
-    text = bytes(seen[0].prompt).decode()
+    text = bytes(requests[0].prompt).decode()
     assert "[system Be brief.][user hi][assistant Wait… thought Hm é called weather" in text
     assert text.endswith("[tool Error: rain of c1][user so?][answer]<think>\n")
 
 
-def test_tools_that_have_to_be_called(server: Served, client: anthropic.Anthropic) -> None:
+def test_required_tools_are_called(server: Served, client: anthropic.Anthropic) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         server.model.say("<think></think>No.")
-        found = client.messages.create(
-            **{**ASKED, "max_tokens": 900}, tools=[WEATHER], tool_choice=choice
+        message = client.messages.create(
+            **{**REQUEST, "max_tokens": 900}, tools=[WEATHER], tool_choice=choice
         )
-        (call,) = (block for block in found.content if block.type == "tool_use")
+        (call,) = (block for block in message.content if block.type == "tool_use")
         assert call.input.keys() == {"city", "days"}
         assert call.input["days"] in (1, 2)
 
 
-def test_an_answer_follows_a_schema(server: Served, client: anthropic.Anthropic) -> None:
+def test_answer_follows_its_output_schema(server: Served, client: anthropic.Anthropic) -> None:
     server.model.say("<think></think>No.")
     shape = {"type": "json_schema", "schema": WEATHER["input_schema"]}
-    found = client.messages.create(**ASKED, output_config={"format": shape})
-    (text,) = (block.text for block in found.content if block.type == "text")
+    message = client.messages.create(**REQUEST, output_config={"format": shape})
+    (text,) = (block.text for block in message.content if block.type == "text")
     assert json.loads(text).keys() == {"city", "days"}
     shape = {"type": "json_schema", "schema": {"type": "strin"}}
     with pytest.raises(anthropic.BadRequestError, match="output_config"):
-        client.messages.create(**ASKED, output_config={"format": shape})
+        client.messages.create(**REQUEST, output_config={"format": shape})
 
 
-def test_arguments_that_are_no_json_are_not_lost(server: Served) -> None:
+def test_arguments_that_are_not_json_are_returned_unparsed(server: Served) -> None:
     server.model.say('<tool_call>{"name": "weather", "arguments": {oops}}</tool_call>')
-    found = server.post("/v1/messages", **PLAIN, temperature=0, tools=[WEATHER]).json()
-    assert found["content"][0]["input"] == {"unparsed": "{oops}"}
+    message = server.post("/v1/messages", **PLAIN, temperature=0, tools=[WEATHER]).json()
+    assert message["content"][0]["input"] == {"unparsed": "{oops}"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "text"),
     [
         ({"metadata": {"user_id": "a"}}, "metadata"),
         ({"max_tokens": None}, "max_tokens"),
@@ -165,29 +169,33 @@ def test_arguments_that_are_no_json_are_not_lost(server: Served) -> None:
         ({"tools": [{**WEATHER, "cache_control": {"type": "ephemeral"}}]}, "tools"),
     ],
 )
-def test_errors_have_anthropics_shape(server: Served, fields: dict[str, Any], told: str) -> None:
+def test_invalid_requests_have_anthropics_error_shape(
+    server: Served, fields: dict[str, Any], text: str
+) -> None:
     response = server.post("/v1/messages", **{**PLAIN, **fields})
     assert response.status_code == 400
     body = response.json()
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
-    assert told in body["error"]["message"]
+    assert text in body["error"]["message"]
     assert body["request_id"] == response.headers["x-request-id"]
 
 
-def test_other_errors_have_it_too(server: Served, client: anthropic.Anthropic) -> None:
+def test_other_errors_have_anthropics_error_shape(
+    server: Served, client: anthropic.Anthropic
+) -> None:
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**{**ASKED, "model": "other"})
+        client.messages.create(**{**REQUEST, "model": "other"})
     bad = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with bad, pytest.raises(anthropic.AuthenticationError) as raised:
-        bad.messages.create(**ASKED)
+        bad.messages.create(**REQUEST)
     assert raised.value.body["error"]["type"] == "authentication_error"
     long = server.http.post("/v1/messages", content=b"a" * 200_000)
     assert (long.status_code, long.json()["error"]["type"]) == (413, "request_too_large")
     assert server.http.get("/v1/messages").json()["type"] == "error"
 
 
-def test_an_error_within_a_stream(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_within_a_stream_is_an_event(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("at 0x7f00")
 
@@ -199,23 +207,23 @@ def test_an_error_within_a_stream(server: Served, monkeypatch: pytest.MonkeyPatc
     assert "0x7f00" not in text
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["by the model", "by the prompt"])
-def test_reasoning_ends_at_its_budget(begun: bool) -> None:
-    """The model would reason on; a character that the budget ends in is finished. Its script goes
-    on where the mark that closes the reasoning ends."""
+@pytest.mark.parametrize("begun_by_prompt", [False, True], ids=["by the model", "by the prompt"])
+def test_reasoning_ends_at_its_budget(begun_by_prompt: bool) -> None:
+    """The budget ends the reasoning of a model that would continue, after completing the current
+    character. The scripted text continues after the mark that closes the reasoning."""
     end, budget = "</think>", len(b"abcdefg ") + 1
-    said = ("" if begun else "<think>") + "abcdefg é" + "#" * len(end) + '\n{"a": 1}'
+    script = ("" if begun_by_prompt else "<think>") + "abcdefg é" + "#" * len(end) + '\n{"a": 1}'
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     shape = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
     with served(
         Scripted(),
         template={"source": TEMPLATE.replace("thinks", "enable_thinking"), "name": "shows all"},
-        template_variables=["enable_thinking"] if begun else [],
+        template_variables=["enable_thinking"] if begun_by_prompt else [],
         formats={"tools": None, "reasoning": "qwen3"},
     ) as server:
         for fields in ({}, {"output_config": {"format": shape}}):
             before = server.engine.stats.forced
-            server.model.say(said)
+            server.model.say(script)
             thinking = {"type": "enabled", "budget_tokens": budget}
             answer = server.post(
                 "/v1/messages", **PLAIN, **fields, temperature=0, thinking=thinking
@@ -224,18 +232,18 @@ def test_reasoning_ends_at_its_budget(begun: bool) -> None:
             assert thought["thinking"] == "abcdefg é"
             assert text["text"] == '{"a": 1}'
             assert server.engine.stats.forced >= before + len(end)
-            # One that ends its reasoning before is left alone.
-            server.model.say(said.replace("#" * len(end), end))
+            # An answer that ends its reasoning within the budget is unchanged.
+            server.model.say(script.replace("#" * len(end), end))
             thinking["budget_tokens"] = 200
-            other = server.post("/v1/messages", **PLAIN, **fields, temperature=0, thinking=thinking)
-            assert other.json()["content"] == answer.json()["content"]
+            early = server.post("/v1/messages", **PLAIN, **fields, temperature=0, thinking=thinking)
+            assert early.json()["content"] == answer.json()["content"]
 
 
-def test_a_budget_needs_a_model_that_reasons() -> None:
+def test_thinking_budget_needs_a_reasoning_model() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
-    for changes, wrong in (({}, "--reasoning-parser"), ({"stop_tokens": []}, "ends")):
+    for changes, reason in (({}, "--reasoning-parser"), ({"stop_tokens": []}, "ends")):
         reasoning = {"tools": None, "reasoning": "qwen3" if changes else None}
         with served(formats=reasoning, **changes) as server:
             response = server.post("/v1/messages", **PLAIN, thinking=thinking)
             assert response.status_code == 400
-            assert wrong in response.json()["error"]["message"]
+            assert reason in response.json()["error"]["message"]

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.support.http_server import Served, served
 
 MAX_TOKENS = 512
-#: Ends what is open: random tokens of 256 hardly ever would.
-LEANS = {str(ord(c)): 8 for c in '"}]'}
-#: Keywords of JSON Schema that are no notes and cannot be enforced.
+#: Favours closing characters: random tokens of 256 hardly ever close a value.
+CLOSING_BIAS = {str(ord(c)): 8 for c in '"}]'}
+#: JSON Schema keywords that are not annotations and cannot be enforced.
 UNSUPPORTED = (
     {"not": {"type": "string"}},
     {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {}},
@@ -43,11 +43,11 @@ SCALARS = st.one_of(
 )
 
 
-def _span(least: str, most: str, highest: int) -> st.SearchStrategy[dict[str, int]]:
-    """Return bounds of which neither, one or both are there; the lower one is the lower."""
+def _span(lower: str, upper: str, highest: int) -> st.SearchStrategy[dict[str, int]]:
+    """Return no bound, the upper bound, or both bounds with the lower below the upper."""
     pairs = st.tuples(st.integers(0, highest), st.integers(0, highest)).map(sorted)
-    both = pairs.map(lambda pair: {least: pair[0], most: pair[1]})
-    return st.one_of(st.just({}), both, both.map(lambda found: {most: found[most]}))
+    two_bounds = pairs.map(lambda pair: {lower: pair[0], upper: pair[1]})
+    return st.one_of(st.just({}), two_bounds, two_bounds.map(lambda bounds: {upper: bounds[upper]}))
 
 
 def _strings() -> st.SearchStrategy[dict[str, Any]]:
@@ -55,15 +55,15 @@ def _strings() -> st.SearchStrategy[dict[str, Any]]:
     formats = st.sampled_from(["uuid", "ipv4"])
     return st.one_of(
         _span("minLength", "maxLength", 6),
-        patterns.map(lambda found: {"pattern": found}),
-        formats.map(lambda found: {"format": found}),
-    ).map(lambda found: {"type": "string", **found})
+        patterns.map(lambda keyword: {"pattern": keyword}),
+        formats.map(lambda keyword: {"format": keyword}),
+    ).map(lambda keyword: {"type": "string", **keyword})
 
 
 def _numbers() -> st.SearchStrategy[dict[str, Any]]:
     low, high = st.sampled_from(["minimum", "exclusiveMinimum"]), st.integers(-300, 300)
     bounds = st.builds(
-        lambda low, at, width, high: {low: at, high: at + width},
+        lambda low, start, width, high: {low: start, high: start + width},
         low,
         high,
         st.integers(12, 90),
@@ -71,7 +71,7 @@ def _numbers() -> st.SearchStrategy[dict[str, Any]]:
     )
     steps = st.sampled_from([{}, {}, {"multipleOf": 3}, {"multipleOf": 5}])
     integers = st.builds(lambda a, b: {"type": "integer", **a, **b}, bounds, steps)
-    numbers = bounds.map(lambda found: {"type": "number", **found})
+    numbers = bounds.map(lambda bound: {"type": "number", **bound})
     return st.one_of(integers, numbers)
 
 
@@ -81,19 +81,23 @@ def _arrays(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
         inner,
         _span("minItems", "maxItems", 3),
     )
-    firsts = st.lists(inner, min_size=1, max_size=2)
-    tuples = firsts.map(lambda found: {"type": "array", "prefixItems": found, "items": False})
+    prefix_items = st.lists(inner, min_size=1, max_size=2)
+    tuples = prefix_items.map(
+        lambda schemas: {"type": "array", "prefixItems": schemas, "items": False}
+    )
     return st.one_of(items, tuples)
 
 
 def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    def described(properties: dict[str, Any], needed: list[str], more: Any) -> dict[str, Any]:
-        required = [name for name in needed if name in properties]
-        found = {"type": "object", "properties": properties, "required": required}
-        return found if more is None else {**found, "additionalProperties": more}
+    def object_schema(
+        properties: dict[str, Any], names: list[str], additional: Any
+    ) -> dict[str, Any]:
+        required = [name for name in names if name in properties]
+        schema = {"type": "object", "properties": properties, "required": required}
+        return schema if additional is None else {**schema, "additionalProperties": additional}
 
     return st.builds(
-        described,
+        object_schema,
         st.dictionaries(NAMES, inner, max_size=4),
         st.lists(NAMES, unique=True, max_size=4),
         st.one_of(st.none(), st.just(False), st.just(False), inner),
@@ -101,12 +105,12 @@ def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 
 
 def _several(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    any_of = st.lists(inner, min_size=1, max_size=3).map(lambda found: {"anyOf": found})
+    any_of = st.lists(inner, min_size=1, max_size=3).map(lambda schemas: {"anyOf": schemas})
     all_of = st.integers(0, 50).map(
         lambda n: {"allOf": [{"type": "integer", "minimum": n}, {"maximum": n + 40}]}
     )
     one_of = st.just({"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]})
-    # A list of itself: its end is always allowed.
+    # A recursive list: the empty list always ends the recursion.
     tree = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}
     return st.one_of(
         any_of, all_of, one_of, st.just({"$ref": "#/$defs/tree", "$defs": {"tree": tree}})
@@ -114,27 +118,27 @@ def _several(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
 
 
 def _rooted(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with the definitions of its parts where `$ref` looks for them."""
-    found: dict[str, Any] = {}
+    """Move the `$defs` of nested schemas to the root, where `$ref` resolves them."""
+    definitions: dict[str, Any] = {}
 
-    def without(part: Any) -> Any:
-        if isinstance(part, dict):
-            if isinstance(part.get("$defs"), dict) and "$ref" in part:
-                found.update(part["$defs"])
-                part = {name: value for name, value in part.items() if name != "$defs"}
-            return {name: without(value) for name, value in part.items()}
-        return [without(one) for one in part] if isinstance(part, list) else part
+    def without(node: Any) -> Any:
+        if isinstance(node, dict):
+            if isinstance(node.get("$defs"), dict) and "$ref" in node:
+                definitions.update(node["$defs"])
+                node = {name: value for name, value in node.items() if name != "$defs"}
+            return {name: without(value) for name, value in node.items()}
+        return [without(element) for element in node] if isinstance(node, list) else node
 
-    plain = without(schema)
-    return {**plain, "$defs": found} if found else plain
+    root = without(schema)
+    return {**root, "$defs": definitions} if definitions else root
 
 
 LEAVES = st.one_of(
     _strings(),
     _numbers(),
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"]}]),
-    st.lists(SCALARS, min_size=1, max_size=3).map(lambda found: {"enum": found}),
-    SCALARS.map(lambda found: {"const": found}),
+    st.lists(SCALARS, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    SCALARS.map(lambda value: {"const": value}),
 )
 SCHEMAS = st.recursive(
     LEAVES, lambda inner: st.one_of(_arrays(inner), _objects(inner), _several(inner)), max_leaves=6
@@ -143,12 +147,12 @@ SCHEMAS = st.recursive(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as found:
-        yield found
+    with served() as running:
+        yield running
 
 
 def check_answers(server: Served, count: int) -> Counter[str]:
-    """Have random schemas answered; return how the answers ended."""
+    """Request answers for random schemas; return the counts of finish reasons."""
     ends: Counter[str] = Counter()
 
     @settings(
@@ -165,7 +169,7 @@ def check_answers(server: Served, count: int) -> Counter[str]:
             prompt="a",
             max_tokens=MAX_TOKENS,
             seed=sum(ends.values()),
-            logit_bias=LEANS,
+            logit_bias=CLOSING_BIAS,
             structured_outputs={"json": schema},
         )
         assert response.status_code == 200, response.text
@@ -182,7 +186,7 @@ def check_answers(server: Served, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_answers_follow_random_schemas(server: Served, count: int) -> None:
+def test_answers_validate_against_random_schemas(server: Served, count: int) -> None:
     ends = check_answers(server, count)
     assert ends.keys() <= {"stop", "length"}
     assert sum(ends.values()) >= count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's responses, by OpenAI's client."""
+"""OpenAI's responses route with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-SAID = (
+ANSWER = (
     "<think>\nHm é</think>\n\nWait…\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü", "days": 2}}\n</tool_call>'
 )
-ASKED: dict[str, Any] = {"model": "next-byte", "input": "hi", "temperature": 0}
-ASKED["max_output_tokens"] = 300
+REQUEST: dict[str, Any] = {"model": "next-byte", "input": "hi", "temperature": 0}
+REQUEST["max_output_tokens"] = 300
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +41,24 @@ def server() -> Iterator[Served]:
         Scripted(),
         template={"source": TEMPLATE, "name": "shows all"},
         formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as found:
-        yield found
+    ) as running:
+        yield running
 
 
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
-def test_an_answer_is_items_whole_and_streamed(server: Served, client: openai.OpenAI) -> None:
-    asked = {**ASKED, "tools": [WEATHER], "metadata": {"a": "b"}}
-    server.model.say(SAID)
-    whole = client.responses.create(**asked)
-    server.model.say(SAID)
-    with client.responses.stream(**asked) as stream:
+def test_answer_has_the_same_items_whole_and_streamed(
+    server: Served, client: openai.OpenAI
+) -> None:
+    fields = {**REQUEST, "tools": [WEATHER], "metadata": {"a": "b"}}
+    server.model.say(ANSWER)
+    whole = client.responses.create(**fields)
+    server.model.say(ANSWER)
+    with client.responses.stream(**fields) as stream:
         events = list(stream)
         streamed = stream.get_final_response()
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -73,71 +75,86 @@ def test_an_answer_is_items_whole_and_streamed(server: Served, client: openai.Op
         assert json.loads(call.arguments) == {"city": "Ü", "days": 2}
         assert {item.status for item in response.output} == {"completed"}
         assert response.metadata == {"a": "b"}
-        assert response.usage.output_tokens == len(SAID.encode()) + 1
+        assert response.usage.output_tokens == len(ANSWER.encode()) + 1
         assert 5 <= response.usage.output_tokens_details.reasoning_tokens <= 24
     assert server.engine.unfinished == 0
 
 
-@pytest.mark.parametrize("longest", [300, 30, 12])
-def test_events_follow_openais_schema(server: Served, longest: int) -> None:
-    """The client itself checks nothing: a field that an event lacks fails where it is read."""
+@pytest.mark.parametrize("max_output_tokens", [300, 30, 12])
+def test_events_validate_against_openais_schema(server: Served, max_output_tokens: int) -> None:
+    """The client validates nothing: a missing field of an event fails only when it is read."""
     event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    asked = {**ASKED, "tools": [WEATHER], "max_output_tokens": longest}
-    server.model.say(SAID)
-    response = server.post("/v1/responses", **asked)
+    fields = {**REQUEST, "tools": [WEATHER], "max_output_tokens": max_output_tokens}
+    server.model.say(ANSWER)
+    response = server.post("/v1/responses", **fields)
     assert Response.model_validate(response.json()).status in ("completed", "incomplete")
-    server.model.say(SAID)
-    lines = server.post("/v1/responses", **asked, stream=True).text.split("\n")
+    server.model.say(ANSWER)
+    lines = server.post("/v1/responses", **fields, stream=True).text.split("\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     for event in events:
         assert event_type.validate_python(event).type == event["type"]
     with_logprobs = {event["type"] for event in events if event.get("logprobs") == []}
-    texts = {"response.output_text.delta", "response.output_text.done"} if longest > 12 else set()
+    texts = (
+        {"response.output_text.delta", "response.output_text.done"}
+        if max_output_tokens > 12
+        else set()
+    )
     assert with_logprobs == texts
     assert {event["type"] for event in events if "logprobs" in event} == texts
     assert "response.reasoning_text.delta" in {event["type"] for event in events}
 
 
-def test_output_may_be_input_again(server: Served, client: openai.OpenAI) -> None:
-    server.model.say(SAID)
-    first = client.responses.create(**ASKED, tools=[WEATHER])
-    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
-    turns = [{"role": "user", "content": "hi"}, *first.output, result]
-    seen: list[Any] = []
+def test_output_items_are_accepted_as_input(server: Served, client: openai.OpenAI) -> None:
+    server.model.say(ANSWER)
+    response = client.responses.create(**REQUEST, tools=[WEATHER])
+    result = {
+        "type": "function_call_output",
+        "call_id": response.output[2].call_id,
+        "output": "rain",
+    }
+    turns = [{"role": "user", "content": "hi"}, *response.output, result]
+    requests: list[Any] = []
     add = server.engine.add
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine, "add", lambda one: seen.append(one) or add(one))
+        patch.setattr(
+            server.engine, "add", lambda request: requests.append(request) or add(request)
+        )
         server.model.say("ok")
         client.responses.create(
-            **{**ASKED, "input": turns}, tools=[WEATHER], instructions="Be brief."
+            **{**REQUEST, "input": turns}, tools=[WEATHER], instructions="Be brief."
         )
-    text = bytes(seen[0].prompt).decode()
+    text = bytes(requests[0].prompt).decode()
     assert "[system Be brief.][user hi][assistant Wait… thought Hm é called weather" in text
-    assert f"[tool rain of {first.output[2].call_id}][answer]" in text
+    assert f"[tool rain of {response.output[2].call_id}][answer]" in text
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(server: Served, client: openai.OpenAI) -> None:
+def test_truncated_answer_is_incomplete(server: Served, client: openai.OpenAI) -> None:
     server.model.say("one two")
-    found = client.responses.create(**{**ASKED, "max_output_tokens": 3})
-    assert (found.status, found.output_text) == ("incomplete", "one")
-    assert found.incomplete_details.reason == "max_output_tokens"
+    response = client.responses.create(**{**REQUEST, "max_output_tokens": 3})
+    assert (response.status, response.output_text) == ("incomplete", "one")
+    assert response.incomplete_details.reason == "max_output_tokens"
 
 
 def test_text_and_calls_follow_their_schemas(server: Served, client: openai.OpenAI) -> None:
-    shape = {"type": "json_schema", "name": "w", "schema": WEATHER["parameters"], "strict": True}
+    json_format = {
+        "type": "json_schema",
+        "name": "w",
+        "schema": WEATHER["parameters"],
+        "strict": True,
+    }
     server.model.say("<think></think>No.")
-    found = client.responses.create(**ASKED, text={"format": shape})
-    assert json.loads(found.output_text).keys() == {"city", "days"}
+    response = client.responses.create(**REQUEST, text={"format": json_format})
+    assert json.loads(response.output_text).keys() == {"city", "days"}
     for choice in ("required", {"type": "function", "name": "weather"}):
         server.model.say("<think></think>No.")
-        found = client.responses.create(**ASKED, tools=[WEATHER], tool_choice=choice)
-        (call,) = (item for item in found.output if item.type == "function_call")
+        response = client.responses.create(**REQUEST, tools=[WEATHER], tool_choice=choice)
+        (call,) = (item for item in response.output if item.type == "function_call")
         assert json.loads(call.arguments).keys() == {"city", "days"}
 
 
-def test_a_response_is_cancelled_while_it_runs(server: Served, client: openai.OpenAI) -> None:
+def test_running_response_is_cancelled(server: Served, client: openai.OpenAI) -> None:
     server.model.say("a" * 4000)
-    stream = client.responses.create(**{**ASKED, "max_output_tokens": 4000}, stream=True)
+    stream = client.responses.create(**{**REQUEST, "max_output_tokens": 4000}, stream=True)
     name = next(stream).response.id
     before = server.engine.stats.steps
     assert client.responses.cancel(name).status == "cancelled"
@@ -145,9 +162,9 @@ def test_a_response_is_cancelled_while_it_runs(server: Served, client: openai.Op
     assert events[-1].response.status == "cancelled"
     until(lambda: server.engine.unfinished == 0)
     assert server.engine.stats.steps < before + 3900
-    for gone in (name, "resp_none"):
+    for response_id in (name, "resp_none"):
         with pytest.raises(openai.NotFoundError):
-            client.responses.cancel(gone)
+            client.responses.cancel(response_id)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +189,18 @@ def test_a_response_is_cancelled_while_it_runs(server: Served, client: openai.Op
         ),
     ],
 )
-def test_what_is_not_honoured_is_refused(
-    server: Served, fields: dict[str, Any], param: str
-) -> None:
-    response = server.post("/v1/responses", **{**ASKED, **fields})
+def test_unsupported_fields_are_refused(server: Served, fields: dict[str, Any], param: str) -> None:
+    response = server.post("/v1/responses", **{**REQUEST, **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
-def test_an_error_within_a_stream(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_within_a_stream_is_an_event(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise RuntimeError("at 0x7f00")
 
     monkeypatch.setattr("megatron.inference.server.generation.Generation._delta", fails)
-    text = server.post("/v1/responses", **ASKED, stream=True).text
+    text = server.post("/v1/responses", **REQUEST, stream=True).text
     event, data = text.strip().split("\n")
     assert event == "event: response.failed"
     assert json.loads(data.removeprefix("data: "))["response"]["status"] == "failed"

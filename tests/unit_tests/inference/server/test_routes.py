@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routes answer: texts, log-probabilities, several outputs, streams, usage, metrics."""
+"""Answers of the routes: texts, logprobs, several outputs, streams, usage, metrics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LIKELY = 5 - math.log(math.exp(5) + END)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as found:
-        yield found
+    with served() as running:
+        yield running
 
 
 def ok(server: Served, path: str, **fields: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def ok(server: Served, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def streamed(server: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream but the last, which says that it is whole."""
+    """Return the events of a stream without the final [DONE]."""
     response = server.post(path, stream=True, **fields)
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n") if line]
@@ -43,12 +43,12 @@ def streamed(server: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_a_text_is_continued(server: Served) -> None:
-    found = ok(server, "/v1/completions", prompt="abc", max_tokens=3, temperature=0)
-    (choice,) = found["choices"]
+def test_completion_continues_the_prompt(server: Served) -> None:
+    completion = ok(server, "/v1/completions", prompt="abc", max_tokens=3, temperature=0)
+    (choice,) = completion["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("def", "length")
-    assert found["model"] == "next-byte"
-    assert found["usage"]["prompt_tokens"] == found["usage"]["completion_tokens"] == 3
+    assert completion["model"] == "next-byte"
+    assert completion["usage"]["prompt_tokens"] == completion["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize(
@@ -57,31 +57,33 @@ def test_a_text_is_continued(server: Served) -> None:
         ([97, 98], ["cd"]),
         (["a", "x"], ["bc", "yz"]),
         ([[97], [120, 121]], ["bc", "z{"]),
-        ("", ["\x01\x02"]),  # after the end of a document, which begins one
+        ("", ["\x01\x02"]),  # an empty prompt becomes the end-of-document token
     ],
 )
 def test_prompts_are_texts_ids_or_lists(server: Served, prompt: Any, texts: list[str]) -> None:
-    found = ok(server, "/v1/completions", prompt=prompt, max_tokens=2, temperature=0)
-    assert [c["text"] for c in found["choices"]] == texts
-    assert [c["index"] for c in found["choices"]] == list(range(len(texts)))
+    completion = ok(server, "/v1/completions", prompt=prompt, max_tokens=2, temperature=0)
+    assert [c["text"] for c in completion["choices"]] == texts
+    assert [c["index"] for c in completion["choices"]] == list(range(len(texts)))
 
 
 def test_usage_adds_up_over_prompts_and_outputs(server: Served) -> None:
-    found = ok(server, "/v1/completions", prompt=["a", "xyz"], n=2, max_tokens=5, temperature=0)
-    assert len(found["choices"]) == 4
-    assert found["usage"]["prompt_tokens"] == 4
-    assert found["usage"]["completion_tokens"] == 20
+    completion = ok(
+        server, "/v1/completions", prompt=["a", "xyz"], n=2, max_tokens=5, temperature=0
+    )
+    assert len(completion["choices"]) == 4
+    assert completion["usage"]["prompt_tokens"] == 4
+    assert completion["usage"]["completion_tokens"] == 20
     long = "q" * 64
     ok(server, "/v1/completions", prompt=long, max_tokens=1)
-    found = ok(server, "/v1/completions", prompt=long, max_tokens=1)
-    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+    completion = ok(server, "/v1/completions", prompt=long, max_tokens=1)
+    assert completion["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
 
 
-def test_logprobs_are_as_many_as_tokens(server: Served) -> None:
-    found = ok(
+def test_every_token_has_logprobs(server: Served) -> None:
+    completion = ok(
         server, "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=2, echo=True
     )
-    (choice,) = found["choices"]
+    (choice,) = completion["choices"]
     scores = choice["logprobs"]
     assert choice["text"] == "abcde"
     assert scores["tokens"] == list("abcde")
@@ -93,9 +95,9 @@ def test_logprobs_are_as_many_as_tokens(server: Served) -> None:
     assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == 3
 
 
-def test_chat_logprobs_hold_the_tokens_bytes(server: Served) -> None:
+def test_chat_logprobs_contain_the_tokens_bytes(server: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    found = ok(
+    completion = ok(
         server,
         "/v1/chat/completions",
         messages=messages,
@@ -104,13 +106,13 @@ def test_chat_logprobs_hold_the_tokens_bytes(server: Served) -> None:
         logprobs=True,
         top_logprobs=1,
     )
-    (choice,) = found["choices"]
+    (choice,) = completion["choices"]
     scores = choice["logprobs"]["content"]
-    # The template ends with a new line.
+    # The template ends with a newline.
     assert choice["message"]["content"] == "\x0b\x0c\r"
     assert [s["bytes"] for s in scores] == [[11], [12], [13]]
     assert scores[0]["top_logprobs"][0]["token"] == "\x0b"
-    assert len(scores) == found["usage"]["completion_tokens"]
+    assert len(scores) == completion["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -123,35 +125,35 @@ def test_chat_logprobs_hold_the_tokens_bytes(server: Served) -> None:
         ({"frequency_penalty": 2, "presence_penalty": 2, "max_tokens": 3}, "bcd", "length"),
     ],
 )
-def test_fields_change_the_text(
+def test_sampling_fields_change_the_text(
     server: Served, fields: dict[str, Any], text: str, reason: str
 ) -> None:
-    asked = {"max_tokens": 2 if "logit_bias" in fields else 9, "temperature": 0, **fields}
-    (choice,) = ok(server, "/v1/completions", prompt="a", **asked)["choices"]
+    request = {"max_tokens": 2 if "logit_bias" in fields else 9, "temperature": 0, **fields}
+    (choice,) = ok(server, "/v1/completions", prompt="a", **request)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text, reason)
 
 
-def test_the_end_of_a_document_may_be_ignored(server: Served) -> None:
-    asked = {"prompt": "|", "max_tokens": 4, "temperature": 0}
-    (choice,) = ok(server, "/v1/completions", **asked)["choices"]
+def test_ignore_eos_continues_after_the_end_of_document(server: Served) -> None:
+    fields = {"prompt": "|", "max_tokens": 4, "temperature": 0}
+    (choice,) = ok(server, "/v1/completions", **fields)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("}~", "stop")
-    (choice,) = ok(server, "/v1/completions", **asked, ignore_eos=True)["choices"]
+    (choice,) = ok(server, "/v1/completions", **fields, ignore_eos=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("}~\x01", "length")
 
 
-def test_a_seed_repeats_draws_and_others_differ(server: Served) -> None:
-    asked = {"prompt": "a", "max_tokens": 12, "temperature": 2.0}
+def test_equal_seeds_repeat_the_text_and_others_differ(server: Served) -> None:
+    request = {"prompt": "a", "max_tokens": 12, "temperature": 2.0}
 
     def text(**fields: Any) -> str:
-        return ok(server, "/v1/completions", **asked, **fields)["choices"][0]["text"]
+        return ok(server, "/v1/completions", **request, **fields)["choices"][0]["text"]
 
     assert text(seed=5) == text(seed=5) != text(seed=6)
     assert text() != text()
     assert text(seed=5, top_k=1) == text(seed=6, top_p=1e-9) == text(min_p=1.0) == "bcdefghijklm"
 
 
-def test_what_is_streamed_adds_up_to_the_whole(server: Served) -> None:
-    asked = {
+def test_streamed_chunks_add_up_to_the_whole_answer(server: Served) -> None:
+    fields = {
         "prompt": [[0xE2 - 1], [97]],
         "n": 2,
         "max_tokens": 24,
@@ -160,30 +162,30 @@ def test_what_is_streamed_adds_up_to_the_whole(server: Served) -> None:
         "logprobs": 1,
         "stop": ["\x05\x06", "no"],
     }
-    whole = ok(server, "/v1/completions", **asked)
-    events = streamed(server, "/v1/completions", **asked, stream_options={"include_usage": True})
+    whole = ok(server, "/v1/completions", **fields)
+    events = streamed(server, "/v1/completions", **fields, stream_options={"include_usage": True})
     usage = events.pop()
     assert usage["choices"] == []
     assert usage["usage"] == whole["usage"]
     for choice in whole["choices"]:
-        parts = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
-        assert "".join(p["text"] for p in parts) == choice["text"]
-        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        chunks = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["text"] for p in chunks) == choice["text"]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
         for name, values in choice["logprobs"].items():
-            assert [v for p in parts for v in p["logprobs"][name]] == values
+            assert [v for p in chunks for v in p["logprobs"][name]] == values
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
 
 
 def test_tokenize_and_detokenize_routes(server: Served) -> None:
     assert ok(server, "/tokenize", prompt="ab")["tokens"] == [97, 98]
     assert ok(server, "/detokenize", tokens=[97, 98])["prompt"] == "ab"
-    found = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])
-    assert bytes(found["tokens"]).decode() == (
+    tokenized = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])
+    assert bytes(tokenized["tokens"]).decode() == (
         "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_the_model_is_listed_and_others_are_not_there(server: Served) -> None:
+def test_model_is_listed_and_unknown_models_are_404(server: Served) -> None:
     (card,) = server.http.get("/v1/models").json()["data"]
     assert card["id"] == "next-byte"
     assert server.http.get("/v1/models/next-byte").json() == card
@@ -197,7 +199,7 @@ def test_the_model_is_listed_and_others_are_not_there(server: Served) -> None:
         assert response.json()["error"]["code"] == "model_not_found"
 
 
-def test_metrics_count_what_was_served() -> None:
+def test_metrics_count_served_requests_and_tokens() -> None:
     with served() as server:
         ok(server, "/v1/completions", prompt="ab", n=2, max_tokens=3, temperature=0)
         lines = server.http.get("/metrics").text.splitlines()
@@ -211,25 +213,27 @@ def test_metrics_count_what_was_served() -> None:
         assert float(values["megatron:engine_steps_total"]) >= 3
 
 
-def test_the_prefix_cache_counts_tokens_of_prompts() -> None:
-    """Hits by queries is the hit rate, however many outputs a prompt has."""
-    first, second = "abcdefgh" * 5, "ABCDEFGH" * 3
+def test_prefix_cache_metrics_count_prompt_tokens() -> None:
+    """Hits divided by queries is the hit rate for any number of outputs per prompt."""
+    lower_prompt, upper_prompt = "abcdefgh" * 5, "ABCDEFGH" * 3
     with served() as server:
-        for prompt in ([first, second], first, first[:37] + "zzz"):
+        for prompt in ([lower_prompt, upper_prompt], lower_prompt, lower_prompt[:37] + "zzz"):
             ok(server, "/v1/completions", prompt=prompt, n=3, max_tokens=2, temperature=0)
         lines = server.http.get("/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     queries = values["megatron:prefix_cache_queries_total"]
     assert queries == values["megatron:prompt_tokens_total"] == "144.0"  # 3 x 40 + 24
-    # The second and the third request find two blocks of 16 tokens each.
+    # The second and the third request hit two blocks of 16 tokens each.
     assert values["megatron:prefix_cache_hits_total"] == "64.0"
 
 
-def test_the_openai_client_reads_the_answers(server: Served) -> None:
+def test_openai_client_reads_the_answers(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         assert [m.id for m in client.models.list()] == ["next-byte"]
-        done = client.completions.create(model="next-byte", prompt="a", max_tokens=2, temperature=0)
-        assert done.choices[0].text == "bc"
+        completion = client.completions.create(
+            model="next-byte", prompt="a", max_tokens=2, temperature=0
+        )
+        assert completion.choices[0].text == "bc"
         stream = client.chat.completions.create(
             model="next-byte",
             messages=[{"role": "user", "content": "hi"}],
@@ -249,8 +253,8 @@ def test_the_openai_client_reads_the_answers(server: Served) -> None:
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer.json whose ids are those of the byte tokenizer."""
-    # As GPT-2 writes bytes: those that are no visible characters from U+0100 on.
+    """Write a tokenizer.json with the ids of the byte tokenizer."""
+    # GPT-2's byte alphabet: bytes that are not visible characters are mapped to U+0100 and above.
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [number for number in range(256) if number not in visible]
     names = {chr(n): n for n in visible} | {chr(256 + i): n for i, n in enumerate(hidden)}
@@ -259,17 +263,17 @@ def write_byte_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="pip install 'lm-eval[api]'"
 )
-def test_lm_eval_runs_tasks_against_it(server: Served, tmp_path: Path) -> None:
-    """The model says the next byte of the alphabet: it knows one answer of three, and how a text
-    goes on."""
+def test_lm_eval_runs_tasks_against_the_server(server: Served, tmp_path: Path) -> None:
+    """The model generates the next byte of the alphabet: two of three choices are right, and one of
+    three continuations."""
     write_byte_tokenizer(tmp_path)
     questions = [
         {"question": "ab", "choices": ["cde", "xyz", "c c"], "answer": 0},
@@ -288,9 +292,12 @@ def test_lm_eval_runs_tasks_against_it(server: Served, tmp_path: Path) -> None:
     choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
     choose |= {"doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
     until = {"until": ["z"], "max_gen_toks": 2, "do_sample": False}
-    go_on = {"task": "go_on", "output_type": "generate_until", "generation_kwargs": until}
-    go_on |= {"doc_to_target": "{{choices[answer]}}", "metric_list": [{"metric": "exact_match"}]}
-    for kind in (choose, go_on):
+    continuation = {"task": "go_on", "output_type": "generate_until", "generation_kwargs": until}
+    continuation |= {
+        "doc_to_target": "{{choices[answer]}}",
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    for kind in (choose, continuation):
         (tmp_path / f"{kind['task']}.yaml").write_text(json.dumps({**task, **kind}))
     model = {
         "model": "next-byte",
@@ -304,18 +311,24 @@ def test_lm_eval_runs_tasks_against_it(server: Served, tmp_path: Path) -> None:
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
     command += ["--tasks", "choose,go_on", "--include_path", str(tmp_path), "--batch_size", "2"]
     command += ["--output_path", str(tmp_path / "found"), "--log_samples"]
-    places = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    told = subprocess.run(
-        command, env={**os.environ, **places}, capture_output=True, text=True, check=False
+    environment = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }
+    completed = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
     (path,) = (tmp_path / "found").rglob("results_*.json")
-    found = json.loads(path.read_text())["results"]
-    assert found["choose"]["acc,none"] == pytest.approx(2 / 3)
-    # Of two characters the first task's three are never all there.
-    assert found["go_on"]["exact_match,none"] == pytest.approx(1 / 3)
+    scores = json.loads(path.read_text())["results"]
+    assert scores["choose"]["acc,none"] == pytest.approx(2 / 3)
+    # Two generated characters never contain an answer of three characters.
+    assert scores["go_on"]["exact_match,none"] == pytest.approx(1 / 3)
     (path,) = (tmp_path / "found").rglob("samples_choose_*.jsonl")
-    first = json.loads(path.read_text().splitlines()[0])
-    logprobs = [float(one[0][0]) for one in first["resps"]]
-    other = LIKELY - 5
-    assert logprobs == pytest.approx([3 * LIKELY, other + 2 * LIKELY, 2 * other + LIKELY], rel=1e-4)
+    sample = json.loads(path.read_text().splitlines()[0])
+    logprobs = [float(response[0][0]) for response in sample["resps"]]
+    unlikely = LIKELY - 5
+    assert logprobs == pytest.approx(
+        [3 * LIKELY, unlikely + 2 * LIKELY, 2 * unlikely + LIKELY], rel=1e-4
+    )

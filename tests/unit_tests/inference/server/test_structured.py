@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: every answer is of its grammar, and grammars that cannot be are refused."""
+"""Structured output: every answer matches its grammar, and invalid grammars are refused."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-#: Ends what is open: random tokens of 256 hardly ever would.
-LEANS = {str(ord(c)): 6 for c in '"}],'}
+#: Favours closing characters: random tokens of 256 hardly ever close a value.
+CLOSING_BIAS = {str(ord(c)): 6 for c in '"}],'}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as found:
-        yield found
+    with served() as running:
+        yield running
 
 
 def text_of(server: Served, seed: int = 1, **fields: Any) -> str:
-    """Return a text that ended by itself."""
-    asked = {"prompt": "a", "max_tokens": 500, "seed": seed, "logit_bias": LEANS, **fields}
-    response = server.post("/v1/completions", **asked)
+    """Return the text of an answer with finish reason "stop"."""
+    request = {"prompt": "a", "max_tokens": 500, "seed": seed, "logit_bias": CLOSING_BIAS, **fields}
+    response = server.post("/v1/completions", **request)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     assert choice["finish_reason"] == "stop"
@@ -65,50 +65,50 @@ def text_of(server: Served, seed: int = 1, **fields: Any) -> str:
 
 
 def is_person(text: str) -> bool:
-    """Check a text against `PERSON`, by hand."""
-    found = json.loads(text)
+    """Check a text against `PERSON` without a validator."""
+    person = json.loads(text)
     return (
-        found.keys() == {"name", "age", "tags"}
-        and isinstance(found["name"], str)
-        and len(found["name"]) <= 8
-        and type(found["age"]) is int
-        and 0 <= found["age"] <= 150
-        and len(found["tags"]) <= 3
-        and all(tag in ("a", "é") for tag in found["tags"])
+        person.keys() == {"name", "age", "tags"}
+        and isinstance(person["name"], str)
+        and len(person["name"]) <= 8
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 150
+        and len(person["tags"]) <= 3
+        and all(tag in ("a", "é") for tag in person["tags"])
     )
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_json_follows_its_schema(server: Served, seed: int) -> None:
+def test_json_answer_follows_its_schema(server: Served, seed: int) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": PERSON}}
     assert is_person(text_of(server, seed, response_format=shape))
     assert is_person(text_of(server, seed, structured_outputs={"json": PERSON}))
     assert isinstance(json.loads(text_of(server, response_format={"type": "json_object"})), dict)
 
 
-def test_several_outputs_follow_each_by_itself(server: Served) -> None:
-    asked = {"prompt": ["a", "b"], "n": 4, "max_tokens": 500, "logit_bias": LEANS}
-    response = server.post("/v1/completions", **asked, structured_outputs={"json": PERSON})
+def test_each_of_several_outputs_follows_the_schema(server: Served) -> None:
+    fields = {"prompt": ["a", "b"], "n": 4, "max_tokens": 500, "logit_bias": CLOSING_BIAS}
+    response = server.post("/v1/completions", **fields, structured_outputs={"json": PERSON})
     texts = [choice["text"] for choice in response.json()["choices"]]
     assert len(set(texts)) > 1
     assert all(map(is_person, texts))
 
 
-def test_other_grammars(server: Served) -> None:
-    def of(seed: int = 1, **kind: Any) -> str:
+def test_regex_choice_and_lark_answers_match(server: Served) -> None:
+    def answer_with(seed: int = 1, **kind: Any) -> str:
         return text_of(server, seed, structured_outputs=kind)
 
-    assert re.fullmatch(r"[a-f]{3}-\d{2}", of(regex=r"[a-f]{3}-[0-9]{2}"))
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", answer_with(regex=r"[a-f]{3}-[0-9]{2}"))
     choices = ["yes", 'no "really"', "é\n"]
-    assert {of(seed, choice=choices) for seed in range(12)} == set(choices)
-    assert re.fullmatch(r"\d\+\d", of(grammar='start: D "+" D\nD: /[0-9]/'))
+    assert {answer_with(seed, choice=choices) for seed in range(12)} == set(choices)
+    assert re.fullmatch(r"\d\+\d", answer_with(grammar='start: D "+" D\nD: /[0-9]/'))
     assert (
         server.post("/v1/completions", prompt="a", response_format={"type": "text"}).status_code
         == 200
     )
 
 
-def test_grammars_that_cannot_be(server: Served) -> None:
+def test_invalid_grammars_are_refused(server: Served) -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(60):
         deep = {"anyOf": [deep, {"type": "array", "items": deep}]}
@@ -136,7 +136,7 @@ def test_grammars_that_cannot_be(server: Served) -> None:
     assert response.json()["error"]["param"] == "ignore_eos"
 
 
-def test_keywords_that_nothing_enforces_are_refused() -> None:
+def test_unenforceable_keywords_are_refused() -> None:
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     schema = {"type": "integer"}
     for keyword, value in {
@@ -151,11 +151,11 @@ def test_keywords_that_nothing_enforces_are_refused() -> None:
             grammars.compile(structured.json_grammar({keyword: value}))
     with pytest.raises(BadGrammar):
         grammars.compile(structured.json_grammar({"type": "string", "format": "colour"}))
-    # An annotation, as JSON Schema has it.
+    # Unknown keywords are annotations in JSON Schema.
     grammars.compile(structured.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
 
 
-def test_bombs_end_in_time() -> None:
+def test_exploding_grammars_end_in_time() -> None:
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     bombs = [
         structured.regex_grammar("((a{1,9999}){1,9999}){1,9999}"),
@@ -168,21 +168,21 @@ def test_bombs_end_in_time() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_forced_text_takes_no_steps_of_its_own(
+def test_forced_tokens_take_no_extra_steps(
     server: Served, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"regex": "the temperature is [0-9]{2} degrees, today"}
 
     def answer() -> tuple[list[Any], int]:
         before = server.engine.stats.steps
-        asked = {"prompt": "a", "seed": 4, "n": n, "logprobs": 1, "max_tokens": 99}
-        choices = server.post("/v1/completions", **asked, structured_outputs=shape).json()
+        request = {"prompt": "a", "seed": 4, "n": n, "logprobs": 1, "max_tokens": 99}
+        choices = server.post("/v1/completions", **request, structured_outputs=shape).json()
         return choices["choices"], server.engine.stats.steps - before
 
     (choices, steps), forced = answer(), server.engine.stats.forced
     with monkeypatch.context() as patch:
         patch.setattr(TokenMask, "forced", lambda self, tokens: [])
-        plain, most = answer()
+        plain, unforced_steps = answer()
     assert server.engine.stats.forced == forced
     assert [c["text"] for c in choices] == [c["text"] for c in plain]
     assert choices[0]["logprobs"]["tokens"] == plain[0]["logprobs"]["tokens"]
@@ -190,48 +190,48 @@ def test_forced_text_takes_no_steps_of_its_own(
         plain[0]["logprobs"]["token_logprobs"], rel=1e-5
     )
     assert len({c["text"] for c in choices}) == n
-    assert most == 37
-    assert steps <= 6  # both digits, the rest, and the end
+    assert unforced_steps == 37
+    assert steps <= 6  # both digits, the suffix, and the end
 
 
-def test_a_grammar_is_compiled_off_the_engines_loop(
+def test_grammar_is_compiled_outside_the_engine_loop(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, entered = threading.Event(), threading.Event()
     grammars = server.loop._grammars
     compile_now = grammars.compile
 
-    def slowly(grammar: str) -> Any:
+    def slow_compile(grammar: str) -> Any:
         if threading.current_thread() is not server.thread:
             entered.set()
             release.wait()
         return compile_now(grammar)
 
-    monkeypatch.setattr(grammars, "compile", slowly)
-    found: list[str] = []
-    asked = {"structured_outputs": {"regex": "abc"}}
-    waits = threading.Thread(target=lambda: found.append(text_of(server, **asked)))
-    waits.start()
+    monkeypatch.setattr(grammars, "compile", slow_compile)
+    texts: list[str] = []
+    request = {"structured_outputs": {"regex": "abc"}}
+    waiting = threading.Thread(target=lambda: texts.append(text_of(server, **request)))
+    waiting.start()
     entered.wait()
-    assert server.post("/v1/completions", prompt="a").status_code == 200  # others go on
-    assert found == []
+    assert server.post("/v1/completions", prompt="a").status_code == 200  # other requests continue
+    assert texts == []
     release.set()
-    waits.join()
-    assert found == ["abc"]
+    waiting.join()
+    assert texts == ["abc"]
 
 
-def test_grammars_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_cached_by_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
-    first = grammars.compile(structured.regex_grammar("a"))
+    compiled = grammars.compile(structured.regex_grammar("a"))
     grammars.compile(structured.regex_grammar("b"))
-    assert grammars.compile(structured.regex_grammar("a")) is first
-    grammars.compile(structured.regex_grammar("c"))  # in the place of b
-    assert grammars.compile(structured.regex_grammar("a")) is first
+    assert grammars.compile(structured.regex_grammar("a")) is compiled
+    grammars.compile(structured.regex_grammar("c"))  # evicts b
+    assert grammars.compile(structured.regex_grammar("a")) is compiled
 
 
-def test_a_mask_is_a_function_of_the_tokens_so_far() -> None:
-    """As speculation and preemption ask for it: in any order, drafts undone."""
+def test_mask_is_a_function_of_the_tokens() -> None:
+    """Speculation and preemption request masks in any order, after rejected drafts too."""
     grammars = Grammars(ByteTokenizer(), [END], END + 3)
     grammar = structured.json_grammar(PERSON)
     text = list(b'{"name": "x", "age": 7, "tags": ["a"]}')
@@ -239,14 +239,14 @@ def test_a_mask_is_a_function_of_the_tokens_so_far() -> None:
     source = random.Random(0)
     for length in source.choices(range(len(text) + 1), k=60):
         fresh: TokenMask = grammars.mask(grammar)
-        found = mask(text[:length])
-        assert found.shape == (END + 3,)
-        assert found.equal(fresh(text[:length]))
-        assert found[text[length]] if length < len(text) else found[END]
+        token_mask = mask(text[:length])
+        assert token_mask.shape == (END + 3,)
+        assert token_mask.equal(fresh(text[:length]))
+        assert token_mask[text[length]] if length < len(text) else token_mask[END]
     assert not mask(list(b"no JSON")).any()
 
 
-def test_tokens_of_several_bytes(tmp_path: Path) -> None:
+def test_multi_byte_tokens_follow_the_grammar(tmp_path: Path) -> None:
     tokenizer = train_bpe(['{"name": "é and more", "age": 12}'] * 20, 300, tmp_path / "t.json")
     end = tokenizer.eod
     assert end is not None
@@ -260,8 +260,8 @@ def test_tokens_of_several_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "ranks", "vocabulary"])
-def test_tokenizers_that_are_no_json(kind: str, tmp_path: Path) -> None:
-    """Any walk through the masks is a text of the grammar, as the tokenizer itself decodes it."""
+def test_sentencepiece_and_tiktoken_follow_the_grammar(kind: str, tmp_path: Path) -> None:
+    """Tokens drawn from the masks decode to a text of the grammar."""
     tokenizer: Any
     if kind == "sentencepiece":
         sentencepiece.SentencePieceTrainer.train(
@@ -297,19 +297,19 @@ def test_tokenizers_that_are_no_json(kind: str, tmp_path: Path) -> None:
     assert tokenizer.token_bytes()[end] is None
 
 
-def test_a_model_without_an_end_can_have_none() -> None:
+def test_model_without_stop_token_refuses_grammars() -> None:
     assert grammars_of(ByteTokenizer(), [], END + 1) is None
     with served(stop_tokens=[]) as server:
         response = server.post("/v1/completions", prompt="a", structured_outputs={"regex": "a"})
         assert response.status_code == 400
 
 
-def test_the_openai_client_gets_a_strict_schema(server: Served) -> None:
+def test_openai_client_receives_a_strict_schema(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="next-byte",
             messages=[{"role": "user", "content": "hi"}],
-            logit_bias=LEANS,
+            logit_bias=CLOSING_BIAS,
             seed=2,
             response_format={
                 "type": "json_schema",
@@ -339,5 +339,5 @@ def test_reasoning_limit_does_not_shorten_the_answer() -> None:
         assert limit.forced(tokens) == []
         tokens.append(ord("y"))
     assert len(decoded) <= reasoned + 4, "the reasoning is decoded again for each token"
-    # Tokens that were taken back are read anew.
+    # Tokens after a rollback are decoded again.
     assert limit.forced(list(b"x" * 30)) == end

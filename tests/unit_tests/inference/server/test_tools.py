@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls and reasoning by OpenAI's chat route."""
+"""Tool calls and reasoning of OpenAI's chat route."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": WEATHER},
     {"type": "function", "function": {"name": "now"}},
 ]
-SAID = "<think>\nHm é</think>\n\nWait…\n" + (
+ANSWER = "<think>\nHm é</think>\n\nWait…\n" + (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 USER = [{"role": "user", "content": "hi"}]
-#: Ends what is open where the model's own choice is not allowed.
-LEANS = {str(ord(c)): 4 for c in '"}],'}
+#: Favours closing characters where the grammar forbids the model's choice.
+CLOSING_BIAS = {str(ord(c)): 4 for c in '"}],'}
 
 
 @pytest.fixture(scope="module")
@@ -40,66 +40,66 @@ def server() -> Iterator[Served]:
         template={"source": TEMPLATE, "name": "shows all"},
         template_variables=["thinks"],
         formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as found:
-        yield found
+    ) as running:
+        yield running
 
 
 def chat(server: Served, status: int = 200, **fields: Any) -> dict[str, Any]:
-    asked = {"messages": USER, "temperature": 0, "max_tokens": 900, **fields}
-    response = server.post("/v1/chat/completions", **asked)
+    request = {"messages": USER, "temperature": 0, "max_tokens": 900, **fields}
+    response = server.post("/v1/chat/completions", **request)
     assert response.status_code == status, response.text
     return response.json()
 
 
 def prompt(server: Served, **fields: Any) -> str:
-    """Return the prompt of a request, from the engine."""
-    seen: list[Any] = []
+    """Return the prompt that the engine receives for a request."""
+    requests: list[Any] = []
     add = server.engine.add
 
-    def noted(request: Any) -> int:
-        seen.append(request)
+    def recorded_add(request: Any) -> int:
+        requests.append(request)
         return add(request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine, "add", noted)
+        patch.setattr(server.engine, "add", recorded_add)
         server.model.say("ok")
         chat(server, **fields)
-    return bytes(seen[0].prompt).decode()
+    return bytes(requests[0].prompt).decode()
 
 
-def test_calls_and_reasoning_are_separated_from_text(server: Served) -> None:
-    server.model.say(SAID)
+def test_calls_and_reasoning_are_separate_from_text(server: Served) -> None:
+    server.model.say(ANSWER)
     (choice,) = chat(server, tools=TOOLS)["choices"]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert (message["reasoning_content"], message["content"]) == ("Hm é", "Wait…")
-    first, second = message["tool_calls"]
-    assert first["function"] == {"name": "weather", "arguments": '{"city": "Ü", "days": 2}'}
-    assert second["function"] == {"name": "now", "arguments": "{}"}
-    assert first["id"] != second["id"]
-    server.model.say(SAID[:-40])
+    weather_call, now_call = message["tool_calls"]
+    assert weather_call["function"] == {"name": "weather", "arguments": '{"city": "Ü", "days": 2}'}
+    assert now_call["function"] == {"name": "now", "arguments": "{}"}
+    assert weather_call["id"] != now_call["id"]
+    server.model.say(ANSWER[:-40])
     (choice,) = chat(server, tools=TOOLS, max_tokens=40)["choices"]
     assert choice["finish_reason"] == "length"
 
 
-def test_without_tools_calls_are_text(server: Served) -> None:
+def test_calls_are_text_without_tools(server: Served) -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        server.model.say(SAID)
+        server.model.say(ANSWER)
         (choice,) = chat(server, **fields)["choices"]
-        assert choice["message"]["content"] == SAID.split("</think>\n\n")[1]
+        assert choice["message"]["content"] == ANSWER.split("</think>\n\n")[1]
         assert "tool_calls" not in choice["message"]
         assert choice["finish_reason"] == "stop"
     assert "weather" not in prompt(server, tools=TOOLS, tool_choice="none")
 
 
-def test_the_stream_adds_up_to_the_whole(server: Served) -> None:
+def test_streamed_answer_equals_the_whole_answer(server: Served) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        asked: dict[str, Any] = {"model": "next-byte", "messages": USER, "tools": TOOLS}
-        asked |= {"temperature": 0, "max_tokens": 900, "logprobs": True}
-        server.model.say(SAID)
-        whole = client.chat.completions.create(**asked).choices[0]
-        server.model.say(SAID)
-        with client.chat.completions.stream(**asked) as stream:
+        request: dict[str, Any] = {"model": "next-byte", "messages": USER, "tools": TOOLS}
+        request |= {"temperature": 0, "max_tokens": 900, "logprobs": True}
+        server.model.say(ANSWER)
+        whole = client.chat.completions.create(**request).choices[0]
+        server.model.say(ANSWER)
+        with client.chat.completions.stream(**request) as stream:
             events = list(stream)
             streamed = stream.get_final_completion().choices[0]
     kinds = [event.type for event in events]
@@ -112,10 +112,10 @@ def test_the_stream_adds_up_to_the_whole(server: Served) -> None:
             ("now", "{}"),
         ]
     assert whole.finish_reason == streamed.finish_reason == "tool_calls"
-    assert len(whole.logprobs.content) == len(streamed.logprobs.content) == len(SAID.encode()) + 1
+    assert len(whole.logprobs.content) == len(streamed.logprobs.content) == len(ANSWER.encode()) + 1
 
 
-def test_former_calls_and_tools_reach_the_template(server: Served) -> None:
+def test_earlier_calls_and_tools_reach_the_template(server: Served) -> None:
     call = {"id": "c1", "type": "function"}
     call["function"] = {"name": "weather", "arguments": '{"city":"U"}'}
     turns = [
@@ -123,10 +123,12 @@ def test_former_calls_and_tools_reach_the_template(server: Served) -> None:
         {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm"},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
     ]
-    found = prompt(server, messages=turns, tools=TOOLS)
-    assert '"name": "weather", "parameters": {"type": "object"' in found
-    assert '"description": "Tells it."' in found
-    assert '[assistant  thought Hm called weather {"city": "U"}][tool rain of c1][answer]' in found
+    rendered = prompt(server, messages=turns, tools=TOOLS)
+    assert '"name": "weather", "parameters": {"type": "object"' in rendered
+    assert '"description": "Tells it."' in rendered
+    assert (
+        '[assistant  thought Hm called weather {"city": "U"}][tool rain of c1][answer]' in rendered
+    )
 
 
 def test_template_gets_only_allowed_arguments(server: Served) -> None:
@@ -144,38 +146,38 @@ def test_template_gets_only_allowed_arguments(server: Served) -> None:
 
 @pytest.mark.parametrize("name", ["weather", "now"])
 @pytest.mark.parametrize("named", [False, True])
-def test_calls_that_have_to_be_follow_their_schemas(server: Served, name: str, named: bool) -> None:
-    """The model itself would say something else."""
+def test_required_calls_follow_their_schemas(server: Served, name: str, named: bool) -> None:
+    """Without the grammar, the model would generate another text."""
     choice = {"type": "function", "function": {"name": name}} if named else "required"
-    begun = "" if named else f'<tool_call>\n{{"name": "{name}'
-    server.model.say(f"<think>Hm</think>\n{begun}No, I rather would not.")
-    asked = {"tools": TOOLS, "tool_choice": choice, "logit_bias": LEANS}
-    (answer,) = chat(server, parallel_tool_calls=False, **asked)["choices"]
+    prefix = "" if named else f'<tool_call>\n{{"name": "{name}'
+    server.model.say(f"<think>Hm</think>\n{prefix}No, I rather would not.")
+    fields = {"tools": TOOLS, "tool_choice": choice, "logit_bias": CLOSING_BIAS}
+    (answer,) = chat(server, parallel_tool_calls=False, **fields)["choices"]
     (call,) = answer["message"]["tool_calls"]
     assert answer["finish_reason"] == "tool_calls"
     assert answer["message"]["content"] is None
     assert call["function"]["name"] == name
-    given = json.loads(call["function"]["arguments"])
-    assert given.keys() == ({"city", "days"} if name == "weather" else set())
-    assert name == "now" or (len(given["city"]) <= 4 and given["days"] in (1, 2))
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == ({"city", "days"} if name == "weather" else set())
+    assert name == "now" or (len(arguments["city"]) <= 4 and arguments["days"] in (1, 2))
 
 
-def test_a_strict_tool_is_followed_where_it_is_called(server: Served) -> None:
+def test_only_strict_tools_enforce_their_schema(server: Served) -> None:
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
-    begun = "Wait. " + '<tool_call>\n{"name": "weather", "arguments": '
+    prefix = "Wait. " + '<tool_call>\n{"name": "weather", "arguments": '
     for tools, valid in ((TOOLS, False), (strict, True)):
-        server.model.say(begun + '{"town": []}}\n</tool_call>')
-        (choice,) = chat(server, tools=tools, logit_bias=LEANS)["choices"]
+        server.model.say(prefix + '{"town": []}}\n</tool_call>')
+        (choice,) = chat(server, tools=tools, logit_bias=CLOSING_BIAS)["choices"]
         (call,) = choice["message"]["tool_calls"]
         assert choice["message"]["content"] == "Wait."
         assert (json.loads(call["function"]["arguments"]).keys() == {"city", "days"}) == valid
 
 
-def test_json_comes_after_reasoning(server: Served) -> None:
-    for begun in ("<think>", ""):
-        server.model.say(begun + 'Hm</think>{"city": "U", "days": 7}')
+def test_json_follows_reasoning(server: Served) -> None:
+    for prefix in ("<think>", ""):
+        server.model.say(prefix + 'Hm</think>{"city": "U", "days": 7}')
         shape = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
-        variables = {} if begun else {"chat_template_kwargs": {"thinks": True}}
+        variables = {} if prefix else {"chat_template_kwargs": {"thinks": True}}
         message = chat(server, response_format=shape, **variables)["choices"][0]["message"]
         assert message["reasoning_content"] == "Hm"
         assert json.loads(message["content"])["days"] in (1, 2)
@@ -202,13 +204,13 @@ def test_json_comes_after_reasoning(server: Served) -> None:
         ({"functions": []}, "functions"),
     ],
 )
-def test_requests_about_tools_that_cannot_be(
+def test_invalid_tool_requests_are_refused_by_field(
     server: Served, fields: dict[str, Any], param: str
 ) -> None:
     assert chat(server, 400, **fields)["error"]["param"] == param
 
 
-def test_schemas_and_arguments_that_cannot_be(server: Served) -> None:
+def test_invalid_schemas_and_arguments_are_refused(server: Served) -> None:
     for parameters in ({"type": "array"}, {"not": {}}, {"properties": {"a": {"type": "strin"}}}):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         error = chat(server, 400, tools=[tool], tool_choice="required")["error"]
@@ -221,18 +223,19 @@ def test_schemas_and_arguments_that_cannot_be(server: Served) -> None:
     assert chat(server, 400, **fields)["error"]["param"] == "structured_outputs"
 
 
-def test_a_server_that_reads_no_calls_refuses_tools() -> None:
+def test_server_without_tool_parser_refuses_tools() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     with served() as server:
         assert chat(server, 400, tools=TOOLS)["error"]["param"] == "tools"
-        asked = [{"role": "assistant", "tool_calls": [call]}]
-        assert chat(server, 400, messages=asked)["error"]["param"] == "messages"
-    with served(formats={"tools": "hermes", "reasoning": None}) as server:  # chatml knows no tools
+        messages = [{"role": "assistant", "tool_calls": [call]}]
+        assert chat(server, 400, messages=messages)["error"]["param"] == "messages"
+    # The chatml template has no tools.
+    with served(formats={"tools": "hermes", "reasoning": None}) as server:
         assert chat(server, 400, tools=TOOLS)["error"]["param"] == "tools"
 
 
-def test_only_the_model_closes_what_it_has_left_open() -> None:
-    """A value that is cut off must not look like a whole one."""
+def test_truncated_argument_is_closed_only_at_a_normal_end() -> None:
+    """A truncated value must not look complete."""
     cut = "<function=weather>\n<parameter=days>\n2\n</parameter>\n<parameter=city>\nUlm"
     with served(
         Scripted(),

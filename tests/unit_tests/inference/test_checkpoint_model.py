@@ -105,15 +105,15 @@ def test_text_and_json_match_the_saved_model(root: Path, tmp_path: Path) -> None
     tokenizer = ByteTokenizer()
     prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
     expected = continuations(make_model())
-    results = json.loads(path.read_text(encoding="utf-8"))
-    for result, text, ids, completion in zip(results, PROMPTS, prompts, expected, strict=True):
-        assert result["prompt"] == text
-        assert tuple(result["prompt_ids"]) == ids
-        assert result["ids"] == completion.tokens
-        assert result["logprobs"] == completion.logprobs
-        assert result["finish_reason"] == completion.finish_reason
-        assert result["text"] == tokenizer.detokenize(completion.tokens)
-        assert f"{text}{result['text']}\n" in out
+    outputs = json.loads(path.read_text(encoding="utf-8"))
+    for output, text, ids, completion in zip(outputs, PROMPTS, prompts, expected, strict=True):
+        assert output["prompt"] == text
+        assert tuple(output["prompt_ids"]) == ids
+        assert output["ids"] == completion.tokens
+        assert output["logprobs"] == completion.logprobs
+        assert output["finish_reason"] == completion.finish_reason
+        assert output["text"] == tokenizer.detokenize(completion.tokens)
+        assert f"{text}{output['text']}\n" in out
     assert "--- prompt 3 of 3" in out
     assert "from 3 prompt(s)" in err
     assert "iter_0000007" in err

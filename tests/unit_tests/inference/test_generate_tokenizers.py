@@ -46,14 +46,14 @@ def test_every_tokenizer_continues_a_prompt(kind: str, tmp_path: Path) -> None:
         "--output-json", str(tmp_path / "out.json"),
     )  # fmt: skip
     assert code == 0, err
-    (result,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    (output,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     tokenizer = build_tokenizer(
         kind,
         model=recorded["model"],
         vocab_size=recorded["vocab_size"],  # type: ignore[arg-type]
     )
-    assert result["prompt_ids"] == tokenizer.tokenize(prompt)
-    assert len(result["ids"]) > 3
-    assert out == f"{prompt}{result['text']}\n"
-    full_text = tokenizer.detokenize([*result["prompt_ids"], *result["ids"]])
-    assert prompt + result["text"] == full_text
+    assert output["prompt_ids"] == tokenizer.tokenize(prompt)
+    assert len(output["ids"]) > 3
+    assert out == f"{prompt}{output['text']}\n"
+    full_text = tokenizer.detokenize([*output["prompt_ids"], *output["ids"]])
+    assert prompt + output["text"] == full_text

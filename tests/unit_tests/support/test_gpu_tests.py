@@ -110,9 +110,9 @@ def test_tests_are_selected_and_skipped_by_gpu_count(two_gpus: GpuTests) -> None
         CollectedTest("four", pytest.mark.gpus("world").mark, world=4),
     ]
     deselected, config = collected[:1], mock.Mock()
-    assert [gpus_of(item) for item in collected] == [None, 1, 2, 4]  # type: ignore[arg-type]
+    assert [gpus_of(test) for test in collected] == [None, 1, 2, 4]  # type: ignore[arg-type]
     two_gpus.pytest_collection_modifyitems(config, collected)  # type: ignore[arg-type]
     config.hook.pytest_deselected.assert_called_once_with(items=deselected)
-    assert [item.name for item in collected] == ["one", "two", "four"]
+    assert [test.name for test in collected] == ["one", "two", "four"]
     skipped = {i.name: i.marks["skip"].kwargs["reason"] for i in collected if "skip" in i.marks}
     assert skipped == {"four": "needs 4 GPUs, and torch sees 2"}

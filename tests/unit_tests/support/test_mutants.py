@@ -67,11 +67,11 @@ def victim(tmp_path, monkeypatch):
 
 
 def test_planted_fault_reaches_earlier_references(victim):
-    mean, box_own = victim.mean, victim.Box.own
-    assert (mean([2, 4]), box_own(3, 2)) == (3, 9)
+    mean, box_method = victim.mean, victim.Box.own
+    assert (mean([2, 4]), box_method(3, 2)) == (3, 9)
     apply(planted("victim_module", "mean", "total += value", "total = value"))
     apply(planted("victim_module", "Box.own", "x + all_reduce(x, group)", "x"))
-    assert (mean([2, 4]), box_own(3, 2)) == (2, 3)
+    assert (mean([2, 4]), box_method(3, 2)) == (2, 3)
     assert victim.log == ["ä3", "ä3"]
 
 

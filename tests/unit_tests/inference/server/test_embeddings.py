@@ -84,8 +84,10 @@ def test_embeddings_match_transformers(
     assert embeds.passes - before > 2  # a batch, the long text, the second request
     assert embeds.passes - before < len(TEXTS) + 1
     assert response.usage.prompt_tokens == sum(len(text.encode()) for text in TEXTS)
-    for text, item in zip(["abc", *TEXTS], [*float_response.data, *response.data], strict=True):
-        assert_close_by_metric(text, torch.tensor(item.embedding), embeds.expected(text))
+    for text, embedding in zip(
+        ["abc", *TEXTS], [*float_response.data, *response.data], strict=True
+    ):
+        assert_close_by_metric(text, torch.tensor(embedding.embedding), embeds.expected(text))
 
 
 def test_completions_run_between_embeddings(server: Served, embeds: RecordingEmbedder) -> None:

@@ -176,7 +176,7 @@ def test_streamed_chunks_add_up_to_the_whole_answer(server: Served) -> None:
         assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"])
 
 
-def test_tokenize_and_detokenize_routes(server: Served) -> None:
+def test_tokenize_and_detokenize_convert_text_and_ids(server: Served) -> None:
     assert ok(server, "/tokenize", prompt="ab")["tokens"] == [97, 98]
     assert ok(server, "/detokenize", tokens=[97, 98])["prompt"] == "ab"
     tokenized = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' own arithmetic: ratios by round, verdicts, and workers that take turns."""
+"""Arithmetic of the benchmarks: ratios by round, verdicts, and workers that take turns."""
 
 import importlib
 import math
@@ -31,63 +31,63 @@ serve(build)
 """
 
 
-def row(ratio_, target, ours=1.0):
-    return Row(bench="b", what="w", ours=ours, peer=None, ratio=ratio_, target=target)
+def row(ratio_, target, value=1.0):
+    return Row(bench="b", what="w", ours=value, peer=None, ratio=ratio_, target=target)
 
 
-def test_verdicts():
+def test_verdict_compares_with_the_target():
     assert [verdict(row(r, ">= 1.05")) for r in (1.04, 1.05, 2.0)] == ["no", "yes", "yes"]
     assert [verdict(row(r, "<= 1.0")) for r in (0.9, 1.0, 1.1)] == ["yes", "yes", "no"]
-    assert [verdict(row(None, "<= 0.5", ours=o)) for o in (0.4, 0.6, None)] == ["yes", "no", ""]
+    assert [verdict(row(None, "<= 0.5", value=o)) for o in (0.4, 0.6, None)] == ["yes", "no", ""]
     assert verdict(row(1.0, "")) == ""
     with pytest.raises(ValueError, match="target '= 1"):
         verdict(row(1.0, "= 1.05"))
 
 
-def test_the_table_is_aligned():
-    lines = format_table([row(1.25, ">= 1.0", ours=12345.6), row(None, "")]).splitlines()
+def test_table_columns_are_aligned():
+    lines = format_table([row(1.25, ">= 1.0", value=12345.6), row(None, "")]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert "12,346" in lines[2]
     assert "1.250" in lines[2]
 
 
-def test_the_head_names_the_cpu(tmp_path):
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t: fpu\n" * 2)
-    assert cpu_name(info) == "AMD EPYC 9R14"
+def test_head_line_names_the_cpu(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t: fpu\n" * 2)
+    assert cpu_name(cpuinfo) == "AMD EPYC 9R14"
     assert cpu_name(tmp_path / "absent") == "unknown CPU"
     assert machine().startswith(f"{cpu_name()}, ")
 
 
-def test_a_ratio_compares_within_rounds():
-    # The machine halves its speed between the rounds: each still says that ours is 2 times faster.
-    ours = Variant("ours", rounds=[[1.0, 1.0], [2.0, 2.0], [2.0, 9.0, 2.0]])
+def test_ratio_compares_within_rounds():
+    # The machine halves its speed between the rounds; each round still has the ratio 2.
+    megatron = Variant("ours", rounds=[[1.0, 1.0], [2.0, 2.0], [2.0, 9.0, 2.0]])
     peer = Variant("peer", rounds=[[2.0, 2.0], [4.0, 4.0], [4.0, 4.0, 4.0]])
-    assert ratio(ours, peer) == 2.0
+    assert ratio(megatron, peer) == 2.0
 
 
-def test_workers_take_turns_and_a_broken_one_is_left_out(capfd):
+def test_workers_take_turns_and_broken_workers_are_dropped(capfd):
     commands = {
         "fast": ["-c", WORKER.format(seconds=0.01, value=3.5)],
         "broken": ["-c", "raise SystemExit(7)"],
         "slow": ["-c", WORKER.format(seconds=0.05, value=1.5)],
     }
-    found = take_turns(commands, rounds=3, steps=2, warmup=1)
-    assert list(found) == ["fast", "slow"]
-    assert [len(steps) for steps in found["fast"].rounds] == [2, 2, 2]
-    assert found["slow"].values == [1.5] * 6
-    assert min(s for steps in found["slow"].rounds for s in steps) >= 0.05
-    assert found["fast"].peak_memory_bytes > 1 << 20
+    variants = take_turns(commands, rounds=3, steps=2, warmup=1)
+    assert list(variants) == ["fast", "slow"]
+    assert [len(steps) for steps in variants["fast"].rounds] == [2, 2, 2]
+    assert variants["slow"].values == [1.5] * 6
+    assert min(s for steps in variants["slow"].rounds for s in steps) >= 0.05
+    assert variants["fast"].peak_memory_bytes > 1 << 20
     assert "broken ended with exit code 7; left out" in capfd.readouterr().err
 
 
-def test_cpu_seconds_do_not_count_waiting():
+def test_cpu_seconds_exclude_waiting():
     commands = {"idle": ["-c", WORKER.format(seconds=0.05, value=0.0)]}
     idle = take_turns(commands, rounds=1, steps=2, warmup=0, clock="cpu")["idle"]
     assert idle.seconds() < 0.04
 
 
-def test_the_shapes_are_the_published_ones():
+def test_shapes_have_the_published_sizes():
     assert SHAPES["S"].parameters == pytest.approx(5.2e6, rel=0.01)
     assert SHAPES["M"].parameters == pytest.approx(33.6e6, rel=0.01)
     assert math.prod((SHAPES["M"].batch, SHAPES["M"].sequence)) == SHAPES["M"].tokens == 2048
@@ -102,7 +102,7 @@ def timing(seconds: float) -> Timing:
     return Timing(forward=seconds, backward=2.0, update=0.5, cpu=seconds / 2, loss=1.0)
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank():
+def test_step_time_is_the_slowest_rank():
     ranks = [[timing(1.0), timing(4.0)], [timing(3.0), timing(2.0)]]
     assert over_ranks(ranks, "forward") == [3.0, 4.0]
     assert over_ranks(ranks, "total") == [5.5, 6.5]
@@ -110,8 +110,8 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     assert step_ratio([1.0, 4.0, 9.0], [2.0, 4.0, 3.0]) == 1.0
 
 
-def test_a_race_with_other_losses_is_void():
-    # our loss is this rank's share of the mean over the ranks, torch's the rank's own mean
+def test_race_with_different_losses_is_void():
+    # Megatron's loss is the rank's share of the mean over ranks, torch's is the rank's mean.
     check_losses({"no_shard": 2.0, "ddp": 4.0}, 2, 7)
     with pytest.raises(ValueError, match="step 7: the losses differ, so the race is void"):
         check_losses({"no_shard": 2.0, "ddp": 4.001}, 2, 7)
@@ -121,24 +121,26 @@ def test_plain_module_matches_loss_and_trains_every_weight():
     shape = Shape(
         layers=2, hidden=24, ffn=40, heads=3, kv_heads=1, vocabulary=53, batch=2, sequence=9
     )
-    ours = GPTModel(config_of(shape), ProcessGroupCollection.single(), seed=5)
+    megatron = GPTModel(config_of(shape), ProcessGroupCollection.single(), seed=5)
     plain = PlainModel(shape)
-    copy_weights(plain, ours, shape)
+    copy_weights(plain, megatron, shape)
     tokens, labels = batch_of(shape, 0, 1)
     weights = torch.rand(tokens.shape)
     loss = plain(tokens, labels, weights)
-    assert loss.item() == pytest.approx(ours.loss(tokens, labels, weights)[0].item(), rel=1e-6)
+    assert loss.item() == pytest.approx(megatron.loss(tokens, labels, weights)[0].item(), rel=1e-6)
     loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in plain.parameters())
-    other = Shape(
+    wider_shape = Shape(
         layers=2, hidden=24, ffn=48, heads=3, kv_heads=1, vocabulary=53, batch=2, sequence=9
     )
     with pytest.raises(ValueError, match="the models differ"):
-        copy_weights(PlainModel(other), ours, other)
+        copy_weights(PlainModel(wider_shape), megatron, wider_shape)
 
 
 def test_megatron_core_peer_process_imports_no_local_package():
     code = "import sys, tools.bench.train, tools.bench.peers; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "tools.bench.peers" in done.stdout
-    assert "megatron" not in done.stdout.split()
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "tools.bench.peers" in process.stdout
+    assert "megatron" not in process.stdout.split()

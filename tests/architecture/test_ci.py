@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workflows have the jobs that branch protection counts on, and call commands that exist."""
+"""The workflows define the jobs that branch protection requires, and call existing commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPU_JOBS = {"unit-gpu", "functional-gpu", "bench-gpu"}
 
 
 def workflow(name: str) -> dict:
-    """Return a parsed workflow; YAML reads its key `on` as the truth value."""
+    """Return a parsed workflow; YAML reads the key `on` as True."""
     parsed = yaml.safe_load((WORKFLOWS / name).read_text(encoding="utf-8"))
     parsed["on"] = parsed.pop(True)
     return parsed
@@ -39,7 +39,7 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_a_change_runs_these_jobs() -> None:
+def test_pull_requests_run_the_required_jobs() -> None:
     ci = workflow("ci.yml")
     assert set(ci["jobs"]) == JOBS | {"required"}
     assert set(ci["on"]) == {"pull_request", "merge_group", "push"}
@@ -49,8 +49,8 @@ def test_a_change_runs_these_jobs() -> None:
     assert required["if"] == "always()"
 
 
-def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
-    """The label counts when it is set, so commits pushed after it do not run on our machines."""
+def test_gpu_jobs_need_the_merge_queue_or_a_label() -> None:
+    """Only setting the label starts a run, so later commits do not run on the GPU machines."""
     gpu = workflow("gpu.yml")
     assert set(gpu["on"]) == {"workflow_call"}
     assert set(gpu["jobs"]) == GPU_JOBS
@@ -64,10 +64,10 @@ def test_gpu_jobs_wait_for_the_queue_or_a_label() -> None:
         assert job["uses"] == "./.github/workflows/gpu.yml"
 
 
-def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
-    """Each runs its tests by the Python that `make venv` fills, and these need a GPU.
+def test_gpu_jobs_fail_without_a_gpu(tmp_path: Path) -> None:
+    """Each job runs its tests with the Python of `make venv`, and the tests need a GPU.
 
-    The command of each job is run here with a torch that sees no GPU, and with no torch.
+    This test runs each job's command with a torch that sees no GPU, and without torch.
     """
     without_torch = tmp_path / "bin/python"
     without_torch.parent.mkdir()
@@ -81,18 +81,18 @@ def test_gpu_jobs_fail_where_no_gpu_runs_them(tmp_path: Path) -> None:
         assert setup in {"make venv", "make pretrain"}
         assert "PYTHON=.venv/bin/python" in suite
         for python in (sys.executable, str(without_torch)):
-            done = subprocess.run(
+            process = subprocess.run(
                 ["bash", "-e", "-c", suite.replace(".venv/bin/python", python)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT, capture_output=True,
                 text=True, timeout=60,
             )  # fmt: skip
-            assert done.returncode != 0, (name, python, done.stdout)
+            assert process.returncode != 0, (name, python, process.stdout)
             missing = "pytest" if "functional" in suite and python != sys.executable else "GPU"
-            assert missing in done.stderr, (name, python, done.stderr)
+            assert missing in process.stderr, (name, python, process.stderr)
 
 
-def test_every_night_runs_ranks_on_two_gpus() -> None:
-    """On a machine with that label; a session that sees fewer fails, instead of skipping them."""
+def test_nightly_runs_ranks_on_two_gpus() -> None:
+    """The job needs a machine with the label, and fails instead of skipping with fewer GPUs."""
     job = workflow("nightly.yml")["jobs"]["two-gpus"]
     assert job["runs-on"] == ["self-hosted", "linux", "two-gpus"]
     assert job["env"] == {"TORCH_INDEX": ""}, "the torch of the other jobs is built for CPUs"
@@ -118,7 +118,7 @@ def group_of(parsed: dict, number: int, label: str | None, event: str = "pull_re
 
 
 def test_only_newer_commits_cancel_a_run() -> None:
-    """Other labels cancel nothing; new commits end the GPU run of the commits before."""
+    """Other labels cancel nothing; new commits cancel the GPU run of earlier commits."""
     ci, label, drop = (workflow(f"{n}.yml") for n in ("ci", "gpu-label", "drop-gpu-label"))
     assert "labeled" not in (ci["on"]["pull_request"] or {}).get("types", [])
     gpu_run = group_of(label, 7, "run-gpu")
@@ -129,20 +129,20 @@ def test_only_newer_commits_cancel_a_run() -> None:
     assert drop["concurrency"]["cancel-in-progress"] is True
 
 
-def test_every_night_runs_these_jobs() -> None:
+def test_nightly_runs_the_expected_jobs() -> None:
     nightly = workflow("nightly.yml")
     tested = {"test-all", "parity", "coverage", "torch-2-10"}
     without_gpus, with_gpus = {"gpu-compile", "gpu-null"}, {"two-gpus"}
-    others = {"status", "soak", "te-newest"}
-    assert set(nightly["jobs"]) == tested | without_gpus | with_gpus | others
+    further_jobs = {"status", "soak", "te-newest"}
+    assert set(nightly["jobs"]) == tested | without_gpus | with_gpus | further_jobs
     assert "schedule" in nightly["on"]
     for name in tested:
         (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]
-        assert "-p tests.support.complete" in command, "what leaves tests out would pass"
+        assert "-p tests.support.complete" in command, "a run that leaves tests out would pass"
     assert set(nightly["jobs"]["status"]["needs"]) == {"test-all", "parity"}
 
 
-def test_every_night_tries_the_newest_transformer_engine() -> None:
+def test_nightly_tests_the_newest_transformer_engine() -> None:
     (command,) = [
         s["run"] for s in workflow("nightly.yml")["jobs"]["te-newest"]["steps"] if "run" in s
     ]
@@ -151,34 +151,35 @@ def test_every_night_tries_the_newest_transformer_engine() -> None:
         r"^te-newest:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
     assert "tests.support.te_wheel --newest" in recipe[1]
-    assert "tests.support.complete" in recipe[1], "tests that are left out would pass"
+    assert "tests.support.complete" in recipe[1], "a run that leaves tests out would pass"
 
 
-def test_every_night_compiles_all_parts_for_gpus() -> None:
+def test_nightly_compiles_all_kernel_shards() -> None:
     job = workflow("nightly.yml")["jobs"]["gpu-compile"]
-    parts = job["strategy"]["matrix"]["part"]
+    shards = job["strategy"]["matrix"]["part"]
     (command,) = [s["run"] for s in job["steps"] if "run" in s]
     assert (
-        f'make gpu-compile GPU_COMPILE_FLAGS="--part ${{{{ matrix.part }}}}/{len(parts)}' in command
+        f'make gpu-compile GPU_COMPILE_FLAGS="--part ${{{{ matrix.part }}}}/{len(shards)}'
+        in command
     )
-    assert parts == list(range(1, len(parts) + 1))
+    assert shards == list(range(1, len(shards) + 1))
 
 
-def test_every_night_runs_every_folder_of_tests() -> None:
+def test_nightly_covers_every_test_folder() -> None:
     jobs = workflow("nightly.yml")["jobs"]
     named = " ".join(jobs["test-all"]["strategy"]["matrix"]["tests"]).split()
-    parts = jobs["parity"]["strategy"]["matrix"]["part"]
+    shards = jobs["parity"]["strategy"]["matrix"]["part"]
     (command,) = [s["run"] for s in jobs["parity"]["steps"] if "run" in s]
-    assert f"--part ${{{{ matrix.part }}}}/{len(parts)}" in command
-    assert parts == list(range(1, len(parts) + 1))
+    assert f"--part ${{{{ matrix.part }}}}/{len(shards)}" in command
+    assert shards == list(range(1, len(shards) + 1))
     run = {*named, "tests/parity", "tests/gpu"}
     for path in [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("experimental/**/test_*.py")]:
         folders = {str(folder) for folder in path.relative_to(ROOT).parents}
         assert len(folders & run) == 1, path
 
 
-def test_new_commits_drop_the_gpu_label() -> None:
-    """With a token that may write, so no code of the pull request is checked out."""
+def test_new_commits_remove_the_gpu_label() -> None:
+    """The token may write, so the job checks out no code of the pull request."""
     drop = workflow("drop-gpu-label.yml")
     assert "synchronize" in drop["on"]["pull_request_target"]["types"]
     assert drop["permissions"] == {}
@@ -190,7 +191,7 @@ def test_new_commits_drop_the_gpu_label() -> None:
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in WORKFLOWS.glob("*.yml")), ids=lambda name: name
 )
-def test_actions_are_pinned_and_leave_no_token(name: str) -> None:
+def test_actions_are_pinned_and_persist_no_token(name: str) -> None:
     text = (WORKFLOWS / name).read_text(encoding="utf-8")
     lines = [line for line in re.findall(r"uses: (.*)", text) if not line.startswith("./")]
     pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
@@ -200,7 +201,7 @@ def test_actions_are_pinned_and_leave_no_token(name: str) -> None:
             assert step["with"]["persist-credentials"] is False
 
 
-def test_branch_protection_asks_for_the_job_that_exists() -> None:
+def test_branch_protection_requires_an_existing_job() -> None:
     ruleset = json.loads((WORKFLOWS.parent / "rulesets/main.json").read_text(encoding="utf-8"))
     rules = {rule["type"]: rule.get("parameters", {}) for rule in ruleset["rules"]}
     assert ruleset["enforcement"] == "active"
@@ -212,24 +213,24 @@ def test_branch_protection_asks_for_the_job_that_exists() -> None:
     assert [check["context"] for check in checks] == ["required"]
     running = [*jobs.values(), *workflow("gpu.yml")["jobs"].values()]
     slowest = max(job["timeout-minutes"] for job in running if "uses" not in job)
-    waited = rules["merge_queue"]["check_response_timeout_minutes"]
-    assert waited >= slowest + jobs["required"]["timeout-minutes"]
+    timeout = rules["merge_queue"]["check_response_timeout_minutes"]
+    assert timeout >= slowest + jobs["required"]["timeout-minutes"]
 
 
 @pytest.mark.parametrize(("tag", "passes"), [("right", True), ("v9.9.9", False)])
-def test_a_release_is_of_the_version_that_its_tag_names(tag: str, passes: bool) -> None:
+def test_release_tag_must_match_the_version(tag: str, passes: bool) -> None:
     (step,) = [s for s in steps(workflow("release.yml")) if "the tag is" in s.get("name", "")]
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     ref = f"v{version.split('!')[-1]}" if tag == "right" else tag
     environment = {**os.environ, "GITHUB_REF_NAME": ref}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-e", "-c", step["run"]],
         env=environment, cwd=ROOT, capture_output=True, timeout=60,
     )  # fmt: skip
-    assert (done.returncode == 0) == passes, done.stderr
+    assert (process.returncode == 0) == passes, process.stderr
 
 
-def test_only_publishing_may_write() -> None:
+def test_only_the_publish_job_may_write() -> None:
     release = workflow("release.yml")
     assert release["on"] == {"push": {"tags": ["v*"]}}
     assert release["permissions"] == {"contents": "read"}
@@ -243,21 +244,21 @@ def test_only_publishing_may_write() -> None:
     assert attested == ["actions/attest-build-provenance", "actions/attest-sbom"]
 
 
-def test_forms_for_issues_and_pull_requests_parse() -> None:
+def test_issue_and_pull_request_forms_parse() -> None:
     folder = WORKFLOWS.parent
     for path in sorted((folder / "ISSUE_TEMPLATE").glob("*.yml")):
         form = yaml.safe_load(path.read_text(encoding="utf-8"))
         if path.name != "config.yml":
             assert {"name", "description", "body"} <= set(form)
-    asked = (folder / "pull_request_template.md").read_text(encoding="utf-8").lower()
+    template = (folder / "pull_request_template.md").read_text(encoding="utf-8").lower()
     for word in ("unit", "functional", "typing", "docs", "format", "issue"):
-        assert re.search(rf"- \[ \] .*\b{word}", asked), word
+        assert re.search(rf"- \[ \] .*\b{word}", template), word
     ecosystems = yaml.safe_load((folder / "dependabot.yml").read_text(encoding="utf-8"))["updates"]
     assert {e["package-ecosystem"] for e in ecosystems} == {"github-actions", "pip"}
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "gpu.yml", "nightly.yml"])
-def test_workflows_call_what_exists_and_may_do_little(name: str) -> None:
+def test_workflows_call_existing_targets_with_read_permission(name: str) -> None:
     parsed = workflow(name)
     commands = [step["run"] for step in steps(parsed) if "run" in step]
     called = {m[1] for c in commands for m in re.finditer(r"\bmake ([a-z-]+)", c)}
@@ -281,20 +282,20 @@ def test_workflows_call_what_exists_and_may_do_little(name: str) -> None:
         ("push", {"lint": "cancelled"}, False),
     ],
 )
-def test_required_judges_the_other_jobs(event: str, results: dict, passes: bool) -> None:
+def test_required_job_fails_if_another_job_fails(event: str, results: dict, passes: bool) -> None:
     (step,) = workflow("ci.yml")["jobs"]["required"]["steps"]
     needs = {name: {"result": results.get(name, "success")} for name in JOBS}
     environment = {**os.environ, "NEEDS": json.dumps(needs), "EVENT": event}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-e", "-c", step["run"]], env=environment, capture_output=True, timeout=60
     )
-    assert (done.returncode == 0) == passes, done.stderr
+    assert (process.returncode == 0) == passes, process.stderr
 
 
-def test_every_part_of_core_has_an_owner() -> None:
+def test_every_core_module_has_an_owner() -> None:
     lines = (ROOT / "CODEOWNERS").read_text(encoding="utf-8").splitlines()
     owned = {line.split()[0].rstrip("/") for line in lines if line.startswith("/")}
     core = ROOT / "megatron_core/megatron/core"
-    parts = {p for p in core.iterdir() if p.is_dir() or p.suffix == ".py"}
-    parts = {f"/{p.relative_to(ROOT).as_posix()}" for p in parts if not p.name.startswith("__")}
-    assert parts <= owned, parts - owned
+    modules = {p for p in core.iterdir() if p.is_dir() or p.suffix == ".py"}
+    modules = {f"/{p.relative_to(ROOT).as_posix()}" for p in modules if not p.name.startswith("__")}
+    assert modules <= owned, modules - owned

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing in the wheels is dead, and the search for it sees each kind of it and of use."""
+"""The wheels contain no dead code, and the search finds every kind of dead code and use."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def tree(tmp_path: Path) -> Path:
 
 
 def allow(tree: Path, *names: str) -> None:
-    """List these names as allowed."""
+    """Write `names` to the list of allowed dead code."""
     entries = (f'[[allowed]]\nname = "{name}"\nreason = "a later issue"\n' for name in names)
     (tree / "tools/dead_allowed.toml").write_text("".join(entries), encoding="utf-8")
 
 
 def names(lines: list[str]) -> set[str]:
-    """Return the last part of each line: the qualified name."""
+    """Return the qualified name at the end of each line."""
     return {line.split()[1].removeprefix("megatron.core.ops.") for line in lines}
 
 
-def test_nothing_in_the_wheels_is_dead():
+def test_wheels_contain_no_dead_code():
     assert check(ROOT) == []
 
 
@@ -86,25 +86,25 @@ def test_unreachable_code_is_reported(tree: Path):
     assert names(check(tree)) == {f"model.{name}" for name in DEAD} | {"alone"}
 
 
-def test_lines_name_the_place(tree: Path):
+def test_findings_name_file_and_line(tree: Path):
     (line,) = [line for line in check(tree) if line.endswith("model.LEFT")]
     assert line.startswith(f"{CORE}/ops/model.py:3 ")
 
 
-def test_the_list_keeps_what_it_names_and_what_that_reaches(tree: Path):
+def test_allowed_names_keep_code_they_reach_alive(tree: Path):
     allow(tree, "megatron.core.ops.alone", "megatron.core.ops.model.Model.dead")
     assert names(check(tree)) == {"model.LEFT", "model.undocumented", "model.loop"}
 
 
 @pytest.mark.parametrize("name", ["shared", "gone", "Model.of_base"])
-def test_an_entry_without_need_is_a_finding(tree: Path, name: str):
+def test_unneeded_allowed_entry_is_reported(tree: Path, name: str):
     allow(tree, f"megatron.core.ops.model.{name}")
     stale = [line for line in check(tree) if line.startswith("tools/dead_allowed.toml")]
     assert len(stale) == 1
     assert f"megatron.core.ops.model.{name}" in stale[0]
 
 
-def test_an_entry_needs_a_reason(tree: Path):
+def test_allowed_entry_needs_a_reason(tree: Path):
     (tree / "tools/dead_allowed.toml").write_text('[[allowed]]\nname = "megatron.core"\n')
     with pytest.raises(ValueError, match=r"megatron\.core"):
         check(tree)

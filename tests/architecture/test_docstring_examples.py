@@ -33,7 +33,7 @@ from tools.code_figures import ROOT, read_modules
 MODULES = read_modules(ROOT)
 EXAMPLES = sorted(name for name, module in MODULES.items() if ">>> " in module.text)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-#: Statements of which one makes an indented block an example, which then has prompts.
+#: An indented block with one of these statements is an example and needs prompts.
 STATEMENTS = (ast.Call, ast.With, ast.For, ast.While, ast.Import, ast.ImportFrom)
 CONFIG = GPTConfig(
     num_layers=2,
@@ -52,7 +52,7 @@ TOKENIZER = {
 
 
 def example_names(folder: Path) -> dict[str, Any]:
-    """Return what examples take from the text around them: a model, its groups, tensors, a folder.
+    """Return the names that examples use without defining: a model, its groups, tensors, a folder.
 
     The folder is the working directory and holds `runs/quickstart/checkpoints`.
     """
@@ -90,7 +90,7 @@ def example_names(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     names = example_names(tmp_path) | vars(module)
@@ -103,7 +103,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def examples_without_prompts(tree: ast.Module) -> Iterator[str]:
-    """Yield the indented blocks of docstrings that are Python and have no prompts."""
+    """Yield the indented blocks of docstrings that are Python code without prompts."""
     for node in ast.walk(tree):
         docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         for match in re.finditer(r"\n\n((?:    .*\n)+)", f"{docstring or ''}\n"):

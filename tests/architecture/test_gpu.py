@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu`: what it runs needs no library but those of a GPU machine, and it says if there is no
-GPU."""
+"""`make gpu` needs only the libraries of a GPU machine and reports a missing GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tools.bench import gpu_bench, rehearsal
 from tools.bench.gpu_results import rows_of
 
 ROOT = Path(__file__).parents[2]
-#: What such a machine does not have.
+#: Libraries that a GPU machine does not have.
 ABSENT = (
     "xxhash tyro rich yaml hypothesis xdist pytest_timeout tensorboard matplotlib pyarrow "
     "sentencepiece tiktoken wandb mlflow"
@@ -44,11 +43,13 @@ sys.meta_path[:] = [Hiding if f is PathFinder else f for f in sys.meta_path]
 
 
 def bare(folder: Path, absent: str = ABSENT) -> dict[str, str]:
-    """Return the environment of a Python that lacks some libraries, and all pytest plugins."""
+    """Return the environment of a Python without the libraries `absent` and without plugins."""
     (folder / "sitecustomize.py").write_text(HIDE % absent.split())
-    found = {**gpu.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    kept = {k: v for k, v in found.items() if not k.startswith(("COVERAGE_", "PYTEST_ADDOPTS"))}
-    return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{found['PYTHONPATH']}"}
+    variables = {**gpu.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    remaining = {
+        k: v for k, v in variables.items() if not k.startswith(("COVERAGE_", "PYTEST_ADDOPTS"))
+    }
+    return {**remaining, "PYTHONPATH": f"{folder}{os.pathsep}{variables['PYTHONPATH']}"}
 
 
 def run(command, environment, timeout=110):
@@ -64,33 +65,33 @@ def run(command, environment, timeout=110):
 
 
 def test_gpu_tests_are_collected_without_optional_libraries(tmp_path):
-    done = run(gpu.test_command(gpu.TESTS, "--collect-only", "-q"), bare(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"(\d+) tests collected", done.stdout)
-    assert found, done.stdout
-    assert int(found.group(1)) >= 40
+    process = run(gpu.test_command(gpu.TESTS, "--collect-only", "-q"), bare(tmp_path))
+    assert process.returncode == 0, process.stdout + process.stderr
+    match = re.search(r"(\d+) tests collected", process.stdout)
+    assert match, process.stdout
+    assert int(match.group(1)) >= 40
 
 
-def test_every_gpu_test_is_where_make_gpu_looks():
+def test_gpu_marked_tests_are_in_the_gpu_folder():
     marked = [p for p in (ROOT / "tests").rglob("*.py") if re.search(r"mark\.gpu\b", p.read_text())]
-    others = {p for p in marked if p.parent != ROOT / gpu.TESTS}
+    outside = {p for p in marked if p.parent != ROOT / gpu.TESTS}
     quoted = {ROOT / "tests/unit_tests/support/test_complete.py"}
     ranks_on_gpus = {ROOT / "tests/parity/test_parity.py"}  # make functional-gpu
-    assert others == quoted | ranks_on_gpus
+    assert outside == quoted | ranks_on_gpus
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_ends_well(tmp_path):
+def test_missing_gpu_is_reported_and_exits_0(tmp_path):
     for words in (["-m", "tools.gpu"], ["-m", "tools.bench.gpu_train"]):
-        done = run([sys.executable, *words], bare(tmp_path))
-        assert done.returncode == 0
-        assert "sees no GPU" in done.stdout
-    done = run([sys.executable, "-m", "tools.gpu", "--require-gpu"], bare(tmp_path))
-    assert done.returncode == 1
-    assert "sees no GPU" in done.stderr
+        process = run([sys.executable, *words], bare(tmp_path))
+        assert process.returncode == 0
+        assert "sees no GPU" in process.stdout
+    process = run([sys.executable, "-m", "tools.gpu", "--require-gpu"], bare(tmp_path))
+    assert process.returncode == 1
+    assert "sees no GPU" in process.stderr
 
 
-#: Libraries that no test machine has, as far as the suite calls them.
+#: Fakes of libraries that no test machine has, with the functions that the suite calls.
 STAND_INS = {
     "fla/ops/gated_delta_rule": """
 import torch
@@ -116,29 +117,29 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size):
 
 
 def put_stand_ins(folder: Path) -> None:
-    """Let the peers that are raced where they can be imported be importable."""
+    """Make the optional peers importable."""
     for name, text in STAND_INS.items():
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(text)
 
 
-def test_peers_that_cannot_be_imported_are_named_with_the_reason(tmp_path):
+def test_unimportable_peers_are_named_with_the_reason(tmp_path):
     put_stand_ins(tmp_path)
     environment = bare(tmp_path)
-    found = gpu_peers.refusals(["tests", "kernels"], environment)
-    assert found == {"flash-linear-attention": None, "mamba_ssm": None}
+    refusals = gpu_peers.refusals(["tests", "kernels"], environment)
+    assert refusals == {"flash-linear-attention": None, "mamba_ssm": None}
     assert gpu_peers.refusals(["tests", "decode"], environment) == {}
     (tmp_path / "fla/__init__.py").write_text("import no_such_library\n")
     (tmp_path / "mamba_ssm/__init__.py").write_text("import time\ntime.sleep(60)\n")
-    found = gpu_peers.refusals(["kernels"], environment, seconds=3)
-    assert found == {
+    refusals = gpu_peers.refusals(["kernels"], environment, seconds=3)
+    assert refusals == {
         "flash-linear-attention": "ModuleNotFoundError: No module named 'no_such_library'",
         "mamba_ssm": "not imported within 3 s",
     }
 
 
-def test_what_is_documented_of_make_gpu_is_understood():
+def test_documented_gpu_flags_parse():
     texts = [
         (ROOT / name).read_text()
         for name in (
@@ -148,13 +149,13 @@ def test_what_is_documented_of_make_gpu_is_understood():
             "docs/performance.md",
         )
     ]
-    found = re.findall(r'GPU_FLAGS=(?:"([^"]+)"|(\S+))', "\n".join(texts))
-    assert len(found) >= 6
-    for quoted, plain in found:
+    documented = re.findall(r'GPU_FLAGS=(?:"([^"]+)"|(\S+))', "\n".join(texts))
+    assert len(documented) >= 6
+    for quoted, plain in documented:
         gpu.command_line().parse_args((quoted or plain).split())
 
 
-def test_a_rehearsal_turns_the_interpreter_on(monkeypatch):
+def test_rehearsal_enables_the_triton_interpreter(monkeypatch):
     started = []
     monkeypatch.setattr(rehearsal.os, "execve", lambda *words: started.append(words))
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "tools.bench.some", "--rehearse"])
@@ -175,43 +176,45 @@ def test_a_rehearsal_turns_the_interpreter_on(monkeypatch):
 QUICK = ["-m", "tools.gpu", "--rehearse", "--quick", "--stages", "tests", "kernels"]
 
 
-def results_of(done, folder) -> dict:
-    """Return the one file that a suite has left."""
-    assert done.returncode == 0, done.stdout + done.stderr
+def results_of(process, folder) -> dict:
+    """Return the report that a suite has written."""
+    assert process.returncode == 0, process.stdout + process.stderr
     (path,) = folder.iterdir()
-    assert f"gpu: written to {path}" in done.stdout
+    assert f"gpu: written to {path}" in process.stdout
     return json.loads(path.read_text())
 
 
 @pytest.mark.slow
-def test_the_quickest_part_of_a_rehearsal(tmp_path):
-    done = run([sys.executable, *QUICK, "--output", str(tmp_path / "out")], bare(tmp_path))
-    found = results_of(done, tmp_path / "out")
-    assert {name: stage["problems"] for name, stage in found["stages"].items()} == {
+def test_quick_rehearsal_runs_tests_and_kernels(tmp_path):
+    process = run([sys.executable, *QUICK, "--output", str(tmp_path / "out")], bare(tmp_path))
+    report = results_of(process, tmp_path / "out")
+    assert {name: stage["problems"] for name, stage in report["stages"].items()} == {
         "tests": {},
         "kernels": {},
     }
-    assert [row["what"].split()[0] for row in rows_of(found)] == ["RMSNorm", "RMSNorm"]
-    assert "RMSNorm" in done.stdout
-    first = done.stdout.splitlines()[: len(found["peers"])]
-    assert first == [f"gpu: {gpu_peers.said_of(*each)}" for each in found["peers"].items()]
-    assert set(found["peers"]) == {"flash-linear-attention", "mamba_ssm"}
+    assert [row["what"].split()[0] for row in rows_of(report)] == ["RMSNorm", "RMSNorm"]
+    assert "RMSNorm" in process.stdout
+    head_lines = process.stdout.splitlines()[: len(report["peers"])]
+    assert head_lines == [
+        f"gpu: {gpu_peers.said_of(*refusal)}" for refusal in report["peers"].items()
+    ]
+    assert set(report["peers"]) == {"flash-linear-attention", "mamba_ssm"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_everything_can_be_rehearsed_without_other_libraries(tmp_path):
-    # transformers, which training races, brings yaml.
+def test_full_rehearsal_runs_without_optional_libraries(tmp_path):
+    # transformers, a peer of the training bench, requires yaml.
     words = ["-m", "tools.gpu", "--rehearse", "--output", str(tmp_path / "out")]
     environment = bare(tmp_path, ABSENT.replace("yaml", ""))
     put_stand_ins(tmp_path)
-    done = run([sys.executable, *words], environment, timeout=1700)
-    found = results_of(done, tmp_path / "out")
-    assert list(found["stages"]) == list(gpu.STAGES)
-    assert not any(stage["problems"] for stage in found["stages"].values())
-    benches = {row["bench"] for row in rows_of(found)}
+    process = run([sys.executable, *words], environment, timeout=1700)
+    report = results_of(process, tmp_path / "out")
+    assert list(report["stages"]) == list(gpu.STAGES)
+    assert not any(stage["problems"] for stage in report["stages"].values())
+    benches = {row["bench"] for row in rows_of(report)}
     assert benches == {"training", "kernels", "engine", "decode", "hybrid"}
-    raced = {peer for row in rows_of(found) for peer in row["peers"]}
+    raced = {peer for row in rows_of(report) for peer in row["peers"]}
     assert raced >= {"fla", "mamba_ssm", "reference", "torch.compile", "SDPA"}
     for op in ("gated delta rule", "state-space dual", "prologue", "paged decode", "hybrid"):
-        assert op in done.stdout, op
+        assert op in process.stdout, op

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU suite's own arithmetic: memory, time, and what it keeps when a process dies."""
+"""Arithmetic of the GPU suite: memory, time, and the rows that survive a dead process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.gpu_stages import Stage, run_stage
 
 ROOT = Path(__file__).parents[2]
 #: Peaks of a step of 1.34 B weights at 4,096 tokens by microbatch, in GB (allocator, one device).
-OURS = {1: 32.3, 2: 39.9, 4: 55.1}
+MEGATRON = {1: 32.3, 2: 39.9, 4: 55.1}
 TRANSFORMERS = {1: 34.0, 2: 48.1, 4: 73.4}
 IDLE_GB = 27.0
 CARDS = {"H200": 150.1, "B200": 191.0, "H100": 85.0, "A100 80 GB": 84.9}
@@ -33,24 +33,24 @@ CARDS = {"H200": 150.1, "B200": 191.0, "H100": 85.0, "A100 80 GB": 84.9}
 
 @pytest.mark.parametrize("card", CARDS)
 def test_step_fits_in_memory_next_to_an_idle_worker(card):
-    """A step at a card's microbatch fits the share of a worker, beside the other's states."""
+    """A step at a card's microbatch fits a worker's share, next to the idle worker's states."""
     size, total = gpu_workers.microbatch_for(CARDS[card] * 1e9), CARDS[card]
     share = gpu_workers.memory_share(total * 1e9, LLAMA_1_3B.parameters)
-    for peak in (OURS[size], TRANSFORMERS[size]):
+    for peak in (MEGATRON[size], TRANSFORMERS[size]):
         assert peak < share * total, (card, size)
         assert peak + IDLE_GB < total
     if size < 4:
         assert TRANSFORMERS[2 * size] + IDLE_GB > total, "a larger one would fit"
 
 
-def test_a_long_row_is_recomputed_where_it_does_not_fit():
-    """Without, it peaked at 85.5 GB on a device that computes nothing."""
+def test_long_rows_use_recompute_if_memory_is_short():
+    """Without recompute, the row peaked at 85.5 GB on the null device."""
     for card, granularity in (("H100", "selective"), ("H200", None)):
         assert gpu_train.recompute_for(CARDS[card] * 1e9).granularity == granularity
 
 
-def test_bytes_of_a_decode_step_are_weights_and_caches():
-    """Of the embedding a token reads one row."""
+def test_decode_step_bytes_are_weights_and_kv_cache():
+    """A token reads one row of the embedding."""
     shape, tokens = gpu_engine.TINY, 12
     config = gpu_engine.config_of("gpt", shape, tiny=True)
     model = gpu_engine.GPTModel(config, ProcessGroupCollection.single(), seed=1)
@@ -61,8 +61,8 @@ def test_bytes_of_a_decode_step_are_weights_and_caches():
     assert gpu_engine.step_bytes(model, torch.bfloat16, 3, tokens) == 2 * (weights + cache)
 
 
-def test_a_microbatch_that_does_not_fit_is_halved():
-    sizes, said = [], []
+def test_microbatch_is_halved_on_out_of_memory():
+    sizes, messages = [], []
 
     def build(size):
         sizes.append(size)
@@ -75,14 +75,14 @@ def test_a_microbatch_that_does_not_fit_is_halved():
         return step
 
     cpu = torch.device("cpu")
-    size, step = gpu_workers.largest_step(8, build, device=cpu, say=said.append)
+    size, step = gpu_workers.largest_step(8, build, device=cpu, say=messages.append)
     assert (size, sizes, step()) == (2, [8, 4, 2], 1.0)
-    assert said == [
+    assert messages == [
         "microbatch 8: out of memory; takes 4",
         "microbatch 4: out of memory; takes 2",
     ]
     with pytest.raises(ValueError, match="microbatch of 1"):
-        gpu_workers.largest_step(1, lambda _: build(8), device=cpu, say=said.append)
+        gpu_workers.largest_step(1, lambda _: build(8), device=cpu, say=messages.append)
 
 
 def options(**changes) -> argparse.Namespace:
@@ -108,8 +108,8 @@ serve(lambda: step, facts)
 """
 
 
-def test_our_row_is_there_whatever_a_peer_does(tmp_path, monkeypatch, capfd):
-    """One peer dies at its start, one in its second turn; the last runs to the end."""
+def test_megatron_row_survives_failing_peers(tmp_path, monkeypatch, capfd):
+    """One peer dies at its start, one in its second turn; the third one completes."""
     (tmp_path / "fake_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setattr(gpu_workers, "device_bytes", lambda: 85 * 10**9)
@@ -131,7 +131,7 @@ def test_our_row_is_there_whatever_a_peer_does(tmp_path, monkeypatch, capfd):
     assert "bf16 ended with exit code 9" in errors
 
 
-def test_mcore_result_without_peers_is_a_row():
+def test_result_without_peers_is_a_row():
     bench = Bench("training", options())
     bench.rates = {"bf16_flops": 1e12}
     facts = {"micro_batch_size": 2, "kernels": [], "peak_device_bytes": 3 * 10**9}
@@ -145,7 +145,7 @@ def test_mcore_result_without_peers_is_a_row():
     assert memory["ours"] == 3.0
 
 
-def test_stages_share_the_time_that_is_left():
+def test_stages_share_the_remaining_time():
     names = list(gpu.STAGES)
     assert names == ["training", "tests", "kernels", "engine", "decode", "hybrid"]
     assert sum(gpu.STAGES.values()) == gpu.DEADLINE
@@ -160,8 +160,8 @@ def test_stages_share_the_time_that_is_left():
     assert left > 0
 
 
-def test_an_illegal_access_ends_the_bench_and_keeps_its_rows(tmp_path, monkeypatch):
-    """A kernel of Triton reports it as RuntimeError; what follows would fail for no own reason."""
+def test_illegal_access_ends_the_bench_and_keeps_its_rows(tmp_path, monkeypatch):
+    """Triton reports an illegal access as RuntimeError; later cases would fail as well."""
     bench = Bench("some", options(part=str(tmp_path / "part.json")))
 
     def good(bench):
@@ -221,7 +221,7 @@ def test_one(number):
 
 
 @pytest.mark.slow(seconds=20)
-def test_a_lost_device_ends_its_process_and_not_the_suite(tmp_path):
+def test_lost_device_ends_its_worker_but_not_the_suite(tmp_path):
     folder = tmp_path / "tests/gpu"
     folder.mkdir(parents=True)
     for name in ("conftest.py", "pytest.ini"):
@@ -229,17 +229,17 @@ def test_a_lost_device_ends_its_process_and_not_the_suite(tmp_path):
     (folder / "test_lost.py").write_text(LOSES_THE_DEVICE)
     command = gpu.test_command("tests/gpu", "-q", "-p", "xdist", "-n", "2", "--dist", "worksteal")
     environment = {k: v for k, v in gpu.environment().items() if k != "PYTEST_XDIST_WORKER"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
     )
-    assert "2 failed, 10 passed" in done.stdout, done.stdout + done.stderr
-    failed = re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE)
+    assert "2 failed, 10 passed" in process.stdout, process.stdout + process.stderr
+    failed = re.findall(r"^FAILED \S+::(\S+)", process.stdout, re.MULTILINE)
     assert sorted(failed) == ["test_one[3]", "test_one[7]"]
-    assert "the device is lost" in done.stdout + done.stderr
+    assert "the device is lost" in process.stdout + process.stderr
 
 
-def test_the_assembler_is_part_of_the_machine(tmp_path, monkeypatch):
-    """The version of ptxas is that of the program that Triton would call."""
+def test_machine_facts_include_the_ptxas_version(tmp_path, monkeypatch):
+    """The version comes from the ptxas that Triton would call."""
     monkeypatch.setenv("TRITON_PTXAS_PATH", "")
     assert re.fullmatch(r"\d+\.\d+\.\d+", gpu_results.ptxas_version())
     fake = tmp_path / "ptxas"
@@ -252,8 +252,8 @@ def test_the_assembler_is_part_of_the_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/bin/true", "/no/such/file", __file__])
-def test_the_suite_refuses_a_file_that_is_no_ptxas(monkeypatch, capsys, path):
-    """Each launch would fail, or Triton would take its own in silence."""
+def test_invalid_ptxas_path_is_refused(monkeypatch, capsys, path):
+    """Otherwise each launch would fail, or Triton would silently use its bundled ptxas."""
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     monkeypatch.setattr(gpu, "missing_gpu", lambda: None)
     monkeypatch.setattr(gpu, "run", lambda *_: pytest.fail("the suite was started"))
@@ -264,8 +264,8 @@ def test_the_suite_refuses_a_file_that_is_no_ptxas(monkeypatch, capsys, path):
 
 
 @pytest.mark.slow
-def test_the_start_names_the_compilers_and_their_faults(tmp_path):
-    """A torch that reports a Hopper, a Triton and a ptxas that are wrong there."""
+def test_start_names_compilers_and_their_known_faults(tmp_path):
+    """Fakes report a Hopper GPU with a Triton and a ptxas that have faults on Hopper."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -286,7 +286,7 @@ def test_the_start_names_the_compilers_and_their_faults(tmp_path):
     ("triton", "numpy", "works"),
     [("3.7.1", "2.5.2", True), ("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False)],
 )
-def test_a_rehearsal_needs_an_interpreter_that_works(monkeypatch, capsys, triton, numpy, works):
+def test_rehearsal_refuses_a_broken_interpreter(monkeypatch, capsys, triton, numpy, works):
     """Triton's interpreter before 3.7 fails in every kernel with numpy 2.4 and later."""
     versions = {"triton": triton, "numpy": numpy}
     monkeypatch.setattr(rehearsal.importlib.metadata, "version", versions.__getitem__)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports inside core and between the applications only point down, no modules of the wheels
-import each other, and a planted import that breaks either rule is seen."""
+"""Imports within core and between the applications point down the layers, imports of the wheels
+have no cycles, and a planted import that breaks a rule is found."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def lint_imports(root: Path) -> tuple[int, str]:
     """Return the exit status and the output of import-linter over the tree at `root`."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     command += ["--config", str(root / "pyproject.toml")]
-    # The copy's portion of the namespace comes before the installed one.
+    # The copy's part of the namespace comes before the installed package.
     path = os.pathsep.join([str(root / "megatron_core"), str(root)])
     environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=60
     )
-    return done.returncode, done.stdout + done.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tree_keeps_the_import_order() -> None:
+def test_imports_follow_the_layers() -> None:
     status, output = lint_imports(ROOT)
     assert status == 0, output
 
@@ -79,7 +79,7 @@ def test_the_tree_keeps_the_import_order() -> None:
         "core to the applications",
     ],
 )
-def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
+def test_planted_import_breaks_a_contract(copy: Path, path: str, line: str) -> None:
     core = "/megatron_core/megatron/core/"
     file = copy / (path if path.startswith("/") else core + path).removeprefix("/")
     before = file.read_text(encoding="utf-8") if file.exists() else HEAD
@@ -90,12 +90,12 @@ def test_a_planted_import_is_seen(copy: Path, path: str, line: str) -> None:
     assert file.stem in output
 
 
-def test_pretraining_is_a_page_over_few_modules() -> None:
+def test_pretraining_imports_few_modules() -> None:
     graph = import_graph(read_modules(ROOT))
     assert len(graph["megatron.training.pretraining"]) <= 15
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycles() -> None:
     modules = read_modules(ROOT)
     assert len(modules) > 100
     assert circles(import_graph(modules)) == []
@@ -109,11 +109,11 @@ def test_no_modules_import_each_other() -> None:
     ],
     ids=["inside a function", "for types"],
 )
-def test_a_planted_circle_is_seen(tmp_path: Path, late: str) -> None:
+def test_planted_import_cycle_is_found(tmp_path: Path, late: str) -> None:
     folder = tmp_path / "megatron/training"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(HEAD)
     (folder / "one.py").write_text(f"{HEAD}from megatron.training.two import late\n")
     (folder / "two.py").write_text(f"{HEAD}{late}\n")
-    found = circles(import_graph(read_modules(tmp_path)))
-    assert found == [["megatron.training.one", "megatron.training.two"]]
+    cycles = circles(import_graph(read_modules(tmp_path)))
+    assert cycles == [["megatron.training.one", "megatron.training.two"]]

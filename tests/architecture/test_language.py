@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language figures, which `make lint` holds to bounds, see every kind of occurrence."""
+"""The language figures, which `make lint` holds to bounds, find every kind of occurrence."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OCCURRENCES = [
 
 
 @pytest.mark.parametrize(("figure", "path", "text", "line"), OCCURRENCES)
-def test_a_planted_occurrence_is_listed(
+def test_planted_occurrence_is_listed(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     figure: str,
@@ -104,7 +104,7 @@ def test_names_of_the_field_are_not_listed(
     assert run(tmp_path, capsys, "--quiet") == (0, "language: fine\n")
 
 
-def test_classes_and_modules_of_one_name(
+def test_classes_and_modules_with_equal_names_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(tmp_path, CORE, "class Box: ...\n")
@@ -163,7 +163,9 @@ def test_comment_lines_have_a_lower_bound(
     assert "--record" in output
 
 
-def test_a_list_of_one_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_can_be_limited_to_a_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plant(tmp_path, CORE, "found = 1\n")
     plant(tmp_path, APP, "found = 1\n")
     for package, paths in (("core/comm", [CORE]), ("core", [CORE]), ("training", [APP])):
@@ -171,7 +173,7 @@ def test_a_list_of_one_package(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert [line.split(":")[0] for line in output.splitlines()] == paths
 
 
-def test_sentences_and_references_have_lines() -> None:
+def test_sentences_and_references_carry_line_numbers() -> None:
     text = "# Title\n\nOne two three\nfour. Five six seven eight.\n\n| a | b c d e f |\n- A b c d\n"
     assert [(line, len(words)) for line, words in sentences(text)] == [(3, 4), (4, 4), (7, 5)]
     text = "`a.b` and ``c`` and `f(x)` and\n`get()` and `docs/page.md` and `--flag`"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The null CUDA device, as far as it needs no CUDA wheel: its record, the peaks of memory in it in
-closed form, the cache of compiled kernels, and what is wrong on a machine; see tools/nullcuda."""
+"""The null CUDA device without a CUDA wheel: its record, the closed form of its memory peaks, the
+cache of compiled kernels, and the checks of a machine; see tools/nullcuda."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
 from megatron.core.inference import EngineConfig
-from tools.bench.gpu_engine import DELTA as SMALL_DELTA
+from tools.bench.gpu_engine import DELTA as ENGINE_DELTA
 from tools.bench.gpu_engine import SMALL
 from tools.bench.gpu_hybrid import DELTA, PATTERN
 from tools.bench.gpu_train import LLAMA_1_3B
@@ -35,12 +35,12 @@ def steps():
 
 
 def changed(steps, name, **counts):
-    found = copy.deepcopy(steps)
-    found[name] |= counts
-    return found
+    changed_steps = copy.deepcopy(steps)
+    changed_steps[name] |= counts
+    return changed_steps
 
 
-def test_the_record_has_no_problem_with_itself(steps):
+def test_record_is_consistent_with_itself(steps):
     assert record.problems(steps, steps) == []
     names = {name.split(",")[0] for name in steps}
     assert names == {"training", "evaluation", "decode"}
@@ -72,25 +72,25 @@ def test_the_record_has_no_problem_with_itself(steps):
         ({"waits": 3}, "waits"),
     ],
 )
-def test_whatever_grows_is_a_problem(steps, counts, word):
-    found = record.problems(changed(steps, STEP, **counts), steps)
-    assert found
-    assert all(STEP in line and word in line for line in found)
+def test_growing_counts_are_problems(steps, counts, word):
+    problems = record.problems(changed(steps, STEP, **counts), steps)
+    assert problems
+    assert all(STEP in line and word in line for line in problems)
 
 
-def test_a_record_cannot_raise_what_is_promised(steps):
-    """Decoding waits once a step, training twice, and nothing is refused, whatever was recorded."""
+def test_record_cannot_raise_fixed_limits(steps):
+    """Independent of the record, decoding waits once a step, training twice, nothing is refused."""
     decode = next(name for name in steps if name.startswith("decode"))
     for name, counts in ((STEP, {"waits": 3}), (decode, {"waits": 2}), (decode, {"refused": 1})):
         measured = changed(steps, name, **counts)
         assert len(record.problems(measured, measured)) == 1
 
 
-def test_steps_that_are_not_on_both_sides(steps):
-    others = {name: counts for name, counts in steps.items() if name != STEP}
-    assert [STEP in line for line in record.problems(others, steps)] == [True]
-    assert [STEP in line for line in record.problems(steps, others)] == [True]
-    assert record.problems(others, steps, complete=False) == []
+def test_missing_and_new_steps_are_problems(steps):
+    remaining = {name: counts for name, counts in steps.items() if name != STEP}
+    assert [STEP in line for line in record.problems(remaining, steps)] == [True]
+    assert [STEP in line for line in record.problems(steps, remaining)] == [True]
+    assert record.problems(remaining, steps, complete=False) == []
 
 
 def test_host_time_is_ignored_and_improvements_are_reported(steps):
@@ -118,14 +118,14 @@ def attention_values() -> int:
 
 
 def latent_values() -> int:
-    """The residual stream and its norm; the low-rank vectors and their norms; q, k and v, all as
-    wide as q and k; the output as wide, and its values alone."""
+    """The residual stream and its norm; the low-rank vectors and their norms; q, k, v and the
+    output, all as wide as q; the output's values."""
     low_rank = 2 * LATENT.q_lora_rank + 2 * LATENT.kv_lora_rank + LATENT.rope_channels
-    wide = LATENT.num_attention_heads * LATENT.query_channels
+    qk_width = LATENT.num_attention_heads * LATENT.query_channels
     return (
         2 * SHAPE.hidden
         + low_rank
-        + 4 * wide
+        + 4 * qk_width
         + LATENT.num_attention_heads * (LATENT.value_channels)
     )
 
@@ -146,7 +146,7 @@ def delta_net_values() -> int:
 
 
 def expert_values(rows: float, ffn: int) -> float:
-    """The residual stream and its norm; for each row that experts have of a token, the row, gate
+    """The residual stream and its norm; for each row that experts receive, the row, gate
     and up, their product, the row of output."""
     return 2 * SHAPE.hidden + rows * (SHAPE.hidden + 3 * ffn + SHAPE.hidden)
 
@@ -172,7 +172,7 @@ ACTIVATIONS = {
     "training, 4 layers of 64 experts, microbatch 2": 4
     * (attention_values() + expert_values(rows=8, ffn=1024)),
 }
-#: A rank of several has room for more rows than it sends, with either dispatcher.
+#: With several ranks, a rank has capacity for more rows than it sends, with either dispatcher.
 ACTIVATIONS |= {
     f"training, experts on 4 ranks, {dispatcher}, capacity {CAPACITY}, microbatch 2": 4
     * (attention_values() + expert_values(rows=8 * CAPACITY, ffn=1024))
@@ -181,7 +181,7 @@ ACTIVATIONS |= {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_peaks_of_memory_in_closed_form(steps, name):
+def test_peak_memory_of_training_matches_closed_form(steps, name):
     counts = steps[name]
     state = WEIGHT_BYTES * counts["weights"]
     activations = 2 * counts["tokens"] * ACTIVATIONS[name] + head_bytes(counts["tokens"])
@@ -189,12 +189,12 @@ def test_peaks_of_memory_in_closed_form(steps, name):
     assert counts["peak_bytes"] - state == pytest.approx(activations, rel=0.05)
 
 
-#: Bytes of the workspace that cuBLAS has on each stream, by CUBLAS_WORKSPACE_CONFIG.
+#: Bytes of the cuBLAS workspace of each stream, by CUBLAS_WORKSPACE_CONFIG.
 WORKSPACE_BYTES = 8 * 4096 << 10
 
 
 def page_values(kind: str) -> int:
-    """Values that the layers of a model keep of a token: keys and values, or latents."""
+    """Values in the cache for a token, over all layers: keys and values, or latents."""
     if kind == "latent":
         return SMALL.layers * (SMALL_LATENT.kv_lora_rank + SMALL_LATENT.rope_channels)
     shape = SHAPE if kind == "1.3 B" else SMALL
@@ -203,35 +203,37 @@ def page_values(kind: str) -> int:
 
 
 def state_bytes(kind: str) -> int:
-    """Bytes of a hybrid's states: of every slot those of three layers."""
+    """Bytes of a hybrid's states: every slot has the states of three layers."""
     if kind != "hybrid":
         return 0
-    channels = 2 * SMALL_DELTA.num_key_heads * SMALL_DELTA.key_channels
-    channels += SMALL_DELTA.num_value_heads * SMALL_DELTA.value_channels
-    slots = 3 * MAX_ROWS + 1 + 1  # of rows, of snapshots of theirs, of one that begins, of nobody
+    channels = 2 * ENGINE_DELTA.num_key_heads * ENGINE_DELTA.key_channels
+    channels += ENGINE_DELTA.num_value_heads * ENGINE_DELTA.value_channels
+    slots = 3 * MAX_ROWS + 1 + 1  # rows, their snapshots, a new row, the null slot
     return slots * 3 * (layer_state_bytes() + 2 * 3 * channels)
 
 
 def layer_state_bytes() -> int:
     """Bytes of a row's matrices in a gated delta net, fp32."""
-    return 4 * SMALL_DELTA.num_value_heads * SMALL_DELTA.key_channels * SMALL_DELTA.value_channels
+    return (
+        4 * ENGINE_DELTA.num_value_heads * ENGINE_DELTA.key_channels * ENGINE_DELTA.value_channels
+    )
 
 
 def decode_bytes(name: str) -> int:
-    """Bytes that an engine has besides the weights: pages and states; a workspace; with graphs
-    another one and a buffer of logits; without, when a hybrid computes prompts, the states of all
+    """Bytes of an engine besides the weights: pages and states; a workspace; with graphs a second
+    workspace and a buffer of logits; without graphs, for a hybrid's prefill, the states of all
     rows before, within and after a layer."""
     kind, graphs = name.split(", ")[1], "graphs" in name
     pages = 2 * BLOCKS * EngineConfig().block_size * page_values(kind)
     shape = SHAPE if kind == "1.3 B" else SMALL
-    more = 3 * ROWS * layer_state_bytes() if kind == "hybrid" else 0
+    temporary = 3 * ROWS * layer_state_bytes() if kind == "hybrid" else 0
     if graphs:
-        more = WORKSPACE_BYTES + 4 * MAX_ROWS * shape.vocabulary
-    return pages + state_bytes(kind) + WORKSPACE_BYTES + more
+        temporary = WORKSPACE_BYTES + 4 * MAX_ROWS * shape.vocabulary
+    return pages + state_bytes(kind) + WORKSPACE_BYTES + temporary
 
 
-def test_peaks_of_decoding_in_closed_form(steps):
-    """With 8 rows nothing else counts: a step's own tensors are below 3 %."""
+def test_peak_memory_of_decoding_matches_closed_form(steps):
+    """With 8 rows, a step's temporary tensors are below 3 %."""
     names = [name for name in steps if name.startswith("decode")]
     assert {name.split(", ")[1] for name in names} == {"gpt", "hybrid", "moe", "latent", "1.3 B"}
     for name in names:
@@ -240,10 +242,10 @@ def test_peaks_of_decoding_in_closed_form(steps):
         assert peak - weights == pytest.approx(decode_bytes(name), rel=0.05), name
 
 
-def test_every_step_on_record_has_a_closed_form(steps):
+def test_every_recorded_step_has_a_closed_form(steps):
     named = {name for name in steps if "peak_bytes" in steps[name]}
     assert {name for name in named if name.startswith("training")} == ACTIVATIONS.keys()
-    # Without a capacity the null device has no sizes, only waits; graphs have memory of their own.
+    # Without a capacity the null device knows only waits; graphs have a separate memory pool.
     for name in steps.keys() - named:
         assert name.endswith(", graph") or steps[name].keys() <= {"waits", *record.FAULTS}
 
@@ -252,12 +254,12 @@ KEY = "ab" * 32
 
 
 def written_cache(folder, monkeypatch):
-    """Return a cache with a kernel, as Triton writes it."""
+    """Write a kernel to a cache like Triton, and return the cache group."""
     monkeypatch.setattr(knobs.cache, "dir", str(folder))
     manager = FileCacheManager(KEY)
     group = {
-        name: manager.put(data, name, binary=isinstance(data, bytes))
-        for name, data in {
+        name: manager.put(content, name, binary=isinstance(content, bytes))
+        for name, content in {
             "add_kernel.cubin": b"\x7fELF" + bytes(100),
             "add_kernel.json": json.dumps({"name": "add_kernel"}),
             "add_kernel.source": "the kernel",
@@ -278,10 +280,10 @@ def test_cache_is_reused_after_the_folder_moves(tmp_path, monkeypatch):
     (tmp_path / "here").rename(tmp_path / "gone")
     assert triton_cache.unpack(archive, tmp_path / "there") == 1
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "there"))
-    found = FileCacheManager(KEY).get_group("add_kernel.json")
-    assert found is not None
-    assert set(found) == {"add_kernel.cubin", "add_kernel.json"}
-    for name, path in found.items():
+    cached = FileCacheManager(KEY).get_group("add_kernel.json")
+    assert cached is not None
+    assert set(cached) == {"add_kernel.cubin", "add_kernel.json"}
+    for name, path in cached.items():
         assert path.startswith(str(tmp_path / "there"))
         moved = (tmp_path / "gone").joinpath(*group[name].split("/")[-2:])
         assert moved.read_bytes() == Path(path).read_bytes()
@@ -308,8 +310,8 @@ print(sum(compiled), len(compiled))
 
 
 @pytest.mark.slow(seconds=15)
-def test_nothing_is_compiled_after_a_move(tmp_path):
-    """Counted by Triton itself, after the first folder is gone."""
+def test_moved_cache_needs_no_compilation(tmp_path):
+    """Triton counts the compilations after the first folder is gone."""
     program = tmp_path / "program.py"
     program.write_text(COMPILE)
 
@@ -317,8 +319,8 @@ def test_nothing_is_compiled_after_a_move(tmp_path):
         variables = {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1"}
         variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
         command = [sys.executable, str(program)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        return tuple(map(int, done.stdout.split()))
+        process = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        return tuple(map(int, process.stdout.split()))
 
     assert compilations(tmp_path / "here") == (2, 2)
     assert compilations(tmp_path / "here") == (0, 2)
@@ -328,7 +330,7 @@ def test_nothing_is_compiled_after_a_move(tmp_path):
     assert compilations(tmp_path / "there") == (0, 2)
 
 
-def test_what_is_no_cache_is_refused(tmp_path):
+def test_invalid_cache_archives_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):
         triton_cache.pack(tmp_path / "empty", tmp_path / "x.tar.xz")
@@ -346,7 +348,7 @@ def test_what_is_no_cache_is_refused(tmp_path):
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_sizes_of_memory():
+def test_memory_sizes_are_parsed():
     assert memory_size("80GiB") == 80 << 30
     assert memory_size("141GB") == 141 * 10**9
     parser = command_line()
@@ -357,7 +359,7 @@ def test_sizes_of_memory():
         assert ended.value.code == 2
 
 
-def test_a_machine_that_cannot_have_it(tmp_path):
+def test_unsupported_machine_is_refused(tmp_path):
     environment.check_machine(system="Linux", machine="x86_64", programs=["sh"])
     for system, machine in (("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")):
         with pytest.raises(environment.SetupError, match=f"{system} on {machine}"):
@@ -369,21 +371,21 @@ def test_a_machine_that_cannot_have_it(tmp_path):
         environment.check_disk(tmp_path / "not/yet/there", free_bytes=2 << 30)
 
 
-def test_one_line_says_what_is_missing(tmp_path):
-    """Also where nothing is on the PATH: no traceback."""
-    done = subprocess.run(
+def test_missing_program_is_reported_in_one_line(tmp_path):
+    """An empty PATH gives an error line, not a traceback."""
+    process = subprocess.run(
         [sys.executable, "-S", "-m", "tools.nullcuda", "--only", "steps"],
         cwd=ROOT,
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
     assert "gcc" in line
 
 
-def test_a_call_of_cuda_that_is_not_defined_says_so():
+def test_undefined_cuda_calls_get_stubs():
     listing = (
         "                 U cudaMalloc@libcudart.so.13\n"
         "                 U cudaGraphAddNode@libcudart.so.13\n"
@@ -405,7 +407,7 @@ def test_a_call_of_cuda_that_is_not_defined_says_so():
 
 
 def test_kernels_are_assembled_by_the_chosen_ptxas(monkeypatch, tmp_path):
-    """Its version is in the key of each kernel in Triton's cache."""
+    """The version of ptxas is in the cache key of each kernel."""
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     library = tmp_path / "libcuda.so"

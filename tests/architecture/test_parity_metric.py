@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors relative to a reference go through the metric, which refuses a reference of noise."""
+"""Relative errors use the metric, which refuses a reference that is only noise."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def largest(node: ast.AST) -> bool:
 
 
 def ratios(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines that divide by the largest value of a tensor, or bound a difference by it."""
+    """Yield the lines that divide by a tensor's largest value, or bound a difference by it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and largest(node.right):
             yield node.lineno
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt | ast.LtE):
-            for part in ast.walk(node.comparators[0]):
-                is_product = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult)
-                if is_product and (largest(part.left) or largest(part.right)):
+            for expression in ast.walk(node.comparators[0]):
+                is_product = isinstance(expression, ast.BinOp) and isinstance(
+                    expression.op, ast.Mult
+                )
+                if is_product and (largest(expression.left) or largest(expression.right)):
                     yield node.lineno
 
 
@@ -42,15 +44,15 @@ def ratios(tree: ast.AST) -> Iterator[int]:
         ("assert (a - b).abs().max() < 1e-5", 0),
     ],
 )
-def test_a_ratio_written_out_is_seen(text, count):
+def test_explicit_error_ratios_are_found(text, count):
     assert len(list(ratios(ast.parse(text)))) == count
 
 
-def test_relative_errors_go_through_the_metric():
-    found = [
+def test_relative_errors_use_the_metric():
+    lines = [
         f"{path.relative_to(TESTS.parent)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
         if path != METRIC and ".abs().max()" in (text := path.read_text(encoding="utf-8"))
         for line in ratios(ast.parse(text))
     ]
-    assert not found, f"use tests.support.closeness, which knows what noise is: {found}"
+    assert not lines, f"use tests.support.closeness, which checks for noise: {lines}"

@@ -15,7 +15,7 @@ DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=64,
 
 
 def traffic_of(function, *shapes, dtype=torch.float32):
-    """Return [(name, bytes)] of what a function of meta tensors launches."""
+    """Return [(name, bytes)] of the launches of a function of meta tensors."""
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     with LaunchTape() as tape:
         function(*tensors)
@@ -40,7 +40,7 @@ def traffic_of(function, *shapes, dtype=torch.float32):
         (lambda x: x.view(12).detach().new_empty(5), [(3, 4)], []),
     ],
 )
-def test_bytes_of_operations(function, shapes, expected):
+def test_traffic_of_operations_is_counted(function, shapes, expected):
     assert traffic_of(function, *shapes) == expected
 
 
@@ -50,18 +50,18 @@ SHAPE = Shape(
 
 
 def grown(counts):
-    """Return what one period of layers more launches, by name: (launches, bytes)."""
-    found = {}
+    """Return the additional launches of one more period of layers, by name: (launches, bytes)."""
+    launches_by_name = {}
     for count_, sign in zip(counts, (-1, 1), strict=True):
         for launch in count_.backward:
-            number, traffic = found.get(launch.name, (0, 0))
-            found[launch.name] = number + sign, traffic + sign * launch.traffic
-    return {name: pair for name, pair in found.items() if pair[0]}
+            number, traffic = launches_by_name.get(launch.name, (0, 0))
+            launches_by_name[launch.name] = number + sign, traffic + sign * launch.traffic
+    return {name: pair for name, pair in launches_by_name.items() if pair[0]}
 
 
-def test_a_llama_layer_passes_over_each_tensor_once():
-    """No copy, cast or concatenation: what is launched is in the closed form below."""
-    found = grown([count(dataclasses.replace(SHAPE, layers=n)) for n in (1, 2)])
+def test_llama_layer_traffic_matches_closed_form():
+    """There is no copy, cast or concatenation: the closed form below has all launches."""
+    launches_by_name = grown([count(dataclasses.replace(SHAPE, layers=n)) for n in (1, 2)])
     tokens, head = SHAPE.tokens, SHAPE.hidden // SHAPE.heads
     row = 2 * tokens  # bytes of one feature of all tokens in bf16
     hidden, ffn = row * SHAPE.hidden, row * SHAPE.ffn
@@ -78,17 +78,17 @@ def test_a_llama_layer_passes_over_each_tensor_once():
         "_scaled_dot_product_cudnn_attention_backward": (1, 0),
         "mm": (12, 0),
     }
-    assert {name: found.pop(name) for name in expected} == expected
-    # The weight gradients of norms: addends of their programs, summed into the slot.
-    assert found.keys() == {"rms_norm_backward_kernel", "sum"}
-    addends = sum(traffic for _, traffic in found.values())
-    rest = addends - 2 * (4 * hidden + weight + statistics)
-    assert 0 < rest <= 2 * (2 * tokens + 1) * 4 * SHAPE.hidden
+    assert {name: launches_by_name.pop(name) for name in expected} == expected
+    # The weight gradients of norms: partial sums of programs, reduced into the main grad.
+    assert launches_by_name.keys() == {"rms_norm_backward_kernel", "sum"}
+    addends = sum(traffic for _, traffic in launches_by_name.values())
+    remaining = addends - 2 * (4 * hidden + weight + statistics)
+    assert 0 < remaining <= 2 * (2 * tokens + 1) * 4 * SHAPE.hidden
 
 
-def test_a_hybrid_period_concatenates_no_gradients():
+def test_hybrid_backward_concatenates_no_gradients():
     config = gpu_hybrid.config_of(SHAPE, DELTA, "G-")
-    found = grown(
+    launches_by_name = grown(
         [
             count(
                 dataclasses.replace(SHAPE, layers=n),
@@ -97,13 +97,13 @@ def test_a_hybrid_period_concatenates_no_gradients():
             for n in (1, 2)
         ]
     )
-    assert not found.keys() & {"cat", "stack", "zeros", "add", "mul"}
+    assert not launches_by_name.keys() & {"cat", "stack", "zeros", "add", "mul"}
     row, heads = 2 * SHAPE.tokens, DELTA.num_value_heads
     values = row * heads * DELTA.value_channels
     sources = row * DELTA.num_key_heads * 2 * DELTA.key_channels + values + 2 * row * heads
-    # Rows, gradients of what was made of them (two of heads in fp32), gradients of rows; and small
-    # ones: weights, maps of tokens, addends of weights.
-    assert found["prologue_backward_kernel"][0] == 1
-    assert 3 * sources < found["prologue_backward_kernel"][1] < 4 * sources
-    assert found["gated_norm_backward_kernel"][0] == 1
-    assert 5 * values < found["gated_norm_backward_kernel"][1] < 6 * values
+    # Rows, gradients of the outputs (two per head in fp32), gradients of rows; and small tensors:
+    # weights, token maps, partial sums of weight gradients.
+    assert launches_by_name["prologue_backward_kernel"][0] == 1
+    assert 3 * sources < launches_by_name["prologue_backward_kernel"][1] < 4 * sources
+    assert launches_by_name["gated_norm_backward_kernel"][0] == 1
+    assert 5 * values < launches_by_name["gated_norm_backward_kernel"][1] < 6 * values

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/performance.md is what its tool writes, of no results as of made-up ones; verdicts; stages
-that fail."""
+"""docs/performance.md equals the output of its tool; synthetic results, verdicts, failing
+stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row(**changes) -> GpuRow:
     )
 
 
-def test_the_page_is_as_written():
+def test_performance_page_is_up_to_date():
     folder = write_performance.RESULTS
     text = write_performance.page(
         write_performance.read(folder), write_performance.read_cpu(folder)
@@ -59,7 +59,7 @@ def test_the_page_is_as_written():
         assert "\nmake gpu\n" in text
 
 
-def test_the_page_and_the_bench_promise_the_same_of_decoding():
+def test_decode_targets_on_the_page_match_the_bench():
     promised = dict(write_performance.PROMISES)["decode of recurrent layers and of paged attention"]
     assert promised == (
         "80 % of the bandwidth of copies from 32 rows on; 1 row is reported without a target,"
@@ -68,7 +68,7 @@ def test_the_page_and_the_bench_promise_the_same_of_decoding():
     rows = {}
     for count in (1, 31, 32):
         bench = Mock(device=torch.device("cpu"), dtype=torch.float32)
-        bench.sized.side_effect = lambda full, small: small
+        bench.sized.side_effect = lambda full, tiny: tiny
         bench.drawn.side_effect = lambda *shape, dtype=None: torch.randn(shape)
         bench.watch.on_gpu = False
         with patch.object(gpu_decode, "agree"):
@@ -79,7 +79,7 @@ def test_the_page_and_the_bench_promise_the_same_of_decoding():
     assert "target" not in rows[32]["note"]
 
 
-def test_the_page_and_the_bench_promise_the_same_of_training():
+def test_training_targets_on_the_page_match_the_bench():
     page = dict(write_performance.PROMISES)
     step = page["training step of Llama 1.3 B, rows of 4,096 tokens"]
     assert step.endswith("50 % of the data sheet's peak")
@@ -114,16 +114,16 @@ def test_synthetic_results_are_rendered(tmp_path):
     machine = {"device": "NVIDIA H200", "torch": "9.9"}
     peers = {"fla": None, "mamba_ssm": "ModuleNotFoundError: No module named 'mamba_ssm'"}
     older = {"when": "2030-01-01T00:00:00", "machine": machine | {"device": "Older"}, "stages": {}}
-    for name, found in (
+    for name, content in (
         ("b", older),
         ("a", {"when": "2031-05-06T07:10:09", "stages": stages, "peers": peers}),
     ):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine} | found))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine} | content))
     text = write_performance.page(write_performance.read(tmp_path))
     assert text.index("## NVIDIA H200, 2031-05-06") < text.index("## Older, 2030-01-01")
     assert "(NVIDIA H200, 2031-05-06): 1 met, 2 missed, 1 open." in text
-    for part in ("fla 1.9 ms (2.11 x)", "copies 4.30 TB/s and multiplies 790 TFLOP/s", "28%"):
-        assert part in text, part
+    for phrase in ("fla 1.9 ms (2.11 x)", "copies 4.30 TB/s and multiplies 790 TFLOP/s", "28%"):
+        assert phrase in text, phrase
     assert "- split: fla >= 1.6 (fla cannot be imported)" in text
     assert "rope: ValueError: a / b" in text
     assert "`k<a/b>`" in text
@@ -145,12 +145,12 @@ def test_synthetic_results_are_rendered(tmp_path):
         ("share >= 0.278", "met"),
     ],
 )
-def test_verdicts(target, expected):
+def test_verdict_compares_figure_with_target(target, expected):
     assert verdict(row(), target) == expected
     assert verdict(row(ours=None, share=None, peers={}), target) == "open"
 
 
-def test_a_target_of_another_form_is_refused():
+def test_malformed_target_is_refused():
     with pytest.raises(ValueError, match=re.escape("write 'share >= 0.85'")):
         verdict(row(), "share > 3")
     assert open_targets([row(ours=None, targets=["ms <= 1"], note="why")]) == [
@@ -159,28 +159,28 @@ def test_a_target_of_another_form_is_refused():
     assert len({len(line) for line in gpu_table([row(), row(note="x")]).splitlines()}) == 1
 
 
-def test_stages_of_one_day_join_one_file(tmp_path):
-    parts, folder = tmp_path / "parts", tmp_path / "out"
-    parts.mkdir()
+def test_stages_of_a_day_are_joined_in_one_file(tmp_path):
+    stage_files, folder = tmp_path / "parts", tmp_path / "out"
+    stage_files.mkdir()
     ended = {"when": "2031-05-06T07:08:09", "seconds": 1.0, "commands": 1, "problems": {"a": "b"}}
-    (parts / "decode.json").write_text(
+    (stage_files / "decode.json").write_text(
         json.dumps({"rows": [row(bench="decode")], "rates": {}, "problems": {"c": "d"}})
     )
-    path, _ = joined({"decode": ended}, parts, folder, peers={"a": None, "b": "gone"})
+    path, _ = joined({"decode": ended}, stage_files, folder, peers={"a": None, "b": "gone"})
     later = ended | {"when": "2031-05-06T09:00:00", "problems": {}}
-    again, found = joined({"tests": later}, parts, folder, peers={"b": None})
+    again, report = joined({"tests": later}, stage_files, folder, peers={"b": None})
     assert path == again
     assert path.name.endswith("-2031-05-06.json")
-    assert found == json.loads(path.read_text())
-    assert found["stages"]["decode"]["problems"] == {"a": "b", "c": "d"}
-    assert [r["bench"] for r in rows_of(found)] == ["decode"]
-    assert found["machine"]["torch"]
-    assert found["peers"] == {"a": None, "b": None}
-    assert "| tests | 1 | 1 | none |" in text_of(found)
+    assert report == json.loads(path.read_text())
+    assert report["stages"]["decode"]["problems"] == {"a": "b", "c": "d"}
+    assert [r["bench"] for r in rows_of(report)] == ["decode"]
+    assert report["machine"]["torch"]
+    assert report["peers"] == {"a": None, "b": None}
+    assert "| tests | 1 | 1 | none |" in text_of(report)
 
 
 class _Clock:
-    """A clock that goes on by a second with each look, and further where a call says so."""
+    """A clock that advances by one second per reading; calls can advance it further."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -190,8 +190,8 @@ class _Clock:
         return self.seconds
 
 
-def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys, monkeypatch):
-    """Every call takes a second of a clock of the test, so that rates and figures are known."""
+def test_failing_case_does_not_stop_later_cases(tmp_path, capsys, monkeypatch):
+    """Every call takes one second of a fake clock, so that rates and figures are known."""
     clock = _Clock()
     monkeypatch.setattr(gpu_timing, "time", clock)
     options = argparse.Namespace(
@@ -199,11 +199,11 @@ def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys, monkeypatch)
     )
     bench = Bench("some", options)
 
-    def other():
+    def slow_peer():
         clock.seconds += 2.0
 
     def good(bench):
-        calls = {"ours": lambda: None, "other": other}
+        calls = {"ours": lambda: None, "other": slow_peer}
         bench.race("sum", calls, moved_bytes=32.0, flops=1.0, count=2, targets=["other >= 1"])
 
     def bad(bench):
@@ -214,23 +214,23 @@ def test_a_case_that_fails_does_not_stop_the_next(tmp_path, capsys, monkeypatch)
 
     cases = (("bad", bad), ("good", good), ("slow", slow), ("late", good))
     assert bench.run(cases) == 1
-    left = json.loads((tmp_path / "part.json").read_text())
-    assert left["problems"] == {
+    report = json.loads((tmp_path / "part.json").read_text())
+    assert report["problems"] == {
         "bad": "ValueError: two: error 0.091 > 0.05: the race is void",
         "late": "not started: no time left",
     }
-    copied, multiplied = 2 * 4 * 2**12, 2 * 32**3  # bytes and operations in a second
-    assert left["rates"] == {"copy_bytes_per_second": copied, "bf16_flops": multiplied}
-    (found,) = left["rows"]
+    copied, multiplied = 2 * 4 * 2**12, 2 * 32**3  # bytes and operations per second
+    assert report["rates"] == {"copy_bytes_per_second": copied, "bf16_flops": multiplied}
+    (row_of_good,) = report["rows"]
     share = 32 / copied  # more than 1 / multiplied
-    assert found["ours"] == 1000 / 2
-    assert found["share"] == pytest.approx(share)
-    assert found["bound"] == pytest.approx(share * 1000 / 2)
-    assert found["peers"]["other"] == {"figure": 3000 / 2, "ratio": 3.0}
+    assert row_of_good["ours"] == 1000 / 2
+    assert row_of_good["share"] == pytest.approx(share)
+    assert row_of_good["bound"] == pytest.approx(share * 1000 / 2)
+    assert row_of_good["peers"]["other"] == {"figure": 3000 / 2, "ratio": 3.0}
     assert capsys.readouterr().out.endswith("1 rows, 2 problems\n")
 
 
-def test_a_ratio_is_that_of_the_median_round():
+def test_ratio_is_the_median_over_rounds():
     assert ratio_of([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]) == 2.0
 
 
@@ -252,7 +252,7 @@ def test_failing_or_hanging_command_leaves_others_running(tmp_path, capsys):
     assert outcome.problems["late"] == "not started: no time left"
     assert "passes" not in outcome.problems
     assert outcome.last_lines["passes"] == "3 passed"
-    limit = time.monotonic() + 10  # the system takes a moment
+    limit = time.monotonic() + 10  # the system takes a while
     while _runs(int(alive.read_text())) and time.monotonic() < limit:
         time.sleep(0.02)
     assert not _runs(int(alive.read_text())), "a process outlives its stage"
@@ -262,6 +262,6 @@ def test_failing_or_hanging_command_leaves_others_running(tmp_path, capsys):
 
 
 def _runs(pid: int) -> bool:
-    """Say whether a process is there and no zombie."""
+    """Return whether a process exists and is no zombie."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package's `__all__` is its public interface: every name in it exists, type checkers see the
+"""A package's `__all__` is its public interface: every name exists, type checkers see the
 same names, and packages with lazy names import nothing heavy."""
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def test_packages_with_lazy_names_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="GPTModle"):
         importlib.import_module("megatron.core.models").GPTModle  # noqa: B018
 
 
 @pytest.mark.parametrize("modules", [{"a": ("f",), "b": ("f",)}, {"f": ("f",)}])
-def test_a_name_has_one_module_and_hides_none(modules: dict[str, tuple[str, ...]]) -> None:
+def test_name_in_two_modules_is_refused(modules: dict[str, tuple[str, ...]]) -> None:
     with pytest.raises(ValueError, match="f"):
         lazy_exports("package", modules)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The set-up commands say what they do, pin what they install and refuse what they cannot serve."""
+"""The set-up commands print help, pin their installs and refuse unsupported machines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def pins() -> dict[str, Requirement]:
     """Return the pinned requirement of every package in constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(r.name): r for r in found}
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(r.name): r for r in requirements}
 
 
 def requested_packages() -> set[str]:
-    """Return what make venv installs by name: dependencies, and the extras that it asks for."""
+    """Return the packages that make venv requests: dependencies and the chosen extras."""
     script = (ROOT / "tools/make_venv.sh").read_text(encoding="utf-8")
     extras = re.search(r"'\.\[([\w,]+)\]'", script)[1].split(",")
     names = set()
@@ -38,7 +38,7 @@ def requested_packages() -> set[str]:
     return names - {"megatron-core"}
 
 
-def test_every_dependency_and_what_it_needs_is_pinned() -> None:
+def test_all_transitive_dependencies_are_pinned() -> None:
     pinned = pins()
     assert all(re.fullmatch(r"==[\w.]+", str(r.specifier)) for r in pinned.values())
     todo, seen = list(requested_packages() | {"setuptools"}), set()
@@ -52,12 +52,12 @@ def test_every_dependency_and_what_it_needs_is_pinned() -> None:
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate({"extra": ""}):
                 todo.append(canonicalize_name(need.name))
-        # CUDA builds of torch bring libraries of their own, at versions that torch pins.
+        # CUDA builds of torch require further libraries, at versions that torch pins.
         todo = [n for n in todo if not n.startswith(("nvidia-", "cuda-"))]
     assert set(pinned) - seen <= {"triton"}, "pinned, but needed by nothing"
 
 
-def test_the_distributions_have_one_version_and_one_licence() -> None:
+def test_distributions_share_version_and_licence() -> None:
     tables = [
         tomllib.loads((ROOT / p / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         for p in (".", "megatron_core")
@@ -69,7 +69,7 @@ def test_the_distributions_have_one_version_and_one_licence() -> None:
 
 @pytest.fixture
 def bare_path(tmp_path: Path) -> Path:
-    """Return a folder to be the whole PATH: the shell's tools, and no Python."""
+    """Return a folder for PATH with the shell's tools but no Python."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("sh", "grep", "rm", "touch"):
@@ -90,12 +90,12 @@ def make_venv(path: Path, cwd: Path, python: str = "") -> subprocess.CompletedPr
     )
 
 
-def test_no_fitting_python_is_one_clear_line(bare_path: Path, tmp_path: Path) -> None:
-    done = make_venv(bare_path, tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "Python 3.11 or 3.12" in done.stderr
-    assert "make PYTHON=" in done.stderr
+def test_missing_python_is_reported_in_one_line(bare_path: Path, tmp_path: Path) -> None:
+    process = make_venv(bare_path, tmp_path)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
+    assert "Python 3.11 or 3.12" in process.stderr
+    assert "make PYTHON=" in process.stderr
     assert not (tmp_path / ".venv").exists()
 
 
@@ -104,27 +104,27 @@ def test_wrong_python_is_refused_and_missing_compiler_reported(
 ) -> None:
     (bare_path / "python3.10").write_text("#!/bin/sh\nexit 1\n")
     (bare_path / "python3.10").chmod(0o755)
-    done = make_venv(bare_path, tmp_path, python="python3.10")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "PYTHON=python3.10" in done.stderr
+    process = make_venv(bare_path, tmp_path, python="python3.10")
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
+    assert "PYTHON=python3.10" in process.stderr
 
-    # A Python that fits but has no venv module, and no C compiler.
+    # A suitable Python without the venv module, and no C compiler.
     fits = bare_path / "python3.11"
     fits.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\nexit 0\n')
     fits.chmod(0o755)
-    done = make_venv(bare_path, tmp_path)
-    assert done.returncode == 1
-    assert "no C compiler" in done.stdout
-    assert "lacks the venv module" in done.stderr
+    process = make_venv(bare_path, tmp_path)
+    assert process.returncode == 1
+    assert "no C compiler" in process.stdout
+    assert "lacks the venv module" in process.stderr
 
 
 def test_help_lists_every_public_target() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    done = subprocess.run(
+    process = subprocess.run(
         ["make", "-s"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
-    listed = set(re.findall(r"^  make ([a-z-]+)", done.stdout, re.MULTILINE))
+    listed = set(re.findall(r"^  make ([a-z-]+)", process.stdout, re.MULTILINE))
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
     assert listed == set(phony[1].split())

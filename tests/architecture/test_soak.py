@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make soak`: its choices, its evidence, its power cuts and its judgement; and a short one."""
+"""`make soak`: kill choices, observed stages, power cuts and checks; and a short soak."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(root: Path, iteration: int, value: float = 1.0) -> Path:
 # --- choices --------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_a_kill_and_many_seeds_are_all_kinds_of_them():
+def test_seeds_determine_kills_and_cover_all_kinds():
     kills = [choose(f"7/1/{k}", ranks=2, asynchronous=True) for k in range(2000)]
     assert kills == [choose(f"7/1/{k}", ranks=2, asynchronous=True) for k in range(2000)]
     assert len(set(kills)) == 2000
@@ -56,7 +56,7 @@ def test_a_seed_is_a_kill_and_many_seeds_are_all_kinds_of_them():
     assert set(victims) == {"all", "launcher", "machine", *ranks}
     assert min(victims.values()) > 100
     assert Counter(kill.how for kill in kills)["KILL"] > 1400
-    # uniform: each tenth of a save and of the time between saves is hit alike
+    # uniform: kills hit each tenth of a save and of the time between saves equally often
     for moment in ("training", "save"):
         tenths = Counter(int(10 * k.offset) for k in kills if k.moment == moment)
         assert len(tenths) == 10
@@ -76,10 +76,10 @@ def test_half_of_soak_runs_save_async_and_some_prune_checkpoints():
     assert keeping == {True, False}
 
 
-# --- evidence -------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
-def test_the_disk_tells_the_stage_of_a_save(tmp_path):
+def test_stage_of_a_save_is_read_from_the_folder(tmp_path):
     def temporary(iteration: int, digit: str) -> Path:
         path = tmp_path / f"iter_{iteration:07d}.tmp-{digit * 16}"
         path.mkdir()
@@ -105,23 +105,23 @@ def test_the_disk_tells_the_stage_of_a_save(tmp_path):
 
 
 def test_save_clock_measures_save_commit_and_interval():
-    clock, measured = SaveClock(found := Measured()), {}
-    measured["a"], measured["b"] = frozenset("a"), frozenset("b")
+    clock, folders_of = SaveClock(measurements := Measured()), {}
+    folders_of["a"], folders_of["b"] = frozenset("a"), frozenset("b")
     none: frozenset[str] = frozenset()
-    seen = [(measured["a"], "writing", 1.0), (measured["a"], "manifest", 3.0)]
+    seen = [(folders_of["a"], "writing", 1.0), (folders_of["a"], "manifest", 3.0)]
     seen += [(none, "renamed", 4.0), (none, "", 4.5), (none, "removing", 5.0), (none, "", 6.0)]
-    for folders, stage, now in [*seen, (measured["b"], "writing", 9.0)]:
-        clock.observe(folders, stage, now)
-    assert (found.save, found.commit, found.between) == ([4.0], [2.0], [8.0])
+    for folders, stage, time in [*seen, (folders_of["b"], "writing", 9.0)]:
+        clock.observe(folders, stage, time)
+    assert (measurements.save, measurements.commit, measurements.between) == ([4.0], [2.0], [8.0])
     assert (clock.begins, clock.commits) == ([1.0, 9.0], [3.0])
-    clock.observe(frozenset("c"), "writing", 12.0)  # the second failed: nothing is learned
-    assert found.between == [8.0]
-    assert found.of("start") == 1.0
-    assert found.of("save") == 4.0
+    clock.observe(frozenset("c"), "writing", 12.0)  # the second save failed: no measurement
+    assert measurements.between == [8.0]
+    assert measurements.of("start") == 1.0
+    assert measurements.of("save") == 4.0
 
 
 def results(stages: list[str]) -> list[Result]:
-    """Return kills that came in these stages."""
+    """Return the results of kills in the given stages."""
     now = Snapshot(complete=frozenset({2}), tracked=2)
     strikes = [Struck(before=now, after=now, stage=stage, iteration=3) for stage in stages]
     return [
@@ -130,17 +130,17 @@ def results(stages: list[str]) -> list[Result]:
     ]
 
 
-def test_too_few_kills_inside_saves_prove_too_little():
+def test_too_few_kills_inside_saves_is_a_complaint():
     assert complaint(results(["writing"] * 15 + [""] * 35)) is None
     assert "14 of 50 kills came while a save was under way" in str(
         complaint(results(["writing", "removing"] * 7 + [""] * 36))
     )
     assert complaint(results([""] * 6)) is None, "chance"
-    first, second = results(["manifest", ""])
-    assert "in a save: manifest" in line(1, first)
-    assert "newest 2 -> 2" in line(1, first)
-    assert "between saves" in line(2, second)
-    assert "between saves 1, manifest 1" in table([first, second])
+    in_save, between_saves = results(["manifest", ""])
+    assert "in a save: manifest" in line(1, in_save)
+    assert "newest 2 -> 2" in line(1, in_save)
+    assert "between saves" in line(2, between_saves)
+    assert "between saves 1, manifest 1" in table([in_save, between_saves])
 
 
 # --- power cuts -----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_too_few_kills_inside_saves_prove_too_little():
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """A save folder, and a function that cuts the power of the process that uses it."""
+    """A save folder, and a function that simulates a power cut of its process."""
     root, journal = tmp_path / "save", tmp_path / "journal"
     root.mkdir()
     durable = Durable.everything(root)
@@ -162,7 +162,7 @@ def disk(tmp_path, monkeypatch):
     return root, cut
 
 
-def test_a_power_cut_leaves_what_a_save_has_synced(disk):
+def test_synced_saves_survive_a_power_cut(disk):
     root, cut = disk
     for iteration in (2, 4):
         save(root, iteration, float(iteration))
@@ -175,8 +175,8 @@ def test_a_power_cut_leaves_what_a_save_has_synced(disk):
 
 
 def unsynced_file(monkeypatch) -> None:
-    def write(path: Path, data: bytes) -> None:
-        path.write_bytes(data)
+    def write(path: Path, content: bytes) -> None:
+        path.write_bytes(content)
 
     monkeypatch.setattr(run_folder, "write_synced", write)
 
@@ -186,19 +186,19 @@ def unsynced_folder(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("forget", [unsynced_file, unsynced_folder])
-def test_a_power_cut_takes_what_a_save_has_not_synced(disk, monkeypatch, forget):
+def test_unsynced_saves_are_lost_in_a_power_cut(disk, monkeypatch, forget):
     root, cut = disk
     save(root, 2)
     forget(monkeypatch)
     save(root, 4)
-    verify_checkpoint(root / "iter_0000004")  # a kill alone does not show it
+    verify_checkpoint(root / "iter_0000004")  # a kill alone loses nothing
     cut()
     verify_checkpoint(root / "iter_0000002")
     with pytest.raises(CheckpointError):
         verify_checkpoint(root / "iter_0000004")
 
 
-def test_a_power_cut_takes_back_renames_and_new_names(disk):
+def test_power_cut_reverts_unsynced_renames_and_files(disk):
     root, cut = disk
     save(root, 2)
     save(root, 4)
@@ -218,12 +218,12 @@ def test_a_power_cut_takes_back_renames_and_new_names(disk):
     verify_checkpoint(root / "iter_0000002")
 
 
-# --- judgement ------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def ledger(tmp_path):
-    """A folder with two good checkpoints of a run whose reference has three."""
+    """A ledger of a folder with two good checkpoints; the reference run has three."""
     reference = tmp_path / "reference"
     for iteration in (2, 4, 6):
         save(reference, iteration, float(iteration))
@@ -233,9 +233,9 @@ def ledger(tmp_path):
     for iteration in (2, 4):
         save(root, iteration, float(iteration))
     shutil.copy(reference / "metrics.jsonl", root)
-    found = Ledger(root=root, reference=Reference.of(reference), keep_last=None)
-    assert found.check().newest == 4
-    return found
+    run_ledger = Ledger(root=root, reference=Reference.of(reference), keep_last=None)
+    assert run_ledger.check().newest == 4
+    return run_ledger
 
 
 def test_missing_checkpoint_is_lost_unless_retention_removed_it(ledger):
@@ -249,22 +249,22 @@ def test_missing_checkpoint_is_lost_unless_retention_removed_it(ledger):
         ledger.check()
 
 
-def test_what_is_damaged_is_lost(ledger):
+def test_damaged_checkpoint_counts_as_lost(ledger):
     shard = ledger.root / "iter_0000002" / "shard-00000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
     with pytest.raises(SoakFailure, match=r"^lost: .*iter_0000002"):
         ledger.check()
 
 
-def test_other_bits_are_inexact(ledger):
+def test_different_bits_are_reported_as_inexact(ledger):
     save(ledger.root, 6, 5.0)
     with pytest.raises(SoakFailure, match=r"^inexact: iteration 6: 1 of 1 tensors differ"):
         ledger.check()
 
 
-def test_other_metrics_are_inexact(ledger):
+def test_different_metrics_are_reported_as_inexact(ledger):
     path = ledger.root / "metrics.jsonl"
     path.write_text(path.read_text().replace("0.5}", "0.50000001}"))
     with pytest.raises(SoakFailure, match=r"^inexact: metrics\.jsonl has .*0\.50000001"):
@@ -295,11 +295,11 @@ def test_after_power_cut_only_reported_saves_must_exist(ledger):
         ledger.check()
 
 
-# --- the real thing -------------------------------------------------------------------------------
+# --- real soak runs -------------------------------------------------------------------------------
 
 
 def soak(*words: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
-    """Run the soak as `make soak` does."""
+    """Run the soak like `make soak`."""
     return subprocess.run(
         [sys.executable, "-m", "tools.soak", *words],
         cwd=ROOT,
@@ -310,15 +310,15 @@ def soak(*words: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-def test_a_short_soak_loses_nothing(tmp_path):
-    # a writer process, all ranks twice, a power cut, a rank: each timed within a save
-    more = ["--flavour", "dp async", "--iterations", "8", "--disk-milliseconds", "10"]
-    done = soak("--kills", "5", "--seed", "930", *more, "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "soak: seed 930, 5 kills" in done.stdout
-    assert done.stdout.count(" ok\n") == 5
-    assert "in a save: " in done.stdout
-    assert "0 lost checkpoints, 0 inexact resumes" in done.stdout
+def test_short_soak_loses_no_checkpoint(tmp_path):
+    # kills of a writer process, all ranks (twice), the machine and a rank, each within a save
+    options = ["--flavour", "dp async", "--iterations", "8", "--disk-milliseconds", "10"]
+    process = soak("--kills", "5", "--seed", "930", *options, "--folder", str(tmp_path))
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "soak: seed 930, 5 kills" in process.stdout
+    assert process.stdout.count(" ok\n") == 5
+    assert "in a save: " in process.stdout
+    assert "0 lost checkpoints, 0 inexact resumes" in process.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -332,11 +332,11 @@ def test_a_short_soak_loses_nothing(tmp_path):
         ("manifest_is_not_synced", "lost"),
     ],
 )
-def test_a_soak_finds_a_defect_and_says_how_to_see_it_again(tmp_path, defect, kind):
-    more = ["--flavour", "dp", "--iterations", "10", "--plant", f"tools.soak.defects:{defect}"]
-    done = soak("--kills", "40", "--seed", "5", *more, "--folder", str(tmp_path), timeout=380)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"soak: FAILED: {kind}: " in done.stdout
-    assert "python -m tools.soak --seed 5 --chain " in done.stdout
-    (kept,) = tmp_path.iterdir()
-    assert list(kept.glob("chain_*_start_*_rank_1.txt"))
+def test_soak_finds_a_defect_and_prints_how_to_repeat_it(tmp_path, defect, kind):
+    options = ["--flavour", "dp", "--iterations", "10", "--plant", f"tools.soak.defects:{defect}"]
+    process = soak("--kills", "40", "--seed", "5", *options, "--folder", str(tmp_path), timeout=380)
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert f"soak: FAILED: {kind}: " in process.stdout
+    assert "python -m tools.soak --seed 5 --chain " in process.stdout
+    (folder,) = tmp_path.iterdir()
+    assert list(folder.glob("chain_*_start_*_rank_1.txt"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/status.md is about the tests that exist, and holds what they covered and nothing else."""
+"""docs/status.md lists exactly the existing tests with claims, and the cells that they covered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = (*CLAIMS, *all_settings())
 
 @pytest.fixture(scope="module")
 def claimed() -> Claimed:
-    """Return (test, claim) of all tests; each is a claim that there is."""
+    """Return the (test, claim) pairs of all tests, after checking that the claims exist."""
     for file in files_that_claim(ROOT):
         for name, claims, runs in declared(file):
             assert set(claims) <= set(CLAIMS), f"{file}: {name}"
@@ -33,46 +33,54 @@ def claimed() -> Claimed:
     return claimed_in(ROOT)
 
 
-def results(tests: dict, *more: tuple[str, str], failed: Iterable[str] = ()) -> Any:
-    """Return what a page is written from in a tree that claims what tests covered, and more."""
-    has = {(test.split("[")[0], claim) for test, (_, claims) in tests.items() for claim in claims}
-    return write_status.Results(tests, frozenset(failed), frozenset({*has, *more}))
+def results(tests: dict, *further_claims: tuple[str, str], failed: Iterable[str] = ()) -> Any:
+    """Return the results of a tree whose tests have the covered claims and `further_claims`."""
+    claims_of_tests = {
+        (test.split("[")[0], claim) for test, (_, claims) in tests.items() for claim in claims
+    }
+    return write_status.Results(
+        tests, frozenset(failed), frozenset({*claims_of_tests, *further_claims})
+    )
 
 
 def tables(page: str) -> dict[str, dict[str, dict[str, str]]]:
-    """Return what stands in the tables of a page, by strategy, row and grid."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
+    """Return the marks in the tables of a page, by strategy, row and grid."""
+    cells: dict[str, dict[str, dict[str, str]]] = {}
     for strategy, section in sections(page).items():
         head, _, *lines = [line for line in section.splitlines() if line.startswith("|")]
         grids = [cell.strip() for cell in head.split("|")[2:-1]]
         rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-        found[strategy] = {
+        cells[strategy] = {
             row: dict(zip(grids, marks, strict=True)) for row, *marks in rows if "**" not in row
         }
-    return found
+    return cells
 
 
 def sections(page: str) -> dict[str, str]:
-    """Return the text of every strategy."""
-    parts = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
-    return {name: parts[name] for name in STRATEGIES}
+    """Return the section of every strategy."""
+    sections_by_title = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
+    return {name: sections_by_title[name] for name in STRATEGIES}
 
 
 def listed_as_empty(section: str) -> dict[str, set[str]]:
-    """Return the empty cells that a section lists, by row."""
-    found = {}
+    """Return the empty cells that a section enumerates, by row."""
+    empty_cells = {}
     for row, where in re.findall(r"^- (.+): (all(?: but)?.*|`.*)$", section, re.MULTILINE):
         names = set(re.findall("`([^`]+)`", where))
-        found[row] = (set(GRIDS) - names) if where.startswith("all") else names
-    return found
+        empty_cells[row] = (set(GRIDS) - names) if where.startswith("all") else names
+    return empty_cells
 
 
 def check_page(page: str) -> None:
-    """See that a page has rows and columns that there are, and lists its empty cells."""
+    """Assert that a page has known rows and columns and lists its empty cells."""
     for strategy, rows in tables(page).items():
         assert set(rows) <= set(ROWS)
         assert all(set(marks) <= set(GRIDS) for marks in rows.values())
-        marks = {(row, grid): mark for row, found in rows.items() for grid, mark in found.items()}
+        marks = {
+            (row, grid): mark
+            for row, marks_of_row in rows.items()
+            for grid, mark in marks_of_row.items()
+        }
         empty = {cell for cell, mark in marks.items() if not mark}
         never = {cell for cell, mark in marks.items() if mark == "–"}
         section = sections(page)[strategy]
@@ -85,30 +93,30 @@ def statuses_on_page(page: str) -> dict[tuple[str, str], str]:
     """Return what a page says of each test and claim."""
     lists = page.split("\n## Tests by feature\n")[1].split("\n## ")[0].split("\n### ")[1:]
     return {
-        (test, claim): said
-        for claim, text in (part.split("\n", 1) for part in lists)
-        for test, said in re.findall(r"^- `(.+)`(.*)$", text, re.MULTILINE)
+        (test, claim): status
+        for claim, text in (section.split("\n", 1) for section in lists)
+        for test, status in re.findall(r"^- `(.+)`(.*)$", text, re.MULTILINE)
     }
 
 
 def check_not_run(page: str) -> None:
-    """See that the tests that a page is not from are listed at its end and counted in its head."""
+    """Assert that missing tests are listed at a page's end and counted in its head."""
     end = set(re.findall(r"^- `(.+)`$", page.split("\n## Not run\n")[1], re.MULTILINE))
-    said = statuses_on_page(page)
-    missing = {test for (test, _), words in said.items() if write_status.MISSING in words}
+    statuses = statuses_on_page(page)
+    missing = {test for (test, _), words in statuses.items() if write_status.MISSING in words}
     assert missing <= end
     assert {test for test in end if "[" not in test} == missing
-    passed = {test for (test, _), words in said.items() if write_status.MISSING not in words}
-    found = r"from (\d+) tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
-    counts = re.search(found, page, re.DOTALL)
+    passed = {test for (test, _), words in statuses.items() if write_status.MISSING not in words}
+    pattern = r"from (\d+) tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
+    counts = re.search(pattern, page, re.DOTALL)
     assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
 
 
 def test_status_page_lists_exactly_the_tests_with_claims(claimed) -> None:
     page = write_status.PAGE.read_text(encoding="utf-8")
-    said = set(statuses_on_page(page))
-    assert len(said) > 10
-    gone, new = sorted(said - claimed), sorted(claimed - said)
+    listed = set(statuses_on_page(page))
+    assert len(listed) > 10
+    gone, new = sorted(listed - claimed), sorted(claimed - listed)
     assert not gone, f"renamed or gone: make status, or name them anew in docs/status.md: {gone}"
     assert not new, (
         f"make status, or say {write_status.MISSING!r} in docs/status.md, below the claim, in the "
@@ -127,7 +135,7 @@ RAN = Ran(
 )  # fmt: skip
 
 
-def test_cells_are_those_of_what_was_trained() -> None:
+def test_cells_reflect_the_trained_steps() -> None:
     proved, stops = "numbers of one process", "stopped with a save"
     idle = replace(RAN, strategy="", cp=1, world=2)
     tests = {
@@ -157,9 +165,9 @@ def test_cells_are_those_of_what_was_trained() -> None:
     assert "- `tests/test_a.py::test_slow` n\n" in tests
     assert "- `tests/test_a.py::test_fast`\n" in tests
     assert "- `tests/test_a.py::test_nothing_ran`: passed, but none of its steps fits" in tests
-    for first in (True, False):
-        both = {"a": (first, {proved: [RAN]}), "b": (not first, {proved: [RAN]})}
-        assert tables(write_status.page(results(both)))["optim"]["bf16"]["cp"] == "✓"
+    for is_slow in (True, False):
+        mixed_tests = {"a": (is_slow, {proved: [RAN]}), "b": (not is_slow, {proved: [RAN]})}
+        assert tables(write_status.page(results(mixed_tests)))["optim"]["bf16"]["cp"] == "✓"
 
 
 def test_status_page_rejects_impossible_cells_and_new_settings() -> None:
@@ -171,7 +179,7 @@ def test_status_page_rejects_impossible_cells_and_new_settings() -> None:
         write_status.page(results({"a": (False, {"retention": [new]})}))
 
 
-def test_a_page_of_some_tests_says_which_it_lacks() -> None:
+def test_partial_page_lists_missing_tests() -> None:
     tests = {"t.py::half[1]": (False, {"retention": [RAN]}), "t.py::ok": (True, {"retention": []})}
     lacks = [("t.py::gone", "retention"), ("t.py::gone", "elastic restart")]
     page = write_status.page(results(tests, *lacks, failed={"t.py::half[2]", "t.py::gone"}))
@@ -182,8 +190,8 @@ def test_a_page_of_some_tests_says_which_it_lacks() -> None:
     assert "and 2 of them did not run" in head
     assert "\nMarked tests that were not run or not passed:\n" in page
     assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
-    said = statuses_on_page(page)
-    assert [said["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
+    statuses = statuses_on_page(page)
+    assert [statuses["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
     assert "- elastic restart: all (1 of 1 tests not run or not passed)\n" in page
     assert "(1 of 3 tests not run or not passed)\n" in page
     lists = page.split("\n## Tests by feature\n")[1]
@@ -203,23 +211,26 @@ def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(write_status, "claimed_in", lambda root: tree)
     out = tmp_path / "page.md"
     to = ["--output", str(out)]
-    first = _written(tmp_path / "a", [*names[:3], "t.py::renamed"])
-    second = _written(tmp_path / "b", [names[3], f"{names[4]}[x]"], failed=[names[0]])
-    write_status.main([first, second, *to])
-    told_of = capsys.readouterr().out
-    assert "left out: t.py::renamed: the tree has no such test or mark\n" in told_of
-    assert "left out: t.py::t1: it claims 'old' no more\n" in told_of
-    assert told_of.endswith(f"{out}: 4 tests, 1 not run or not passed\n")
+    report_a = _written(tmp_path / "a", [*names[:3], "t.py::renamed"])
+    report_b = _written(tmp_path / "b", [names[3], f"{names[4]}[x]"], failed=[names[0]])
+    write_status.main([report_a, report_b, *to])
+    printed = capsys.readouterr().out
+    assert "left out: t.py::renamed: the tree has no such test or mark\n" in printed
+    assert "left out: t.py::t1: it claims 'old' no more\n" in printed
+    assert printed.endswith(f"{out}: 4 tests, 1 not run or not passed\n")
     assert write_status.tests_of(out.read_text(encoding="utf-8")) == set(names[1:])
     write_status.main([_written(tmp_path / "c", names[:2]), *to])  # half: enough
-    write_status.main([first, second, *to])
-    kept, few = out.read_text(encoding="utf-8"), _written(tmp_path / "d", names[:1])
+    write_status.main([report_a, report_b, *to])
+    written, report_of_one_test = (
+        out.read_text(encoding="utf-8"),
+        _written(tmp_path / "d", names[:1]),
+    )
     with pytest.raises(SystemExit) as stopped:
-        write_status.main([few, *to])
+        write_status.main([report_of_one_test, *to])
     assert stopped.value.code == 2
     assert "is from 4 tests, these files have 1: give" in capsys.readouterr().err
-    assert out.read_text(encoding="utf-8") == kept
-    write_status.main([few, *to, "--partial"])
+    assert out.read_text(encoding="utf-8") == written
+    write_status.main([report_of_one_test, *to, "--partial"])
     assert "written from 1 tests" in out.read_text(encoding="utf-8")
 
 
@@ -234,12 +245,12 @@ def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeyp
     monkeypatch.setattr(status_record.coverage_recorder, "install", lambda: None)
     out = tmp_path / "status.json"
     record = status_record.StatusRecord(out)
-    found = {"retention": [asdict(RAN)]}
+    claims = {"retention": [asdict(RAN)]}
     for name, failing in (("good", None), ("bad", "call"), ("torn", "teardown")):
         for when in ("setup", "call", "teardown"):
-            more = {"covered": found} if when == "teardown" else {}
+            properties = {"covered": claims} if when == "teardown" else {}
             record.pytest_runtest_logreport(
-                _report(f"t.py::{name}", when, passed=when != failing, **more)
+                _report(f"t.py::{name}", when, passed=when != failing, **properties)
             )
     idle = _report("u.py::idle", "teardown", covered={"retention": []})
     record.pytest_runtest_logreport(idle)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style check, which `make lint` runs over the tree, sees every kind of breach."""
+"""The style check, which `make lint` runs over the tree, finds every kind of breach."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LONG = "def f():\n" + "    x = 1\n" * 60
 def run_check(root: Path) -> tuple[int, str]:
     """Return the exit status and the output of the style check over `root`."""
     command = [sys.executable, str(ROOT / "tools/style_check.py"), "--root", str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return process.returncode, process.stdout + process.stderr
 
 
 def plant(root: Path, path: str, text: str) -> None:
@@ -106,7 +106,7 @@ BREACHES = [
 @pytest.mark.parametrize(
     ("rule", "path", "text"), BREACHES, ids=[f"{i}-{b[0]}" for i, b in enumerate(BREACHES)]
 )
-def test_a_planted_breach_is_seen(tmp_path: Path, rule: str, path: str, text: str) -> None:
+def test_planted_breach_is_reported(tmp_path: Path, rule: str, path: str, text: str) -> None:
     plant(tmp_path, path, text)
     assert [breach.rule for breach in check(tmp_path)] == [rule]
 
@@ -144,7 +144,7 @@ FINE = [
 
 
 @pytest.mark.parametrize(("path", "text"), FINE)
-def test_what_is_allowed_passes(tmp_path: Path, path: str, text: str) -> None:
+def test_allowed_code_passes(tmp_path: Path, path: str, text: str) -> None:
     plant(tmp_path, path, text)
     assert check(tmp_path) == []
 
@@ -162,14 +162,14 @@ def test_an_experiment_may_import_documented_names(tmp_path: Path) -> None:
     assert [breach.rule for breach in check(tmp_path)] == ["experiment-import"]
 
 
-def exception(rule: str, where: str, **more: object) -> str:
+def exception(rule: str, where: str, **fields: object) -> str:
     """Return one entry of budgets.toml."""
     lines = [f'rule = "{rule}"', f'where = "{where}"']
-    lines += [f"{key} = {value!r}" for key, value in more.items()]
+    lines += [f"{key} = {value!r}" for key, value in fields.items()]
     return "[[exception]]\n" + "\n".join(lines) + "\n"
 
 
-def test_an_exception_allows_up_to_its_limit_and_must_be_needed(tmp_path: Path) -> None:
+def test_exception_has_a_limit_and_must_be_needed(tmp_path: Path) -> None:
     reason = "it reads better whole"
     where = "tools/planted.py::f"
     plant(tmp_path, "tools/planted.py", HEAD + LONG)  # 61 lines

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both wheels work in a clean environment that cannot see the checkout and has only their needs.
+"""Both wheels work in a clean environment without the checkout, with only their dependencies.
 
-The environment is made outside the checkout. Its dependencies are links to the installed ones, but
-only to the distributions that the wheels' own metadata asks for (and what these ask for in turn),
-so an undeclared import fails here. No path of the checkout and no .pth file of the development
-environment takes part.
+The environment is outside the checkout. Its dependencies are links to the installed distributions,
+but only to those in the wheels' metadata and their transitive dependencies, so an undeclared import
+fails. No path of the checkout and no .pth file of the development environment is visible.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Entry scripts that must start with what `pip install megatron-lm` brings, no extras.
+#: Entry scripts that must start after `pip install megatron-lm`, without extras.
 ENTRY_POINTS = (
     "megatron.training.pretrain_gpt",
     "megatron.training.preprocess_data",
@@ -66,7 +65,7 @@ for package in map(importlib.import_module, sys.argv[1:]):
             skipped.append(name)
     assert len(names) > len(skipped), (package, names)
 """
-#: After IMPORT_ALL of core: neither the checkout nor what core must not need is in reach.
+#: After IMPORT_ALL of core: neither the checkout nor a package above core can be imported.
 STANDS_ALONE = """
 import importlib.metadata, importlib.util, megatron
 print(*sys.path, *megatron.__path__, sep="\\n")
@@ -75,7 +74,7 @@ apps = ("megatron.training", "megatron.inference", "megatron.hf", "megatron.cli"
 above = (*apps, "tests", "tools", "experimental", "yaml")
 assert not [name for name in above if importlib.util.find_spec(name)]
 """
-#: A model saved, and loaded into another, with core alone.
+#: A model saved and loaded into another one, with core alone.
 SAVES_AND_LOADS = """
 import sys, torch
 from megatron.core.dist_checkpointing import (
@@ -120,12 +119,14 @@ def build_wheel(project: Path, into: Path) -> Path:
 
 
 def declared(wheel: Path, extra: str = "") -> list[Requirement]:
-    """Return what a wheel's metadata asks for in this environment."""
+    """Return the requirements in a wheel's metadata for this environment."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         lines = archive.read(name).decode().splitlines()
-    found = [Requirement(x.split(":", 1)[1]) for x in lines if x.startswith("Requires-Dist:")]
-    return [r for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+    requirements = [
+        Requirement(x.split(":", 1)[1]) for x in lines if x.startswith("Requires-Dist:")
+    ]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
 
 
 def with_their_needs(requirements: list[Requirement]) -> set[str]:
@@ -214,12 +215,12 @@ def modules_of(tree: Path, root: Path) -> set[str]:
     return {f.relative_to(root).as_posix() for f in tree.rglob("*.py")}
 
 
-def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> None:
+def test_wheels_contain_exactly_their_source_tree(wheels: tuple[Path, Path]) -> None:
     core, apps = (names_in(wheel) for wheel in wheels)
     project = ROOT / "megatron_core"
-    data = {"megatron/core/py.typed", "megatron/core/ops/launches.json"}
-    assert core == modules_of(project / "megatron", project) | data
-    # The applications share the namespace megatron: each of them is typed by itself (PEP 561).
+    data_files = {"megatron/core/py.typed", "megatron/core/ops/launches.json"}
+    assert core == modules_of(project / "megatron", project) | data_files
+    # The applications share the namespace megatron: each has its own py.typed (PEP 561).
     typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf", "cli")}
     page = "megatron/inference/server/chat_page.html"
     assert apps == modules_of(ROOT / "megatron", ROOT) | typed | {page}
@@ -227,55 +228,59 @@ def test_wheels_hold_their_tree_and_nothing_else(wheels: tuple[Path, Path]) -> N
     assert "megatron/__init__.py" not in core | apps
 
 
-def test_wheels_carry_the_whole_licence(wheels: tuple[Path, Path]) -> None:
+def test_wheels_contain_the_full_licence(wheels: tuple[Path, Path]) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = [n for n in archive.namelist() if n.endswith("/licenses/LICENSE")]
             text = archive.read(name).decode()
         assert text == (ROOT / "LICENSE").read_text(encoding="utf-8")
-        # Section 4 asks for a copy of the License itself, which has nine sections and an appendix.
+        # Section 4 requires a copy of the License, which has nine sections and an appendix.
         assert all(f"\n   {section}. " in text for section in range(1, 10))
         assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_core_needs_four_packages(wheels: tuple[Path, Path]) -> None:
+def test_core_requires_only_four_packages(wheels: tuple[Path, Path]) -> None:
     assert {r.name for r in declared(wheels[0])} == {"torch", "numpy", "safetensors", "xxhash"}
 
 
-def test_the_applications_ask_for_exactly_this_core(wheels: tuple[Path, Path]) -> None:
+def test_applications_pin_the_core_version(wheels: tuple[Path, Path]) -> None:
     (pin,) = [str(r) for r in declared(wheels[1]) if r.name == "megatron-core"]
     version = re.search(r"-(\d+!\d+(?:\.\d+)*)-py3", wheels[0].name)
     assert version is not None, wheels[0].name
     assert pin == f"megatron-core=={version[1]}"
 
 
-def test_core_stands_alone(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+def test_core_works_without_the_applications(wheels: tuple[Path, Path], tmp_path: Path) -> None:
     clean = CleanEnvironment(tmp_path, with_their_needs(declared(wheels[0])))
     clean.install(wheels[0])
-    done = clean.run("-c", IMPORT_ALL + STANDS_ALONE, "megatron.core")
-    assert done.returncode == 0, done.stderr
-    assert str(ROOT) not in done.stdout, done.stdout
-    done = clean.run("-c", SAVES_AND_LOADS, str(tmp_path / "saved"))
-    assert done.returncode == 0, done.stderr
+    process = clean.run("-c", IMPORT_ALL + STANDS_ALONE, "megatron.core")
+    assert process.returncode == 0, process.stderr
+    assert str(ROOT) not in process.stdout, process.stdout
+    process = clean.run("-c", SAVES_AND_LOADS, str(tmp_path / "saved"))
+    assert process.returncode == 0, process.stderr
 
 
-def test_an_undeclared_import_is_seen(wheels: tuple[Path, Path], tmp_path: Path) -> None:
-    """The environment has pytest's distribution installed next door, but not linked."""
+def test_clean_environment_hides_undeclared_packages(
+    wheels: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """pytest is installed in the development environment, but not linked."""
     clean = CleanEnvironment(tmp_path, set())
-    done = clean.run("-c", "import pytest")
-    assert "No module named 'pytest'" in done.stderr
+    process = clean.run("-c", "import pytest")
+    assert "No module named 'pytest'" in process.stderr
 
 
-def test_the_applications_run(wheels: tuple[Path, Path], tmp_path: Path) -> None:
+def test_applications_start_in_a_clean_environment(
+    wheels: tuple[Path, Path], tmp_path: Path
+) -> None:
     needs = with_their_needs([r for wheel in wheels for r in declared(wheel)])
     clean = CleanEnvironment(tmp_path, needs)
     for wheel in wheels:
         clean.install(wheel)
-    done = clean.run(
+    process = clean.run(
         "-c", IMPORT_ALL, "megatron.training", "megatron.inference", "megatron.hf", "megatron.cli"
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     for command in ENTRY_POINTS:
-        done = clean.run("-m", *command.split(), "--help")
-        assert done.returncode == 0, done.stderr
-        assert "--config" in done.stdout
+        process = clean.run("-m", *command.split(), "--help")
+        assert process.returncode == 0, process.stderr
+        assert "--config" in process.stdout

@@ -328,7 +328,7 @@ def run_two_layers(rank: int, world: int):
     indices = torch.tensor(layout.sharding.row_indices(rank))
     x = local(global_inputs()["units"], indices).bfloat16().requires_grad_()
     for _ in range(2):  # the first pass builds the maps
-        with host_reads() as host_reads, trace(groups) as records:
+        with host_reads() as reads, trace(groups) as records:
             local_sequences = layout.local_sequences(ROWS)
             packed, out = local_sequences.pack(x), 0.0
             for _ in range(2):
@@ -342,8 +342,8 @@ def run_two_layers(rank: int, world: int):
 
 
 def test_no_host_reads_and_states_are_sent_in_fp32():
-    for host_reads, maps, sent in run_ranks(run_two_layers, 2):
-        assert host_reads == []
+    for reads, maps, sent in run_ranks(run_two_layers, 2):
+        assert reads == []
         assert maps == 1
         assert sent == {("all_gather", "float32"), ("all_to_all", "bfloat16")}
 

@@ -130,8 +130,8 @@ def _head(results: Results) -> Iterator[str]:
     slow = sum(passed.values())
     yield f"This page was written from {len(passed)} tests, of which {slow} are slow. There are"
     yield f"{len(marked)} marked tests in the repository, and {missing} of them did not run or did"
-    yield "not pass ([list](#not-run)). A parametrized test counts once. It counts as passed if one of"
-    yield "its cases has passed."
+    yield "not pass ([list](#not-run)). A parametrized test counts once. It counts as passed if one"
+    yield "of its cases has passed."
 
 
 def _not_run(results: Results) -> list[str]:

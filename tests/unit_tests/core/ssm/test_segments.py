@@ -338,7 +338,7 @@ def run_two_layers(rank: int, world: int):
                 out = out + recur_in_segments(recurrence, inputs, local_sequences, groups["cp"])
                 out = out + halo.sum()
             torch.autograd.backward((out.sum(),))
-    return host_reads, layout.num_maps, {(record.kind, record.dtype) for record in records}
+    return reads, layout.num_maps, {(record.kind, record.dtype) for record in records}
 
 
 def test_no_host_reads_and_states_are_sent_in_fp32():

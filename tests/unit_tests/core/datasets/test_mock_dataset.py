@@ -43,6 +43,6 @@ def test_documents_have_constant_steps_and_end_with_eod():
             assert len(set(steps.tolist())) <= 1
 
 
-def test_too_small_a_vocabulary_is_refused():
+def test_vocabulary_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="vocabulary of 8 or more, not 5"):
         MockDataset(dataclasses.replace(CONFIG, vocab_size=5, eod_token=4), num_samples=1)

@@ -247,7 +247,7 @@ def test_machine_facts_include_the_ptxas_version(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(fake))
     assert gpu_results.machine()["ptxas"] == "13.1.80"
-    fake.write_text("no program")
+    fake.write_text("not a program")
     assert re.fullmatch(r"12\.\d+\.\d+", gpu_results.machine()["ptxas"]), "Triton's own"
 
 

@@ -384,7 +384,9 @@ def test_checkpoint_of_later_version_is_not_called_damaged(tmp_path, capsys, mon
     monkeypatch.setattr(manifest, "VERSION", 2)
     folder = save(tmp_path / "run", 5, tensors())
     monkeypatch.undo()
-    text = "version 2, this library reads 'megatron.core.dist_checkpointing' version 1: use the "
+    text = (
+        "version 2, but this library reads 'megatron.core.dist_checkpointing' version 1: use the "
+    )
     text += "megatron-core that wrote it or a later one, this is "
     for words in (f"inspect {folder}", f"compare {folder} {folder}"):
         code, _, err = command(capsys, words)

@@ -49,14 +49,14 @@ def prefix(tmp_path_factory) -> Path:
             2,
             f"{CP} --cp-comm-type p2p --check-collectives --log-straggler {BY_DOCUMENTS} "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "context parallel 2 by p2p: p2p was asked for",
+            "context parallel 2 by p2p: p2p was requested",
         ),
         (
             f"{SINKS} --calculate-per-token-loss",
             4,
             f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --no-overlap-grad-reduce "
             f"{BY_DOCUMENTS}",
-            "context parallel 2 by a2a: a2a was asked for",
+            "context parallel 2 by a2a: a2a was requested",
         ),
         (
             SINKS,

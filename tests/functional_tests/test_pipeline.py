@@ -174,7 +174,7 @@ def test_nan_is_attributed_to_its_stage_and_skipped_by_all_ranks(prefix, tmp_pat
     assert [o.exit_code for o in outcomes] == [0, 0], logs
     host = socket.gethostname()
     message = f"iteration 2: NaN or Inf loss of rank 1 on {host}; "
-    assert message + "the step computed once more gives it again" in logs[1]
+    assert message + "the step computed once more yields it again" in logs[1]
     events = [e for e in read_metrics(metrics) if e["kind"] == "train"]
     assert [e["num_skipped"] for e in events] == [0, 1, 0]
 

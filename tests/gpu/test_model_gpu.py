@@ -263,5 +263,5 @@ def test_one_rank_of_nccl_computes_what_no_group_does(device, nccl):
 @pytest.mark.machine
 def test_a_gpu_beyond_the_last_is_refused(device):
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=f"this machine shows {count}"):
+    with pytest.raises(ValueError, match=f"this machine has {count}"):
         choose_device("cuda", count)

@@ -345,7 +345,7 @@ def _socket(path: Path, content: bytes) -> None:
 REPLACEMENTS: dict[str, Callable[[Path, bytes], None]] = {
     "pipe": _pipe,
     "folder": lambda path, content: path.mkdir(),
-    "link to nothing": lambda path, content: _link(path, "nothing"),
+    "broken link": lambda path, content: _link(path, "nothing"),
     "link to itself": lambda path, content: _link(path, path.name),
     "link to a device": lambda path, content: _link(path, "/dev/zero"),
     "link outside": _outside,

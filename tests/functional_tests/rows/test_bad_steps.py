@@ -100,7 +100,7 @@ def test_persistent_nan_loss_is_skipped_by_all_ranks(prefix, tmp_path):
     outcomes, logs = run_with(plant_nan_data, argv)
     assert [o.exit_code for o in outcomes] == [0, 0], logs
     line = f"iteration 3: NaN or Inf loss of rank 1 on {socket.gethostname()}; "
-    assert line + "the step computed once more gives it again: reproduced" in logs[1]
+    assert line + "the step computed once more yields it again: reproduced" in logs[1]
     events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "train"]
     assert [e["num_skipped"] for e in events] == [0, 0, 1, 0, 0, 0]
     assert [e["num_nan"] for e in events] == [0, 0, 1, 0, 0, 0]
@@ -178,7 +178,7 @@ def test_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, c
     monkeypatch.setattr(Optimizer, "grad_norm", norm)
     assert run_in_process(flags(prefix, f"{EIGHT_STEPS} --save {tmp_path}")) == 0
     line = f"iteration 3: NaN or Inf gradient norm of rank 0 on {socket.gethostname()}; the step "
-    assert f"{line}computed once more gives it again: reproduced" in capsys.readouterr().out
+    assert f"{line}computed once more yields it again: reproduced" in capsys.readouterr().out
     events = [e for e in read_metrics(tmp_path / "metrics.jsonl") if e["kind"] == "train"]
     assert [e["num_skipped"] for e in events] == [0, 0, 1, 0, 0, 0, 0, 0]
     assert digests(tmp_path / "iter_0000003") == digests(tmp_path / "iter_0000002")
@@ -195,7 +195,7 @@ def test_loss_spike_is_skipped_after_resume_too(prefix, tmp_path, monkeypatch, c
     assert run_in_process(flags(prefix, f"{EIGHT_STEPS} {SPIKES} --save {uninterrupted}")) == 0
     out = capsys.readouterr().out
     assert out.count("the limit of --loss-spike-factor, with a part of rank 0 on ") == 2
-    assert out.count("; the step computed once more gives it again: reproduced") == 2
+    assert out.count("; the step computed once more yields it again: reproduced") == 2
     assert "iteration 4: loss" in out
     assert "iteration 7: loss" in out
     progress = read_extra(uninterrupted / "iter_0000008")["progress"]
@@ -246,4 +246,4 @@ def test_rollback_without_checkpoint_ends_the_run(prefix, tmp_path, monkeypatch,
     _scaled_losses(monkeypatch, {5: 10.0, 6: 10.0})
     options = f"{SPIKES} --rollback-after-bad-steps 2 --save {tmp_path} --save-interval 7"
     assert run_in_process(flags(prefix, f"{EIGHT_STEPS} {options}")) == ExitCode.BAD_STEPS
-    assert "there is no checkpoint to roll back to yet" in capsys.readouterr().err
+    assert "there is no checkpoint yet to roll back to" in capsys.readouterr().err

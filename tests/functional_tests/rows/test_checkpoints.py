@@ -271,7 +271,7 @@ def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
     text = "".join(logs)
     assert [o.exit_code for o in outcomes] == [ExitCode.SAVE_FAILED] * 2, text
     assert "Traceback" not in text
-    line = f"{save} is no longer the folder that this run claimed"
+    line = f"{save} is no longer the folder that this run locked"
     assert text.count(line) == 2, "at the interval and at the end"
     assert f"saving at iteration 4 failed (1 so far): rank 0: {line}" in text
     assert "iteration        5/" in text, "training went on"
@@ -327,7 +327,7 @@ def test_retention_keeps_checkpoints_that_are_being_read(prefix, cut, tmp_path, 
         (bytes_read,) = ranks.values(timeout=30)
     assert bytes_read > 100_000
     assert [f.name for f in list_checkpoints(cut)] == [f"iter_000000{i}" for i in (7, 5, 2)]
-    waiting = f"retention: {cut / 'iter_0000002'} is being read and stays for now"
+    waiting = f"retention: {cut / 'iter_0000002'} is being read and is kept for now"
     assert capsys.readouterr().err.count(waiting) == 3
     assert not list(cut.glob("*.tmp-*"))
 

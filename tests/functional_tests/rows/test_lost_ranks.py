@@ -166,7 +166,7 @@ def test_other_ranks_end_after_any_kind_of_rank_loss(tmp_path, kind, code, messa
         assert not report.exists(), "an error needs no hang report"
     else:
         assert "rank 1 " in text
-        assert "this run cannot go on" in text
+        assert "this run cannot continue" in text
         assert re.search(r"^1 .* (dead|stopped) +[5-9] ", report.read_text(), re.M)
     assert (save / "stacks" / "attempt_0_rank_0.txt").exists()
 

@@ -73,7 +73,7 @@ def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     save = tmp_path / "save"
     options = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {INTERVAL} 2"
     line = run_with_flip(flags(prefix, options), world=3, victim=2, step=3)
-    start = "pretrain_gpt: replicas differ behind iteration 4: "
+    start = "pretrain_gpt: replicas differ after iteration 4: "
     assert line.startswith(f"{start}rank 2 on {HOST} differs from ranks 0, 1 in {NORM}; "), line
     assert latest_checkpoint(save).name == "iter_0000002", "diverged replicas must not be saved"
     assert not (save / "stacks").exists(), "nobody was stuck"

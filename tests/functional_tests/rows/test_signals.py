@@ -57,7 +57,10 @@ def test_sigterm_to_one_rank_saves_and_run_resumes_bit_exactly(prefix, tmp_path)
     assert [o.exit_code for o in outcomes] == [0, 0], logs
     assert time.monotonic() - start < 25.0, "longer than the grace"
     iteration = _stopped_at(logs[1])
-    assert "SIGTERM: stopping after this step with a save; a second one ends at once" in logs[0]
+    assert (
+        "SIGTERM: stopping after this step with a save; a second signal ends the run at once"
+        in logs[0]
+    )
     assert latest_checkpoint(cut) == cut / f"iter_{iteration:07d}"
     # The resumed run and an uninterrupted run.
     run_on(
@@ -99,7 +102,7 @@ def test_second_sigterm_ends_the_run_at_once(prefix, tmp_path):
     with starting as ranks:
         ranks.wait_for_line(0, "sleeping", timeout=60)
         ranks.kill(0, signal.SIGTERM)
-        ranks.wait_for_line(0, "a second one ends at once", timeout=10)
+        ranks.wait_for_line(0, "a second signal ends the run at once", timeout=10)
         ranks.kill(0, signal.SIGTERM)
         time.sleep(1.2)
         assert ranks.processes[0].is_alive(), "signals within a second are one request"
@@ -121,7 +124,7 @@ def test_run_ends_when_a_step_outlasts_the_grace_period(prefix, tmp_path):
         outcomes = ranks.outcomes(timeout=20)
         text = ranks.log(0)
     assert outcomes[0].exit_code == ExitCode.TERMINATED
-    assert "no end within --exit-grace-seconds 1" in text
+    assert "the run did not end within --exit-grace-seconds 1" in text
     del server
 
 
@@ -178,7 +181,7 @@ def test_ctrl_c_saves_and_stops_or_interrupts(prefix, tmp_path, saves):
     if saves:
         assert outcomes[0].exit_code == 0, text
         assert lines == [
-            "pretrain_gpt: SIGINT: stopping after this step with a save; a second one ends at once"
+            "pretrain_gpt: SIGINT: stopping after this step with a save; a second signal ends the run at once"
         ]
         verify_checkpoint(latest_checkpoint(tmp_path / "save"))
     else:

@@ -110,18 +110,18 @@ READS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("kind", READS)
 def test_reading_a_value_on_the_host_is_refused(kind: str) -> None:
-    with pytest.raises(CaptureError, match="gives the host a value"):
+    with pytest.raises(CaptureError, match="returns a value to the host"):
         CpuGraph().capture(READS[kind])
     READS[kind]()  # the failed capture has left no interception behind
 
 
 def test_graph_captures_once_and_replays_only_after_capture() -> None:
     graph = CpuGraph()
-    with pytest.raises(CaptureError, match="before capture has ended"):
+    with pytest.raises(CaptureError, match="before its capture has ended"):
         graph.replay()
-    with pytest.raises(CaptureError, match="gives the host a value"):
+    with pytest.raises(CaptureError, match="returns a value to the host"):
         graph.capture(lambda: X.mul(2).sum().item())
-    with pytest.raises(CaptureError, match="before capture has ended"):
+    with pytest.raises(CaptureError, match="before its capture has ended"):
         graph.replay()
     with pytest.raises(CaptureError, match="records once"):
         graph.capture(lambda: None)

@@ -30,7 +30,7 @@ def test_each_local_rank_gets_its_own_gpu(monkeypatch):
     assert devices.choose_device("auto", 3) == torch.device("cuda", 3)
     assert chosen == [torch.device("cuda", 3)]
     assert devices.choose_device("cpu", 3) == CPU
-    with pytest.raises(ValueError, match="local rank 4 needs GPU 4, but this machine shows 4"):
+    with pytest.raises(ValueError, match="local rank 4 needs GPU 4, but this machine has 4"):
         devices.choose_device("cuda", 4)
 
 

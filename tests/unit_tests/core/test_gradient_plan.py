@@ -46,7 +46,7 @@ def test_replicated_weight_is_summed_over_tp_only_if_partial():
 
 
 def test_axis_without_gradient_rule_is_refused():
-    with pytest.raises(ValueError, match="n: nothing cuts it over tp=4 and its gradient there"):
+    with pytest.raises(ValueError, match="n: it is not sharded over tp=4, and its gradient there"):
         gradient_plan(WeightSharding.of("n", (8,)), GRID)
     assert steps(WeightSharding.of("n", (8,)), RankGrid(world_size=2)) == ()
 

@@ -47,7 +47,7 @@ UNSAFE_FILES: dict[str, Callable[[Path], object]] = {
     "folder": Path.mkdir,
     "link to a device": lambda path: path.symlink_to("/dev/zero"),
     "link outside": make_outside_link,
-    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "broken link": lambda path: path.symlink_to("nothing"),
     "link to itself": lambda path: path.symlink_to(path.name),
     "200 GiB sparse file": make_sparse_file,
 }
@@ -114,7 +114,7 @@ def test_json_nesting_is_limited_to_max_depth(begin: str, inner: str, end: str) 
 def test_json_with_too_many_values_is_refused_before_parsing(value: str) -> None:
     text = "[" + ",".join([value] * (12_000_000 // (len(value) + 1))) + "]"
     for form in (text, text.encode()):
-        with pytest.raises(ValueError, match=f"its {len(text)} characters hold more values"):
+        with pytest.raises(ValueError, match=f"its {len(text)} characters contain more values"):
             parse_json(form)
     shorter = text[: text.index(",", 1_000_000)] + "]"
     assert len(parse_json(shorter)) > 100_000

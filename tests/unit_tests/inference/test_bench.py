@@ -197,7 +197,7 @@ def test_static_batches_compute_rows_up_to_the_longest_output() -> None:
         (["--check-plans"], "--check-plans compares ranks"),
         (
             ["--request-rate", "9", "--async-scheduling", "--tensor-model-parallel-size", "2"],
-            "--request-rate with several ranks",
+            "--request-rate cannot be combined with --async-scheduling on several ranks",
         ),
     ],
 )

@@ -196,7 +196,7 @@ def test_nvls_mode_applies_to_both_ranks(root: Path, tmp_path: Path, mode: str, 
     assert [outcome[0] for outcome in outcomes] == [code, code], outcomes
     log = outcomes[0][2]
     if mode == "tries":
-        assert "--nvls-tries bounds no wait of torch.distributed" in log
+        assert "--nvls-tries has no effect on torch.distributed" in log
         return
     if mode == "off":
         assert "sequence parallel collectives: torch.distributed (--nvls off)" in log
@@ -278,7 +278,7 @@ def test_nvls_option_without_nvls_collectives_is_refused(
 ) -> None:
     code, _, err = run("--load", "nowhere", "--prompt", "a", *option, *extra_flags)
     assert code == 2
-    assert f"{' '.join(option)} is for the collectives of --sequence-parallel" in err
+    assert f"{' '.join(option)} applies to the collectives of --sequence-parallel" in err
     assert err.count("\n") == 1
 
 
@@ -334,7 +334,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(), ["--expert-model-parallel-size", "2"], "does not fit 1 process"),
         (changed(), [*PIPELINE[:1], "1", "--pipeline-model-parallel-layout", "EttL"], "no effect"),
         (changed(), ["--tokenizer-model", "none.json"], "tokenizer none.json: No such file"),
-        (changed(tokenizer=None), [], "give --tokenizer-model PATH"),
+        (changed(tokenizer=None), [], "give the path"),
         (changed(tokenizer={**BYTES, "fingerprint": "x"}), [], "has changed since"),
         (changed(model=None), [], "is not a training checkpoint: it lacks 'model'"),
         (changed(model={**CONFIG.to_json(), "depth": 3}), [], "not the configuration of a GPT"),

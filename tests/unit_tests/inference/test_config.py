@@ -42,7 +42,7 @@ def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> No
     ("words", "text"),
     [
         (["--prompt", "a"], "missing --load"),
-        (["--load", "x", "--prompt"], "--prompt needs a text"),
+        (["--load", "x", "--prompt"], "--prompt is empty: give a text"),
         (["--load", "x", "--prompt", "a", "b"], "unexpected argument 'b'"),
         (["--load", "x", "--temperatur", "1"], "did you mean --temperature"),
         (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
@@ -57,7 +57,7 @@ def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> No
         ),
         (["--load", "x", "--inference-max-requests", "-1"], "--inference-max-requests is -1"),
         (["--load", "x", "--inference-max-tokens", "0"], "--inference-max-tokens is 0"),
-        (["--load", "x", "--inference-block-size", "24"], "a power of two from 16 on"),
+        (["--load", "x", "--inference-block-size", "24"], "a power of two, at least 16"),
         (["--load", "x", "--chat", "--output-json", "y"], "give --output-jsonl"),
         (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
     ],

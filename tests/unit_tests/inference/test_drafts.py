@@ -83,7 +83,7 @@ def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> No
         assert (code, out) == (0, plain[1]), err
         assert " drafts, " in err
         if method == "draft":  # its weights are the model's
-            assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
+            assert float(err.split(" tokens per forward")[0].split()[-1]) > 3
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_speculation_on_two_stages_prints_single_process_text(
     assert (steps > 1) == ("inference_optimized" in method)
     assert " drafts, " in err
     if "draft" in method:  # its weights are the model's
-        assert float(err.split(" tokens a forward")[0].split()[-1]) > 3
+        assert float(err.split(" tokens per forward")[0].split()[-1]) > 3
 
 
 def test_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("load", "words", "named"),
     [
-        ("plain", ["--speculative-method", "mtp"], "no layers of multi-token prediction"),
+        ("plain", ["--speculative-method", "mtp"], "no multi-token prediction layers"),
         ("model", ["--speculative-method", "mtp", "--num-speculative-tokens", "3"], "at most 2"),
         ("model", ["--speculative-method", "draft"], "--speculative-draft-model"),
         ("model", ["--num-speculative-tokens", "3"], "--speculative-method"),
@@ -265,7 +265,7 @@ def test_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         (
             "model",
             ["--speculative-method", "draft", "--speculative-draft-model", "larger"],
-            "vocabulary of 300 tokens, --load one of 259",
+            "vocabulary of 300 tokens and --load has 259",
         ),
         (
             "model",

@@ -114,12 +114,12 @@ def test_json_lines_equal_the_json_list(root: Path, tmp_path: Path) -> None:
         (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
         (["--logprobs", "21", "--output-jsonl", "x"], "logprobs is 21"),
         (["--stop", ""], "stop"),
-        (["--inference-memory-gb", "1e-6"], "do not hold"),
+        (["--inference-memory-gb", "1e-6"], "do not fit"),
         (["--output-jsonl", "."], "is a folder"),
         (["--chat-template", "plain"], "give --chat as well"),
         (["--logprobs", "2"], "--logprobs is written to files only"),
         (["--prompt-logprobs"], "--prompt-logprobs is written to files only"),
-        (["--chat", "--num-outputs", "2"], "a turn has one answer"),
+        (["--chat", "--num-outputs", "2"], "a turn has one response"),
     ],
 )
 def test_invalid_options_are_one_line(root: Path, words: list[str], text: str) -> None:

@@ -75,9 +75,9 @@ def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), 
     ("step_anomaly", "expected"),
     [
         (anomaly(verdict="transient"), "NaN or Inf loss of rank 1 on host1; the step computed once "
-         "more is sound and was used: transient, watch that machine"),
-        (anomaly(), "gives it again: reproduced, the step was skipped"),
-        (anomaly(same=False), "gives it again, with other bits: reproduced"),
+         "more is sound and was used: a transient fault; watch that machine"),
+        (anomaly(), "yields it again: reproduced, the step was skipped"),
+        (anomaly(same=False), "yields it again, with other bits: reproduced"),
         (anomaly(verdict="unchecked"), "of rank 1 on host1; the step was skipped"),
         (anomaly("inf_norm"), "NaN or Inf gradient norm of rank 1 on host1; "),
         (anomaly("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of "
@@ -279,7 +279,7 @@ def test_fault_record_has_host_names_and_exact_values(tmp_path):
 def test_unwritable_fault_log_does_not_stop_the_run(tmp_path):
     recorder = FaultsRecorder(save=str(tmp_path / "absent"))
     recorder.faults.on_step_computed(Progress(), Outcome(anomaly()), math.inf)
-    assert "cannot be noted in" in recorder.messages[1]
+    assert "cannot be recorded in" in recorder.messages[1]
     assert len(recorder.events) == 1
 
 

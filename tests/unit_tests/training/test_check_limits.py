@@ -103,7 +103,7 @@ def problems(flags: str, world: int) -> list[str]:
         (f"{GRAPH} --sft {CP} 2", 2, "--sft attends block by block"),
         (f"{GRAPH} {DOCUMENTS} {DELTA}", 1, "recurrent blocks with --reset-attention-mask"),
         (f"{GRAPH} --sft {DELTA}", 1, "recurrent blocks with --sft"),
-        (f"{EXPERTS} --moe-router-topk 1", 1, "--moe-router-topk 1 with normalised scores"),
+        (f"{EXPERTS} --moe-router-topk 1", 1, "--moe-router-topk 1 with normalized scores"),
         (f"{EXPERTS} --moe-ffn-hidden-size 27 {TP} 2", 2, "moe-ffn-hidden-size 27"),
         ("--num-experts 4 --add-mlp-bias", 1, "experts have no biases"),
         (f"{EXPERTS} --moe-aux-loss-coeff 0.1 {NONE}", 1, "--moe-aux-loss-coeff 0.1"),

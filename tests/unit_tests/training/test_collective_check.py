@@ -153,7 +153,7 @@ def test_a_slow_rank_is_waited_for():
 
 def test_missing_rank_is_named_after_the_time_limit():
     (text, seconds, _), _ = _run("_missing_rank", limit=1.5)
-    assert "the time for it is over" in text
+    assert "the timeout has expired" in text
     assert "rank 0: all_reduce (sum) of float32 [4] over world" in text
     assert "rank 1: no collective yet" in text
     assert seconds < 4.0

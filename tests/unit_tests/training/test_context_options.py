@@ -162,14 +162,12 @@ def test_log_names_context_engine_and_reason():
     assert context_words(run.config) == "context parallel 2, "
     line = context_line(run)
     assert line is not None
-    assert line.startswith(
-        "context parallel 2 by all_gather: least of what leaves a rank per layer"
-    )
+    assert line.startswith("context parallel 2 by all_gather: fewest bytes sent per rank and layer")
     assert line.endswith("each rank has 10 of the 20 tokens of a sample")
     assert "not a2a: 3 query heads do not divide over 2" in line
     requested_line = context_line(resolve(small_config(f"{CP} 2 --cp-comm-type a2a"), 2))
     assert requested_line is not None
-    assert requested_line.startswith("context parallel 2 by a2a: a2a was asked for")
+    assert requested_line.startswith("context parallel 2 by a2a: a2a was requested")
 
 
 # --- microbatches ---------------------------------------------------------------------------------

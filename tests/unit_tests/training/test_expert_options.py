@@ -277,8 +277,8 @@ def test_yarn_scales_rotary_features_and_softmax():
         ),
         (f"{EXPERTS} --moe-router-topk 9", 1, "mixture of experts: moe-router-topk 9 must be in 1"),
         (f"{EXPERTS} --moe-router-topk 1", 1, "give --moe-router-pre-softmax"),
-        (f"{EXPERTS} --moe-router-group-topk 2", 1, "and moe-router-group-topk go together"),
-        (f"{EXPERTS} --moe-shared-expert-gate", 1, "a gate of the shared expert without one"),
+        (f"{EXPERTS} --moe-router-group-topk 2", 1, "and moe-router-group-topk require each other"),
+        (f"{EXPERTS} --moe-shared-expert-gate", 1, "a shared expert gate needs a shared expert"),
         (f"{EXPERTS} {SHARED}1 {TP} 2", 2, "shared expert: ffn-hidden-size 401 must be a positive"),
         (
             f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",

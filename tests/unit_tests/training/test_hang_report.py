@@ -88,7 +88,7 @@ def test_hang_report_names_missing_ranks_and_collective():
     assert lines[4].startswith(
         "0     h0       10       running  7          0.5 s ago  0.0 s in all_"
     )
-    assert lines[7].endswith("behind its collective 6: all_reduce (sum) of float32 [3 x 2] over tp")
+    assert lines[7].endswith("after its collective 6: all_reduce (sum) of float32 [3 x 2] over tp")
     assert (
         "Ranks 0, 2 wait in all_reduce (sum) of float32 [3 x 2] over world, number 3 of that "
         "group, and ranks 1, 3 had not come to it at the last beat."

@@ -168,7 +168,7 @@ REFUSED = [
         1,
         "--hybrid-layer-pattern: .*'x' at 3 is unknown: use '\\*' \\(att",
     ),
-    (f"{PATTERN} GD {DELTA}", 1, "'D' at 2 would be sparse attention, which is not built here"),
+    (f"{PATTERN} GD {DELTA}", 1, "'D' at 2 would be sparse attention, which is not supported"),
     (f"{PATTERN} *-+- {HEADS} 6", 1, "has both '\\*' and '\\+'"),
     (f"{PATTERN} G-/*|- {DELTA} {HEADS} 6", 1, "before the first '/'"),
     (f"{PATTERN} G-*- {DELTA}", 1, "^missing --num-attention-heads: give it$"),
@@ -253,7 +253,7 @@ REFUSED = [
         2,
         "3 blocks do not divide over 2 virtual pipeline sta",
     ),
-    (f"{PATTERN} G-|M| {DELTA} {MAMBA} {PP} 2", 2, "has 3 parts for 2 pipeline stages"),
+    (f"{PATTERN} G-|M| {DELTA} {MAMBA} {PP} 2", 2, "has 3 stages for 2 pipeline ranks"),
     (
         f"{PATTERN} G-|M- {DELTA} {MAMBA} {PP} 2 --decoder-first-pipeline-num-layers 1",
         2,
@@ -339,11 +339,11 @@ def test_log_names_the_mode_of_context_parallel_recurrences():
     run = hybrid_run(flags, 2)
     delta, mamba = linear_lines(run)
     assert delta.startswith("gated delta net: recurrences over context parallel 2 by ")
-    assert "least of what leaves a rank per layer: " in delta
+    assert "fewest bytes sent per rank and layer: " in delta
     assert mamba.startswith("Mamba-2: recurrences over context parallel 2 by ")
     assert context_line(run) is not None
     requested_lines = linear_lines(hybrid_run(f"{flags} --linear-cp-mode segments", 2))
-    assert all("by segments: segments was asked for" in line for line in requested_lines)
+    assert all("by segments: segments was requested" in line for line in requested_lines)
     recurrent_only = hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA} {CP} 2", 2)
     assert context_line(recurrent_only) is None
     assert len(linear_lines(recurrent_only)) == 2

@@ -82,7 +82,7 @@ def edit_digest(folder: Path) -> None:
 
 DAMAGES = {
     "flipped bit": (flip_bit, rf"{SHARD} is damaged: layer\.2\[0:100\] does not match"),
-    "truncated file": (truncate, rf"{SHARD} has 900 bytes, the manifest says \d+"),
+    "truncated file": (truncate, rf"{SHARD} has 900 bytes, but the manifest says \d+"),
     "deleted file": (delete, f"cannot read .*{SHARD}: No such file"),
     "edited size": (edit('"bytes":', '"bytes": '), r"manifest\.json has changed"),
     "edited digest": (edit_digest, r"manifest\.json has changed"),
@@ -150,7 +150,7 @@ def test_foreign_file_is_reported_and_ignored(root):
         loading = RecordedLoad()
         assert loading.run(load)[1] == "iter_0000003"
         assert loading.lines == [
-            f"WARNING: {newest} holds files that do not belong to it and are ignored: "
+            f"WARNING: {newest} contains files that do not belong to it and are ignored: "
             "shard-00001.safetensors"
         ]
 
@@ -239,5 +239,5 @@ def test_newer_format_is_not_treated_as_damage(root, monkeypatch):
         context.setattr(manifest_module, "VERSION", 2)
         tensors = {name: torch.full((100,), 4.0) for name in NAMES}
         save_checkpoint(root, 4, chunks(tensors), {}, coordinator=Solo())
-    with pytest.raises(ValueError, match="version 2, this library reads"):
+    with pytest.raises(ValueError, match="version 2, but this library reads"):
         RecordedLoad().run(root)

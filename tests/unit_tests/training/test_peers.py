@@ -143,7 +143,7 @@ def test_live_rank_missing_a_collective_is_named_with_its_last(server):
             watches[rank].collectives(record)
     time.sleep(0.3)
     assert watches[0].diagnose_lagging() == Diagnosis(
-        "rank 1 is still in iteration 4 behind its collective 8 (all_reduce (sum) of float32 [7] "
+        "rank 1 is still in iteration 4 after its collective 8 (all_reduce (sum) of float32 [7] "
         "over tp)"
     )
     watches[1].iteration = 5
@@ -169,14 +169,12 @@ def test_other_stages_lag_only_by_iteration_number(server):
         "stages wait for one another: rank 2 has come to send (to 2) of float32 [2] over pp"
     )
     assert watches[3].diagnose_lagging() == Diagnosis(
-        "rank 2 is still in iteration 4 behind its collective 3 (send (to 2) of float32 [2] over "
-        "pp)"
+        "rank 2 is still in iteration 4 after its collective 3 (send (to 2) of float32 [2] over pp)"
     )
     watches[1].iteration = 3
     time.sleep(0.3)
     assert watches[2].diagnose_lagging() == Diagnosis(
-        "rank 1 is still in iteration 3 behind its collective 9 (send (to 1) of float32 [8] over "
-        "pp)"
+        "rank 1 is still in iteration 3 after its collective 9 (send (to 1) of float32 [8] over pp)"
     )
     for watch in watches:
         watch.close()
@@ -309,5 +307,5 @@ def test_guard_reports_a_lagging_rank_without_ending_the_run(server, monkeypatch
     assert not lost
     assert (
         0,
-        "rank 1 is still in iteration 3 behind its collective 0 (no collective yet)",
+        "rank 1 is still in iteration 3 after its collective 0 (no collective yet)",
     ) in writes

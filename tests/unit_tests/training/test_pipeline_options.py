@@ -133,7 +133,7 @@ def test_layers_are_split_into_stages_by_options(flags, layers, schedule, tmp_pa
         (f"{PP} 2 {LAYOUT} EttL", 2, f"{LAYOUT}: .* has 1 parts for 2 pipeline stages"),
         (f"{PP} 2 {PATTERN} *-|*-*-", 2, f"{PATTERN}: .* must be '\\*-' for each of the 2 layers"),
         (f"{PATTERN} *-*-*-", 1, f"{PATTERN}: .* must be '\\*-' for each of the 2 layers"),
-        (f"{PP} 2 {PATTERN} *-|*-|", 2, f"{PATTERN}: .* has 3 parts for 2 pipeline stages"),
+        (f"{PP} 2 {PATTERN} *-|*-|", 2, f"{PATTERN}: .* has 3 stages for 2 pipeline ranks"),
         (f"{PP} 2 {LAYOUT} Et|tL {FIRST} 1", 2, f"{FIRST} 1 has no effect with {LAYOUT} Et"),
         (f"{PP} 2 {LAYOUT} Et|tL {PATTERN} *-|*-", 2, "are mutually exclusive: keep one"),
         (

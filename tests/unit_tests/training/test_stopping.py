@@ -67,7 +67,7 @@ def test_signal_sets_stop_flag_and_second_signal_exits(signal_number):
     assert process.stop.react(signal_number) is not None
     assert process.stop.control_flags() == (1.0, 0.0, 0.0)
     assert len(process.messages) == 1
-    assert "a second one ends at once" in process.messages[0]
+    assert "a second signal ends the run at once" in process.messages[0]
     process.time += 0.9
     assert process.stop.react(TERM) is not None, "the launcher forwards its signal as well"
     process.time += 0.2
@@ -84,7 +84,7 @@ def test_grace_period_is_enforced():
     assert process.stop.react(None) is not None
     process.time += 2.0
     assert process.exit_code(None) == ExitCode.TERMINATED
-    assert "no end within --exit-grace-seconds 20" in process.messages[-1]
+    assert "the run did not end within --exit-grace-seconds 20" in process.messages[-1]
 
 
 def test_sigterm_exits_at_once_without_a_grace_period():
@@ -98,7 +98,7 @@ def test_failed_job_exits_without_saving(is_reported):
     process = Process()
     process.watch.diagnosis = Diagnosis("rank 3 is dead", is_reported=is_reported)
     assert process.exit_code(TERM) == ExitCode.TERMINATED
-    assert process.messages == ([] if is_reported else ["rank 3 is dead; this run cannot go on"])
+    assert process.messages == ([] if is_reported else ["rank 3 is dead; this run cannot continue"])
     assert process.watch.stacks == "rank 3 is dead"
 
 
@@ -148,7 +148,7 @@ def test_a_lost_rank_ends_the_process_without_a_signal():
     process = Process()
     with pytest.raises(ProcessExited):
         process.stop.lose(Diagnosis("rank 3 is dead"))
-    assert process.messages == ["rank 3 is dead; this run cannot go on"]
+    assert process.messages == ["rank 3 is dead; this run cannot continue"]
 
 
 def test_lost_launcher_sets_stop_flag_and_is_reported_once():

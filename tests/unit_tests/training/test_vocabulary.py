@@ -88,7 +88,7 @@ def test_missing_tokenizer_path_is_an_error_for_generation(preprocess_text, tmp_
     (tmp_path / "data.json").write_text(json.dumps(description))
     vocabulary = read_vocabulary(TokenizerConfig(), [prefix])
     assert vocabulary.eod == 0
-    with pytest.raises(ValueError, match="does not say which tokenizer"):
+    with pytest.raises(ValueError, match="does not record the tokenizer"):
         choose_tokenizer(vocabulary.tokenizer, None)
 
 

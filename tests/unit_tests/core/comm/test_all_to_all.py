@@ -61,7 +61,7 @@ def check_refused_counts(x: torch.Tensor, group: Group, send: list[int]) -> None
     """Check that invalid split sizes are refused before anything is sent."""
     for counts, message in (
         ({"send_counts": send}, "both counts or neither"),
-        ({"send_counts": send[:-1], "receive_counts": send}, "give one for each rank"),
+        ({"send_counts": send[:-1], "receive_counts": send}, "give one count per rank"),
         (
             {"send_counts": [n + 1 for n in send], "receive_counts": send},
             f"ranks: {x.shape[0]} rows, but counts",

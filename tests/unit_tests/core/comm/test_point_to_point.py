@@ -93,7 +93,7 @@ def test_write_to_tensor_being_sent_is_an_error():
 
 
 def test_message_to_own_rank_is_refused():
-    with pytest.raises(ValueError, match="to its own rank 0"):
+    with pytest.raises(ValueError, match="from rank 0 to itself"):
         exchange_async([P2PMessage(torch.zeros(1), 0, sends=True)], Group.single("pp"))
 
 

@@ -137,11 +137,11 @@ def test_work_in_between_overlaps_in_forward_and_backward():
 def test_finish_without_start_is_an_error():
     collective = split_all_gather(Group.single())
     x = torch.ones(3, 2)
-    with pytest.raises(ValueError, match="finished without a start"):
+    with pytest.raises(ValueError, match="finished without being started"):
         finish_collective(x, collective)
     buffer = start_collective(x, collective)
     assert torch.equal(finish_collective(buffer, collective), x)
-    with pytest.raises(ValueError, match="finished without a start"):
+    with pytest.raises(ValueError, match="finished without being started"):
         finish_collective(buffer, collective)
 
 

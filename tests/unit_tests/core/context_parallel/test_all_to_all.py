@@ -218,6 +218,8 @@ def test_mismatched_inputs_are_refused():
         assert results["heads"] == (
             "3 heads do not divide over 2 context parallel ranks: use linear-cp-mode segments"
         )
-        assert results["tokens"].startswith("8 tokens a row on each of 2 context parallel ranks")
-        assert results["sharding"].startswith("8 tokens a row on each of 2 context parallel ranks")
-        assert results["rows"] == "7 tokens are no rows of 4"
+        assert results["tokens"].startswith("8 tokens per row on each of 2 context parallel ranks")
+        assert results["sharding"].startswith(
+            "8 tokens per row on each of 2 context parallel ranks"
+        )
+        assert results["rows"] == "7 tokens are not a multiple of the row length 4"

@@ -133,7 +133,7 @@ def test_packed_row_maps_back_to_its_samples():
     with pytest.raises(ValueError, match="samples"):
         layout.local(x.view(1, -1))
     for sample_length in (0, 5):
-        with pytest.raises(ValueError, match=f"no samples of {sample_length}"):
+        with pytest.raises(ValueError, match=f"do not split into samples of {sample_length}"):
             plain.holding_samples(sample_length)
     with pytest.raises(ValueError, match="3 rows of"):
         SequenceLayout.make(sharding, 1, rows=3).holding_samples(12)

@@ -348,7 +348,7 @@ def test_many_short_documents_take_one_block_each():
     [
         ({"rows": 0}, "attention of 0 rows: use at least 1"),
         ({"rows": 2, "documents": [[0, 8]]},
-         "documents of 1 rows for 2 rows: give one of each"),
+         "documents of 1 rows for 2 rows: give one entry per row"),
         ({"rows": 2, "documents": [[0, 8], [0, 7]]},
          "documents of row 1 are [0, 7]: they must rise from 0 to the row's end, at least 8"),
         ({"rows": 1, "documents": [[1, 8]]}, "documents of row 0 are [1, 8]"),
@@ -356,7 +356,7 @@ def test_many_short_documents_take_one_block_each():
         ({"rows": 1, "documents": [[]]}, "documents of row 0 are []"),
         ({"rows": 1, "window": 0}, "window 0: use at least 1, or None for no window"),
         ({"rows": 1, "window": 3, "joined": True},
-         "joined blocks have no places for a window of 3: leave one out"),
+         "joined blocks do not support a window of 3: leave one of them out"),
     ],
 )  # fmt: skip
 def test_incompatible_options_are_reported(options, message):

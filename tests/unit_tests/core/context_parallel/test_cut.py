@@ -187,7 +187,7 @@ def test_equal_shardings_have_equal_hashes():
          "padded_cu_seqlens gives sequence 1 0 places, it has 4 tokens: padding only adds"),
         (8, 2, {"order": "spiral"}, "order 'spiral': use 'zigzag' or 'contiguous'"),
         (8, 0, {}, "context-parallel-size 0: use at least 1"),
-        (0, 2, {}, "a row of 0 tokens cannot be cut: use at least 1"),
+        (0, 2, {}, "a row of 0 tokens cannot be sharded: use at least 1"),
     ],
 )  # fmt: skip
 def test_unsplittable_sequence_is_reported(length, size, options, message):

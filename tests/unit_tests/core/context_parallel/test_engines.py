@@ -298,5 +298,5 @@ def test_unsupported_engines_and_layouts_are_refused():
     x = torch.zeros(4, 1, 2, 4)
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=1)
     attend = Attend(layout=layout, group=Group.single("cp"), scale=1.0)
-    with pytest.raises(ValueError, match=r"is cut for rank 0 of 2, group cp is rank 0 of 1"):
+    with pytest.raises(ValueError, match=r"is for rank 0 of 2, but group cp is rank 0 of 1"):
         context_attention(x, x, x, attend=attend)

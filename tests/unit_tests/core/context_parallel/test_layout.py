@@ -230,10 +230,10 @@ def test_unsharded_layout_keeps_whole_rows():
         ({"sample_ids": torch.zeros(3)}, "sample_ids (3,) must be (2,)"),
         ({"positions": torch.zeros(2, 8, device=META)}, "positions are on meta: give the host's"),
         ({"document_ids": torch.tensor([[0] * 8, [0, 0, 3, 3, 1, 1, 2, 2]])},
-         "document_ids of row 1 fall from 3 to 1 at column 4: number documents along the row"),
+         "document_ids of row 1 decrease from 3 to 1 at column 4: number documents in ascending order along the row"),
         ({"sharding": SequenceSharding.of(8, 2, cu_seqlens=[0, 4, 8]),
           "document_ids": torch.tensor([[0] * 4 + [1] * 4, [0] * 6 + [1] * 2])},
-         "a document of row 1 goes on over place 4, where cu_seqlens cuts sequences apart"),
+         "a document of row 1 continues across position 4, where cu_seqlens separates sequences"),
     ],
 )  # fmt: skip
 def test_mismatched_shapes_are_reported(options, message):
@@ -269,5 +269,7 @@ def test_missing_sharding_is_reported(method):
 
 def test_blocks_from_document_ids_alone_are_refused():
     layout = SequenceLayout.of_rows(8, document_ids=torch.zeros(2, 8, dtype=torch.int32))
-    with pytest.raises(ValueError, match=re.escape("of its documents only ids: blocks need where")):
+    with pytest.raises(
+        ValueError, match=re.escape("knows documents only by their ids: blocks need their")
+    ):
         layout.blocks(0)

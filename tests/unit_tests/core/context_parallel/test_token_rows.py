@@ -178,7 +178,7 @@ def test_documents_given_only_by_ids_are_refused():
         SequenceLayout.of_rows(4, document_ids=ids),
         SequenceLayout(torch.arange(4), ids.t()),
     ):
-        with pytest.raises(ValueError, match="only by their ids: a recurrence needs where"):
+        with pytest.raises(ValueError, match="only by their ids: a recurrence needs their"):
             layout.whole_rows(1)
     sharding = SequenceSharding.of(4, 1)
     from_host = SequenceLayout.make(sharding, 0, rows=1, document_ids=ids, masks_by_ids=True)

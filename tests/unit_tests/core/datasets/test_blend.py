@@ -103,7 +103,7 @@ def test_a_longer_blend_keeps_samples_and_proportions(datasets):
         np.testing.assert_array_equal(row, extended[dataset_index].batch([sample_index])[0])
     assert blend.extended(80) is blend
     everything = BlendedDataset(datasets)
-    with pytest.raises(ValueError, match="build it with weights to have more"):
+    with pytest.raises(ValueError, match="build it with weights for more"):
         everything.extended(len(everything) + 1)
 
 

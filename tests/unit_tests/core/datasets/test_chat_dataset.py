@@ -140,7 +140,7 @@ def test_truncated_and_left_out_conversations_are_counted(tmp_path):
     rows = dataset.read(np.arange(2))
     assert sorted(rows.tokens[:, 0].tolist()) == [100, 300]
     assert sorted(rows.loss_mask.sum(1).tolist()) == [5, 24]  # the first of 25 tokens is no label
-    with pytest.raises(ValueError, match=r"valid split: nothing is to be learnt from its 2"):
+    with pytest.raises(ValueError, match=r"valid split: its 2"):
         ChatDataset(dataset.source, CONFIG, sequences=range(1, 3), name="valid")
 
 
@@ -156,7 +156,7 @@ def test_invalid_chat_data_is_refused(tmp_path, conversations):
     write(str(tmp_path / "c"), ids, masks)
     with IndexedDatasetWriter(tmp_path / "c.mask", np.uint8) as writer:
         writer.add_document([1, 0, 1])
-    with pytest.raises(ValueError, match=r"the mask is of other tokens"):
+    with pytest.raises(ValueError, match=r"the mask belongs to other tokens"):
         ChatDataset(IndexedDataset(tmp_path / "c"), CONFIG, sequences=range(60))
     small_vocab = GPTDatasetConfig(sequence_length=LENGTH, seed=4, vocab_size=300)
     dataset = ChatDataset(IndexedDataset(tmp_path / "a"), small_vocab, sequences=range(60))

@@ -197,7 +197,7 @@ def test_unresponsive_writer_is_killed_after_the_timeout(tmp_path):
     with saver_of(tmp_path, full_chunks({"a": torch.randn(9)}), timeout_seconds=1.5) as saver:
         os.kill(saver.writer.pid, signal.SIGSTOP)
         saver.save(1, {})
-        assert "gave no sign of life for 1.5 s in 'plans' and was ended" in outcome(saver).error
+        assert "did not respond for 1.5 s in 'plans' and was killed" in outcome(saver).error
         saver.writer._timeout_seconds = 60.0  # the new writer may wait longer for a core
         saver.save(2, {})
         assert outcome(saver).error is None
@@ -239,7 +239,7 @@ def test_removed_locked_folder_is_not_recreated(tmp_path):
         assert outcome(saver).error is None
         root.rename(tmp_path / "away")
         saver.save(2, {})
-        assert "is no longer the folder that this run claimed" in outcome(saver).error
+        assert "is no longer the folder that this run locked" in outcome(saver).error
         assert not root.exists()
 
 
@@ -367,7 +367,7 @@ def test_writer_death_between_saves_is_reported(tmp_path):
     assert report.error is None
     (line,) = report.lines
     assert line == (
-        f"rank 0: the writer process {pid} was ended by SIGKILL between saves; there is a new one"
+        f"rank 0: the writer process {pid} was ended by SIGKILL between saves; a new one was started"
     )
 
 

@@ -152,7 +152,7 @@ def test_malformed_manifest_is_refused(folder, content):
         load(folder)
     body = content + b"}"
     (folder / "manifest.json").write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
-    with pytest.raises(CheckpointError, match="cannot be understood"):
+    with pytest.raises(CheckpointError, match="cannot be parsed"):
         load(folder)
 
 
@@ -203,28 +203,28 @@ def _field(name, value):
         (_chunk(file="other"), "not in the list of files"),
         (_chunk(bytes=[0, 4000]), "impossible byte range"),
         (_chunk(bytes=[10**9, 10**9 + 4000]), "impossible byte range"),
-        (_chunk(bytes=[-4000, 0]), "not a list of numbers"),
+        (_chunk(bytes=[-4000, 0]), "not a list of counts"),
         (_chunk(sizes=[10**12]), "outside its shape"),
         (_chunk(offsets=[1]), "outside its shape"),
-        (_chunk(offsets=[True]), "not a list of numbers"),
+        (_chunk(offsets=[True]), "not a list of counts"),
         (_chunk(offsets=[0, 0]), "cannot be understood|outside its shape"),
         (_chunk(xxh3=[]), "0 digests for 4000 bytes"),
-        (_chunk(offsets=[1 << 63]), "not a list of numbers"),
+        (_chunk(offsets=[1 << 63]), "not a list of counts"),
         (_tensor(shape=[1000, *[1] * 8]), "9 dimensions"),
         (_tensor(shape=[1] * 400_000), "400000 dimensions"),
-        (_tensor(shape=[1 << 63]), "not a list of numbers"),
+        (_tensor(shape=[1 << 63]), "not a list of counts"),
         (_tensor(shape=[0, 1 << 40, 1 << 40]), "product"),
-        (_tensor(chunks=[]), r"first\.weight lies in no file"),
+        (_tensor(chunks=[]), r"first\.weight is not stored in any file"),
         (_field("tensors", {"n" * 1025: {}}), "longer than 1024"),
         (_field("extra", {"a": [0] * (1 << 17)}), "more than 131072 values"),
         (_field("extra", _nested("k" * 100_000)), "dotted names"),
         (_field("extra", {"a": "x" * (8 << 20)}), "more than 8388608 bytes"),
-        (_field("unknown", [[]]), "cannot be understood"),
+        (_field("unknown", [[]]), "cannot be parsed"),
         (_field("version", 2), "this library reads"),
         (_field("format", "other"), "this library reads"),
         (_field("block_bytes", 0), "not a multiple of 16"),
         (_field("extra", []), "extra is not an object"),
-        (_field("tensors", []), "cannot be understood"),
+        (_field("tensors", []), "cannot be parsed"),
         (lambda fields: fields.pop("files"), "not in the list of files"),
     ],
 )

@@ -110,7 +110,7 @@ def test_checkpoint_being_read_is_removed_only_afterwards(tmp_path, how):
         assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == [folders[1]]
         (tmp_path / "go").touch()
         assert ranks.values(timeout=20) == [[1.0, 1.0, 1.0]]
-    assert lines == [f"retention: {folders[0]} is being read and stays for now"]
+    assert lines == [f"retention: {folders[0]} is being read and is kept for now"]
     assert iterations_left(tmp_path) == [1, 3]
     assert prune_checkpoints(tmp_path, keep_last=1, say=lines.append) == [folders[0]]
     assert len(lines) == 1
@@ -134,7 +134,7 @@ def test_reader_after_removal_gets_an_error(tmp_path, monkeypatch):
     with gone, reading(folder):
         pass
     monkeypatch.undo()
-    with pytest.raises(RemovedCheckpointError, match="not there any more"), reading(folder):
+    with pytest.raises(RemovedCheckpointError, match="no longer exists"), reading(folder):
         pass
     folder.mkdir()
     with pytest.raises(DamagedCheckpointError, match="not a complete"), reading(folder):

@@ -265,7 +265,7 @@ def train_empty_stages(
         if not weights_of_stage(pp, stage):
             assert trained_stage.store.buckets == trained_stage.engine.buckets == []
             assert gatherer_of(trained_stage.engine) is None
-            with pytest.raises(ValueError, match="the store is already materialised"):
+            with pytest.raises(ValueError, match="the store is already materialized"):
                 trained_stage.store.materialize()
         step_results = []
         for step in range(4):

@@ -53,7 +53,7 @@ def test_unallocated_slots_are_refused() -> None:
 def test_buffer_of_another_shape_or_dtype_is_refused(changes: dict) -> None:
     states = StateCache(2)
     buffer(states)
-    with pytest.raises(ValueError, match=r"state a: .* does not continue \[2, 3\] torch.float64"):
+    with pytest.raises(ValueError, match=r"state a: .* does not match \[2, 3\] torch.float64"):
         buffer(states, **changes)
 
 

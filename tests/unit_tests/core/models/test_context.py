@@ -224,7 +224,7 @@ def check_refusals(rank: int, world: int) -> None:
             model.loss(*inputs)
         with pytest.raises(ValueError, match="16 tokens a row, the layout is of 8"):
             model.loss(*inputs, layout=layout)
-        with pytest.raises(ValueError, match=rf"is cut for rank {1 - rank} of 2, this is rank"):
+        with pytest.raises(ValueError, match=rf"is for rank {1 - rank} of 2, but this is rank"):
             model.loss(*local, layout=SequenceLayout.make(sharding, 1 - rank, rows=ROWS))
     assert not records
 
@@ -270,7 +270,7 @@ def test_layout_of_other_ranks_or_rows_is_refused():
     model = GPTModel(CONFIG, ProcessGroupCollection.single())
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     layout = SequenceLayout.make(SequenceSharding.of(2 * LENGTH, 2), 1, rows=ROWS)
-    with pytest.raises(ValueError, match=r"cut for rank 1 of 2, this is rank 0 of 1"):
+    with pytest.raises(ValueError, match=r"for rank 1 of 2, but this is rank 0 of 1"):
         model(tokens, layout=layout)
     layout = SequenceLayout.make(SequenceSharding.of(LENGTH, 1), 0, rows=ROWS - 1)
     with pytest.raises(ValueError, match=r"3 rows of tokens, the layout is of 2"):

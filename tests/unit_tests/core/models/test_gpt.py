@@ -124,8 +124,8 @@ def test_layer_patterns_and_rates_are_checked():
     for pattern, message in (
         ("", "must be one or more of"),
         ("*x-", "'x' at 2 is unknown"),
-        ("*G", "'G': give the shape of gated delta nets"),
-        ("+-", "give the shape of latent attention, or write '\\*'"),
+        ("*G", "'G': give the gated delta net configuration"),
+        ("+-", "give the latent attention configuration, or write '\\*'"),
     ):
         with pytest.raises(ValueError, match=message):
             DecoderConfig(pattern=pattern, **shared)
@@ -312,7 +312,7 @@ def test_positions_beyond_the_learned_ones_are_refused():
     ("changes", "message"),
     [
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-        ({"rope": RopeConfig()}, "exclude each other"),
+        ({"rope": RopeConfig()}, "are mutually exclusive"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
     ],
 )

@@ -65,7 +65,7 @@ def test_layer_pattern_is_parsed(text, main, further, depths):
         ("||", ["'||' must be one or more"]),
         ("/*-", ["'' must be one or more"]),
         ("G-x-y", ["'x' at 3 is unknown", "'y' at 5 is unknown"]),
-        ("GD", ["'D' at 2 would be sparse attention, which is not built here"]),
+        ("GD", ["'D' at 2 would be sparse attention, which is not supported"]),
         ("g", ["'g' at 1 is unknown: use '*' (attention), '+' (latent attention), 'G' (gated"]),
         ("*-+-", ["has both '*' and '+'"]),
         ("*-/+-", ["'*-/+-' has both '*' and '+'"]),
@@ -101,8 +101,8 @@ def test_stages_of_a_hybrid_are_counted_in_blocks():
     assert StageSplit.even(6, 2, layer_blocks=1).ranges == ((0, 3), (3, 6))
     assert StageSplit.even(6, 2, layer_blocks=1).describe() == "3|3 blocks"
     assert pattern_problems("G-M|*-|M-|", 3) == [
-        "layer pattern 'G-M|*-|M-|' has 4 parts for 3 pipeline stages: write a multiple of 3 with "
-        "'|' between them (a part may be empty)"
+        "layer pattern 'G-M|*-|M-|' has 4 stages for 3 pipeline ranks: write a multiple of 3, "
+        "separated by '|' (a stage may be empty)"
     ]
     (problem,) = even_problems(7, 2, layer_blocks=1)
     assert problem.startswith("7 blocks do not divide over 2 virtual pipeline stages")
@@ -178,17 +178,17 @@ LATENT = LatentAttentionConfig(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"delta_net": None}, "has 'G': give the shape of gated delta nets"),
-        ({"mamba": None}, "has 'M': give the shape of Mamba-2"),
-        ({"mlp": None}, "has '-': give the shape of MLPs"),
+        ({"delta_net": None}, "has 'G': give the gated delta net configuration"),
+        ({"mamba": None}, "has 'M': give the Mamba-2 configuration"),
+        ({"mlp": None}, "has '-': give the MLP configuration"),
         ({"moe": None}, "layers with experts need num-experts"),
-        ({"attention": None, "rope": None}, "has '\\*': give the shape of attention"),
+        ({"attention": None, "rope": None}, "has '\\*': give the attention configuration"),
         ({"attention": LATENT}, "has '\\*': attention is latent, write '\\+'"),
-        ({"pattern": "G-ME+-M", "mtp_pattern": "+EG-"}, "give the shape of latent attention, or"),
-        ({"num_layers": 6}, "has 7 blocks: num_layers is so many, not 6"),
+        ({"pattern": "G-ME+-M", "mtp_pattern": "+EG-"}, "give the latent attention configuration, or"),
+        ({"num_layers": 6}, "has 7 blocks: num_layers must be that number, not 6"),
         ({"ffn_pattern": "-"}, "and ffn_pattern empty"),
-        ({"mtp_pattern": ""}, "2 depths of multi-token prediction of the blocks ''"),
-        ({"mtp_num_layers": 0}, "0 depths of multi-token prediction of the blocks '\\*EG-'"),
+        ({"mtp_pattern": ""}, "2 multi-token prediction layers with the blocks ''"),
+        ({"mtp_num_layers": 0}, "0 multi-token prediction layers with the blocks '\\*EG-'"),
         ({"pattern": "M", "num_layers": 1, "attention": None, "mtp_num_layers": 0,
           "mtp_pattern": "", "moe": None}, "rotary positions without attention: leave rope out"),
     ],

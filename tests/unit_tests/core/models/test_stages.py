@@ -168,7 +168,7 @@ def test_three_notations_yield_the_same_split():
         (
             lambda: layout_problems("t|t|tE", 2, num_layers=2),
             [
-                "has 3 parts for 2 pipeline stages: write a multiple of 2",
+                "has 3 stages for 2 pipeline ranks: write a multiple of 2",
                 "the embedding begins the model: begin with its E",
                 "has 0 L: write the loss once",
                 "has 3 t for 2 layers",
@@ -219,10 +219,10 @@ def test_invalid_splits_are_refused():
     with pytest.raises(ValueError, match=r"has 0 E: .*; pipeline layout 'tL' has 1 t for 2 layers"):
         StageSplit.from_layout("tL", 1, num_layers=2)
     for ranges in (((0, 2), (3, 4)), ((1, 2),), ((0, 4), (4, 2))):
-        with pytest.raises(ValueError, match="do not follow one another"):
+        with pytest.raises(ValueError, match="are not contiguous"):
             StageSplit(1, ranges)
     for stages, ranges in ((2, ((0, 1),)), (0, ((0, 1),)), (1, ())):
-        with pytest.raises(ValueError, match="parts do not divide over"):
+        with pytest.raises(ValueError, match="virtual stages do not divide over"):
             StageSplit(stages, ranges)
 
 

@@ -245,7 +245,7 @@ def test_invalid_moe_config_is_refused():
     for dispatcher, changes, message in (
         ("auto", {"capacity_factor": 0.0}, "moe-expert-capacity-factor 0.0 must be positive"),
         ("auto", {"drop_policy": "random"}, "moe-token-drop-policy 'random': use probs or"),
-        ("auto", {"shared_gate": True}, "a gate of the shared expert without one"),
+        ("auto", {"shared_gate": True}, "a shared expert gate needs a shared expert"),
         ("auto", {"router": RouterConfig(topk=5)}, "moe-router-topk 5 must be in 1 … 4"),
         ("flex", {}, "moe-token-dispatcher-type 'flex': use auto, allgather, alltoall"),
     ):

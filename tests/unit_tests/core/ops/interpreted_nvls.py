@@ -315,7 +315,7 @@ def tries_a_way(rank: int, world: int, folder: str, what: dict) -> tuple[str, st
         ({"fails": {0: "full"}}, "torch.distributed", "rank 0: no symmetric memory of 8,192 bytes"),
         ({"unmapped": "fd 7"}, "torch.distributed", "map each other's memory: fd 7"),
         ({"broken": 1}, "torch.distributed", "rank 0: p2p: the probe's sum is not that of torch"),
-        ({"deaf": 1}, "torch.distributed", "did not come to the probe"),
+        ({"deaf": 1}, "torch.distributed", "did not take part in the probe"),
         ({"multicast": {1: "no switch there"}}, "p2p", "rank 1: no switch there"),
         ({"multicast": {}}, "multimem", ""),
         ({"multicast": {}, "no_address": 1}, "p2p", "rank 1: the ranks' devices are not in one"),
@@ -525,7 +525,7 @@ def waits_in_vain(rank: int, world: int, folder: str) -> tuple[int, str]:
 def test_a_peer_that_never_comes_is_named(tmp_path: Path) -> None:
     (late, said), other = run_ranks(waits_in_vain, 2, str(tmp_path))
     assert (late, other) == (2, (0, ""))
-    assert "rank 1 did not come to a collective of p2p within 50 tries" in said
+    assert "rank 1 did not reach a collective of p2p within 50 polls" in said
 
 
 def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
@@ -554,7 +554,7 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
 
 def test_spin_limit_names_missing_peer_and_oversized_message(tmp_path: Path) -> None:
     (said, lines), (_, quiet) = run_ranks(limited, 2, str(tmp_path))
-    assert "rank 1 did not come to a collective of p2p within 200 tries" in said
+    assert "rank 1 did not reach a collective of p2p within 200 polls" in said
     assert len(lines) == 1
     assert "over the 512 of the symmetric memory" in lines[0]
     assert not quiet

@@ -307,8 +307,8 @@ def parse_action(text: str) -> Action:
             "B0.0 W0.0",
             ["rank 1: B and W of microbatch 0.0"],
         ),
-        (0, "F0.0", "F0.7", ["rank 0: F0.7 is not of its 1 chunks and 2 microbatches"]),
-        (0, "SF0.0", "RF0.0", ["rank 0: RF0.0 has no other rank"]),
+        (0, "F0.0", "F0.7", ["rank 0: F0.7 is outside its 1 chunks and 2 microbatches"]),
+        (0, "SF0.0", "RF0.0", ["rank 0: RF0.0 has no peer rank"]),
         (0, "SF0.0", "", ["rank 0: SF0.0 is missing", "ranks 0 and 1: SF0.1 on rank 0 meets"]),
         (1, "F0.0 RF0.1", "RF0.1 F0.0", []),
         (0, "RB0.0 B0.0", "B0.0 RB0.0", ["rank 0: B0.0 comes before RB0.0"]),
@@ -341,7 +341,7 @@ def test_all_problems_are_reported_at_once():
     )
     assert check(faulty) == [
         "rank 0: I0.1 is missing",
-        "rank 0: RB0.1 receives what nothing needs",
+        "rank 0: RB0.1 receives a tensor that nothing uses",
         "rank 1: SB0.2 is there 2 times",
     ]
 

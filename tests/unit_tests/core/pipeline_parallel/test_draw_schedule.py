@@ -41,5 +41,5 @@ def test_invalid_sizes_are_refused_without_output(tmp_path, capsys):
     output = tmp_path / "picture.svg"
     flags = ["--schedule", "interleaved", "--chunks", "1", "--output", str(output)]
     assert main(flags) == 2
-    assert "take that or more chunks" in capsys.readouterr().err
+    assert "use that or more chunks" in capsys.readouterr().err
     assert not output.exists()

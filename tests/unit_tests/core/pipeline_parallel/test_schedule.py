@@ -78,8 +78,8 @@ def test_weight_delay_sets_when_weight_gradients_run():
     assert delayed[:2] == default[:2]
     assert delayed[3].startswith("F0.0 I0.0 F0.1 I0.1 W0.0 F0.2 I0.2 W0.1")
     for delay, name, text in (
-        (-1, "zb-h1", "weight delay -1: take 0 or more"),
-        (0, "1f1b", "1f1b puts no weight gradients off: leave out weight delay 0"),
+        (-1, "zb-h1", "weight delay -1: use 0 or more"),
+        (0, "1f1b", "1f1b defers no weight gradients: leave out weight delay 0"),
     ):
         with pytest.raises(ValueError, match=text):
             make_schedule(name, **sizes, weight_delay=delay)
@@ -158,10 +158,10 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
 @pytest.mark.parametrize(
     ("name", "sizes", "text"),
     [
-        ("dualpipe", {}, "no schedule 'dualpipe': take 1f1b, interleaved, zb-h1 or forward"),
-        ("1f1b", {"microbatches": 0}, "microbatches 0: take 1 or more"),
-        ("1f1b", {"stages": 0, "chunks": 0}, "stages 0: take 1 or more; chunks 0: take 1 or more"),
-        ("interleaved", {"chunks": 2, "group_size": 0}, "group size 0: take 1 or more"),
+        ("dualpipe", {}, "no schedule 'dualpipe': use 1f1b, interleaved, zb-h1 or forward"),
+        ("1f1b", {"microbatches": 0}, "microbatches 0: use 1 or more"),
+        ("1f1b", {"stages": 0, "chunks": 0}, "stages 0: use 1 or more; chunks 0: use 1 or more"),
+        ("interleaved", {"chunks": 2, "group_size": 0}, "group size 0: use 1 or more"),
         ("1f1b", {"chunks": 2}, "1f1b has one chunk per stage, not 2: take interleaved"),
         (
             "zb-h1",
@@ -171,12 +171,12 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
         (
             "interleaved",
             {"chunks": 1},
-            "interleaved with one chunk per stage is 1f1b: take that or more chunks",
+            "interleaved with one chunk per stage is 1f1b: use that or more chunks",
         ),
         (
             "interleaved",
             {"stages": 1, "chunks": 2},
-            "2 chunks on one stage overlap nothing: take 1 chunk",
+            "2 chunks on one stage overlap nothing: use 1 chunk",
         ),
         (
             "interleaved",
@@ -184,8 +184,8 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
             "groups of 4 of 9 microbatches on 4 stages leave 1, fewer than the stages, for the "
             "last group: take groups of 5, or other numbers of microbatches",
         ),
-        ("interleaved", {"chunks": 2, "group_size": 3}, "are too small: take groups of 4"),
-        ("interleaved", {"chunks": 2, "group_size": 9}, "are too large: take groups of 8"),
+        ("interleaved", {"chunks": 2, "group_size": 3}, "are too small: use groups of 4"),
+        ("interleaved", {"chunks": 2, "group_size": 9}, "are too large: use groups of 8"),
     ],
 )
 def test_invalid_schedule_is_refused_with_the_fix(name: str, sizes: dict, text: str):

@@ -241,5 +241,5 @@ def test_adding_transfers_or_traffic_twice_is_refused():
     schedule = with_weight_traffic(schedule, gathers="once", reduces="once")
     with pytest.raises(ValueError, match="has gather, reduce already"):
         with_weight_traffic(schedule, gathers="each", reduces="none")
-    with pytest.raises(ValueError, match="reduces 'twice': take none, once or each"):
+    with pytest.raises(ValueError, match="reduces 'twice': use none, once or each"):
         with_weight_traffic(schedule, gathers="none", reduces="twice")

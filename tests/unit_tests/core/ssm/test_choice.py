@@ -111,10 +111,10 @@ def test_requested_mode_is_used_or_refused():
 def test_explain_reports_bytes_of_both_modes():
     text = explain("auto", shape_of(QWEN, 16_384, 4), 4)
     assert text == (
-        "recurrences over context parallel 4 by segments: least of what leaves a rank per layer: "
+        "recurrences over context parallel 4 by segments: fewest bytes sent per rank and layer: "
         "segments 37.95 MB, headwise 151.78 MB"
     )
-    assert "headwise was asked for" in explain("headwise", QWEN, 4)
+    assert "headwise was requested" in explain("headwise", QWEN, 4)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

@@ -311,7 +311,7 @@ def test_unsplit_head_computes_its_gradient_in_forward():
 def test_nested_defer_is_refused():
     store = Trainer(ProcessGroupCollection.single(), PLAIN).model.store
     with store.defer() as queue:
-        with pytest.raises(ValueError, match="defer inside defer"), store.defer():
+        with pytest.raises(ValueError, match="nested defer"), store.defer():
             pass
         assert store.queue is queue
     assert store.queue is None

@@ -200,7 +200,7 @@ def test_mismatched_shapes_are_named():
     for x, counts, message in (
         (torch.ones(3, H), (1, 1, 0, 0), r"gate_up: runs of 2 rows of x \(3, 6\)"),
         (torch.ones(2, H + 1), (1, 1, 0, 0), r"gate_up \[8, 5, 6\] must be \[4 · c, o/c, 7\]"),
-        (torch.ones(2, H), (1, 1, 0), r"must be \[3 · c, o/c, 6\], a matrix for each of 3 runs"),
+        (torch.ones(2, H), (1, 1, 0), r"must be \[3 · c, o/c, 6\], one matrix for each of 3 runs"),
     ):
         with pytest.raises(ValueError, match=message):
             grouped_linear(handle, x, runs_of(counts))

@@ -127,12 +127,12 @@ def test_invalid_declarations_are_refused():
     store = WeightStore(pretended_groups(grid, 0))
     with pytest.raises(ValueError, match=r"w: dimension 1 of 7 does not divide by tp=2"):
         store.declare(WeightSharding.of("w", (4, 7), Shard(axis="tp", dim=1)), NORMAL)
-    with pytest.raises(ValueError, match="n: nothing cuts it over tp=2"):
+    with pytest.raises(ValueError, match="n: it is not sharded over tp=2"):
         store.declare(WeightSharding.of("n", (4,)), NORMAL)
     assert not store.handles
     handle = store.declare(shardings()[0], NORMAL)
     store.materialize()
-    with pytest.raises(ValueError, match="already materialised"):
+    with pytest.raises(ValueError, match="already materialized"):
         store.materialize()
     with pytest.raises(ValueError, match="norm: the store is materialised"):
         store.declare(shardings()[1], NORMAL)
@@ -371,7 +371,7 @@ def test_empty_store_is_materialised_once():
     store.materialize()
     assert store.buckets == []
     assert store.num_parameters == 0
-    with pytest.raises(ValueError, match="the store is already materialised"):
+    with pytest.raises(ValueError, match="the store is already materialized"):
         store.materialize()
     with pytest.raises(ValueError, match="declare weights before that"):
         store.declare(WeightSharding.of("w", (3, 2)), NORMAL)

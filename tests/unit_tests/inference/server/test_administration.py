@@ -157,7 +157,7 @@ def test_sleeping_server_refuses_requests_until_woken(server: Served) -> None:
 def test_profile_without_requests_is_refused(server: Served) -> None:
     refusal = server.administer("profile", steps=4)
     assert refusal.status_code == 409
-    assert "no request runs" in refusal.json()["error"]["message"]
+    assert "no request is running" in refusal.json()["error"]["message"]
 
 
 @pytest.mark.slow(seconds=6)
@@ -368,7 +368,7 @@ def test_requests_are_answered_while_weights_are_awaited(trained: Served) -> Non
         assert (during["text"], set(during["weight_epochs"])) == (before["text"], {0})
         refusal = trained.administer("weights", address=address)
         assert refusal.status_code == 409
-        assert "on their way" in refusal.json()["error"]["message"]
+        assert "already in progress" in refusal.json()["error"]["message"]
         assert not replacing.done()
         sender = TransferGroup(address=address, rank=0, senders=1, receivers=1)
         sender.send(weight_chunks(model_of(1).store))

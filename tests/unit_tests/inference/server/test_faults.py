@@ -426,6 +426,6 @@ def test_request_over_time_limit_is_aborted() -> None:
         server.model.gate.clear()
         error_of(server.post("/v1/completions", **TEXT), 504)
         text = server.post("/v1/completions", **TEXT, stream=True).text
-        assert "no answer within" in text
+        assert "no response within" in text
         server.model.gate.set()
         until(lambda: server.engine.unfinished == 0)

@@ -181,7 +181,8 @@ def test_ctrl_c_saves_and_stops_or_interrupts(prefix, tmp_path, saves):
     if saves:
         assert outcomes[0].exit_code == 0, text
         assert lines == [
-            "pretrain_gpt: SIGINT: stopping after this step with a save; a second signal ends the run at once"
+            "pretrain_gpt: SIGINT: stopping after this step with a save; a second signal ends the "
+            "run at once"
         ]
         verify_checkpoint(latest_checkpoint(tmp_path / "save"))
     else:

@@ -227,9 +227,7 @@ def record_reversed_layers(rank: int, world: int) -> None:
             step(step_batches(rank, 10 + i), lr=1e-3, weight_decay=0.0)
         blocks = step.model.decoder.blocks
         step.model.decoder.blocks = torch.nn.ModuleList([*blocks[2:], *blocks[:2]])
-        with pytest.raises(
-            ValueError, match="needed weights in another order than the step before"
-        ):
+        with pytest.raises(ValueError, match="weights in another order than the step before"):
             step(step_batches(rank, 20), lr=1e-3, weight_decay=0.0)
     assert (recorder.captures, recorder.tape.replays) == (1, 0)
 

@@ -218,7 +218,7 @@ def test_mismatched_inputs_are_refused():
         assert results["heads"] == (
             "3 heads do not divide over 2 context parallel ranks: use linear-cp-mode segments"
         )
-        assert results["tokens"].startswith("8 tokens per row on each of 2 context parallel ranks")
+        assert results["tokens"].startswith("8 tokens per row on each of 2 context")
         assert results["sharding"].startswith(
             "8 tokens per row on each of 2 context parallel ranks"
         )

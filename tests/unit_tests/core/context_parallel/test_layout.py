@@ -228,9 +228,9 @@ def test_unsharded_layout_keeps_whole_rows():
         ({"positions": torch.zeros(2, 4)}, "positions (2, 4) must be (2, 8): all columns of each"),
         ({"document_ids": torch.zeros(3, 8)}, "document_ids (3, 8) must be (2, 8)"),
         ({"sample_ids": torch.zeros(3)}, "sample_ids (3,) must be (2,)"),
-        ({"positions": torch.zeros(2, 8, device=META)}, "positions are on meta: give the host's"),
+        ({"positions": torch.zeros(2, 8, device=META)}, "positions are on meta: pass them on the host"),
         ({"document_ids": torch.tensor([[0] * 8, [0, 0, 3, 3, 1, 1, 2, 2]])},
-         "document_ids of row 1 decrease from 3 to 1 at column 4: number documents in ascending order along the row"),
+         "document_ids of row 1 decrease from 3 to 1 at column 4: number documents"),
         ({"sharding": SequenceSharding.of(8, 2, cu_seqlens=[0, 4, 8]),
           "document_ids": torch.tensor([[0] * 4 + [1] * 4, [0] * 6 + [1] * 2])},
          "a document of row 1 continues across position 4, where cu_seqlens separates sequences"),
@@ -270,6 +270,6 @@ def test_missing_sharding_is_reported(method):
 def test_blocks_from_document_ids_alone_are_refused():
     layout = SequenceLayout.of_rows(8, document_ids=torch.zeros(2, 8, dtype=torch.int32))
     with pytest.raises(
-        ValueError, match=re.escape("knows documents only by their ids: blocks need their")
+        ValueError, match=re.escape("documents only by their ids: blocks need their")
     ):
         layout.blocks(0)

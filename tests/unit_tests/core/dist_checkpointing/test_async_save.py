@@ -367,7 +367,8 @@ def test_writer_death_between_saves_is_reported(tmp_path):
     assert report.error is None
     (line,) = report.lines
     assert line == (
-        f"rank 0: the writer process {pid} was ended by SIGKILL between saves; a new one was started"
+        f"rank 0: the writer process {pid} was ended by SIGKILL between saves; a new one was "
+        "started"
     )
 
 

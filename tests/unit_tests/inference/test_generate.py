@@ -168,7 +168,7 @@ def test_invalid_prompts_are_refused_before_any_step() -> None:
 def test_too_small_cache_is_refused_with_the_needed_size() -> None:
     loaded = Loaded(max_length=100, cache_shapes=CacheShapes(attention=((1, 4),)))
     llm = LLM(loaded, num_blocks=2)
-    with pytest.raises(ValueError, match="40 tokens take 3 blocks of 16 .* cache has 2"):
+    with pytest.raises(ValueError, match=r"40 tokens take 3 blocks of 16 .* cache has 2"):
         llm.generate(["a" * 20], params(20))
     with pytest.raises(ValueError, match="do not fit one block"):
         LLM(loaded, Inference(inference_memory_gb=1e-9))

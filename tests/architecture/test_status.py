@@ -136,7 +136,7 @@ RAN = Ran(
 
 
 def test_cells_reflect_the_trained_steps() -> None:
-    proved, stops = "numbers of one process", "stopped with a save"
+    proved, stops = "matches a single process", "graceful stop with a save"
     idle = replace(RAN, strategy="", cp=1, world=2)
     tests = {
         "tests/test_a.py::test_slow[1]": (True, {proved: [RAN]}),
@@ -172,16 +172,19 @@ def test_cells_reflect_the_trained_steps() -> None:
 
 def test_status_page_rejects_impossible_cells_and_new_settings() -> None:
     alone = replace(RAN, world=1, tp=1, cp=1)
-    with pytest.raises(ValueError, match="calls impossible: one process has nothing to cut"):
-        write_status.page(results({"a": (False, {"retention": [alone]})}))
+    with pytest.raises(ValueError, match="calls impossible: one process shards nothing"):
+        write_status.page(results({"a": (False, {"checkpoint retention": [alone]})}))
     new = replace(RAN, settings=("new",))
     with pytest.raises(ValueError, match="SETTINGS lacks"):
-        write_status.page(results({"a": (False, {"retention": [new]})}))
+        write_status.page(results({"a": (False, {"checkpoint retention": [new]})}))
 
 
 def test_partial_page_lists_missing_tests() -> None:
-    tests = {"t.py::half[1]": (False, {"retention": [RAN]}), "t.py::ok": (True, {"retention": []})}
-    lacks = [("t.py::gone", "retention"), ("t.py::gone", "elastic restart")]
+    tests = {
+        "t.py::half[1]": (False, {"checkpoint retention": [RAN]}),
+        "t.py::ok": (True, {"checkpoint retention": []}),
+    }
+    lacks = [("t.py::gone", "checkpoint retention"), ("t.py::gone", "elastic restart")]
     page = write_status.page(results(tests, *lacks, failed={"t.py::half[2]", "t.py::gone"}))
     check_page(page)
     check_not_run(page)
@@ -200,14 +203,14 @@ def test_partial_page_lists_missing_tests() -> None:
 
 
 def _written(path: Path, names: Iterable[str], *, failed: Iterable[str] = ()) -> str:
-    claims = {"slow": False, "claims": {"retention": [asdict(RAN)], "old": []}}
+    claims = {"slow": False, "claims": {"checkpoint retention": [asdict(RAN)], "old": []}}
     path.write_text(json.dumps({"tests": dict.fromkeys(names, claims), "failed": list(failed)}))
     return str(path)
 
 
 def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsys) -> None:
     names = [f"t.py::t{n}" for n in range(5)]
-    tree = frozenset((name, "retention") for name in names)
+    tree = frozenset((name, "checkpoint retention") for name in names)
     monkeypatch.setattr(write_status, "claimed_in", lambda root: tree)
     out = tmp_path / "page.md"
     to = ["--output", str(out)]
@@ -245,14 +248,14 @@ def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeyp
     monkeypatch.setattr(status_record.coverage_recorder, "install", lambda: None)
     out = tmp_path / "status.json"
     record = status_record.StatusRecord(out)
-    claims = {"retention": [asdict(RAN)]}
+    claims = {"checkpoint retention": [asdict(RAN)]}
     for name, failing in (("good", None), ("bad", "call"), ("torn", "teardown")):
         for when in ("setup", "call", "teardown"):
             properties = {"covered": claims} if when == "teardown" else {}
             record.pytest_runtest_logreport(
                 _report(f"t.py::{name}", when, passed=when != failing, **properties)
             )
-    idle = _report("u.py::idle", "teardown", covered={"retention": []})
+    idle = _report("u.py::idle", "teardown", covered={"checkpoint retention": []})
     record.pytest_runtest_logreport(idle)
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     record.pytest_sessionfinish(session)
@@ -261,8 +264,8 @@ def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeyp
     read, failed = status_record.covered([out])
     assert failed == {"t.py::bad", "t.py::torn"}
     assert read == {
-        "t.py::good": (False, {"retention": [RAN]}),
-        "u.py::idle": (False, {"retention": []}),
+        "t.py::good": (False, {"checkpoint retention": [RAN]}),
+        "u.py::idle": (False, {"checkpoint retention": []}),
     }
     assert RAN.fits("ranks saves")
     assert not RAN.fits("ranks loads")

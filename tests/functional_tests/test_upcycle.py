@@ -203,7 +203,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert peak_bytes < largest_tensor, peak_bytes
 
 
-@pytest.mark.covers("upcycled experts")
+@pytest.mark.covers("upcycling")
 def test_training_continues_from_the_dense_validation_loss(tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
     dense, out, continued = tmp_path / "dense", tmp_path / "experts", tmp_path / "more"

@@ -51,7 +51,7 @@ def _check(row, *, timeout=60.0):
 
 
 @pytest.mark.parametrize("row", params(rows_for_every_change()))
-@pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.covers("matches a single process", runs="ranks")
 def test_a_layout_trains_as_the_single_process(row):
     _check(row)
 
@@ -145,7 +145,7 @@ OPTIMIZER_ROWS = {
     "name",
     [pytest.param(n, marks=pytest.mark.gpus(world_of(r))) for n, r in OPTIMIZER_ROWS.items()],
 )
-@pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.covers("matches a single process", runs="ranks")
 def test_other_optimizers_move_weights_as_in_the_single_process(name):
     row = OPTIMIZER_ROWS[name]
     ref = reference_of(row)
@@ -177,7 +177,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.covers("numbers of one process", runs="ranks")
+@pytest.mark.covers("matches a single process", runs="ranks")
 def test_all_triples_train_as_the_single_process(triples):
     _check(triples, timeout=240.0)  # eight ranks
 
@@ -219,7 +219,7 @@ def _name_of(model):
 @pytest.mark.parametrize(
     "model", covering_array(MODELS, (*MAMBA_ALONE, *LEARNED_POSITIONS)), ids=_name_of
 )
-@pytest.mark.covers("numbers of a definition", runs="alone")
+@pytest.mark.covers("matches a reference model", runs="alone")
 def test_the_single_process_trains_as_the_definition(model):
     row = {**ONE_RANK, **model}
     ref = reference_of(row)

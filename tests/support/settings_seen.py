@@ -21,12 +21,12 @@ from megatron.training.step import Microbatch, TrainStep
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ENGINES = {
-    "p2p": "context by ring",
-    "all_gather": "context by all-gather",
-    "a2a": "context by all-to-all",
+    "p2p": "ring attention",
+    "all_gather": "context all-gather",
+    "a2a": "context all-to-all",
 }
-_MODES = {"headwise": "recurrence by heads", "segments": "recurrence by segments"}
-_DISPATCHERS = {"alltoall": "tokens by all-to-all", "allgather": "tokens by all-gather"}
+_MODES = {"headwise": "headwise recurrence", "segments": "segmented recurrence"}
+_DISPATCHERS = {"alltoall": "all-to-all dispatcher", "allgather": "all-gather dispatcher"}
 
 
 def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
@@ -36,7 +36,7 @@ def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
         tp: tensor-parallel size.
     """
     yield config.norm.kind
-    yield "tied embedding" if config.tied else "own head"
+    yield "tied embedding" if config.tied else "untied head"
     if config.mlp is not None:
         yield "gated MLP" if config.mlp.gated else "plain MLP"
         if config.mlp.bias:
@@ -60,7 +60,7 @@ def model_settings(config: GPTConfig, *, tp: int) -> Iterator[str]:
 
 def _attention(attention: AttentionConfig, tp: int) -> Iterator[str]:
     heads, groups = attention.num_attention_heads, attention.num_query_groups
-    yield "every head its own kv" if heads == groups else "grouped queries"
+    yield "multi-head attention" if heads == groups else "grouped-query attention"
     if groups < tp:
         yield "fewer kv heads than tp"
     if attention.qk_norm:
@@ -68,11 +68,11 @@ def _attention(attention: AttentionConfig, tp: int) -> Iterator[str]:
     if attention.qkv_bias and not attention.output_bias:
         yield "q/k/v biases"
     if attention.window is not None:
-        yield "window"
+        yield "sliding window"
     if attention.sinks:
-        yield "sinks"
+        yield "attention sinks"
     if attention.output_gate:
-        yield "output gate"
+        yield "attention output gate"
 
 
 def _recurrence(config: GPTConfig, tp: int) -> Iterator[str]:
@@ -91,13 +91,13 @@ def _experts(config: GPTConfig) -> Iterator[str]:
     if moe is None:
         return
     yield f"{moe.router.score_function} router"
-    yield "dropless experts" if moe.capacity_factor is None else f"capacity by {moe.drop_policy}"
+    yield "dropless experts" if moe.capacity_factor is None else f"drop policy {moe.drop_policy}"
     if moe.shared_ffn_hidden_size is not None:
         yield "gated shared expert" if moe.shared_gate else "shared expert"
     if config.has_auxiliary_losses:
-        yield "losses of routers"
+        yield "router losses"
     if moe.router.expert_bias:
-        yield "balance by biases"
+        yield "expert bias balancing"
 
 
 def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[str]:
@@ -106,22 +106,22 @@ def training_settings(engine: DataParallel, optimizer: Optimizer) -> Iterator[st
     yield _DTYPES[engine.store.dtype]
     many = engine.groups["dense_dp"].size > 1
     if many:
-        yield "reduce overlapped" if config.overlap_grad_reduce else "reduce at the end"
+        yield "overlapped grad reduce" if config.overlap_grad_reduce else "grad reduce at the end"
     if engine.placement.optimizer and config.overlap_param_gather:
-        yield "gather overlapped"
+        yield "overlapped param gather"
     if engine.placement.weight and config.granularity == "weight":
-        yield "gather by weight"
+        yield "param gather per weight"
     if engine.placement.optimizer and config.outer == "optim":
-        yield "state cut over instances too"
+        yield "state sharded over instances"
     if many and config.fp32_accumulation:
         yield "bf16 gradients summed in fp32"
     yield {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}[optimizer_config.kind]
     if torch.bfloat16 in (optimizer_config.exp_avg_dtype, optimizer_config.exp_avg_sq_dtype):
         yield "moments in bf16"
     if optimizer_config.offload_fraction:
-        yield "state in host memory"
+        yield "optimizer CPU offload"
     if optimizer_config.lr_factors or optimizer_config.decay_factors:
-        yield "factors by weight name"
+        yield "per-weight lr and wd factors"
     if not isinstance(optimizer.scaler, ConstantLossScaler) or optimizer.scaler.scale != 1.0:
         yield "loss scale"
 
@@ -144,13 +144,13 @@ def step_settings(
     """Yield the settings of the step itself."""
     if recompute.granularity is not None:
         yield f"{recompute.granularity} recompute"
-    yield "loss per token" if step.per_token_loss else "mean loss"
+    yield "per-token loss" if step.per_token_loss else "mean loss"
     if len(microbatches) > 1:
-        yield "accumulated microbatches"
+        yield "gradient accumulation"
     if any(_packed(batch) for batch in microbatches):
         yield "packed documents"
     if isinstance(step.forward_backward, FullIterationGraph) and step.forward_backward.replays:
-        yield "replayed graph (stand-in)"
+        yield "CUDA graph (stand-in)"
 
 
 def _packed(batch: Microbatch) -> bool:

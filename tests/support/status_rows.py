@@ -70,87 +70,106 @@ class Claim:
 
 
 CLAIMS: Mapping[str, Claim] = {
-    "numbers of one process": Claim(
-        says="losses, and in most tests every gradient and weight, equal those of one process",
+    "matches a single process": Claim(
+        says="losses, and in most tests all gradients and weights, match a single process",
         numbers=True,
         needs=True,
     ),
-    "numbers of a definition": Claim(
-        says="the same against an independent model in plain torch, or a text kept here",
+    "matches a reference model": Claim(
+        says="the same against an independent model in plain torch, or against recorded losses",
         numbers=True,
     ),
-    "numbers of eager steps": Claim(
-        says="steps replayed from a recording equal those launched one by one, to the bit",
+    "graph replay matches eager": Claim(
+        says="steps replayed from a graph are bit-identical to eager steps",
         numbers=True,
     ),
-    "resumed to the same bits": Claim(
-        says="saved, ended and started again: every tensor and number is that of a whole run",
+    "bit-identical resume": Claim(
+        says="after a save and a restart, all tensors and logged values equal an uninterrupted run",
         numbers=True,
     ),
-    "killed and resumed to the same bits": Claim(
-        says="the same behind SIGKILL at any point", numbers=True
+    "bit-identical resume after SIGKILL": Claim(
+        says="the same after SIGKILL at any point", numbers=True
     ),
-    "resumed on another layout": Claim(
-        says="a checkpoint of other ranks goes on with the losses of a whole run", numbers=True
+    "resume on another layout": Claim(
+        says="a run with other ranks resumes with the losses of an uninterrupted run", numbers=True
     ),
-    "saved asynchronously": Claim(says="training goes on while a checkpoint is written"),
-    "retention": Claim(says="old checkpoints go, never one that is read or the newest good one"),
-    "stopped with a save": Claim(says="a signal, Ctrl-C or a time limit ends all ranks in order"),
-    "bad step computed again": Claim(
-        says="NaN, Inf, spikes and flipped bits: computed again and used, or skipped, exit 16 or 17"
+    "asynchronous save": Claim(says="training continues while a checkpoint is written"),
+    "checkpoint retention": Claim(
+        says=("old checkpoints are removed, except the newest good one and checkpoints in use")
     ),
-    "replica digests": Claim(says="weights that differ between replicas are found"),
-    "dead or stuck rank named": Claim(
-        says="rank, step, collective and stacks are told", needs=True
+    "graceful stop with a save": Claim(
+        says=("a signal, Ctrl-C or a time limit stops all ranks after the same step")
     ),
-    "slow rank named": Claim(says="the log names it", needs=True),
-    "elastic restart": Claim(says="the launcher starts again, also with fewer ranks", needs=True),
-    "fine-tuning on chats": Claim(says="packed conversations learn the same", numbers=True),
-    "Hugging Face": Claim(says="trained from a folder, or exported to one, with equal numbers"),
-    "upcycled experts": Claim(says="a dense checkpoint trains on with experts"),
-    "generation": Claim(says="tokens equal those of the whole model run anew"),
+    "recomputed bad steps": Claim(
+        says=(
+            "a step with NaN, Inf, a spike or flipped bits is computed again, then "
+            "used or skipped; exit codes 16 and 17"
+        )
+    ),
+    "replica check": Claim(says="weights that differ between replicas are detected"),
+    "hang diagnosis": Claim(
+        says="the report names rank, step and collective, with stacks", needs=True
+    ),
+    "straggler detection": Claim(says="the log names the slow rank", needs=True),
+    "elastic restart": Claim(
+        says="the launcher restarts the run, also with fewer ranks", needs=True
+    ),
+    "fine-tuning on chats": Claim(
+        says="training on packed conversations matches separate conversations", numbers=True
+    ),
+    "Hugging Face": Claim(
+        says=(
+            "training from a Hugging Face folder, or export to one, with matching losses or logits"
+        )
+    ),
+    "upcycling": Claim(says="a dense checkpoint is converted to experts and trained"),
+    "generation": Claim(says="generated tokens equal a full recomputation"),
 }
 
 #: What steps are made of, as `settings_seen` names it; those that need several processes.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "numbers": (
-        "fp32", "bf16", "fp16", "loss scale", "mean loss", "loss per token",
-        "accumulated microbatches", "uneven batch", "packed documents",
+        "fp32", "bf16", "fp16", "loss scale", "mean loss", "per-token loss",
+        "gradient accumulation", "uneven batch", "packed documents",
     ),
     "optimizer": (
-        "AdamW", "SGD", "Muon", "moments in bf16", "state in host memory", "factors by weight name",
+        "AdamW", "SGD", "Muon", "moments in bf16", "optimizer CPU offload",
+        "per-weight lr and wd factors",
     ),
     "data parallel": (
-        "reduce overlapped", "reduce at the end", "gather overlapped", "gather by weight",
-        "state cut over instances too", "bf16 gradients summed in fp32",
+        "overlapped grad reduce", "grad reduce at the end", "overlapped param gather",
+        "param gather per weight",
+        "state sharded over instances", "bf16 gradients summed in fp32",
     ),
-    "memory": ("full recompute", "selective recompute", "replayed graph (stand-in)"),
+    "memory": ("full recompute", "selective recompute", "CUDA graph (stand-in)"),
     "model": (
-        "dropout", "RMSNorm", "LayerNorm", "tied embedding", "own head", "gated MLP", "plain MLP",
+        "dropout", "RMSNorm", "LayerNorm", "tied embedding", "untied head", "gated MLP",
+        "plain MLP",
         "biases", "q/k/v biases", "no positions", "scaled rope", "multi-token prediction",
     ),
     "attention": (
-        "every head its own kv", "grouped queries", "fewer kv heads than tp", "q/k norm", "window",
-        "sinks", "latent attention", "context by ring", "context by all-gather",
-        "context by all-to-all", "output gate",
+        "multi-head attention", "grouped-query attention", "fewer kv heads than tp", "q/k norm",
+        "sliding window",
+        "attention sinks", "latent attention", "ring attention", "context all-gather",
+        "context all-to-all", "attention output gate",
     ),
     "recurrence": (
         "gated delta net", "Mamba-2", "fewer groups than tp", "norm over several ranks",
-        "recurrence by heads", "recurrence by segments",
+        "headwise recurrence", "segmented recurrence",
     ),
     "experts": (
-        "softmax router", "sigmoid router", "losses of routers", "balance by biases",
-        "dropless experts", "capacity by probs", "capacity by position", "shared expert",
-        "gated shared expert", "tokens by all-to-all", "tokens by all-gather",
+        "softmax router", "sigmoid router", "router losses", "expert bias balancing",
+        "dropless experts", "drop policy probs", "drop policy position", "shared expert",
+        "gated shared expert", "all-to-all dispatcher", "all-gather dispatcher",
     ),
 }  # fmt: skip
 
 STRATEGIES: Mapping[str, str] = {
-    "no_shard": "every rank keeps all",
-    "optim": "optimizer state cut (ZeRO-1)",
-    "optim_grads": "and gradients (ZeRO-2)",
-    "optim_grads_params": "and weights (ZeRO-3)",
-    "hybrid": "any of these inside instances, repeated or cut over them",
+    "no_shard": "every rank stores everything",
+    "optim": "optimizer state is sharded (ZeRO-1)",
+    "optim_grads": "optimizer state and gradients are sharded (ZeRO-2)",
+    "optim_grads_params": "optimizer state, gradients and weights are sharded (ZeRO-3)",
+    "hybrid": "any of these within an instance; instances replicate, or also shard, the state",
 }
 
 #: The columns. A step counts in every one that holds of its grid, whatever else is cut as well.
@@ -178,17 +197,18 @@ GRIDS: Mapping[str, Callable[[Ran], bool]] = {
 }
 
 _PIPELINES = ("1f1b", "interl.", "zb-h1", "pp dp", "tp pp", "cp pp", "pp ep")
-_CONTEXTS = ("context by ring", "context by all-gather", "context by all-to-all")
+_CONTEXTS = ("ring attention", "context all-gather", "context all-to-all")
 _MULTI_RANK_ROWS = (
-    "reduce overlapped", "reduce at the end", "gather overlapped", "gather by weight",
-    "state cut over instances too", "bf16 gradients summed in fp32", "fewer kv heads than tp",
-    "replica digests", "fewer groups than tp", "norm over several ranks",
-    "recurrence by heads", "recurrence by segments",
-    *_CONTEXTS, "tokens by all-to-all", "tokens by all-gather",
+    "overlapped grad reduce", "grad reduce at the end", "overlapped param gather",
+    "param gather per weight",
+    "state sharded over instances", "bf16 gradients summed in fp32", "fewer kv heads than tp",
+    "replica check", "fewer groups than tp", "norm over several ranks",
+    "headwise recurrence", "segmented recurrence",
+    *_CONTEXTS, "all-to-all dispatcher", "all-gather dispatcher",
     *(name for name, claim in CLAIMS.items() if claim.needs),
 )  # fmt: skip
 _SHARDED = tuple(name for name in STRATEGIES if name != "no_shard")
-_GATHERED = ("gather overlapped", "gather by weight", "state cut over instances too")
+_GATHERED = ("overlapped param gather", "param gather per weight", "state sharded over instances")
 
 
 @dataclass(frozen=True)
@@ -212,13 +232,14 @@ class Impossible:
 
 
 IMPOSSIBLE = (
-    Impossible("one process has nothing to cut", strategies=_SHARDED, grids=("1",)),
+    Impossible("one process shards nothing", strategies=_SHARDED, grids=("1",)),
     Impossible(
-        "ranks are compared with one process, and that with the definition",
-        rows=("numbers of a definition",),
+        "several ranks are compared with a single process, and the single process"
+        " with the reference model",
+        rows=("matches a reference model",),
         grids=tuple(name for name in GRIDS if name != "1"),
     ),
-    Impossible("it is about several processes", rows=_MULTI_RANK_ROWS, grids=("1",)),
+    Impossible("the feature needs several processes", rows=_MULTI_RANK_ROWS, grids=("1",)),
     Impossible("nothing is gathered", strategies=("no_shard",), rows=_GATHERED),
     Impossible(
         "bf16 gradients are summed in fp32 where they are reduce-scattered",
@@ -226,23 +247,27 @@ IMPOSSIBLE = (
         rows=("bf16 gradients summed in fp32",),
     ),
     Impossible(
-        "gathers by weight, and state cut over instances too, are for cut weights",
+        "param gather per weight needs sharded weights",
         strategies=("optim", "optim_grads"),
-        rows=("gather by weight",),
+        rows=("param gather per weight",),
     ),
     Impossible(
-        "state is cut over instances only where there are some",
+        "state is sharded over instances only if there are instances",
         strategies=("optim", "optim_grads", "optim_grads_params"),
-        rows=("state cut over instances too",),
+        rows=("state sharded over instances",),
     ),
     Impossible(
-        "sends and receives between stages are not recorded (refused)",
-        rows=("numbers of eager steps", "replayed graph (stand-in)"),
+        "sends and receives between stages cannot be captured (refused)",
+        rows=("graph replay matches eager", "CUDA graph (stand-in)"),
         grids=_PIPELINES,
     ),
-    Impossible("weights are whole in generation", strategies=_SHARDED, rows=("generation",)),
     Impossible(
-        "generation has no context parallelism (refused), and its stages follow no schedule",
+        "generation does not shard weights over data-parallel ranks",
+        strategies=_SHARDED,
+        rows=("generation",),
+    ),
+    Impossible(
+        "generation has no context parallelism (refused) and no pipeline schedule",
         rows=("generation",),
         grids=("cp", "1f1b", "interl.", "zb-h1", "cp dp", "tp cp", "cp pp", "cp ep"),
     ),

@@ -73,7 +73,7 @@ SIX_STEPS = "--train-iters 6 --eval-interval 0"
         "--tensor-model-parallel-size 2",
     ],
 )
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_transient_nan_loss_is_recomputed_bit_exactly(prefix, tmp_path, layout):
     glitched, uninterrupted = tmp_path / "glitched", tmp_path / "whole"
     argv = flags(prefix, f"{SIX_STEPS} {layout} --global-batch-size 4 --save {glitched}")
@@ -93,7 +93,7 @@ def test_transient_nan_loss_is_recomputed_bit_exactly(prefix, tmp_path, layout):
     assert remaining == timeless(uninterrupted / "metrics.jsonl")
 
 
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_persistent_nan_loss_is_skipped_by_all_ranks(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{SIX_STEPS} --save {save} --use-distributed-optimizer")
@@ -111,7 +111,7 @@ def test_persistent_nan_loss_is_skipped_by_all_ranks(prefix, tmp_path):
     verify_checkpoint(latest_checkpoint(save))
 
 
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_exit_16_requests_other_hosts_and_17_blames_data(prefix, tmp_path, monkeypatch, capsys):
     hostname, save = socket.gethostname(), tmp_path / "save"
     note = save / "suspect_step.json"
@@ -165,7 +165,7 @@ def _scaled_losses(monkeypatch, factors):
 EIGHT_STEPS = "--global-batch-size 4 --train-iters 8 --eval-interval 0 --save-interval 1"
 
 
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, capsys):
     from megatron.core.optimizer import Optimizer
 

@@ -31,12 +31,12 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
-@pytest.mark.covers("dead or stuck rank named")
+@pytest.mark.covers("hang diagnosis")
 @pytest.mark.parametrize(
     ("number", "minutes", "state"),
     [(signal.SIGSTOP, 0.1, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
 )
-@pytest.mark.covers("dead or stuck rank named", runs="ranks")
+@pytest.mark.covers("hang diagnosis", runs="ranks")
 def test_dead_rank_is_named_with_step_collective_and_stacks(
     prefix, tmp_path, number, minutes, state
 ):
@@ -170,8 +170,8 @@ def plant_slow_rank(rank: int) -> None:
         session.take = slow
 
 
-@pytest.mark.covers("slow rank named", runs="ranks")
-@pytest.mark.covers("slow rank named")
+@pytest.mark.covers("straggler detection", runs="ranks")
+@pytest.mark.covers("straggler detection")
 def test_a_slow_rank_is_named(prefix, tmp_path):
     options = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"
     metrics = tmp_path / "metrics.jsonl"

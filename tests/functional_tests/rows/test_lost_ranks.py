@@ -112,7 +112,7 @@ def lose_rank(tmp_path, kind: str, options: str = ""):
     return codes[1], logs, save
 
 
-@pytest.mark.covers("dead or stuck rank named")
+@pytest.mark.covers("hang diagnosis")
 def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
     code, logs, save = lose_rank(tmp_path, "held interpreter", SHORT_TIMEOUT)
     assert code is None, "the rank must still hang"
@@ -138,7 +138,7 @@ def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
         assert entries[-1]["profiling_name"] == "gloo:all_reduce"
 
 
-@pytest.mark.covers("dead or stuck rank named")
+@pytest.mark.covers("hang diagnosis")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "message"),  # message: in the lost rank's log, or None
@@ -185,7 +185,7 @@ def plant_in_save(rank: int) -> None:
         save_module.write_shard = dying
 
 
-@pytest.mark.covers("dead or stuck rank named")
+@pytest.mark.covers("hang diagnosis")
 @pytest.mark.slow
 def test_rank_death_during_save_agreement_is_detected_at_once(tmp_path):
     """Ranks agree through the store during a save, so that no collective fails."""

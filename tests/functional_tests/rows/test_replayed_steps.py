@@ -107,7 +107,7 @@ def logged(argv: list[str], world: int = 2) -> str:
         pytest.param(f"--expert-model-parallel-size 2 {EXPERTS}", {1}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_transient_bit_flip_is_detected_and_leaves_same_weights(
     prefix, clean, tmp_path, layout, expected_ranks
 ):
@@ -193,7 +193,7 @@ def plant_spike_once(rank: int) -> None:
         pytest.param(plant_spike_once, 4, "spike", EXPERTS, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_transient_inf_gradient_or_loss_spike_is_recomputed(
     prefix, clean, tmp_path, plant, iteration, kind, layout
 ):
@@ -260,7 +260,7 @@ def on_machine(monkeypatch, host: str, argv: list[str], broken=None) -> int:
         pytest.param("spike", always_high, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.covers("bad step computed again")
+@pytest.mark.covers("recomputed bad steps")
 def test_faulty_machine_is_identified_and_excluded_from_restarts(
     prefix, clean, tmp_path, monkeypatch, capsys, kind, broken
 ):

@@ -68,7 +68,7 @@ def run_with_flip(argv, *, world, victim=1, name=NORM, step):
     return line
 
 
-@pytest.mark.covers("replica digests")
+@pytest.mark.covers("replica check")
 def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     save = tmp_path / "save"
     options = f"{SHORT} --global-batch-size 6 --save {save} --save-interval 2 {INTERVAL} 2"
@@ -93,7 +93,7 @@ def test_diverged_replica_of_three_is_named_within_interval(prefix, tmp_path):
     assert latest_checkpoint(save).name == "iter_0000006"
 
 
-@pytest.mark.covers("replica digests")
+@pytest.mark.covers("replica check")
 def test_both_of_two_differing_replicas_are_named(prefix):
     options = f"{SHORT} --overlap-param-gather {ZERO} optim {INTERVAL} 3"
     line = run_with_flip(flags(prefix, options), world=2, victim=0, step=3)
@@ -115,7 +115,7 @@ def test_both_of_two_differing_replicas_are_named(prefix):
         (4, f"{MOE} {BIAS}", 1, "decoder.blocks.1.moe.router.expert_bias"),
     ],
 )
-@pytest.mark.covers("replica digests")
+@pytest.mark.covers("replica check")
 def test_every_kind_of_replica_is_compared(prefix, world, options, victim, name):
     argv = flags(prefix, f"{SHORT} {INTERVAL} 1 {options}")
     if "pipeline" in options:
@@ -137,6 +137,6 @@ def test_every_kind_of_replica_is_compared(prefix, world, options, victim, name)
         (4, f"{MOE} {ZERO} optim"),
     ],
 )
-@pytest.mark.covers("replica digests")
+@pytest.mark.covers("replica check")
 def test_equal_replicas_pass_the_check(prefix, world, options):
     run_on(world, flags(prefix, f"{SHORT} {INTERVAL} 1 {options}"))

@@ -29,11 +29,12 @@ EXPECTED = Ran(
     world=4, tp=1, cp=1, pp=2, dp=2, ep=2, etp=1, sequence_parallel=False, schedule="zb-h1",
     strategy="optim_grads_params",
     settings=tuple(sorted((
-        "fp32", "loss scale", "loss per token", "accumulated microbatches", "SGD",
-        "reduce at the end", "gather by weight", "selective recompute", "dropout", "LayerNorm",
+        "fp32", "loss scale", "per-token loss", "gradient accumulation", "SGD",
+        "grad reduce at the end", "param gather per weight", "selective recompute", "dropout",
+        "LayerNorm",
         "tied embedding", "plain MLP", "biases", "multi-token prediction", "latent attention",
-        "sigmoid router", "losses of routers", "balance by biases", "capacity by position",
-        "gated shared expert", "tokens by all-gather",
+        "sigmoid router", "router losses", "expert bias balancing", "drop policy position",
+        "gated shared expert", "all-gather dispatcher",
     ))),
 )  # fmt: skip
 
@@ -77,4 +78,4 @@ def test_strategy_with_one_dp_rank_is_not_recorded(tmp_path: Path) -> None:
     run_ranks(rank_of_row, 2, row, initial, env=env)
     (ran,) = coverage_recorder.read(tmp_path / "ran.jsonl")
     assert (ran.tp, ran.strategy) == (2, "")
-    assert not {"reduce overlapped", "gather overlapped"} & set(ran.settings)
+    assert not {"overlapped grad reduce", "overlapped param gather"} & set(ran.settings)

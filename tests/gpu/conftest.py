@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of the tests that need one; in a rehearsal the CPU, without what only a GPU can do."""
+"""The device of the GPU tests: a GPU, or in a rehearsal the CPU, without tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DEVICE_LOST = 70
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The first GPU, or where a rehearsal runs."""
+    """The first GPU, or the CPU in a rehearsal."""
     return choose_device("cpu" if REHEARSES else "cuda")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests of the machine itself out of a rehearsal."""
+    """Deselect tests of the machine in a rehearsal."""
     if not REHEARSES:
         return
     machines = [item for item in items if item.get_closest_marker("machine")]
@@ -44,7 +44,7 @@ def pytest_runtest_makereport(
     """End this process after a failure that the device does not recover from.
 
     An illegal access makes every later call of the process fail, so no later test would count.
-    pytest-xdist reports the test as failed and goes on in a new process.
+    pytest-xdist reports the test as failed and continues in a new process.
     """
     report = yield
     if call.excinfo is not None and torch.cuda.is_initialized():
@@ -61,6 +61,6 @@ def pytest_runtest_makereport(
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Let a file pass a rehearsal that has only tests of the machine itself."""
+    """Let a file with only tests of the machine pass a rehearsal."""
     if REHEARSES and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background of state on a GPU: pinned copies on a stream of their own."""
+"""Asynchronous saves of state on a GPU: pinned copies on a separate stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_changes_after_settle_are_not_saved(tmp_path):
     save_checkpoint(tmp_path / "sync", 1, chunks, {}, coordinator=Solo())
     saver = AsyncSaver(tmp_path / "async", chunks, coordinator=Solo())
     busy = torch.randn(4096, 4096, device=device)
-    for _ in range(20):  # the copies are put behind work that has not run yet
+    for _ in range(20):  # queue the copies behind pending work
         busy = busy @ busy * 1e-3
     saver.save(1, {})
     saver.synchronize_staging()
@@ -34,15 +34,15 @@ def test_changes_after_settle_are_not_saved(tmp_path):
     saver.close()
     assert report.error is None
     for name in ("manifest.json", "shard-00000.safetensors"):
-        files = [tmp_path / way / "iter_0000001" / name for way in ("sync", "async")]
+        files = [tmp_path / mode / "iter_0000001" / name for mode in ("sync", "async")]
         assert files[0].read_bytes() == files[1].read_bytes()
-    found = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
     with CheckpointReader(tmp_path / "async" / "iter_0000001") as reader:
-        reader.read(full_chunks(found))
-    assert all(same_bits(found[name], before[name]) for name in before)
+        reader.read(full_chunks(loaded))
+    assert all(same_bits(loaded[name], before[name]) for name in before)
 
 
-def test_the_memory_is_pinned(tmp_path):
+def test_staging_memory_is_pinned(tmp_path):
     saver = AsyncSaver(
         tmp_path, full_chunks({"w": torch.ones(9, device="cuda")}), coordinator=Solo()
     )
@@ -50,7 +50,7 @@ def test_the_memory_is_pinned(tmp_path):
     saver.close()
 
 
-def test_a_run_on_a_gpu_saves_the_same_in_the_background(tmp_path):
+def test_async_save_of_a_gpu_run_equals_sync_save(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     common = "--device cuda --bf16 --train-iters 5 --save-interval 1 --eval-interval 0"
     run_on(1, flags(prefix, f"{common} --save {tmp_path / 'waits'}"))

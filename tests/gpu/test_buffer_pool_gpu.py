@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases on a GPU: a buffer is not written by its next holder before its last one has read it."""
+"""Buffer reuse on a GPU: a buffer is not written by its next user before the last read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.weight_gather.gatherer import BufferPool
 
 @pytest.mark.gpu
 @pytest.mark.machine
-def test_the_next_holders_stream_waits_for_the_last_one(device):
+def test_reused_buffer_waits_for_the_previous_stream(device):
     pool = BufferPool(device)
     compute, gather = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(gather):

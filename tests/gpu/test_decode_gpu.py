@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One more token of recurrent layers on the GPU: against fp64, many times over, in a CUDA graph."""
+"""Decode steps of recurrent layers on the GPU: against fp64, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 ROWS, STEPS = sized((77, 40), (3, 2))
 LIMITS = (0.0, 1.0)
-#: Units of a layer and what they are: of Qwen3-Next, Nemotron-H, mamba2-2.7b, and odd ones.
+#: Units of a layer and their layout: of Qwen3-Next, Nemotron-H, mamba2-2.7b, and uneven sizes.
 LAYERS = sized(
     {
         "Qwen3-Next": (16, UnitLayout.delta(2, 128, 128)),
@@ -41,9 +41,9 @@ LAYERS = sized(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's weights and what it keeps."""
+    """A layer's weights and states."""
 
-    parts: UnitLayout
+    unit: UnitLayout
     weights: PrologueWeights
     memory: DecodeMemory
     scale: torch.Tensor
@@ -51,17 +51,17 @@ class Layer:
 
     @staticmethod
     def of(device: torch.device, name: str, dtype: torch.dtype, *, bf16_states=False) -> Layer:
-        units, parts = LAYERS[name]
-        heads, channels = units * parts.heads, parts.conv_channels
+        units, unit = LAYERS[name]
+        heads, channels = units * unit.heads, unit.conv_channels
         slots = torch.randperm(ROWS + 5, device=device)[:ROWS]
         slots[1] = -1
-        states = (ROWS + 6, heads, parts.key_channels, parts.value_channels)
+        states = (ROWS + 6, heads, unit.key_channels, unit.value_channels)
         conv = random_tensor(device, ROWS + 6, 3, units, channels).to(dtype)
         state = random_tensor(device, *states).to(torch.bfloat16 if bf16_states else torch.float32)
         state[-1], conv[-1] = torch.nan, torch.nan
         arrived = torch.zeros(ROWS + 6, units, dtype=torch.int32, device=device)
         return Layer(
-            parts,
+            unit,
             PrologueWeights(
                 (random_tensor(device, units, channels, 4) / 2).to(dtype),
                 random_tensor(device, units, channels).to(dtype),
@@ -69,11 +69,11 @@ class Layer:
                 random_tensor(device, heads + 1)[1:],
             ),
             DecodeMemory(conv, state, slots, arrived),
-            1 + random_tensor(device, heads * parts.value_channels) / 4,
+            1 + random_tensor(device, heads * unit.value_channels) / 4,
             random_tensor(device, heads),
         )
 
-    def wide(self) -> Layer:
+    def to_fp64(self) -> Layer:
         """Return a copy in fp64."""
         weights = PrologueWeights(*(w.double() for w in self.weights))
         memory = replace(
@@ -82,19 +82,19 @@ class Layer:
             state=self.memory.state.double(),
             slots=self.memory.slots,
         )
-        return Layer(self.parts, weights, memory, self.scale.double(), self.skip.double())
+        return Layer(self.unit, weights, memory, self.scale.double(), self.skip.double())
 
     def step(self, features: torch.Tensor, implementation: str | None, order: str) -> torch.Tensor:
-        """Take every row on by a token."""
-        parts, delta = self.parts, self.parts.beta is not None
-        values = parts.heads * parts.value_channels
-        source, gate = features.split([parts.width, values], dim=-1)
-        scale = self.scale[: parts.value_channels] if delta else self.scale
+        """Decode one token of every row."""
+        unit, delta = self.unit, self.unit.beta is not None
+        values = unit.heads * unit.value_channels
+        source, gate = features.split([unit.width, values], dim=-1)
+        scale = self.scale[: unit.value_channels] if delta else self.scale
         size = None if delta else values
         return recurrence_decode(
             source,
             self.weights,
-            unit=parts,
+            unit=unit,
             memory=self.memory,
             skip=None if delta else self.skip,
             norm=OutputNorm(gate, scale, 1e-5, order, size),
@@ -103,22 +103,22 @@ class Layer:
 
 
 def features_of(device: torch.device, name: str, dtype: torch.dtype, step: int) -> torch.Tensor:
-    units, parts = LAYERS[name]
-    width = parts.width + parts.heads * parts.value_channels
+    units, unit = LAYERS[name]
+    width = unit.width + unit.heads * unit.value_channels
     return torch.roll(random_tensor(device, ROWS, units, width), step, 0).to(dtype)
 
 
 def assert_steps_agree(layer: Layer, name: str, dtype: torch.dtype, order: str, steps: int) -> None:
-    """Take kernel and reference on by some tokens; compare every output, and what is kept."""
-    true, device = layer.wide(), layer.scale.device
+    """Decode tokens with kernel and reference; compare every output and the final states."""
+    true, device = layer.to_fp64(), layer.scale.device
     for step in range(steps):
         features = features_of(device, name, dtype, step)
         features[1] = torch.nan  # slot -1
         with nan_memory():
-            mine = layer.step(features, "triton", order)
-        wanted = true.step(features.double(), "reference", order)
-        assert relative_error(mine, wanted) <= BOUND[dtype], step
-        assert not mine[1].any()
+            actual = layer.step(features, "triton", order)
+        expected = true.step(features.double(), "reference", order)
+        assert relative_error(actual, expected) <= BOUND[dtype], step
+        assert not actual[1].any()
     bound = BOUND[layer.memory.state.dtype]
     assert relative_error(layer.memory.state[:-1], true.memory.state[:-1]) <= bound
     assert torch.equal(layer.memory.conv[:-1].double(), true.memory.conv[:-1]), "rows are copied"
@@ -129,17 +129,17 @@ def assert_steps_agree(layer: Layer, name: str, dtype: torch.dtype, order: str, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
 @pytest.mark.parametrize("name", LAYERS)
-def test_many_tokens(device, dtype, order, name):
+def test_decode_steps_match_fp64_reference(device, dtype, order, name):
     layer = Layer.of(device, name, dtype)
     assert_steps_agree(layer, name, dtype, order, STEPS)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_steps_that_are_no_numbers_give_none(device, name):
-    """A maximum of a number and of one that is none is the number on a GPU."""
+def test_nan_steps_propagate(device, name):
+    """On a GPU, the maximum of a number and NaN is the number."""
     layer = Layer.of(device, name, DTYPES[-1])
     features = features_of(device, name, DTYPES[-1], 0)
-    features[0, 0, layer.parts.dt] = torch.nan
+    features[0, 0, layer.unit.dt] = torch.nan
     layer.step(features, "triton", NORM_FIRST)
     state = layer.memory.state[layer.memory.slots[0]]
     assert state[0].isnan().all()
@@ -147,7 +147,7 @@ def test_steps_that_are_no_numbers_give_none(device, name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_candidate(device, name, monkeypatch):
+def test_every_launch_candidate_matches_reference(device, name, monkeypatch):
     candidates = recurrence_decode_triton.DECODE.candidates
     for launch in candidates[-2:] if REHEARSES else candidates:
         monkeypatch.setattr(
@@ -158,14 +158,14 @@ def test_every_candidate(device, name, monkeypatch):
 
 
 @pytest.mark.machine  # the interpreter rounds to bf16 by truncating
-def test_states_in_bf16(device):
+def test_bf16_states_match_fp64_reference(device):
     name = next(iter(LAYERS))
     layer = Layer.of(device, name, torch.bfloat16, bf16_states=True)
     assert_steps_agree(layer, name, torch.bfloat16, NORM_FIRST, 2)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_kernel_is_all(device, name):
+def test_decode_step_is_one_kernel(device, name):
     layer = Layer.of(device, name, DTYPES[-1])
     features = features_of(device, name, DTYPES[-1], 0)
     assert_launches(
@@ -175,8 +175,8 @@ def test_one_kernel_is_all(device, name):
 
 @pytest.mark.machine
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_graph_takes_other_slots_and_tokens_on(device, name):
-    """As an engine replays it: what is read is what lies in its buffers then."""
+def test_graph_replay_reads_updated_slots_and_tokens(device, name):
+    """A replay reads the current contents of its buffers, like the engine's."""
     layer = Layer.of(device, name, torch.bfloat16)
     features = features_of(device, name, torch.bfloat16, 0)
     stream = torch.cuda.Stream()
@@ -195,7 +195,7 @@ def test_a_graph_takes_other_slots_and_tokens_on(device, name):
         features.copy_(features_of(device, name, torch.bfloat16, step))
         memory.slots.copy_(memory.slots.roll(3))
         graph.replay()
-        wanted = eager.step(features, None, NORM_FIRST)
-        assert torch.equal(y, wanted)
+        expected = eager.step(features, None, NORM_FIRST)
+        assert torch.equal(y, expected)
     assert torch.equal(memory.state[:-1], eager.memory.state[:-1])
     assert torch.equal(memory.conv[:-1], eager.memory.conv[:-1])

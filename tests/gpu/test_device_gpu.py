@@ -12,7 +12,7 @@ from megatron.core.comm.collectives import _RankSum
 
 @pytest.mark.gpu
 @pytest.mark.machine
-def test_streams_events_and_memory_on_a_gpu(device):
+def test_streams_events_and_memory_figures_work(device):
     gpu = device
     side = devices.new_stream(gpu, priority=-1)
     start, end = (devices.new_event(gpu, timing=True) for _ in range(2))
@@ -33,17 +33,17 @@ def test_streams_events_and_memory_on_a_gpu(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_parts_of_bf16_are_summed_in_fp32_in_the_order_of_ranks(device, ranks):
-    """The sum of a reduce-scatter that accumulates in fp32: the CPU's bits."""
+def test_bf16_shards_are_summed_in_fp32_in_rank_order(device, ranks):
+    """The sum of a reduce-scatter with fp32 accumulation equals the CPU's bit for bit."""
 
-    class Done:
+    class FinishedWork:
         def wait(self):
             pass
 
     generator = torch.Generator().manual_seed(ranks)
-    parts = torch.randn(ranks, 1000, 3, generator=generator).bfloat16()
+    shards = torch.randn(ranks, 1000, 3, generator=generator).bfloat16()
     expected, out = torch.zeros(1000, 3), torch.empty(1000, 3, device=device)
-    for part in parts:
-        expected += part
-    _RankSum(Done(), parts.to(device).flatten(0, 1), out).wait()
+    for shard in shards:
+        expected += shard
+    _RankSum(FinishedWork(), shards.to(device).flatten(0, 1), out).wait()
     assert torch.equal(out.cpu(), expected)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference engine on the GPU: eager steps, CUDA graphs and asynchronous steps choose the same
-tokens, those of the CPU; sampling, sleep, new weights; symmetric memory and quantized weights."""
+"""The inference engine on the GPU: eager, graphed and asynchronous steps choose the CPU's tokens;
+sampling, sleep, new weights; symmetric memory and quantized weights."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ MODELS = {
         ),
     ),
 }
-#: Asynchronous or not, with CUDA graphs or without.
-WAYS = list(itertools.product((False, True), (False,) if REHEARSES else (False, True)))
+#: (asynchronous, with CUDA graphs)
+STEP_MODES = list(itertools.product((False, True), (False,) if REHEARSES else (False, True)))
 GREEDY = SamplingParams(temperature=0, logprobs=1)
 SAMPLED = SamplingParams(
     temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5
@@ -107,8 +107,8 @@ def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = Fa
     )
 
 
-def answers(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Completion]:
-    """Return the completions of five prompts of different lengths, two of which begin alike."""
+def completions_of(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Completion]:
+    """Return the completions of five prompts of different lengths; two share a prefix."""
     vocabulary = engine.model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
     prompts = [
@@ -122,11 +122,13 @@ def answers(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Completio
     return [completion for (completion,) in generate_all(engine, requests)]
 
 
-def by_way(model: GPTModel, sampling: SamplingParams) -> dict[tuple[bool, bool], list[Completion]]:
+def completions_by_mode(
+    model: GPTModel, sampling: SamplingParams
+) -> dict[tuple[bool, bool], list[Completion]]:
     completions = {}
-    for asynchronous, graphs in WAYS:
+    for asynchronous, graphs in STEP_MODES:
         engine = engine_for(model, asynchronous=asynchronous, graphs=graphs)
-        completions[asynchronous, graphs] = answers(engine, sampling)
+        completions[asynchronous, graphs] = completions_of(engine, sampling)
         if graphs:
             assert engine.graphs.replayed > NEW_TOKENS // 2
     return completions
@@ -134,39 +136,44 @@ def by_way(model: GPTModel, sampling: SamplingParams) -> dict[tuple[bool, bool],
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_of_stepping_chooses_the_same_tokens(device, name, sampling):
-    completions = by_way(build(name, device, torch.float32), sampling)
-    expected = completions[WAYS[0]]
-    for way, others in completions.items():
-        assert [c.tokens for c in others] == [c.tokens for c in expected], way
-        for one, other in zip(expected, others, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4), way
+def test_every_step_mode_chooses_the_same_tokens(device, name, sampling):
+    completions = completions_by_mode(build(name, device, torch.float32), sampling)
+    expected = completions[STEP_MODES[0]]
+    for mode, actual in completions.items():
+        assert [c.tokens for c in actual] == [c.tokens for c in expected], mode
+        for expected_completion, completion in zip(expected, actual, strict=True):
+            assert expected_completion.logprobs == pytest.approx(completion.logprobs, abs=2e-4), (
+                mode
+            )
 
 
 @pytest.mark.machine
 @pytest.mark.parametrize("name", MODELS)
-def test_ways_of_stepping_part_at_ties_only(device, name):
-    """Graphs pad a batch, so products of bf16 may round otherwise: tokens are the same up to the
-    first two that are equally probable within that."""
-    completions = by_way(build(name, device, torch.bfloat16), GREEDY)
-    expected = completions[WAYS[0]]
-    for way, others in completions.items():
-        for one, other in zip(expected, others, strict=True):
-            pairs = zip(one.tokens, other.tokens, strict=True)
+def test_step_modes_differ_only_at_ties(device, name):
+    """Graphs pad a batch, so bf16 products may round differently: tokens are equal up to the first
+    tie within rounding."""
+    completions = completions_by_mode(build(name, device, torch.bfloat16), GREEDY)
+    expected = completions[STEP_MODES[0]]
+    for mode, actual in completions.items():
+        for expected_completion, completion in zip(expected, actual, strict=True):
+            pairs = zip(expected_completion.tokens, completion.tokens, strict=True)
             length = next((n for n, (a, b) in enumerate(pairs) if a != b), NEW_TOKENS)
-            ours, theirs = one.logprobs[: length + 1], other.logprobs[: length + 1]
-            assert ours == pytest.approx(theirs, abs=0.1), (way, length)
-        assert [c.tokens[0] for c in others] == [c.tokens[0] for c in expected], way
+            expected_logprobs, logprobs = (
+                expected_completion.logprobs[: length + 1],
+                completion.logprobs[: length + 1],
+            )
+            assert expected_logprobs == pytest.approx(logprobs, abs=0.1), (mode, length)
+        assert [c.tokens[0] for c in actual] == [c.tokens[0] for c in expected], mode
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_the_cpus(device, name):
-    """In fp32, greedy: the two best logits of any step are further apart than rounding."""
-    here = answers(engine_for(build(name, device, torch.float32)))
-    there = answers(engine_for(build(name, CPU, torch.float32)))
-    assert [c.tokens for c in here] == [c.tokens for c in there]
-    for one, other in zip(here, there, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+def test_tokens_match_the_cpu(device, name):
+    """In fp32 the two best logits of each step are further apart than rounding."""
+    gpu_completions = completions_of(engine_for(build(name, device, torch.float32)))
+    cpu_completions = completions_of(engine_for(build(name, CPU, torch.float32)))
+    assert [c.tokens for c in gpu_completions] == [c.tokens for c in cpu_completions]
+    for on_gpu, on_cpu in zip(gpu_completions, cpu_completions, strict=True):
+        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=2e-4)
 
 
 SAMPLINGS = {
@@ -192,15 +199,15 @@ def sample_rows(count: int, names: list[str]) -> list[SampleRow]:
 
 
 @pytest.mark.parametrize("names", [[name] for name in SAMPLINGS] + [list(SAMPLINGS)], ids=str)
-def test_samples_are_the_cpus(device, names):
-    """Draws are functions of seed, sequence and position, and weights are fp64 on any device."""
+def test_samples_match_the_cpu(device, names):
+    """Draws depend on seed, sequence and position; probabilities are fp64 on any device."""
     rows = sample_rows(sized(64, 10), names)
     generator = torch.Generator().manual_seed(7)
     logits = 3 * torch.randn(len(rows), sized(32003, 211), generator=generator)
-    expected, result = sample(logits, rows), sample(logits.to(device), rows)
-    assert result.tokens.tolist() == expected.tokens.tolist()
-    assert len(set(result.tokens.tolist())) > len(rows) // 8
-    assert result.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+    expected, actual = sample(logits, rows), sample(logits.to(device), rows)
+    assert actual.tokens.tolist() == expected.tokens.tolist()
+    assert len(set(actual.tokens.tolist())) > len(rows) // 8
+    assert actual.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
 
 
 LENGTHS = {
@@ -211,21 +218,24 @@ LENGTHS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_attention_over_pages_of_latents(device, lengths, dtype):
+def test_paged_latent_attention_matches_reference(device, lengths, dtype):
     new, contexts = LENGTHS[lengths]
     heads, values = sized(16, 3), sized(512, 16)
     rows = paged_rows(
         new, contexts, heads=(heads, 1), features=values + sized(64, 8), block_size=sized(64, 16)
     )
-    rows = moved(rows, CPU, dtype)  # both read the numbers that the kernel reads
+    rows = moved(rows, CPU, dtype)  # both implementations read rounded inputs
     options = {"scale": 0.05, "value_features": values}
 
     def attend(implementation, kind):
-        held = moved(rows, device, kind)
+        typed_rows = moved(rows, device, kind)
         return paged_latent_attention(
-            held.query, held.caches[0][:, :, 0], batch=held.batch, implementation=implementation,
+            typed_rows.query,
+            typed_rows.caches[0][:, :, 0],
+            batch=typed_rows.batch,
+            implementation=implementation,
             **options,
-        )  # fmt: skip
+        )
 
     with nan_memory():
         out = attend("triton", dtype)
@@ -235,10 +245,10 @@ def test_attention_over_pages_of_latents(device, lengths, dtype):
 
 @pytest.mark.parametrize("name", ["gpt", "hybrid"])
 @pytest.mark.parametrize("graphs", [False] if REHEARSES else [False, True])
-def test_an_engine_sleeps_and_wakes(device, name, graphs):
+def test_engine_sleeps_and_wakes(device, name, graphs):
     model = build(name, device, DTYPES[-1])
     engine = engine_for(model, graphs=graphs)
-    expected = [c.tokens for c in answers(engine)]
+    expected = [c.tokens for c in completions_of(engine)]
     before = None if REHEARSES else torch.cuda.memory_allocated(device)
     engine.sleep(list(model.parameters()))
     assert not any(weight.untyped_storage().size() for weight in model.parameters())
@@ -246,53 +256,57 @@ def test_an_engine_sleeps_and_wakes(device, name, graphs):
         weights = sum(weight.nbytes for weight in model.parameters())
         assert torch.cuda.memory_allocated(device) <= before - weights
     engine.wake()
-    assert [c.tokens for c in answers(engine)] == expected
+    assert [c.tokens for c in completions_of(engine)] == expected
 
 
 @pytest.mark.parametrize("graphs", [False] if REHEARSES else [False, True])
-def test_new_weights_are_used_from_the_next_request_on(device, graphs):
-    """Also by graphs that were recorded over the old ones, which lay at the same addresses."""
-    model, other = (build("gpt", device, torch.float32) for _ in range(2))
+def test_new_weights_apply_from_the_next_request(device, graphs):
+    """Graphs captured with the old weights read the new ones at the same addresses."""
+    model, updated = (build("gpt", device, torch.float32) for _ in range(2))
     with torch.no_grad():
-        for weight in other.parameters():
+        for weight in updated.parameters():
             weight.mul_(1.1).add_(0.01)
     engine = engine_for(model, graphs=graphs)
-    old = [c.tokens for c in answers(engine)]
+    old_tokens = [c.tokens for c in completions_of(engine)]
     with torch.no_grad():
-        for weight, new in zip(model.parameters(), other.parameters(), strict=True):
-            weight.copy_(new)
+        for weight, new_weight in zip(model.parameters(), updated.parameters(), strict=True):
+            weight.copy_(new_weight)
     engine.weights_replaced()
-    expected = [c.tokens for c in answers(engine_for(other))]
-    assert expected != old
-    assert [c.tokens for c in answers(engine)] == expected
+    expected = [c.tokens for c in completions_of(engine_for(updated))]
+    assert expected != old_tokens
+    assert [c.tokens for c in completions_of(engine)] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4"])
-def test_quantized_weights_have_the_cpus_bytes(device, name, dtype):
-    """Encoded shards are what ranks exchange: a rank may not depend on its device."""
+def test_quantized_weights_match_the_cpu_bytes(device, name, dtype):
+    """Ranks exchange encoded shards, so the codes must not depend on the device."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(sized(512, 96), sized(1000, 40), generator=generator).to(dtype)
     blocks = ("2d",) if name == "fp8" else ("2d", "1d")
-    for form in itertools.chain(*(gather_formats(name, scale_blocks=kind) for kind in blocks)):
-        amax = shard_amax(weight) if form.needs_amax else None
-        there = form.encode(weight, amax=amax)
-        amax_here = None if amax is None else amax.to(device)
-        here = form.encode(weight.to(device), amax=amax_here)
-        assert torch.equal(here.cpu(), there), form
+    for gather_format in itertools.chain(
+        *(gather_formats(name, scale_blocks=kind) for kind in blocks)
+    ):
+        amax = shard_amax(weight) if gather_format.needs_amax else None
+        cpu_codes = gather_format.encode(weight, amax=amax)
+        gpu_amax = None if amax is None else amax.to(device)
+        gpu_codes = gather_format.encode(weight.to(device), amax=gpu_amax)
+        assert torch.equal(gpu_codes.cpu(), cpu_codes), gather_format
         shape = (weight.shape[0], weight.shape[1])
-        decoded = form.decode(here, shape, dtype=dtype, amax=amax_here).cpu()
-        assert torch.equal(decoded, form.decode(there, shape, dtype=dtype, amax=amax)), form
+        decoded = gather_format.decode(gpu_codes, shape, dtype=dtype, amax=gpu_amax).cpu()
+        assert torch.equal(
+            decoded, gather_format.decode(cpu_codes, shape, dtype=dtype, amax=amax)
+        ), gather_format
 
 
 @pytest.mark.machine
 @pytest.mark.parametrize("name", ["gpt", "experts", "latent"])
-def test_a_decode_step_waits_once_for_the_device(device, name):
-    """Reading the chosen tokens is the one wait of a step, and it is an event's."""
+def test_decode_step_synchronizes_once(device, name):
+    """A step waits only for the event of the chosen tokens."""
     engine = engine_for(build(name, device, torch.bfloat16), graphs=True)
     for n in range(4):
         engine.add(Request(prompt=(3, 4, 5 + n), max_new_tokens=30, sampling=GREEDY))
-    for _ in range(6):  # prompts, and graphs that are recorded
+    for _ in range(6):  # prefill and graph capture
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -304,8 +318,8 @@ def test_a_decode_step_waits_once_for_the_device(device, name):
 
 
 @pytest.mark.machine
-def test_symmetric_memory_of_one_rank(device):
-    """Kernels over peers' memory and, where the device has it, multicast, in a group of one."""
+def test_symmetric_memory_works_on_one_rank(device):
+    """Peer-to-peer kernels and, if supported, multicast kernels in a group of one rank."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         groups = ProcessGroupCollection.create(RankGrid(world_size=1), rank=0)
@@ -314,11 +328,11 @@ def test_symmetric_memory_of_one_rank(device):
         assert memory.problem() == ""
         halves = [memory.exchange(memory.allocate(1 << 20, 1 << 14), group) for _ in range(2)]
         x = torch.randn(64, 256, device=device)
-        for way in ("p2p", *(("multimem",) if halves[0].multicast else ())):
-            arena = Arena(group, (halves[0], halves[1]), way)
+        for algorithm in ("p2p", *(("multimem",) if halves[0].multicast else ())):
+            arena = Arena(group, (halves[0], halves[1]), algorithm)
             for _ in range(3):
                 gathered, reduced = arena.all_gather(x), arena.reduce_scatter(x)
                 same = bool(torch.equal(gathered, x)) and bool(torch.equal(reduced, x))
-                assert same, way
+                assert same, algorithm
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of experts on the GPU against fp64: permutations, products of runs of rows, and both
-where experts leave out places."""
+"""The ops of experts on the GPU against fp64: permutations, grouped products, and dropped
+tokens."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def random_tensor(
 @pytest.mark.parametrize(
     ("copies", "dropped"), [(1, 0), (2, sized(700, 5)), (6, 0), (8, sized(5000, 30))]
 )
-def test_permutations(device, dtype, copies, dropped):
-    features = 1096  # more than a block, and not a multiple of one
+def test_permutations_match_fp64(device, dtype, copies, dropped):
+    features = 1096  # more than a block, not a multiple of it
     generator = torch.Generator(device).manual_seed(copies)
     order = torch.randperm(TOKENS * copies, generator=generator, device=device)
     permutation = Permutation.of(order[dropped:], TOKENS, copies)
     x = random_tensor(device, TOKENS, features, dtype=dtype)
     weights = random_tensor(device, TOKENS, copies)
-    pull = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]  # not contiguous
+    grad_out = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]  # not contiguous
 
     def run(implementation, kind):
         leaf = x.to(kind, copy=True).requires_grad_()
@@ -53,21 +53,21 @@ def test_permutations(device, dtype, copies, dropped):
         rows = take_rows(leaf, permutation, **options)
         plain = sum_rows(rows, permutation, **options)
         out = sum_rows(rows, permutation, weights=factors, **options)
-        torch.autograd.backward((plain, out), (pull.to(kind), pull.to(kind)))
+        torch.autograd.backward((plain, out), (grad_out.to(kind), grad_out.to(kind)))
         return rows, plain, out, leaf.grad, factors.grad
 
     with nan_memory():
-        mine = run("triton", dtype)
-    found = mine, run("reference", torch.float64)
+        kernel_tensors = run("triton", dtype)
+    pairs = kernel_tensors, run("reference", torch.float64)
     names = ("rows", "sums", "weighted sums", "input gradient", "weight gradient")
-    for name, one, true in zip(names, *found, strict=True):
-        assert_close_by_metric(name, one, true, bound=BOUND[dtype])
-    zeros = int((found[0][4] == 0).sum())
+    for name, actual, expected in zip(names, *pairs, strict=True):
+        assert_close_by_metric(name, actual, expected, bound=BOUND[dtype])
+    zeros = int((pairs[0][4] == 0).sum())
     assert zeros == dropped
 
 
 class Slot:
-    """A sink of gradients whose slot is NaN until it is written."""
+    """A gradient sink whose main grad is NaN until it is written."""
 
     def __init__(self, handle: WeightHandle) -> None:
         self.handle = handle
@@ -79,12 +79,12 @@ class Slot:
         )
 
     def grad_accumulated(self, handle: WeightHandle) -> None:
-        """There is nothing to note."""
+        """Do nothing."""
 
 
 @DTYPES
 @pytest.mark.parametrize(("width", "features"), [(384, 256), (38, 31)])
-def test_grouped_linear(device, dtype, width, features, monkeypatch):
+def test_grouped_linear_matches_fp64(device, dtype, width, features, monkeypatch):
     kernels = []
     product = torch.nn.functional.grouped_mm
 
@@ -107,25 +107,25 @@ def test_grouped_linear(device, dtype, width, features, monkeypatch):
         runs = RowRuns.of(torch.tensor(counts, device=device))
         out = grouped_linear(handle, x, runs)
         out.backward(grad)
-        parts = zip(
+        per_expert = zip(
             weight, x.detach().double().split(counts), grad.double().split(counts), strict=True
         )
-        ys, dxs, dws = zip(*((a @ w.t(), b @ w, b.t() @ a) for w, a, b in parts), strict=True)
+        ys, dxs, dws = zip(*((a @ w.t(), b @ w, b.t() @ a) for w, a, b in per_expert), strict=True)
         assert_close_by_metric("output", out, torch.cat(ys), bound=BOUND[dtype])
         assert_close_by_metric("input gradient", x.grad, torch.cat(dxs), bound=BOUND[dtype])
         total += torch.stack(dws)
-    # On a GPU the sums of bf16 products reach the slot unrounded.
+    # On a GPU the sums of bf16 products reach the main grad unrounded.
     assert_close_by_metric(
         "weight gradient", handle.main_grad, total, bound=sized(2e-5, BOUND[dtype])
     )
     aligned = dtype is torch.bfloat16 and features % 8 == 0 and not REHEARSES
-    torchs = aligned and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    assert len(kernels) == (4 if torchs else 0)
+    uses_torch = aligned and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    assert len(kernels) == (4 if uses_torch else 0)
 
 
 @pytest.fixture
 def no_host_reads():
-    """Refuse what waits for the device; a CPU is waited for."""
+    """Raise on device synchronization, except in a rehearsal."""
     if not REHEARSES:
         torch.cuda.set_sync_debug_mode("error")
     yield
@@ -137,9 +137,7 @@ def no_host_reads():
 @DTYPES
 @pytest.mark.parametrize("width", [256, 250])
 @pytest.mark.parametrize("dropping", [False, True])
-def test_forward_and_backward_read_nothing_on_the_host(
-    device, dtype, width, dropping, no_host_reads
-):
+def test_expert_forward_and_backward_do_not_sync(device, dtype, width, dropping, no_host_reads):
     store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype, device=device)
     sharding = WeightSharding.of("w", (EXPERTS, width, width), expert=True)
     handle = store.declare(sharding, InitSpec.normal(0.1))
@@ -148,10 +146,10 @@ def test_forward_and_backward_read_nothing_on_the_host(
     x = random_tensor(device, TOKENS, width, dtype=dtype).requires_grad_()
     chosen = random_tensor(device, TOKENS, EXPERTS).topk(2).indices
     weights = random_tensor(device, TOKENS, 2).requires_grad_()
-    kept = random_tensor(device, TOKENS, 2) > 0 if dropping else None
+    keep_mask = random_tensor(device, TOKENS, 2) > 0 if dropping else None
     out = dispatch(
         x,
-        Routing(chosen, weights, kept),
+        Routing(chosen, weights, keep_mask),
         lambda rows, runs: grouped_linear(handle, rows, runs),
         ranks=ExpertRanks(Group.single("etp_ep"), 1, EXPERTS),
         dispatcher="alltoall",
@@ -164,8 +162,8 @@ def test_forward_and_backward_read_nothing_on_the_host(
 
 @DTYPES
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_places_that_no_expert_takes(device, dtype, share):
-    """Their rows follow the last run, and hold what memory held."""
+def test_dropped_tokens_match_fp64(device, dtype, share):
+    """Rows of dropped tokens follow the last run and are uninitialized."""
     features, copies = 256, 2
     store = WeightStore(ProcessGroupCollection.single(), seed=4, dtype=dtype, device=device)
     sharding = WeightSharding.of("w", (EXPERTS, features, features), expert=True)
@@ -175,32 +173,34 @@ def test_places_that_no_expert_takes(device, dtype, share):
     generator = torch.Generator(device).manual_seed(6)
     scores = torch.rand(TOKENS, EXPERTS, generator=generator, device=device)
     chosen = scores.topk(copies).indices
-    kept = torch.rand(TOKENS, copies, generator=generator, device=device) >= share
+    keep_mask = torch.rand(TOKENS, copies, generator=generator, device=device) >= share
     x = random_tensor(device, TOKENS, features, dtype=dtype).requires_grad_()
     weights = random_tensor(device, TOKENS, copies).requires_grad_()
-    pull = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]
+    grad_out = random_tensor(device, TOKENS, features + 1, dtype=dtype)[:, 1:]
     with nan_memory():
         out = dispatch(
             x,
-            Routing(chosen, weights, kept),
+            Routing(chosen, weights, keep_mask),
             lambda rows, runs: grouped_linear(handle, rows, runs),
             ranks=ExpertRanks(Group.single("etp_ep"), 1, EXPERTS),
             dispatcher="alltoall",
         )
-        out.backward(pull)
-    true = [t.detach().double().requires_grad_() for t in (x, weights, handle.get())]
-    factors = (true[1] * kept).unsqueeze(-1)  # [t, k, 1]
+        out.backward(grad_out)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weights, handle.get())]
+    factors = (leaves[1] * keep_mask).unsqueeze(-1)  # [t, k, 1]
     products = torch.einsum(
         "teo,tke->tko",
-        torch.einsum("th,eoh->teo", true[0], true[2]),
+        torch.einsum("th,eoh->teo", leaves[0], leaves[2]),
         torch.nn.functional.one_hot(chosen, EXPERTS).double(),
     )
-    wanted = (factors * products).sum(1)
-    wanted.backward(pull.double())
-    found = (out, x.grad, weights.grad, handle.main_grad)
+    expected = (factors * products).sum(1)
+    expected.backward(grad_out.double())
+    actual_tensors = (out, x.grad, weights.grad, handle.main_grad)
     names = ("output", "input gradient", "gradient of weights", "weight gradient")
-    for name, mine, other in zip(names, found, (wanted, *(t.grad for t in true)), strict=True):
+    for name, actual, reference in zip(
+        names, actual_tensors, (expected, *(t.grad for t in leaves)), strict=True
+    ):
         if share == 1.0:
-            assert not mine.any(), name
+            assert not actual.any(), name
         else:
-            assert_close_by_metric(name, mine, other, bound=BOUND[dtype])
+            assert_close_by_metric(name, actual, reference, bound=BOUND[dtype])

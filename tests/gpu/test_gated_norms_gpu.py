@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated norms on the GPU against the references in fp64 there."""
+"""Gated norms on the GPU against references in fp64 on the GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.gpu
 UNITS = sized(16, 2)  # of Qwen3-Next
 
 ORDERS = pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
-#: Values of a unit and heads of them; the gate begins 516 columns into a unit, and is no multiple
-#: of 16 bytes from anything.
+#: Heads and values of a unit; the gate begins at column 516 of a unit, unaligned to 16 bytes.
 HEADS, VALUES, BEFORE = sized((2, 128, 516), (2, 6, 3))
 
 
@@ -32,16 +31,16 @@ def gated_inputs(device, tokens: int, rows: int, *weight: int):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize("with_padding", [False, True])
 @ORDERS
-def test_gated_norms_of_heads(device, dtype, order, places):
+def test_gated_norms_of_heads_match_reference(device, dtype, order, with_padding):
     rows = sized(3001, 7)
-    tokens = rows - rows // 5 if places else rows
+    tokens = rows - rows // 5 if with_padding else rows
     order_of_rows = None
-    if places:
+    if with_padding:
         order_of_rows = torch.full((rows,), -1, device=device)
-        real = torch.randperm(rows, device=device)[:tokens]
-        order_of_rows[real] = torch.arange(tokens, device=device)
+        token_rows = torch.randperm(rows, device=device)[:tokens]
+        order_of_rows[token_rows] = torch.arange(tokens, device=device)
 
     def call(x, units, weight, implementation):
         return gated_rms_norm(
@@ -60,7 +59,7 @@ def test_gated_norms_of_heads(device, dtype, order, places):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("features", sized((64, 1024, 5120, 8192), (6, 70)))
 @ORDERS
-def test_gated_norms_of_groups(device, dtype, order, features):
+def test_gated_norms_of_groups_match_reference(device, dtype, order, features):
     rows, groups = sized((1003, 3), (3, 2))
     shape = rows, groups * features
     inputs = (
@@ -76,34 +75,34 @@ def test_gated_norms_of_groups(device, dtype, order, features):
     agree(call, inputs, dtype)
 
 
-def test_launches_of_a_gated_norm(device):
+def test_gated_norm_is_one_kernel_each_way(device):
     rows = sized(999, 3)
     x, units, weight = (z.to(DTYPES[-1]) for z in gated_inputs(device, rows, rows, VALUES))
     gate = units[..., BEFORE:].unflatten(-1, (HEADS, VALUES))
     leaves = [z.requires_grad_() for z in (x, gate, weight)]
-    pull = torch.ones_like(x)
+    grad_out = torch.ones_like(x)
 
-    def both():
+    def forward_and_backward():
         y = gated_rms_norm(*leaves, eps=1e-6, implementation="triton")
-        return torch.autograd.grad(y, leaves, pull)
+        return torch.autograd.grad(y, leaves, grad_out)
 
     expected = {"gated_norm_forward_kernel": 1, "gated_norm_backward_kernel": 1}
-    assert_launches(both, expected, allowed=("sum", "copy"))
+    assert_launches(forward_and_backward, expected, allowed=("sum", "copy"))
 
 
 @pytest.mark.machine
-def test_places_beyond_32_bits(device):
-    """Rows that are more than 2^31 elements into x are held to the same ones by themselves."""
+def test_offsets_beyond_32_bits_match_reference(device):
+    """Rows beyond 2^31 elements of x equal the same rows computed separately."""
     channels, tail = 8192, 1000
     tokens = (1 << 31) // channels + 2 * tail
     x = torch.randn(tokens, channels, device=device, dtype=torch.bfloat16)
     gate, scale = x.flip(1), torch.randn(128, device=device)
     shape = (tokens, channels // 128, 128)
     y = gated_rms_norm(x.view(shape), gate.view(shape), scale, eps=1e-6)
-    wanted = gated_rms_norm(
+    expected = gated_rms_norm(
         x[-tail:].double().view(-1, *shape[1:]),
         gate[-tail:].double().view(-1, *shape[1:]),
         scale.double(),
         eps=1e-6,
     )
-    assert_close_by_metric("y", y[-tail:], wanted, bound=BOUND[torch.bfloat16])
+    assert_close_by_metric("y", y[-tail:], expected, bound=BOUND[torch.bfloat16])

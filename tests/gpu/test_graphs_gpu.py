@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps recorded as CUDA graphs: the bits of eager steps, on one GPU and with NCCL on two."""
+"""CUDA graphs of training steps equal eager steps, on one GPU and with NCCL on two."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.machine]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 GRAPH = "--cuda-graph-impl full_iteration"
-ROOM = "--moe-expert-rank-capacity-factor 2"
+CAPACITY = "--moe-expert-rank-capacity-factor 2"
 SHORT = "--eval-interval 4 --train-iters 10 --device cuda --bf16 --deterministic-mode"
 CUT = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"
 
 
 @pytest.fixture
-def one_order(monkeypatch):
-    """Sums of gradients in one order: bits can be compared."""
+def deterministic(monkeypatch):
+    """Use deterministic algorithms, so that bits can be compared."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -77,10 +77,10 @@ def one_order(monkeypatch):
         "recomputed experts",
     ],
 )
-def test_replays_are_eager_steps_bit_by_bit(
-    device, one_order, dtype, model, granularity, documents
+def test_graph_replays_equal_eager_steps_bitwise(
+    device, deterministic, dtype, model, granularity, documents
 ):
-    found = []
+    runs = []
     for recorder in (None, CudaRecorder(device, "graphs")):
         step = build_step(
             ProcessGroupCollection.single(),
@@ -91,8 +91,8 @@ def test_replays_are_eager_steps_bit_by_bit(
             dtype=dtype,
             device=device,
         )
-        found.append(run_steps(step, documents=documents))
-    eager, recorded = found
+        runs.append(run_steps(step, documents=documents))
+    eager, recorded = runs
     assert step.forward_backward.replays == len(REPLAYED)
     assert step.forward_backward.eager_steps == STEPS - len(REPLAYED)
     assert recorded.losses == eager.losses
@@ -117,48 +117,50 @@ def test_graph_replay_allocates_nothing_and_capture_runs_nothing(device):
     run._record(batches, factors)
     torch.cuda.synchronize(device)
     assert all(bool((slot == 7.0).all()) for slot in slots.values())
-    first = run(batches, factors)
+    loss = run(batches, factors)
     assert not any(bool((slot == 7.0).any()) for slot in slots.values())
     before = torch.cuda.memory_allocated(device)
-    second = run(batches, factors)
-    assert torch.cuda.memory_allocated(device) - before <= 512, "what it returns is one block"
-    assert (run.replays, first.item()) == (2, second.item())
+    repeated_loss = run(batches, factors)
+    assert torch.cuda.memory_allocated(device) - before <= 512, "the returned loss is one block"
+    assert (run.replays, loss.item()) == (2, repeated_loss.item())
 
 
-def test_a_run_by_flags_is_the_plain_one(device, tmp_path, capsys):
+def test_run_with_cuda_graph_flag_equals_plain_run(device, tmp_path, capsys):
     prefix = write_tokens(tmp_path / "tokens")
-    for name, more in (("plain", ""), ("graph", GRAPH)):
+    for name, graph_flags in (("plain", ""), ("graph", GRAPH)):
         save = f"--save {tmp_path / name} --save-interval 5"
-        assert run_in_process(flags(prefix, f"{SHORT} {save} {more}")) == 0
+        assert run_in_process(flags(prefix, f"{SHORT} {save} {graph_flags}")) == 0
     assert "in one CUDA graph after 3 eager steps" in capsys.readouterr().err
     for kind in ("train", "validation"):
-        found = [losses(tmp_path / name / "metrics.jsonl", kind) for name in ("plain", "graph")]
-        assert found[0] == found[1]
+        losses_by_run = [
+            losses(tmp_path / name / "metrics.jsonl", kind) for name in ("plain", "graph")
+        ]
+        assert losses_by_run[0] == losses_by_run[1]
 
 
 @two_gpus
-@pytest.mark.parametrize("more", [CUT, "--data-parallel-sharding-strategy optim", ""])
-def test_two_ranks_record_their_collectives(tmp_path, more):
+@pytest.mark.parametrize("options", [CUT, "--data-parallel-sharding-strategy optim", ""])
+def test_graphs_of_two_ranks_match_eager_losses(tmp_path, options):
     prefix = write_tokens(tmp_path / "tokens")
     for name, graph in (("plain", ""), ("graph", GRAPH)):
-        words = f"{SHORT} {more} {graph} --metrics-file {tmp_path / name}"
+        words = f"{SHORT} {options} {graph} --metrics-file {tmp_path / name}"
         run_on(2, flags(prefix, words))
     assert losses(tmp_path / "plain") == losses(tmp_path / "graph")
 
 
 @two_gpus
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_two_ranks_record_experts_within_a_capacity(tmp_path, dispatcher):
+def test_graphs_of_two_ranks_with_expert_capacity_match_eager(tmp_path, dispatcher):
     prefix = write_tokens(tmp_path / "tokens")
-    experts = f"--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 {ROOM}"
+    experts = f"--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 {CAPACITY}"
     for name, graph in (("plain", ""), ("graph", GRAPH)):
-        more = f"--moe-token-dispatcher-type {dispatcher} --metrics-file {tmp_path / name}"
-        run_on(2, flags(prefix, f"{SHORT} {experts} {more} {graph}"))
+        options = f"--moe-token-dispatcher-type {dispatcher} --metrics-file {tmp_path / name}"
+        run_on(2, flags(prefix, f"{SHORT} {experts} {options} {graph}"))
     assert losses(tmp_path / "plain") == losses(tmp_path / "graph")
 
 
 def with_early_gather(rank: int, world: int, port: int, argv: list[str]) -> NoReturn:
-    """Be a rank whose first gather starts at the end of the optimizer step, past all refusals."""
+    """Run a rank whose first gather starts at the end of the optimizer step, without the checks."""
     with (
         mock.patch.object(core_configs, "early_gather", return_value=(True, None)),
         mock.patch.object(capture, "unrecordable", return_value=None),
@@ -168,7 +170,7 @@ def with_early_gather(rank: int, world: int, port: int, argv: list[str]) -> NoRe
 
 
 @two_gpus
-def test_a_gather_that_starts_before_the_step_cannot_be_recorded(tmp_path):
+def test_gather_started_before_the_step_breaks_capture(tmp_path):
     argv = flags(write_tokens(tmp_path / "tokens"), f"{SHORT} {CUT} {GRAPH}")
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with start_ranks(with_early_gather, 2, server.port, argv, init=False) as ranks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measure of the other tests: launches are counted by name, and nothing hides among them."""
+"""The launch counter of the other tests: launches are counted by name, unexpected ones fail."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROWS, FEATURES = sized(512, 3), sized(2048, 37)
 def with_gradients(function, *inputs):
     """Return a call that runs the function forward and backward."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    pull = random_tensor(leaves[0].device, *function(*leaves).shape)
-    return lambda: torch.autograd.grad(function(*leaves), leaves, pull)
+    grad_out = random_tensor(leaves[0].device, *function(*leaves).shape)
+    return lambda: torch.autograd.grad(function(*leaves), leaves, grad_out)
 
 
 def normed(x, w):
@@ -61,7 +61,7 @@ def test_unexpected_launch_is_reported(device):
     assert_launches(lambda: normed(x, w) + x, {"rms_norm_forward_kernel": 1}, allowed=("add",))
 
 
-def test_a_product_and_a_sum_have_the_names_that_are_looked_for(device):
+def test_product_and_sum_kernels_have_expected_names(device):
     x = random_tensor(device, ROWS, FEATURES)
     for call in (
         lambda: x @ x.t(),
@@ -76,7 +76,7 @@ def test_a_product_and_a_sum_have_the_names_that_are_looked_for(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_wrong_kernel_does_not_agree(device, dtype):
+def test_wrong_kernel_fails_agreement(device, dtype):
     x = random_tensor(device, ROWS, 2 * FEATURES)
 
     def wrong(x, implementation):
@@ -100,11 +100,11 @@ def inputs_of(device, *shapes):
 
 def gradients_of(function, leaves):
     """Return a call that runs a function with `implementation="triton"` forward and backward."""
-    pull = random_tensor(leaves[0].device, *function(*leaves, implementation="triton").shape)
-    return lambda: torch.autograd.grad(function(*leaves, implementation="triton"), leaves, pull)
+    grad_out = random_tensor(leaves[0].device, *function(*leaves, implementation="triton").shape)
+    return lambda: torch.autograd.grad(function(*leaves, implementation="triton"), leaves, grad_out)
 
 
-def test_attention_multiplies_inside_its_kernels(device):
+def test_attention_launches_no_torch_products(device):
     heads, size = sized((256, 1, 16, 128), (20, 1, 2, 6)), sized((256, 1, 4, 128), (20, 1, 1, 6))
     leaves = inputs_of(device, heads, size, size)
     call = gradients_of(lambda q, k, v, **o: attention(q, k, v, window=9, **o)[0], leaves)
@@ -128,7 +128,7 @@ def test_attention_multiplies_inside_its_kernels(device):
     ],
     ids=["layer norm", "gate"],
 )
-def test_rows_take_a_kernel_each_way(device, name, function, kernels):
+def test_row_ops_are_one_kernel_each_way(device, name, function, kernels):
     x, w = inputs_of(device, (ROWS, 2 * FEATURES), (2 * FEATURES,))
     leaves = [x, w] if "norm" in name else [x]
     call = gradients_of(
@@ -146,8 +146,8 @@ def test_weighted_row_sum_computes_both_gradients_in_one_kernel(device):
     assert_launches(call, {"sum_rows_kernel": 1, "sum_rows_backward_kernel": 1})
 
 
-def test_dropout_drops_in_a_kernel_each_way(device):
-    """Hashes of rows and of columns are torch's; what is as large as the input is the kernel's."""
+def test_dropout_is_one_kernel_each_way(device):
+    """torch computes hashes of rows and columns; only the kernel passes over the input."""
     leaves = inputs_of(device, (ROWS, 2, FEATURES))
     site = {
         "rate": 0.1,
@@ -155,13 +155,13 @@ def test_dropout_drops_in_a_kernel_each_way(device):
         "sample_ids": torch.tensor([8, 3], device=device),
         "position_ids": torch.arange(ROWS, device=device),
     }
-    found = launched(gradients_of(lambda x, **o: dropout(x, **site, **o), leaves))
-    assert found.kernels == {"dropout_kernel": 2}
-    assert not any(is_product(name) for name in found.device_kernels), found.device_kernels
+    launches = launched(gradients_of(lambda x, **o: dropout(x, **site, **o), leaves))
+    assert launches.kernels == {"dropout_kernel": 2}
+    assert not any(is_product(name) for name in launches.device_kernels), launches.device_kernels
 
 
-def test_cross_entropy_multiplies_a_chunk_thrice(device):
-    """Logits, and both gradients: torch's products, and nothing of torch's between them."""
+def test_cross_entropy_has_three_products_per_chunk(device):
+    """torch computes the products of logits and both gradients, and nothing between them."""
     tokens, features, vocabulary = sized((512, 256, 1000), (6, 8, 40))
     hidden, weight = inputs_of(device, (tokens, features), (vocabulary, features))
     targets = torch.arange(tokens, device=device) % vocabulary
@@ -172,8 +172,8 @@ def test_cross_entropy_multiplies_a_chunk_thrice(device):
         value = linear_cross_entropy(hidden, weight, targets, weights, **options)[0]
         return torch.autograd.grad(value, (hidden, weight))
 
-    found = launched(loss)
-    assert found.kernels == {"chunk_statistics_kernel": 2, "chunk_gradient_kernel": 2}
-    products = {name: n for name, n in found.device_kernels.items() if is_product(name)}
-    # A GPU's library may cut a product in several kernels; the loss is a product of two vectors.
+    launches = launched(loss)
+    assert launches.kernels == {"chunk_statistics_kernel": 2, "chunk_gradient_kernel": 2}
+    products = {name: n for name, n in launches.device_kernels.items() if is_product(name)}
+    # A GPU library may split a product into several kernels; the loss is a dot product.
     assert (sum(products.values()) == 7) if REHEARSES else (sum(products.values()) >= 6), products

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT on the GPU: the CPU's weights, losses, gradients and tokens; its memory; NCCL; no syncs."""
+"""A GPT on the GPU matches the CPU's weights, losses, gradients and tokens; memory; NCCL; syncs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.one_batch import generate
 
 pytestmark = pytest.mark.gpu
 
-SMALL = GPTConfig(
+SMALL_CONFIG = GPTConfig(
     num_layers=3,
     hidden_size=192,
     vocab_size=1003,
@@ -41,7 +41,7 @@ SMALL = GPTConfig(
     init_std=0.1,
 )
 #: 218 M weights.
-LARGE = GPTConfig(
+LARGE_CONFIG = GPTConfig(
     num_layers=12,
     hidden_size=1024,
     vocab_size=32000,
@@ -81,20 +81,20 @@ def gradients(model, engine, device):
     return loss.item(), {n: h.main_grad.clone() for n, h in model.store.handles.items()}
 
 
-def compare(mine, true, bound=2e-5):
-    assert mine[0] == pytest.approx(true[0], rel=1e-6)
-    errors = {name: relative_error(mine[1][name], true[1][name]) for name in true[1]}
+def compare(actual, expected, bound=2e-5):
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    errors = {name: relative_error(actual[1][name], expected[1][name]) for name in expected[1]}
     worst = max(errors, key=errors.get)
     assert errors[worst] <= bound, (worst, errors[worst])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_backward_in_halves_has_the_gradients_of_the_whole(device, dtype):
-    whole, halves = built(SMALL, device, dtype), built(SMALL, device, dtype)
-    true = gradients(whole, DataParallel(whole.store, whole.groups), device)
+def test_split_backward_matches_whole_backward(device, dtype):
+    whole, halves = built(SMALL_CONFIG, device, dtype), built(SMALL_CONFIG, device, dtype)
+    expected = gradients(whole, DataParallel(whole.store, whole.groups), device)
     engine = DataParallel(halves.store, halves.groups)
     halves.store.splits = True
-    tokens, labels, weights, ids = batch(SMALL, device)
+    tokens, labels, weights, ids = batch(SMALL_CONFIG, device)
     engine.begin_step()
     loss, _ = halves.loss(
         tokens,
@@ -109,29 +109,29 @@ def test_a_backward_in_halves_has_the_gradients_of_the_whole(device, dtype):
     queue.drain()
     engine.post_backward(0)
     engine.finish()
-    found = {n: h.main_grad.clone() for n, h in halves.store.handles.items()}
-    # the rows of an embedding are added by atomics, in any order
-    compare((loss.item(), found), true, bound=1e-6)
+    grads = {n: h.main_grad.clone() for n, h in halves.store.handles.items()}
+    # Atomics add the rows of an embedding in any order.
+    compare((loss.item(), grads), expected, bound=1e-6)
 
 
-def test_initial_weights_are_the_cpus_bit_by_bit(device):
-    here, there = built(SMALL, device), built(SMALL, CPU)
-    for name, handle in there.store.handles.items():
-        assert torch.equal(here.store.handles[name].param.cpu(), handle.param), name
+def test_initial_weights_equal_the_cpu_bitwise(device):
+    on_gpu, on_cpu = built(SMALL_CONFIG, device), built(SMALL_CONFIG, CPU)
+    for name, handle in on_cpu.store.handles.items():
+        assert torch.equal(on_gpu.store.handles[name].param.cpu(), handle.param), name
 
 
-def test_loss_and_every_gradient_are_the_cpus(device):
-    found = []
-    for where in (device, CPU):
-        model = built(SMALL, where)
-        found.append(gradients(model, DataParallel(model.store, model.groups), where))
-    compare(*found)
+def test_loss_and_gradients_match_the_cpu(device):
+    pair = []
+    for target in (device, CPU):
+        model = built(SMALL_CONFIG, target)
+        pair.append(gradients(model, DataParallel(model.store, model.groups), target))
+    compare(*pair)
 
 
 def packed(model, engine, device, *, masks_by_ids=False):
-    """Run a forward and backward over rows of documents, laid out on the host; return the same."""
+    """Run a forward and backward over packed documents; return loss and gradients."""
     tokens, labels, weights, _ = batch(model.config, CPU)
-    ids = torch.stack([torch.arange(128) >= border for border in (50, 101)]).int()
+    ids = torch.stack([torch.arange(128) >= boundary for boundary in (50, 101)]).int()
     rows = {"document_ids": ids, "masks_by_ids": masks_by_ids, "device": device}
     layout = SequenceLayout.make(SequenceSharding.of(128, 1), 0, rows=2, **rows)
     tokens, labels, weights = (x.contiguous().to(device) for x in (tokens, labels, weights))
@@ -149,26 +149,26 @@ def packed(model, engine, device, *, masks_by_ids=False):
 
 @pytest.mark.machine
 def test_documents_window_and_sinks_match_cpu_without_syncs(device):
-    attention = dataclasses.replace(SMALL.attention, window=40, sinks=True)
-    config = dataclasses.replace(SMALL, attention=attention)
-    found = []
-    for where, by_ids in ((CPU, True), (device, True), (device, False)):
-        model = built(config, where)
+    attention = dataclasses.replace(SMALL_CONFIG.attention, window=40, sinks=True)
+    config = dataclasses.replace(SMALL_CONFIG, attention=attention)
+    runs = []
+    for target, by_ids in ((CPU, True), (device, True), (device, False)):
+        model = built(config, target)
         engine = DataParallel(model.store, model.groups)
-        packed(model, engine, where, masks_by_ids=by_ids)  # compiles the kernels
-        found.append(packed(model, engine, where, masks_by_ids=by_ids))
-    true, *others = found
-    assert true[1]["decoder.blocks.0.attention.sinks"].abs().max() > 0
-    for mine in others:
-        compare(mine, true)
+        packed(model, engine, target, masks_by_ids=by_ids)  # compiles the kernels
+        runs.append(packed(model, engine, target, masks_by_ids=by_ids))
+    expected, *gpu_runs = runs
+    assert expected[1]["decoder.blocks.0.attention.sinks"].abs().max() > 0
+    for actual in gpu_runs:
+        compare(actual, expected)
 
 
 @pytest.mark.machine
-def test_a_forward_and_backward_never_wait_for_the_gpu(device):
-    model = built(SMALL, device, torch.bfloat16)
+def test_forward_and_backward_do_not_sync(device):
+    model = built(SMALL_CONFIG, device, torch.bfloat16)
     engine = DataParallel(model.store, model.groups)
     gradients(model, engine, device)  # compiles the kernels
-    tokens, labels, weights, ids = batch(SMALL, device)
+    tokens, labels, weights, ids = batch(SMALL_CONFIG, device)
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -186,16 +186,16 @@ def test_a_forward_and_backward_never_wait_for_the_gpu(device):
 
 
 @pytest.mark.machine
-def test_bf16_training_learns_and_needs_the_memory_it_should(device):
+def test_bf16_training_learns_within_expected_memory(device):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
-    model = built(LARGE, device, torch.bfloat16)
+    model = built(LARGE_CONFIG, device, torch.bfloat16)
     engine = DataParallel(model.store, model.groups)
     optimizer = Optimizer(engine.owned(), model.groups)
     state = torch.cuda.memory_allocated(device) - before
     # 2 bytes of weight, 4 of gradient, 4 of master, 8 of moments.
     assert state <= 18.1 * model.store.num_parameters
-    tokens, labels, weights, _ = batch(LARGE, device, size=2, length=1025)
+    tokens, labels, weights, _ = batch(LARGE_CONFIG, device, size=2, length=1025)
     losses = []
     for _ in range(20):
         engine.begin_step()
@@ -209,35 +209,35 @@ def test_bf16_training_learns_and_needs_the_memory_it_should(device):
     assert losses[-1] < losses[0] - 2.0, losses
 
 
-def test_greedy_tokens_are_the_cpus(device):
+def test_greedy_tokens_match_the_cpu(device):
     requests = [Request(prompt=(5, 17, 900)), Request(prompt=(1,) * 40, sequence=1)]
-    plain = dataclasses.replace(SMALL, hidden_dropout=0.0)
-    found = [
+    plain = dataclasses.replace(SMALL_CONFIG, hidden_dropout=0.0)
+    tokens_by_device = [
         [
             completion.tokens
             for completion in generate(
-                built(plain, where),
+                built(plain, target),
                 requests,
                 max_new_tokens=32,
                 sampling=SamplingParams(temperature=0),
             )
         ]
-        for where in (device, CPU)
+        for target in (device, CPU)
     ]
-    assert found[0] == found[1]
+    assert tokens_by_device[0] == tokens_by_device[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_checkpoint_of_the_gpu_loads_on_the_cpu(device, tmp_path, dtype):
-    saved = built(SMALL, device, dtype)
+def test_gpu_checkpoint_loads_on_the_cpu(device, tmp_path, dtype):
+    saved = built(SMALL_CONFIG, device, dtype)
     folder = save_checkpoint(tmp_path, 1, weight_chunks(saved.store), {}, coordinator=Solo())
-    loaded = built(dataclasses.replace(SMALL, init_std=0.3), CPU, dtype)
+    loaded = built(dataclasses.replace(SMALL_CONFIG, init_std=0.3), CPU, dtype)
     load_checkpoint(folder, weight_chunks(loaded.store), coordinator=Solo())
-    back = built(dataclasses.replace(SMALL, init_std=0.3), device, dtype)
-    load_checkpoint(folder, weight_chunks(back.store), coordinator=Solo())
+    reloaded = built(dataclasses.replace(SMALL_CONFIG, init_std=0.3), device, dtype)
+    load_checkpoint(folder, weight_chunks(reloaded.store), coordinator=Solo())
     for name, handle in saved.store.handles.items():
         assert torch.equal(loaded.store.handles[name].param, handle.param.cpu()), name
-        assert torch.equal(back.store.handles[name].param, handle.param), name
+        assert torch.equal(reloaded.store.handles[name].param, handle.param), name
 
 
 @pytest.fixture
@@ -249,19 +249,19 @@ def nccl(device):
 
 
 @pytest.mark.machine
-def test_one_rank_of_nccl_computes_what_no_group_does(device, nccl):
-    found = []
+def test_nccl_group_of_one_rank_matches_no_group(device, nccl):
+    pair = []
     for groups in (nccl, ProcessGroupCollection.single()):
-        model = built(SMALL, device, groups=groups)
-        found.append(gradients(model, DataParallel(model.store, groups), device))
-    compare(*found, bound=1e-6)
+        model = built(SMALL_CONFIG, device, groups=groups)
+        pair.append(gradients(model, DataParallel(model.store, groups), device))
+    compare(*pair, bound=1e-6)
     probe = torch.full((5,), 3.0, device=device)
     dist.all_reduce(probe)
     assert probe.tolist() == [3.0] * 5
 
 
 @pytest.mark.machine
-def test_a_gpu_beyond_the_last_is_refused(device):
+def test_gpu_index_out_of_range_is_refused(device):
     count = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"this machine has {count}"):
         choose_device("cuda", count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel on the GPU, forward and backward, against plain torch in fp64 there."""
+"""Every Triton kernel on the GPU, forward and backward, against torch in fp64 on the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WINDOW, GATED = sized((300, 5504), (11, 45))
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_norms_with_residual(device, dtype, norm):
+def test_norms_with_residual_match_reference(device, dtype, norm):
     x, r = (random_tensor(device, SEQUENCE, BATCH, HIDDEN + i) for i in (0, 1))
     w, b = random_tensor(device, HIDDEN), random_tensor(device, HIDDEN) + 1
     if norm == "rms":
@@ -49,7 +49,7 @@ def test_norms_with_residual(device, dtype, norm):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope(device, dtype, interleaved):
+def test_rope_matches_reference(device, dtype, interleaved):
     cos, sin = rotary_table(torch.arange(SEQUENCE, device=device), dim=FEATURES)
     agree(
         partial(apply_rope, cos=cos, sin=sin, interleaved=interleaved),
@@ -60,7 +60,7 @@ def test_rope(device, dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated(device, dtype, activation):
+def test_gated_activations_match_reference(device, dtype, activation):
     agree(
         lambda x, **o: gated(x, activation, **o),
         (random_tensor(device, SEQUENCE, BATCH, 2 * GATED),),
@@ -69,7 +69,7 @@ def test_gated(device, dtype, activation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_drops_what_the_reference_drops(device, dtype):
+def test_dropout_drops_the_same_values_as_reference(device, dtype):
     x = random_tensor(device, SEQUENCE, BATCH, HIDDEN).to(dtype)
     options = {
         "rate": 0.1,
@@ -77,11 +77,11 @@ def test_dropout_drops_what_the_reference_drops(device, dtype):
         "sample_ids": torch.tensor([8, 3], device=device),
         "position_ids": torch.arange(SEQUENCE, device=device),
     }
-    mine = dropout(x, implementation="triton", **options)
-    assert torch.equal(mine, dropout(x, implementation="reference", **options))
+    actual = dropout(x, implementation="triton", **options)
+    assert torch.equal(actual, dropout(x, implementation="reference", **options))
     on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    assert torch.equal(mine.cpu(), dropout(x.cpu(), **on_cpu)), "another device drops others"
-    dropped = (mine == 0).float().mean().item()
+    assert torch.equal(actual.cpu(), dropout(x.cpu(), **on_cpu)), "dropout depends on the device"
+    dropped = (actual == 0).float().mean().item()
     assert 0.05 < dropped < 0.15
 
 
@@ -103,7 +103,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(device, dtype, case):
+def test_attention_matches_reference(device, dtype, case):
     options = dict(ATTENTION[case])
     if options.pop("documents", False):
         rows = torch.arange(SEQUENCE, device=device)
@@ -115,7 +115,7 @@ def test_attention(device, dtype, case):
     if options.pop("dropout", False):
         ids = torch.tensor([8, 3], device=device)
         drop = AttentionDropout(rate=0.3, key=5, sample_ids=ids, head_offset=2)
-        # No kernel draws dropout: what runs on a GPU is held to itself in fp64.
+        # No kernel supports dropout: the same code in fp64 is the reference.
         agree(
             lambda q, k, v, implementation: attention(q, k, v, dropout=drop)[0],
             [
@@ -133,7 +133,7 @@ def test_attention(device, dtype, case):
 
 
 def packed_rows(device, length):
-    """Return two rows of documents as attention takes them."""
+    """Return the attention arguments of two rows of packed documents."""
     rows = torch.arange(length)
     ids = torch.stack([rows // (length // 3), (rows + 9) // (length // 7)], -1)
     lengths = torch.cat([ids[:, row].unique_consecutive(return_counts=True)[1] for row in (0, 1)])
@@ -163,7 +163,7 @@ def fused_calls(monkeypatch):
     return calls
 
 
-#: By name: (features, queries, keys, the kernel on Hopper, what attention has).
+#: By name: (features, queries, keys, kernel on Hopper, attention options).
 FUSED = {
     "causal 128": (128, 2048, 2048, "cuDNN", {}),
     "causal 64": (64, 1000, 1000, "cuDNN", {}),
@@ -184,9 +184,9 @@ FUSED = {
 @pytest.mark.machine
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", FUSED)
-def test_attention_by_the_fused_kernels(device, fused_calls, case, deterministic):
-    """Output, log-sum-exp and gradients against fp64; the op takes them by itself. Deterministic
-    runs repeat their gradients bit by bit."""
+def test_fused_attention_kernels_match_fp64(device, fused_calls, case, deterministic):
+    """Output, log-sum-exp and gradients match fp64; the op chooses the fused kernels. Deterministic
+    runs repeat their gradients bit for bit."""
     features, queries, keys, kernel, options = FUSED[case]
     options = dict(options)
     if options.pop("documents", False):
@@ -202,36 +202,36 @@ def test_attention_by_the_fused_kernels(device, fused_calls, case, deterministic
         out, lse = attention(*leaves, implementation=implementation, **options)
         return [out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
-    true = run(torch.float64, "reference")
+    reference = run(torch.float64, "reference")
     torch.use_deterministic_algorithms(deterministic)
     try:
         mask = Mask(**options)
         if torch.cuda.get_device_capability(device) >= (9, 0):
-            expected = "FlashAttention-2" if deterministic else kernel
-            assert fused.kernel_of(query, key, mask) == expected
-        mine = run(torch.bfloat16, None)
-        again = run(torch.bfloat16, None) if deterministic else mine
+            expected_kernel = "FlashAttention-2" if deterministic else kernel
+            assert fused.kernel_of(query, key, mask) == expected_kernel
+        actual = run(torch.bfloat16, None)
+        repeated = run(torch.bfloat16, None) if deterministic else actual
     finally:
         torch.use_deterministic_algorithms(False)
     assert fused_calls == ["attention_forward", "attention_backward"] * (1 + deterministic)
-    errors = [relative_error(*pair) for pair in zip(mine, true, strict=True)]
+    errors = [relative_error(*pair) for pair in zip(actual, reference, strict=True)]
     assert max(errors) <= BOUND[torch.bfloat16], errors
-    differ = [not torch.equal(*pair) for pair in zip(mine, again, strict=True)]
+    differ = [not torch.equal(*pair) for pair in zip(actual, repeated, strict=True)]
     assert not any(differ), differ
 
 
 @pytest.mark.machine
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_the_fused_kernels_block_by_block(device, fused_calls, window):
-    """The rank with the row's middle attends to the keys of all, as in a ring."""
-    cut, features = SequenceSharding.of(1024, 2), 128
-    layout = SequenceLayout.make(cut, 1, rows=BATCH, device=device)
+def test_fused_attention_kernels_match_fp64_blockwise(device, fused_calls, window):
+    """The rank with the middle of the row attends to all keys, like in ring attention."""
+    sharding, features = SequenceSharding.of(1024, 2), 128
+    layout = SequenceLayout.make(sharding, 1, rows=BATCH, device=device)
     blocks = layout.blocks(None, window)
     shapes = [(1024, BATCH, n, features) for n in (HEADS, GROUPS, GROUPS, HEADS)]
-    parts = [random_tensor(device, *shape).bfloat16() for shape in shapes]
+    inputs = [random_tensor(device, *shape).bfloat16() for shape in shapes]
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        query, key, value, grad = (x.to(dtype) for x in parts)
+        query, key, value, grad = (x.to(dtype) for x in inputs)
         query, grad = query[layout.columns], grad[layout.columns]
         out, lse = blockwise.forward(query, key, value, blocks, scale=0.1, window=window)
         tensors = (grad, query, key, value, out.to(dtype), lse)
@@ -244,7 +244,7 @@ def test_the_fused_kernels_block_by_block(device, fused_calls, window):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_attention_with_sinks(device, dtype, window):
+def test_attention_with_sinks_matches_reference(device, dtype, window):
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS)]
     agree(
         lambda q, k, v, sinks, **o: attention(q, k, v, sinks=sinks, window=window, **o)[0],
@@ -259,8 +259,8 @@ def test_attention_with_sinks(device, dtype, window):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("features", sized([64, 96, 192, 256, 272], [136]))
-def test_attention_of_other_heads(device, dtype, window, features):
-    """Latent attention has heads of 192, some models of 256; 272 take tiles of 512."""
+def test_attention_of_other_head_sizes_matches_reference(device, dtype, window, features):
+    """Latent attention has head size 192, some models 256; 272 needs tiles of 512."""
     agree(
         lambda q, k, v, **o: attention(q, k, v, window=window, **o)[0],
         [
@@ -273,8 +273,8 @@ def test_attention_of_other_heads(device, dtype, window, features):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", sized([(2049, 2049), (1000, 1777), (1, 700)], [(70, 70)]))
-def test_attention_of_documents_in_any_order(device, dtype, lengths):
-    """Tiles of other documents are passed over, whatever the order of the documents."""
+def test_attention_of_unsorted_documents_matches_reference(device, dtype, lengths):
+    """Tiles of other documents are skipped in any order of documents."""
     queries, keys = lengths
     ids = torch.randint(-2, 2, (keys, BATCH), generator=torch.Generator().manual_seed(keys))
     ids = ids.repeat_interleave(97, 0)[:keys].to(device)
@@ -289,52 +289,56 @@ def test_attention_of_documents_in_any_order(device, dtype, lengths):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_of_more_rows_than_a_grid_is_high(device, dtype):
-    """65,535 programs at most in any dimension of a grid but the first."""
+def test_attention_of_more_rows_than_the_grid_limit(device, dtype):
+    """A grid has at most 65,535 programs in every dimension except the first."""
     rows = sized(70_000, 5)
     agree(attention_output, [random_tensor(device, 3, rows, 1, 16 + i) for i in range(3)], dtype)
 
 
 def attention_output(q, k, v, **options):
-    """Return the output of attention of heads of 16."""
+    """Return the output of attention with head size 16."""
     return attention(*(x[..., :16] for x in (q, k, v)), **options)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_attention_block_by_block(device, dtype, window):
-    cut = SequenceSharding.of(SEQUENCE, 2)
+def test_blockwise_attention_matches_reference(device, dtype, window):
+    sharding = SequenceSharding.of(SEQUENCE, 2)
     documents = [
         [0, SEQUENCE // 3, 2 * SEQUENCE // 3, SEQUENCE],
         [0, SEQUENCE // 7 + 10, SEQUENCE],
     ]
     shapes = [(SEQUENCE, BATCH, n, FEATURES) for n in (HEADS, GROUPS, GROUPS, HEADS)]
-    parts = [random_tensor(device, *shape).to(dtype) for shape in shapes]
-    places = torch.tensor(cut.row_indices(1), device=device)
-    found = []
+    inputs = [random_tensor(device, *shape).to(dtype) for shape in shapes]
+    row_indices = torch.tensor(sharding.row_indices(1), device=device)
+    runs = []
     for kind in (dtype, torch.float64):  # the kernel, and the reference in fp64
-        query, key, value, grad = (x.to(kind) for x in parts)
-        query, grad, result, plans = query[places], grad[places], None, []
-        for other in range(cut.size):
+        query, key, value, grad = (x.to(kind) for x in inputs)
+        query, grad, state, plans = query[row_indices], grad[row_indices], None, []
+        for key_rank in range(sharding.size):
             blocks = attention_blocks(
-                cut.runs(1), cut.runs(other), rows=BATCH, documents=documents, window=window
+                sharding.runs(1),
+                sharding.runs(key_rank),
+                rows=BATCH,
+                documents=documents,
+                window=window,
             )
-            own = torch.tensor(cut.row_indices(other), device=device)
-            plans.append((blocks, key[own], value[own]))
-            result = blockwise.forward(
-                query, *plans[-1][1:], blocks, scale=0.1, window=window, into=result
+            key_rows = torch.tensor(sharding.row_indices(key_rank), device=device)
+            plans.append((blocks, key[key_rows], value[key_rows]))
+            state = blockwise.forward(
+                query, *plans[-1][1:], blocks, scale=0.1, window=window, into=state
             )
-        out, lse = blockwise.finish(*result, random_tensor(device, HEADS), dtype=kind)
-        found.append([out, lse])
+        out, lse = blockwise.finish(*state, random_tensor(device, HEADS), dtype=kind)
+        runs.append([out, lse])
         for blocks, *pair in plans:
             arguments = (grad, query, *pair, out, lse, blocks)
-            found[-1] += blockwise.backward(*arguments, scale=0.1, window=window)
-    errors = [relative_error(mine, true) for mine, true in zip(*found, strict=True)]
+            runs[-1] += blockwise.backward(*arguments, scale=0.1, window=window)
+    errors = [relative_error(actual, expected) for actual, expected in zip(*runs, strict=True)]
     assert max(errors) <= BOUND[dtype], errors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_cross_entropy(device, dtype):
+def test_linear_cross_entropy_matches_reference(device, dtype):
     tokens, vocabulary = sized((4096, 32000), (11, 2100))
     targets = torch.randint(0, vocabulary - 7, (tokens,), device=device)
     weights = torch.rand(tokens, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers on a GPU: Muon in bf16 is near its fp32 self, state in host memory changes nothing."""
+"""Optimizers on a GPU: bf16 Muon is close to fp32 Muon; offloaded state changes nothing."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def train(config: OptimizerConfig, device: torch.device | str, **options) -> Tra
     return training
 
 
-def test_muon_on_bf16_products_is_near_the_cpu_s_fp32(device):
+def test_bf16_muon_is_close_to_fp32_on_the_cpu(device):
     config = OptimizerConfig(kind="muon", muon=MuonConfig(adam_names=("table",)))
     start = Training(ProcessGroupCollection.single(), config).logical()
-    wanted, found = train(config, "cpu").logical(), train(config, device).logical()
+    expected, actual = train(config, "cpu").logical(), train(config, device).logical()
     for name in SHAPES:
         bound = 0.1 if name in MATRICES else 1e-5
-        moved = wanted[name] - start[name]
-        assert_close_by_metric(name, found[name], wanted[name], bound=bound, whole=moved)
+        moved = expected[name] - start[name]
+        assert_close_by_metric(name, actual[name], expected[name], bound=bound, whole=moved)
 
 
-def test_state_in_host_memory_updates_as_on_the_gpu(device):
+def test_offloaded_state_updates_like_state_on_the_gpu(device):
     for dtype in (torch.float32, torch.bfloat16):
         trainings = [
             train(OptimizerConfig(offload_fraction=share), device, dtype=dtype)
@@ -42,18 +42,20 @@ def test_state_in_host_memory_updates_as_on_the_gpu(device):
         ]
         plain = trainings[0].logical()
         for share, training in zip((0.5, 1.0), trainings[1:], strict=True):
-            ours = training.optimizer
-            assert any(state.on_host for state in ours.ranges)
-            for state in ours.ranges:
-                where = "cpu" if state.on_host else "cuda"
-                assert {t.device.type for t in (state.master, *state.moments.values())} == {where}
+            optimizer = training.optimizer
+            assert any(state.on_host for state in optimizer.ranges)
+            for state in optimizer.ranges:
+                device_type = "cpu" if state.on_host else "cuda"
+                assert {t.device.type for t in (state.master, *state.moments.values())} == {
+                    device_type
+                }
                 assert state.master.is_pinned() == state.on_host
-            assert (ours.state_bytes(on_host=False) == 0) == (share == 1.0)
+            assert (optimizer.state_bytes(on_host=False) == 0) == (share == 1.0)
             bound = 1e-5 if dtype is torch.float32 else 2.0**-8
             assert_all_close(training.logical(), plain, bound=bound)
 
 
-def test_every_weight_arrives_where_it_is_used(device):
+def test_offloaded_update_copies_every_weight_back(device):
     training = train(OptimizerConfig(offload_fraction=1.0), device)
     host = training.optimizer.host
     before = host.bytes_to_host, host.bytes_to_device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on the GPU against the reference in fp64 there, and under a CUDA graph."""
+"""Paged attention on the GPU against the reference in fp64, and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 HEADS, FEATURES = sized((16, 2), (4, 2)), sized(128, 16)
 ROUNDED = {"half": torch.float16} if not REHEARSES else {}
-#: New tokens and contexts: decode, and what an engine mixes. Zero contexts are padding.
+#: New tokens and contexts: decode batches and mixed batches. Zero contexts are padding.
 DECODE = sized(
     ((1, 1, 1, 0, 1, 1, 1), (4096, 1, 1000, 77, 0, 513, 2047)),
     ((1, 0, 1, 1), (530, 5, 0, 20)),
@@ -28,7 +28,7 @@ MIXED = sized(
     ((1, 700, 512, 5, 1, 0, 1), (3001, 700, 1900, 64, 0, 9, 256)),
     ((1, 19, 7, 1), (30, 19, 20, 0)),
 )
-#: In more pieces than are merged at once, of which each has keys.
+#: Split into more pieces than one merge takes; each piece has keys.
 LONG_DECODE = sized(((1, 1), (9001, 8192)), ((1,), (8192,)))
 CASES = {
     "decode": (DECODE, {}),
@@ -48,7 +48,7 @@ CASES = {
 
 
 def attend(rows: PagedRows, device, dtype, implementation, sinks, window):
-    """Attend in `dtype` to rows on any device, rounded already."""
+    """Attend in `dtype` to rounded rows."""
     rows = moved(rows, device, dtype)
     sinks = sinks if sinks is None else sinks.to(device, dtype)
     return paged_attention(
@@ -63,7 +63,7 @@ def attend(rows: PagedRows, device, dtype, implementation, sinks, window):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *ROUNDED.values()], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_paged_attention(device, dtype, case):
+def test_paged_attention_matches_fp64(device, dtype, case):
     (new, contexts), changes = CASES[case]
     options = {"heads": HEADS, "features": FEATURES, "block_size": sized(64, 16)} | changes
     sinks, window = options.pop("sinks", False), options.get("window")
@@ -79,8 +79,8 @@ def test_paged_attention(device, dtype, case):
     assert_close_by_metric("lse", lse[~empty], expected[1][~empty], bound=BOUND[torch.float32])
 
 
-def test_launches(device):
-    """A decode step is two kernels where contexts are cut, a prefill of many rows one."""
+def test_paged_attention_launches_expected_kernels(device):
+    """A decode step with split contexts is two kernels, a prefill of many rows one."""
     for new, contexts, expected in (
         (*DECODE, {"paged_attention_kernel": 1, "merge_pieces_kernel": 1}),
         ((3,) * 3, (200, 30, 3), {"paged_attention_kernel": 1}),
@@ -95,7 +95,7 @@ def test_launches(device):
         )
 
 
-def test_writing_is_one_kernel(device):
+def test_write_to_pages_is_one_kernel(device):
     tokens, dtype = sized(100, 5), DTYPES[-1]
     caches = torch.zeros(2, tokens, 16, HEADS[1], FEATURES, device=device, dtype=dtype)
     key, value = torch.randn(tokens, HEADS[1], 2 * FEATURES, device=device).to(dtype).chunk(2, -1)
@@ -114,12 +114,12 @@ def test_writing_is_one_kernel(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_writing(device, dtype):
+def test_write_to_pages_matches_reference(device, dtype):
     tokens, groups, blocks = sized(777, 5), HEADS[1], sized(70, 4)
     fused = torch.randn(tokens, groups, 3 * FEATURES, device=device).to(dtype)
     slots = torch.randperm(blocks * 16, device=device)[:tokens]
     slots[1::3] = -1
-    found = []
+    caches_of = []
     for implementation in ("triton", "reference"):
         caches = torch.zeros(2, blocks, 16, groups, FEATURES, device=device, dtype=dtype)
         write_to_pages(
@@ -130,29 +130,29 @@ def test_writing(device, dtype):
             slot_mapping=slots,
             implementation=implementation,
         )
-        found.append(caches)
-    assert torch.equal(*found)
-    assert found[0].any()
+        caches_of.append(caches)
+    assert torch.equal(*caches_of)
+    assert caches_of[0].any()
 
 
 @pytest.mark.machine
-def test_a_graph_serves_every_batch_within_its_bounds(device):
-    """Captured once with the bounds of its bucket, replayed with other lengths and tables."""
+def test_graph_serves_every_batch_within_its_bounds(device):
+    """Capture once with the bounds of a bucket, replay with other lengths and block tables."""
     rows = 8
     bounds = {"heads": HEADS, "features": FEATURES, "bounds": (1, 4096), "block_size": 64}
     batches = [
         paged_rows((1,) * rows, (4096, 4000, 1, 17, 640, 64, 65, 3), **bounds),
         paged_rows((1,) * rows, (5, 1, 2048, 333, 3500, 0, 0, 0), **bounds),
     ]
-    batches = [moved(each, device, torch.bfloat16) for each in batches]
+    batches = [moved(rows_of_batch, device, torch.bfloat16) for rows_of_batch in batches]
     static = moved(batches[0], device, torch.bfloat16)
     tensors = [
         (x.query, *x.caches, x.batch.block_table, x.batch.query_bounds, x.batch.context_lengths)
         for x in (static, *batches)
     ]
-    # `moved` copies nothing that is there already: the graph needs memory of its own.
-    own = tuple(x.clone() for x in tensors[0])
-    static = _of(static, own)
+    # `moved` does not copy tensors on the device: the graph needs separate buffers.
+    buffers = tuple(x.clone() for x in tensors[0])
+    static = _with_tensors(static, buffers)
 
     def step():
         return paged_attention(static.query, *static.caches, batch=static.batch)
@@ -162,18 +162,20 @@ def test_a_graph_serves_every_batch_within_its_bounds(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = step()
-    for each, values in zip(batches, tensors[1:], strict=True):
-        for place, value in zip(own, values, strict=True):
-            place.copy_(value)
+    for rows_of_batch, values in zip(batches, tensors[1:], strict=True):
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
         out.fill_(torch.nan)
         graph.replay()
-        direct = paged_attention(each.query, *each.caches, batch=each.batch)
+        direct = paged_attention(
+            rows_of_batch.query, *rows_of_batch.caches, batch=rows_of_batch.batch
+        )
         assert torch.equal(out, direct[0])
         assert torch.equal(lse, direct[1])
 
 
-def _of(rows: PagedRows, tensors: tuple[torch.Tensor, ...]) -> PagedRows:
-    """Return rows whose query, caches, table, bounds and lengths are these tensors."""
+def _with_tensors(rows: PagedRows, tensors: tuple[torch.Tensor, ...]) -> PagedRows:
+    """Return rows with `tensors` as query, caches, table, bounds and lengths."""
     query, keys, values, table, bounds, lengths = tensors
     batch = replace(rows.batch, block_table=table, query_bounds=bounds, context_lengths=lengths)
     return replace(rows, query=query, caches=(keys, values), batch=batch)

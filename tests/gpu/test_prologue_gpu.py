@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue of recurrences on the GPU: against its formulas in fp64, whatever lies where."""
+"""The prologue of recurrences on the GPU against its formulas in fp64, for any row order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.launch_kernels import assert_launches
 
 pytestmark = pytest.mark.gpu
 
-#: Empty documents, some shorter than a convolution, some longer than what a program walks.
+#: Documents that are empty, shorter than a convolution, or longer than a program's segment.
 BOUNDS = sized((0, 1, 1, 3, 2000, 2003, 4096, 4099, 9001), (0, 1, 1, 3, 14))
 MANY = sized(tuple(range(0, 3001, 3)), (0, 3, 6))
-#: Of steps. A step that fp32 rounds to the other side of a limit has another gradient: so few have.
+#: Limits of steps. Few steps are at a limit, where fp32 rounding would change the gradient.
 NO_LIMITS, LIMITS = (0.0, float("inf")), (0.2, 0.9)
 QWEN = sized((16, UnitLayout.delta(2, 128, 128), 256), (1, UnitLayout.delta(2, 6, 3), 4))
-#: units, what they are, columns of the gate behind each
+#: units, their layout, columns of the gate after each unit
 LAYERS = {
     "Qwen3-Next": QWEN,
     "Nemotron-H": sized(
@@ -46,8 +46,8 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Let a rehearsal use small tiles: an interpreter works on whole ones."""
+def small_tiles(monkeypatch):
+    """Use small tiles in a rehearsal: the interpreter computes whole tiles."""
     if REHEARSES:
         tile = {"BLOCK_T": 16, "num_warps": 1, "num_stages": 1}
         monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
@@ -60,22 +60,22 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
 
     Args:
         device: where it runs.
-        name: of the layer.
-        bounds: of documents.
-        width: of the convolution.
-        padding: rows without a token, among which tokens lie in no order; None: as packed.
-        bias, initial: whether there are any.
+        name: name of the layer.
+        bounds: bounds of documents.
+        width: width of the convolution.
+        padding: number of rows without a token, with tokens in random order; None: as packed.
+        bias, initial: whether there are biases and initial rows.
     """
-    units, parts, gate = LAYERS[name]
+    units, unit, gate = LAYERS[name]
     sequences = Sequences(bounds, device=device)
     count = sequences.tokens + (padding or 0)
-    places = None
+    packing = None
     if padding is not None:
         rows = np.random.default_rng(3).permutation(count)[: sequences.tokens]
-        places = PackingIndices.of(rows, count, sequences.to_device)
-    heads, channels = units * parts.heads, parts.conv_channels
+        packing = PackingIndices.of(rows, count, sequences.to_device)
+    heads, channels = units * unit.heads, unit.conv_channels
     inputs = [
-        random_tensor(device, count, units, parts.width + gate),
+        random_tensor(device, count, units, unit.width + gate),
         random_tensor(device, units, channels, width) / 2,
         random_tensor(device, heads) / 2,
         random_tensor(device, heads + 1)[1:],
@@ -83,17 +83,17 @@ def prologue(device, name, *, bounds=BOUNDS, width=4, padding=None, bias=False, 
     inputs += [random_tensor(device, units, channels)] * bias
     inputs += [random_tensor(device, sequences.count, width - 1, units, channels)] * initial
 
-    def call(wide, weight, rates, step_bias, *rest, implementation):
-        found, _ = recurrence_prologue(
-            wide[..., : parts.width],
-            PrologueWeights(weight, rest[0] if bias else None, rates, step_bias),
-            unit=parts,
+    def call(rows_of_units, weight, rates, step_bias, *optional, implementation):
+        outputs, _ = recurrence_prologue(
+            rows_of_units[..., : unit.width],
+            PrologueWeights(weight, optional[0] if bias else None, rates, step_bias),
+            unit=unit,
             sequences=sequences,
-            packing=places,
-            initial=rest[-1] if initial else None,
+            packing=packing,
+            initial=optional[-1] if initial else None,
             implementation=implementation,
         )
-        return tuple(found)
+        return tuple(outputs)
 
     return call, inputs
 
@@ -115,28 +115,28 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_prologue(device, dtype, case):
+def test_prologue_matches_fp64(device, dtype, case):
     name, options = CASES[case]
     call, inputs = prologue(device, name, **options)
     agree(call, inputs, dtype, fp32_inputs=(2, 3))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "limits"])
-def test_steps_that_are_no_numbers_give_none(device, name):
-    """A maximum of a number and of one that is none is the number on a GPU."""
+def test_nan_steps_propagate(device, name):
+    """On a GPU, the maximum of a number and NaN is the number."""
     call, inputs = prologue(device, name)
     heads = LAYERS[name][1].heads
     token, head = 3, heads - 1  # of the first unit
     inputs[0][token, 0, LAYERS[name][1].dt + head] = torch.nan
     leaves = [x.requires_grad_() for x in inputs]
-    *_, decay, strength = found = call(*leaves, implementation="triton")
+    *_, decay, strength = outputs = call(*leaves, implementation="triton")
     assert decay.isnan().nonzero().tolist() == [[token, head]]
     assert strength.isnan().sum() == (name == "limits")
     source, weight, rates, step_bias = torch.autograd.grad(
-        found, leaves, [torch.ones_like(y) for y in found]
+        outputs, leaves, [torch.ones_like(y) for y in outputs]
     )
-    place = [token, 0, LAYERS[name][1].dt + head]
-    assert source.isnan().nonzero().tolist() == [place]
+    index = [token, 0, LAYERS[name][1].dt + head]
+    assert source.isnan().nonzero().tolist() == [index]
     assert rates.isnan().nonzero().tolist() == [[head]]
     assert step_bias.isnan().nonzero().tolist() == [[head]]
     assert not weight.isnan().any()
@@ -146,24 +146,26 @@ def test_prologue_is_one_kernel_each_way(device):
     call, inputs = prologue(device, "Qwen3-Next", padding=0)
     leaves = [x.bfloat16() if not REHEARSES else x for x in inputs[:2]] + inputs[2:]
     leaves = [x.requires_grad_() for x in leaves]
-    found = call(*leaves, implementation="triton")
+    outputs = call(*leaves, implementation="triton")
     assert_launches(
         lambda: call(*leaves, implementation="triton"),
         {"prologue_forward_kernel": 1},
-        allowed=("copy",),  # of taps, so that their columns are side by side
+        allowed=("copy",),  # of taps, to make their columns contiguous
     )
-    pulls = [torch.ones_like(y) for y in found]
+    grad_outputs = [torch.ones_like(y) for y in outputs]
     assert_launches(
-        lambda: torch.autograd.grad(found, leaves[1:], pulls, retain_graph=True),
+        lambda: torch.autograd.grad(outputs, leaves[1:], grad_outputs, retain_graph=True),
         {"prologue_backward_kernel": 1},
         allowed=("sum", "copy"),
     )
 
 
-def test_sums_of_weights_are_the_same_every_time(device):
+def test_weight_gradients_are_reproducible(device):
     call, inputs = prologue(device, "Qwen3-Next", padding=0)
     leaves = [x.clone().requires_grad_() for x in inputs]
-    found = call(*leaves, implementation="triton")
-    pulls = [random_tensor(device, *y.shape) for y in found]
-    first, second = (torch.autograd.grad(found, leaves, pulls, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    outputs = call(*leaves, implementation="triton")
+    grad_outputs = [random_tensor(device, *y.shape) for y in outputs]
+    grads, repeated = (
+        torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, repeated, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA refuses: on a GPU, and on the null device, which must not allow more."""
+"""Calls that CUDA refuses, on a GPU and on the null device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.machine, pytest.mark.refused]
 
 @triton.jit
 def fill_kernel(out, value, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + places, value)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offsets, value)
 
 
 def captured(device: torch.device, run) -> CudaRecorder:
@@ -37,23 +37,23 @@ def captured(device: torch.device, run) -> CudaRecorder:
     ],
     ids=["item", "device", "stream", "query", "to the host", "from the host"],
 )
-def test_waits_are_refused_in_a_capture(device, call):
+def test_synchronization_is_refused_in_a_capture(device, call):
     x = torch.ones(1000, device=device)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError):
         captured(device, lambda: call(x + 1))
-    assert int(torch.ones(3, device=device).sum()) == 3  # the device goes on
+    assert int(torch.ones(3, device=device).sum()) == 3  # the device still works
 
 
-def test_work_of_a_joined_stream_is_recorded(device):
+def test_work_of_a_joined_stream_is_captured(device):
     x, side = torch.zeros(1000, device=device), torch.cuda.Stream(device)
 
     def run():
-        here = torch.cuda.current_stream()
-        side.wait_stream(here)
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
         with torch.cuda.stream(side):
             x.add_(1)
-        here.wait_stream(side)
+        main.wait_stream(side)
         x.mul_(2)
 
     recorder = captured(device, run)
@@ -62,7 +62,7 @@ def test_work_of_a_joined_stream_is_recorded(device):
     assert int(x[0]) == 2
 
 
-def test_work_of_a_stream_that_is_not_joined_is_refused(device):
+def test_unjoined_stream_is_refused(device):
     x, side = torch.zeros(1000, device=device), torch.cuda.Stream(device)
 
     def run():
@@ -74,7 +74,7 @@ def test_work_of_a_stream_that_is_not_joined_is_refused(device):
         captured(device, run)
 
 
-def test_a_capture_does_not_wait_for_what_is_not_in_it(device):
+def test_capture_cannot_wait_for_an_outside_event(device):
     event = torch.cuda.Event()
     torch.ones(1000, device=device)
     event.record()
@@ -83,7 +83,7 @@ def test_a_capture_does_not_wait_for_what_is_not_in_it(device):
         captured(device, lambda: torch.cuda.current_stream().wait_event(event))
 
 
-def test_an_event_of_a_capture_is_not_waited_for(device):
+def test_event_of_a_capture_cannot_be_synchronized(device):
     events = []
 
     def run():
@@ -96,15 +96,15 @@ def test_an_event_of_a_capture_is_not_waited_for(device):
         events[0].synchronize()
 
 
-def test_more_memory_than_there_is(device):
+def test_allocation_beyond_total_memory_is_refused(device):
     total = torch.cuda.get_device_properties(device).total_memory
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(total + 1, dtype=torch.uint8, device=device)
-    held = torch.empty(total // 2, dtype=torch.uint8, device=device)
-    assert torch.cuda.memory_allocated(device) >= held.nbytes
+    allocated = torch.empty(total // 2, dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_allocated(device) >= allocated.nbytes
 
 
-def test_launches_that_a_device_cannot_make(device):
+def test_invalid_launches_are_refused(device):
     out = torch.empty(64, device=device)
     fill_kernel[(1,)](out, 1.0, BLOCK=64)
     with pytest.raises(RuntimeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that go over tokens once, at shapes that models have: no copies, odd sizes, 64 bits."""
+"""Kernels that pass over tokens once, at model shapes: no copies, uneven sizes, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NORM = {"eps": 1e-6, "zero_centered": True}
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", [False, True])
-def test_norms_of_heads_in_a_projection(device, dtype, gates):
-    """Queries lie among keys and values, or each beside its gate."""
+def test_norms_of_projected_heads_match_reference(device, dtype, gates):
+    """Queries are next to keys and values, or each query is next to its gate."""
     width = 2 * FEATURES if gates else FEATURES
     mixed = random_tensor(device, SEQUENCE, BATCH, QUERIES + 2 * KEYS, width)
 
@@ -44,7 +44,7 @@ def test_norms_of_heads_in_a_projection(device, dtype, gates):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("features", sized([1, 96, 2560, 5120, 8192], [1, 24]))
-def test_norms_of_rows_of_any_width(device, dtype, features):
+def test_norms_of_any_width_match_reference(device, dtype, features):
     shapes = (SEQUENCE, features), (SEQUENCE, features), (features,)
     x, residual, w = (random_tensor(device, *shape) + 0.1 for shape in shapes)
     agree(
@@ -57,9 +57,11 @@ def test_norms_of_rows_of_any_width(device, dtype, features):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads", [KEYS, QUERIES])
-def test_rope_of_a_part_of_heads_in_a_projection(device, dtype, interleaved, heads):
-    rotated, places = FEATURES // 4 // 2 * 2, torch.arange(SEQUENCE, device=device)
-    cos, sin = rotary_table(torch.stack([places, *[places + 3] * (BATCH - 1)], -1), dim=rotated)
+def test_partial_rope_in_a_projection_matches_reference(device, dtype, interleaved, heads):
+    rotated, positions = FEATURES // 4 // 2 * 2, torch.arange(SEQUENCE, device=device)
+    cos, sin = rotary_table(
+        torch.stack([positions, *[positions + 3] * (BATCH - 1)], -1), dim=rotated
+    )
     rotate = partial(apply_rope, cos=cos, sin=sin, interleaved=interleaved)
     x = random_tensor(device, SEQUENCE, BATCH, heads + 3, FEATURES)
     agree(lambda x, **options: rotate(x[:, :, 1:-2], **options), (x,), dtype)
@@ -76,9 +78,9 @@ def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
     x = random_tensor(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
     agree(split, (x,), dtype)
     x = x.to(dtype).requires_grad_()
-    pulls = [torch.ones_like(part) for part in split(x.detach())]
+    grad_outputs = [torch.ones_like(head_block) for head_block in split(x.detach())]
     assert_launches(
-        lambda: torch.autograd.grad(split(x, implementation="triton"), x, pulls),
+        lambda: torch.autograd.grad(split(x, implementation="triton"), x, grad_outputs),
         {"rope_kernel": 1, "join_heads_kernel": 1},
     )
 
@@ -86,7 +88,7 @@ def test_heads_of_a_projection_share_one_gradient(device, dtype, gates):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copies", sized([1, 2, 8, 10], [3]))
 @pytest.mark.parametrize("features", sized([2048, 1030], [37]))
-def test_permutations(device, dtype, copies, features):
+def test_permutations_match_reference(device, dtype, copies, features):
     order = random_tensor(device, SEQUENCE * copies).argsort()
     permutation = Permutation.of(order[SEQUENCE // 5 :], SEQUENCE, copies)
     rows = len(permutation.sources)
@@ -105,50 +107,54 @@ def test_permutations(device, dtype, copies, features):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("padding", [0, 47])
-def test_chunks_of_a_padded_vocabulary(device, dtype, padding):
+def test_cross_entropy_ignores_padded_vocabulary(device, dtype, padding):
     vocabulary = sized(50257, 33)
     logits = random_tensor(device, SEQUENCE, vocabulary + padding).to(dtype)
-    logits[:, vocabulary:] = torch.nan  # padding is never looked at
+    logits[:, vocabulary:] = torch.nan  # padding is never read
     targets = torch.arange(SEQUENCE, device=device) * 7 % vocabulary + 5
     weights = random_tensor(device, SEQUENCE).abs()
     columns = {"vocab_start": 5, "valid_columns": vocabulary}
-    found = {}
+    outputs = {}
     for name, kind in (("triton", dtype), ("reference", torch.float64)):
         x, shared = logits.to(kind, copy=True), {**columns, "implementation": name}
         maximum, sums, target = chunk_statistics(x, targets, **shared)
         lse = maximum + sums.log()
-        wide = weights.to(lse.dtype)
-        found[name] = (lse, target, chunk_gradient_(x, targets, lse, wide, **shared))
-    for part, mine, true in zip(("lse", "target", "gradient"), *found.values(), strict=True):
-        assert_close_by_metric(part, mine, true, bound=BOUND[dtype])
+        row_weights = weights.to(lse.dtype)
+        outputs[name] = (lse, target, chunk_gradient_(x, targets, lse, row_weights, **shared))
+    for name_of_output, actual, expected in zip(
+        ("lse", "target", "gradient"), *outputs.values(), strict=True
+    ):
+        assert_close_by_metric(name_of_output, actual, expected, bound=BOUND[dtype])
 
 
-def test_places_beyond_32_bits(device):
-    """The last rows of tensors of more than 2^31 elements are those of the rows by themselves."""
-    dtype, last = DTYPES[-1], 5
+def test_offsets_beyond_32_bits_match_reference(device):
+    """The last rows of tensors beyond 2^31 elements equal the rows computed separately."""
+    dtype, num_rows = DTYPES[-1], 5
     rows, width = sized(((1 << 20) + 11, 2048), (11, 40))
     x, w = (
         torch.empty(rows, width, dtype=dtype, device=device),
         random_tensor(device, width).to(dtype),
     )
-    x[-last:] = random_tensor(device, last, width).to(dtype)
-    x[:-last] = 1.0
+    x[-num_rows:] = random_tensor(device, num_rows, width).to(dtype)
+    x[:-num_rows] = 1.0
     cos, sin = rotary_table(torch.arange(rows, device=device), dim=8)
     permutation = Permutation.of(torch.arange(rows, device=device), rows, 1)
-    for name, function, kept in (
-        ("norm", lambda x, **o: rms_norm(x, w, eps=1e-5, **o), last),
-        ("gate", lambda x, **o: gated(x, "silu", **o), last),
-        ("copy", lambda x, **o: take_rows(x, permutation, **o), last),
-        ("sum", lambda x, **o: sum_rows(x, permutation, **o), last),
+    for name, function, num_compared in (
+        ("norm", lambda x, **o: rms_norm(x, w, eps=1e-5, **o), num_rows),
+        ("gate", lambda x, **o: gated(x, "silu", **o), num_rows),
+        ("copy", lambda x, **o: take_rows(x, permutation, **o), num_rows),
+        ("sum", lambda x, **o: sum_rows(x, permutation, **o), num_rows),
     ):
-        found = function(x, implementation="triton")[-kept:]
+        actual = function(x, implementation="triton")[-num_compared:]
         if name in ("copy", "sum"):
-            true = x[-kept:]
+            expected = x[-num_compared:]
         else:
-            true = function(x[-kept:].double(), implementation="reference")
-        assert_close_by_metric(name, found, true, bound=BOUND[dtype])
-        del found
+            expected = function(x[-num_compared:].double(), implementation="reference")
+        assert_close_by_metric(name, actual, expected, bound=BOUND[dtype])
+        del actual
     heads = x.view(rows, 1, width // 8, 8)
-    found = apply_rope(heads, cos, sin, implementation="triton")[-last:]
-    true = apply_rope(heads[-last:].double(), cos[-last:], sin[-last:], implementation="reference")
-    assert_close_by_metric("rope", found, true, bound=BOUND[dtype])
+    actual = apply_rope(heads, cos, sin, implementation="triton")[-num_rows:]
+    expected = apply_rope(
+        heads[-num_rows:].double(), cos[-num_rows:], sin[-num_rows:], implementation="reference"
+    )
+    assert_close_by_metric("rope", actual, expected, bound=BOUND[dtype])

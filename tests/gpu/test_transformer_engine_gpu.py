@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine itself: losses of its layers and recipes, and its quantization of weights.
+"""The real TransformerEngine: losses of its layers and recipes, and its weight quantization.
 
-Where it is not installed, or the GPU has no such recipe, a test is skipped with the reason.
+A test is skipped with the reason if it is not installed or the GPU does not support the recipe.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run_losses(prefix, folder, name, words, device):
     metrics = folder / f"{name}.jsonl"
     argv = flags(prefix, f"{RUN} --device {device.type} --metrics-file {metrics} {words}")
     assert run_in_process(argv) == 0
-    found = losses(metrics)
-    assert len(found) == STEPS
-    return found
+    loss_by_step = losses(metrics)
+    assert len(loss_by_step) == STEPS
+    return loss_by_step
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +75,23 @@ def need(te, recipe):
         pytest.skip(problem)
 
 
-def test_losses_in_bf16_are_those_of_local_layers(te, prefix, folder, device, local):
-    found = run_losses(prefix, folder, "te", "--transformer-impl transformer_engine", device)
-    assert found == pytest.approx(local, rel=1e-3)
+def test_bf16_losses_match_local_layers(te, prefix, folder, device, local):
+    te_losses = run_losses(prefix, folder, "te", "--transformer-impl transformer_engine", device)
+    assert te_losses == pytest.approx(local, rel=1e-3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_of_a_recipe_are_those_in_bf16(te, prefix, folder, device, local, recipe):
+def test_losses_of_each_recipe_are_close_to_bf16(te, prefix, folder, device, local, recipe):
     need(te, recipe)
     words = f"--transformer-impl transformer_engine {RECIPES[recipe]}"
-    found = run_losses(prefix, folder, recipe, words, device)
-    assert found == pytest.approx(local, rel=0.01)
+    te_losses = run_losses(prefix, folder, recipe, words, device)
+    assert te_losses == pytest.approx(local, rel=0.01)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_over_gathered_bytes_are_transformer_engines(te, device, case, backward):
+def test_gathered_tensors_match_transformer_engine(te, device, case, backward):
     need(te, CASES[case][0])
-    data, *scales = mismatch_fractions(case, backward=backward, device=device)
-    assert data <= max_data_mismatch(case)
-    assert not any(scales)
+    data_difference, *scale_differences = mismatch_fractions(case, backward=backward, device=device)
+    assert data_difference <= max_data_mismatch(case)
+    assert not any(scale_differences)

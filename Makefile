@@ -70,8 +70,8 @@ te-newest: $(STAMP) te-wheels ## check TransformerEngine's newest release: its A
 	@echo "te-newest: pytest, every release in build/transformer-engine"
 	@$(PY) -m pytest tests/unit_tests/core/extensions/test_te_contract.py \
 		tests/unit_tests/core/extensions/test_gathered_tensors.py \
-		tests/parity/test_transformer_engine.py::test_layouts_of_other_releases \
-		tests/parity/test_te_quantization.py::test_recipes_of_other_releases \
+		tests/parity/test_transformer_engine.py::test_te_layouts_of_other_releases_train_like_local \
+		tests/parity/test_te_quantization.py::test_recipes_of_other_releases_train_like_fp32 \
 		--timeout $(NIGHT_TIMEOUT) -p tests.support.complete $(PYTEST_FLAGS) -m "not gpu"
 
 pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from it

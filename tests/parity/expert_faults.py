@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of experts, latent attention and further predictions that the parity rows must notice.
+"""Faults of experts, latent attention and MTP that the parity rows must detect.
 
-The first three are what goes wrong most often in this kind of code, and silently.
+The first three are the most common silent faults in such code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 Fault = tuple[str, str, str, str, dict[str, Any]]
 
-#: name: (module, function, code, faulty code, what a row must have for the fault to show)
+#: name: (module, function, code, faulty code, settings of a row that shows the fault)
 EXPERT_FAULTS: Mapping[str, Fault] = {
     "gradients of experts are a mean over ep": (
         "weight_gather.grouped",
@@ -34,7 +34,7 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
         '"identical"',
         {"experts": "softmax", "etp": 2},
     ),
-    "experts are summed over the lanes of dense weights": (
+    "experts are summed over the data-parallel ranks of dense weights": (
         "weight_sharding",
         "gradient_plan",
         '"expert_dp" if sharding.expert else "dense_dp"',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the experts of a row send: the formulas that its trace is held to."""
+"""Formulas for the collectives of a row's experts, compared with its trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GROUP = "etp_ep"
 
 
 def assert_expert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
-    """Fail unless tokens were dispatched as often, and as many bytes of them, as the row says."""
+    """Assert that the collectives of token dispatch match the row in number and bytes."""
     for run in runs:
         records = run.steps[number].records
-        counted = run.part.experts.count * row["accumulation"]
+        counted = run.stage.experts.count * row["accumulation"]
         alone = row["tp"] * row["cp"] == 1
         assert_active(records, kind="all_reduce", group="tp_cp", exactly=0 if alone else counted)
     size = row["etp"] * row["ep"]
@@ -33,20 +33,20 @@ def assert_expert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
 
 
 def _rows(row: Row) -> int:
-    """Return the rows that a rank routes in a microbatch."""
+    """Return the number of rows that a rank routes in a microbatch."""
     whole = row["cp"] == 1 and row["documents"] == "whole"
     length = SEQUENCE if whole else cut_of(row).local_length
     return -(-length * BATCH // row["tp"])
 
 
 def _gathers(row: Row, runs: Sequence[Run], number: int, *, size: int) -> None:
-    """Features and weights of all rows go to all ranks, and addends of their sums come back."""
+    """Assert that features and weights of all rows are gathered, and partial sums are reduced."""
     features, weights = 4 * size * _rows(row) * HIDDEN, 4 * size * _rows(row) * TOPK
     assert features == 4 * HIDDEN * dispatched_rows(
         "allgather", tokens=_rows(row), topk=TOPK, etp=row["etp"], ep=row["ep"]
     )
     for run in runs:
-        experts, microbatches = run.part.experts, row["accumulation"]
+        experts, microbatches = run.stage.experts, row["accumulation"]
         forward = (experts.count + experts.again) * microbatches
         backward = experts.count * microbatches
         for kind, count, total in (
@@ -66,29 +66,28 @@ def _gathers(row: Row, runs: Sequence[Run], number: int, *, size: int) -> None:
 
 
 def _exchanges(row: Row, runs: Sequence[Run], number: int) -> None:
-    """Each row but padding goes to its experts' ranks and back, in both directions; fewer if some
-    are dropped.
+    """Assert that each row except padding and dropped rows is exchanged, in both directions.
 
-    A rank sends as many rows as it has, but gets as many as want its experts: so the bytes are
-    those of all ranks together.
+    A rank sends its own rows but receives the rows routed to its experts, so the bytes are summed
+    over all ranks.
     """
-    each = (
+    exchange_bytes = (
         4
         * HIDDEN
         * dispatched_rows("alltoall", tokens=_rows(row), topk=TOPK, etp=row["etp"], ep=row["ep"])
     )
-    sent = wanted = 0
+    sent = expected = 0
     for run in runs:
-        experts, microbatches = run.part.experts, row["accumulation"]
+        experts, microbatches = run.stage.experts, row["accumulation"]
         count = (4 * experts.count + 2 * experts.again) * microbatches
         records = run.steps[number].records
         assert_active(records, kind="all_to_all", group=_GROUP, exactly=count)
         sent += sum(record.bytes for record in matching(records, kind="all_to_all", group=_GROUP))
-        wanted += count * each
+        expected += count * exchange_bytes
     whole = row["cp"] == 1 and row["documents"] == "whole"
-    if not whole:  # padding goes nowhere
+    if not whole:  # padding is not dispatched
         cut = cut_of(row)
-        wanted = wanted * cut.length // cut.padded[-1]
+        expected = expected * cut.length // cut.padded[-1]
     full = row["capacity"] is None
-    if not (sent == wanted if full else 0 < sent < wanted):
-        raise AssertionError(f"{sent} bytes dispatched, {wanted} wanted, capacity {not full}")
+    if not (sent == expected if full else 0 < sent < expected):
+        raise AssertionError(f"{sent} bytes dispatched, {expected} expected, capacity {not full}")

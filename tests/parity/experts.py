@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a parity row: their shape, what the reference must know, and how sure routes are.
+"""The experts of a parity row: their shape, the reference's capacity, and margins of routes.
 
-Capacity is a rank's: an expert takes so many of the tokens that a rank routes. The single process
-routes the tokens of a lane at once, so there the choice is made part by part, as the ranks have
-them. A route that rounding could turn would prove nothing: `Margins` keeps the smallest difference
-between what was chosen and what was not.
+Capacity is per rank: it limits the tokens that an expert takes from a rank. The single process
+routes the tokens of several ranks at once, so it applies the limit to each rank's tokens. A route
+that rounding could change would prove nothing: `Margins` has the smallest difference between a
+chosen and a rejected value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_EXPERTS, TOPK, EXPERT_FFN, SHARED_FFN = 8, 2, 20, 12
 AUX_LOSS, Z_LOSS, BIAS_RATE, JITTER = 0.3, 0.2, 0.05, 0.1
 CAPACITY_FACTOR = 1.0
 
-#: Smallest allowed margin of a route; what ranks compare differs by about a millionth.
+#: Smallest allowed margin of a route; the compared values differ between ranks by about 1e-6.
 MARGIN = 1e-5
 
 
@@ -95,18 +95,18 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
 
 @dataclass
 class Margins:
-    """The smallest differences that chose.
+    """The smallest differences that decided routes.
 
     Args:
-        smallest: of scores and of weights.
-        dropped: places that an expert had no room for.
+        smallest: smallest difference of scores and of weights.
+        dropped: number of routes beyond an expert's capacity.
     """
 
     smallest: float = math.inf
     dropped: int = 0
 
     def note(self, ordered: torch.Tensor, chosen: int) -> None:
-        """Note the margin behind the first `chosen` of values [..., n] in falling order."""
+        """Record the margin after the first `chosen` of values [..., n] in descending order."""
         if chosen < ordered.shape[-1]:
             gap = ordered[..., chosen - 1] - ordered[..., chosen]
             self.smallest = min(self.smallest, float(gap.min()))
@@ -114,26 +114,26 @@ class Margins:
 
 @contextlib.contextmanager
 def watched_routes(row: Row) -> Iterator[Margins]:
-    """Note margins inside, and give experts the room that the ranks of a row would give them."""
+    """Record margins, and apply the capacity of the ranks of a row."""
     margins = Margins()
     choose, fit = router.choose_experts, router.within_capacity
 
     def chosen(scores, config, *, bias=None):
-        found = choose(scores, config, bias=bias)
+        choice = choose(scores, config, bias=bias)
         _note_choice(margins, scores if bias is None else scores + bias, config)
-        return found
+        return choice
 
     def within(experts, weights, *, capacity, policy, real=None):
         assert real is None, "the single process has no padding"
-        kept = torch.zeros_like(experts, dtype=torch.bool)
-        for numbers, rows in _parts(row, batch=len(experts) // SEQUENCE):
+        keep_mask = torch.zeros_like(experts, dtype=torch.bool)
+        for numbers, rows in _tokens_of_ranks(row, batch=len(experts) // SEQUENCE):
             room = math.ceil(CAPACITY_FACTOR * rows * TOPK / NUM_EXPERTS)
-            own = experts[numbers], weights[numbers]
-            kept[numbers] = fit(*own, capacity=room, policy=policy)
+            local = experts[numbers], weights[numbers]
+            keep_mask[numbers] = fit(*local, capacity=room, policy=policy)
             if policy == "probs":
-                _note_room(margins, *own, room=room)
-        margins.dropped += int((~kept).sum())
-        return kept
+                _note_room(margins, *local, room=room)
+        margins.dropped += int((~keep_mask).sum())
+        return keep_mask
 
     with (
         mock.patch.object(routing, "choose_experts", chosen),
@@ -143,8 +143,8 @@ def watched_routes(row: Row) -> Iterator[Margins]:
 
 
 def _note_choice(margins: Margins, scores: torch.Tensor, config: RouterConfig) -> None:
-    """Note how far the experts of tokens are from others: of softmax in logits, whose errors do not
-    shrink with the scores."""
+    """Record the margins of chosen experts; for softmax in logits, whose errors do not shrink with
+    the scores."""
     if config.score_function == "softmax":
         scores = scores.log()
     if config.num_groups is not None:
@@ -161,42 +161,44 @@ def _note_room(
     margins: Margins, experts: torch.Tensor, weights: torch.Tensor, *, room: int
 ) -> None:
     for expert in range(NUM_EXPERTS):
-        wanted = weights[experts == expert].sort(descending=True).values
-        margins.note(wanted, room)
+        ranked = weights[experts == expert].sort(descending=True).values
+        margins.note(ranked, room)
 
 
-def _parts(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield for every rank of a lane the numbers [t] of its tokens among the lane's [s, b], in its
-    own order, and how many these are, without padding."""
+def _tokens_of_ranks(row: Row, batch: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield, for every rank that shares samples, the indices [t] of its tokens in [s, b], in the
+    rank's order, and their number, without padding."""
     cp, tp = row["cp"], row["tp"]
     cut = cut_of(row)
     for rank in range(cp):
         whole = cp == 1 and row["documents"] == "whole"
-        places = torch.arange(SEQUENCE) if whole else torch.tensor(cut.row_indices(rank))
-        numbers = (places.unsqueeze(1) * batch + torch.arange(batch)).flatten()
-        numbers[places.repeat_interleave(batch) < 0] = -1
+        positions = torch.arange(SEQUENCE) if whole else torch.tensor(cut.row_indices(rank))
+        numbers = (positions.unsqueeze(1) * batch + torch.arange(batch)).flatten()
+        numbers[positions.repeat_interleave(batch) < 0] = -1
         rows = -(-len(numbers) // tp)
-        for part in numbers.split(rows):
-            yield part[part >= 0], int((part >= 0).sum())
+        for token_ids in numbers.split(rows):
+            yield token_ids[token_ids >= 0], int((token_ids >= 0).sum())
 
 
 def same_loads(runs: Sequence[Run], expected: Run) -> None:
-    """Fail unless all ranks report what the single process does, and have its biases."""
+    """Assert that all ranks report the loads of the single process and have its biases."""
     for rank, run in enumerate(runs):
-        for own, ref in zip(run.loads, expected.loads, strict=True):
-            if (own.name, own.tokens) != (ref.name, ref.tokens):
-                raise AssertionError(f"{own.name} on {rank} routed {own.tokens}, not {ref.tokens}")
-            assert_all_close(_measures(own, ref), _measures(ref, ref))
+        for load, ref in zip(run.loads, expected.loads, strict=True):
+            if (load.name, load.tokens) != (ref.name, ref.tokens):
+                raise AssertionError(
+                    f"{load.name} on {rank} routed {load.tokens}, not {ref.tokens}"
+                )
+            assert_all_close(_measures(load, ref), _measures(ref, ref))
         for name, state in run.states.items():
             if not torch.equal(state, expected.states[name]):
                 raise AssertionError(f"{name} is {state} on {rank}, not {expected.states[name]}")
 
 
 def _measures(load: RouterLoad, ref: RouterLoad) -> dict[str, torch.Tensor]:
-    """Return what a router measured; what is 0 in the reference has to be, and tells no error."""
-    found = {}
-    for name, wanted in vars(ref).items():
+    """Return the statistics of a router; statistics that are 0 on both sides are left out."""
+    measures = {}
+    for name, expected in vars(ref).items():
         value = getattr(load, name)
-        if isinstance(wanted, float) and (wanted or value):
-            found[name] = torch.tensor(value)
-    return found
+        if isinstance(expected, float) and (expected or value):
+            measures[name] = torch.tensor(value)
+    return measures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run rows with a fault planted in their ranks, and tell how it was noticed."""
+"""Run rows with a fault planted in their ranks, and report how the fault was detected."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.support.executed import Ran, spans_run
 from tests.support.mutants import Mutation, Verdict
 from tests.support.ranks import RankFailure, run_ranks
 
-#: Seconds after which a mutant that hangs counts as noticed.
+#: Seconds after which a hanging mutant counts as detected.
 HANG_SECONDS = 30.0
 
 
 class Hunt:
-    """Rows to notice faults by, with their references."""
+    """Rows that detect faults, with their references."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
         self._references: dict[int, Reference] = {}
 
     def reference(self, index: int) -> Reference:
-        """Return the single process's run of row `index`, made once."""
+        """Return the single-process run of row `index`, cached."""
         if index not in self._references:
             self._references[index] = reference_of(self.rows[index])
         return self._references[index]
@@ -38,7 +38,7 @@ class Hunt:
         return run_ranks(rank_of_row, world_of(row), row, initial, faults, timeout=HANG_SECONDS)
 
     def verdict(self, mutation: Mutation) -> Verdict:
-        """Run row after row until one notices the mutation."""
+        """Run rows until one detects the mutation."""
         for index in range(len(self.rows)):
             try:
                 runs = self.runs(index, mutation)
@@ -50,12 +50,14 @@ class Hunt:
         return Verdict(mutation, None)
 
     def spans(self, modules: Sequence[str]) -> Ran:
-        """Return what the first and the last rank of any row execute of `modules`."""
+        """Return the code of `modules` that the first and the last rank of any row execute."""
         ran: Ran = {module: set() for module in modules}
         for index in range(len(self.rows)):
             row, initial = self.reference(index).row, self.reference(index).initial
-            for found in run_ranks(_traced_rank, world_of(row), row, initial, tuple(modules)):
-                for module, spans in found.items():
+            for spans_of_rank in run_ranks(
+                _traced_rank, world_of(row), row, initial, tuple(modules)
+            ):
+                for module, spans in spans_of_rank.items():
                     ran[module] |= spans
         return ran
 
@@ -67,7 +69,7 @@ def _traced_rank(
     initial: Mapping[str, torch.Tensor],
     modules: tuple[str, ...],
 ) -> Ran:
-    if 0 < rank < world - 1:  # it must take part, but tracing is slow
+    if 0 < rank < world - 1:  # tracing is slow
         rank_of_row(rank, world, row, initial)
         return {}
     return spans_run(modules, lambda: rank_of_row(rank, world, row, initial))

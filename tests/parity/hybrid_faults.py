@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of recurrent mixers and of gated attention that the parity rows must notice."""
+"""Faults of recurrent mixers and of gated attention that the parity rows must detect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.parity.expert_faults import Fault
 _DELTA = {"tp": 1, "cp": 2, "mixer": "delta"}
 _MAMBA = {"tp": 1, "cp": 2, "mixer": "mamba"}
 
-#: name: (module, function, code, faulty code, what a row must have for the fault to show)
+#: name: (module, function, code, faulty code, settings of a row that shows the fault)
 HYBRID_FAULTS: Mapping[str, Fault] = {
     "a norm sees some of the value heads, and nobody sums its gradient": (
         "ssm.gated_delta_net",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of logical tensors: what ranks hold, and the whole put together from them."""
+"""Chunks of logical tensors that ranks hold, and assembly of whole tensors from chunks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from megatron.core.weight_gather import WeightStore
 from tests.support.inputs import generator
 
-#: Of the noise that states start from.
+#: Seed of the noise in initial states.
 _STATES = 7
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogicalChunk:
     """A box of a logical tensor of shape `shape`, starting at `offsets`.
 
-    `holders` are the ranks that hold the same box, as far as this rank knows.
+    `holders` are the ranks with the same box, according to this rank.
     """
 
     name: str
@@ -29,47 +29,49 @@ class Piece:
     holders: tuple[int, ...] = ()
 
 
-def weight_pieces(store: WeightStore) -> list[Piece]:
-    """Return a copy of every piece of a logical weight that this rank holds."""
-    found = []
+def local_chunks(store: WeightStore) -> list[LogicalChunk]:
+    """Return a copy of every chunk of a logical weight on this rank."""
+    chunks = []
     for handle in store.handles.values():
-        for held in store.chunks(handle):
-            found.append(Piece(held.name, held.shape, held.offsets, held.tensor.clone()))
-    return found
+        for chunk in store.chunks(handle):
+            chunks.append(
+                LogicalChunk(chunk.name, chunk.shape, chunk.offsets, chunk.tensor.clone())
+            )
+    return chunks
 
 
 def write_weights(store: WeightStore, logical: Mapping[str, torch.Tensor]) -> None:
-    """Set this rank's part of every weight from the logical ones."""
+    """Set this rank's chunk of every weight from the logical weights."""
     for handle in store.handles.values():
-        for held in store.chunks(handle):
-            where = held.box.slices
-            held.tensor.copy_(logical[held.name][where])
+        for chunk in store.chunks(handle):
+            where = chunk.box.slices
+            chunk.tensor.copy_(logical[chunk.name][where])
     for name, state in store.states.items():
         noise = torch.randn(state.shape, generator=generator(_STATES, *name.encode()))
         state.copy_(0.1 * noise)
 
 
-def assembled(pieces: Iterable[Piece]) -> dict[str, torch.Tensor]:
-    """Put logical tensors together from the pieces of all ranks.
+def assembled(chunks: Iterable[LogicalChunk]) -> dict[str, torch.Tensor]:
+    """Assemble logical tensors from the chunks of all ranks.
 
     Raises:
-        AssertionError: an element that no rank holds, one outside, or replicas that differ.
+        AssertionError: if an element is missing or out of bounds, or replicas differ.
     """
     whole: dict[str, torch.Tensor] = {}
-    known: dict[str, torch.Tensor] = {}
-    for piece in pieces:
-        tensor = whole.setdefault(piece.name, torch.zeros(piece.shape))
-        seen = known.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))
-        stops = [o + n for o, n in zip(piece.offsets, piece.values.shape, strict=True)]
-        if any(stop > size for stop, size in zip(stops, piece.shape, strict=True)):
-            raise AssertionError(f"{piece.name} {piece.shape}: a piece of it ends at {stops}")
-        where = tuple(slice(o, stop) for o, stop in zip(piece.offsets, stops, strict=True))
-        again = seen[where]
-        if not torch.equal(tensor[where][again], piece.values[again]):
-            raise AssertionError(f"replicas of {piece.name} differ at {piece.offsets}")
-        tensor[where] = piece.values
-        seen[where] = True
-    for name, seen in known.items():
-        if not bool(seen.all()):
-            raise AssertionError(f"{name}: {int((~seen).sum())} of {seen.numel()} held nowhere")
+    covered: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        tensor = whole.setdefault(chunk.name, torch.zeros(chunk.shape))
+        mask = covered.setdefault(chunk.name, torch.zeros(chunk.shape, dtype=torch.bool))
+        stops = [o + n for o, n in zip(chunk.offsets, chunk.values.shape, strict=True)]
+        if any(stop > size for stop, size in zip(stops, chunk.shape, strict=True)):
+            raise AssertionError(f"{chunk.name} {chunk.shape}: a chunk ends at {stops}")
+        box = tuple(slice(o, stop) for o, stop in zip(chunk.offsets, stops, strict=True))
+        overlap = mask[box]
+        if not torch.equal(tensor[box][overlap], chunk.values[overlap]):
+            raise AssertionError(f"replicas of {chunk.name} differ at {chunk.offsets}")
+        tensor[box] = chunk.values
+        mask[box] = True
+    for name, mask in covered.items():
+        if not bool(mask.all()):
+            raise AssertionError(f"{name}: {int((~mask).sum())} of {mask.numel()} held nowhere")
     return whole

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT written out plainly in fp64, over whole logical weights: the reference of the parity tests.
+"""A plain fp64 GPT over whole logical weights: the reference of the parity tests.
 
-No parallelism, no fused weights, no kernels, no handles, no buffers: autograd over a dictionary of
-logical tensors. So its gradients are the logical ones, and nothing of the code under test is in it.
+No parallelism, fused weights, kernels, handles or buffers: autograd over a dictionary of logical
+tensors. Its gradients are logical gradients, and it uses no code under test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Weights = Mapping[str, torch.Tensor]
 
 _POSITIONS = "embedding.position_embeddings.weight"
 
-#: What a recurrent mixer makes of (weights, name of its block, normalised x, ids of documents).
+#: A recurrent mixer: function of (weights, name of its block, normalised x, document ids).
 Mixer = Callable[[Weights, str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,7 +30,7 @@ class PlainGPT:
     are rotary unless the weights have learned ones.
 
     Args:
-        recurrent: what the first layers have in the place of attention.
+        recurrent: mixers of the first layers, in place of attention.
     """
 
     layers: int
@@ -49,12 +49,12 @@ class PlainGPT:
     def logits(
         self, weights: Weights, tokens: torch.Tensor, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return [b, s, v] for tokens [b, s] of documents [b, s]; None is one a row."""
+        """Return [b, s, v] for tokens [b, s] of documents `ids` [b, s]; None: one per row."""
         ids = torch.zeros_like(tokens) if ids is None else ids
         hidden = weights["embedding.weight"][tokens]  # [b, s, h]
         if _POSITIONS in weights:
-            first = (ids[:, None, :] < ids[:, :, None]).sum(-1)  # of each token's document
-            hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - first]
+            starts = (ids[:, None, :] < ids[:, :, None]).sum(-1)  # start of each token's document
+            hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - starts]
         for layer in range(self.layers):
             name = f"decoder.blocks.{2 * layer}"
             if layer < len(self.recurrent):
@@ -96,7 +96,7 @@ class PlainGPT:
     def attention(
         self, weights: Weights, name: str, hidden: torch.Tensor, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what attention block `name` adds to hidden [b, s, h] of documents [b, s]."""
+        """Return the output of attention block `name` for hidden [b, s, h] of documents [b, s]."""
         x = self.norm_of(weights, f"{name}.norm", hidden)
         query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
         key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
@@ -106,8 +106,10 @@ class PlainGPT:
             key = self.norm_of(weights, f"{name}.attention.key_norm", key)
         if _POSITIONS not in weights:
             query, key = self._rotated(query), self._rotated(key)
-        each = self.heads // self.groups
-        key, value = (t.repeat_interleave(each, dim=1) for t in (key, value))  # [b, n, s, d]
+        heads_per_group = self.heads // self.groups
+        key, value = (
+            t.repeat_interleave(heads_per_group, dim=1) for t in (key, value)
+        )  # [b, n, s, d]
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]
         length = scores.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool).tril()
@@ -117,9 +119,9 @@ class PlainGPT:
             visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
         scores = scores.masked_fill(~visible, -math.inf)
         sinks = weights.get(f"{name}.attention.sinks")
-        if sinks is not None:  # one more key, whose value is nothing
-            more = sinks[:, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, more], dim=-1)
+        if sinks is not None:  # an additional key with value 0
+            sink_scores = sinks[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink_scores], dim=-1)
         mixed = scores.softmax(-1)[..., :length] @ value  # [b, n, s, d]
         mixed = mixed.transpose(1, 2).flatten(2)
         if f"{name}.attention.gate.weight" in weights:
@@ -134,17 +136,17 @@ class PlainGPT:
         half = self.head_dim // 2
         frequency = self.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
         angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # [s, d/2]
-        first, second = x[..., :half], x[..., half:]
+        x1, x2 = x[..., :half], x[..., half:]
         return torch.cat(
             (
-                first * angle.cos() - second * angle.sin(),
-                second * angle.cos() + first * angle.sin(),
+                x1 * angle.cos() - x2 * angle.sin(),
+                x2 * angle.cos() + x1 * angle.sin(),
             ),
             dim=-1,
         )
 
     def mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what MLP block `name` adds to hidden [b, s, h]."""
+        """Return the output of MLP block `name` for hidden [b, s, h]."""
         x = self.norm_of(weights, f"{name}.norm", hidden)
         up = self._linear(weights, f"{name}.mlp.up", x)
         if self.gated:
@@ -157,9 +159,9 @@ class PlainGPT:
 def step_loss(
     model: PlainGPT, weights: Weights, microbatches: Sequence[Microbatch], *, per_token: bool
 ) -> torch.Tensor:
-    """Return the loss of one step over the microbatches of all lanes.
+    """Return the loss of one step over the microbatches of all data-parallel ranks.
 
-    Mean loss: the mean over microbatches of each one's mean over its counted tokens. Per-token
+    Mean loss: the mean over microbatches of the mean over their counted tokens. Per-token
     loss: the sum over all counted tokens of the step, over their number.
     """
     tokens = torch.cat([batch.tokens for batch in microbatches])

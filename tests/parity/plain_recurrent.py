@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers written out plainly: token by token, over whole logical weights.
+"""Plain recurrent mixers: token by token, over whole logical weights.
 
-No chunks, no fused weights, no packing: a loop over the tokens of a row, which forgets where a
-document begins. So nothing of the code under test is in it.
+No chunks, fused weights or packing: a loop over the tokens of a row that resets the state where a
+document begins. It uses no code under test.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ class PlainDeltaNet:
     def __call__(
         self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the mixer of block `name` makes of x [b, s, h], normalised already.
+        """Return the output of the mixer of block `name` for normalised x [b, s, h].
 
         Args:
-            ids: [b, s], of documents.
+            ids: document ids [b, s].
         """
         name = f"{name}.delta_net"
-        each = self.value_heads // self.key_heads
+        heads_per_key = self.value_heads // self.key_heads
         query, key, value = (
-            convolved(weights, f"{name}.conv.{part}", _linear(weights, f"{name}.{part}", x), ids)
-            for part in ("query", "key", "value")
+            convolved(
+                weights,
+                f"{name}.conv.{projection}",
+                _linear(weights, f"{name}.{projection}", x),
+                ids,
+            )
+            for projection in ("query", "key", "value")
         )
         query, key = (
-            _unit(t.unflatten(-1, (self.key_heads, self.key_channels))).repeat_interleave(each, 2)
+            _unit(t.unflatten(-1, (self.key_heads, self.key_channels))).repeat_interleave(
+                heads_per_key, 2
+            )
             for t in (query, key)
         )  # [b, s, Hv, K]
         value = value.unflatten(-1, (self.value_heads, self.value_channels))
@@ -53,11 +60,11 @@ class PlainDeltaNet:
         state = x.new_zeros(x.shape[0], self.value_heads, self.key_channels, self.value_channels)
         out = []
         for t in range(x.shape[1]):
-            kept = decay[:, t].exp() * ~begins[:, t, None]
-            state = state * kept[:, :, None, None]
-            known = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
-            news = beta[:, t, :, None] * (value[:, t] - known)
-            state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], news)
+            retention = decay[:, t].exp() * ~begins[:, t, None]
+            state = state * retention[:, :, None, None]
+            predicted = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+            delta = beta[:, t, :, None] * (value[:, t] - predicted)
+            state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], delta)
             out.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
         mixed = torch.stack(out, 1) / math.sqrt(self.key_channels)  # [b, s, Hv, V]
         mixed = _unit_mean(mixed, self.epsilon) * weights[f"{name}.output_norm.weight"]
@@ -79,22 +86,29 @@ class PlainMamba:
     def __call__(
         self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the mixer of block `name` makes of x [b, s, h], normalised already.
+        """Return the output of the mixer of block `name` for normalised x [b, s, h].
 
         Args:
-            ids: [b, s], of documents.
+            ids: document ids [b, s].
         """
         name = f"{name}.mamba"
-        each = self.heads // self.groups
-        brought, write, read = (
-            convolved(weights, f"{name}.conv.{part}", _linear(weights, f"{name}.{part}", x), ids)
-            for part in ("x", "B", "C")
+        heads_per_group = self.heads // self.groups
+        inputs, write, read = (
+            convolved(
+                weights,
+                f"{name}.conv.{projection}",
+                _linear(weights, f"{name}.{projection}", x),
+                ids,
+            )
+            for projection in ("x", "B", "C")
         )
         write, read = (
-            t.unflatten(-1, (self.groups, self.state_channels)).repeat_interleave(each, 2)
+            t.unflatten(-1, (self.groups, self.state_channels)).repeat_interleave(
+                heads_per_group, 2
+            )
             for t in (write, read)
         )  # [b, s, H, N]
-        brought = brought.unflatten(-1, (self.heads, self.head_channels))
+        inputs = inputs.unflatten(-1, (self.heads, self.head_channels))
         dt = functional.softplus(_linear(weights, f"{name}.dt", x) + weights[f"{name}.dt_bias"])
         decay = (-weights[f"{name}.A_log"].exp() * dt).exp()  # [b, s, H]
         begins = _begins(ids)
@@ -102,10 +116,10 @@ class PlainMamba:
         out = []
         for t in range(x.shape[1]):
             state = state * (decay[:, t] * ~begins[:, t, None])[:, :, None, None]
-            taken = dt[:, t, :, None] * brought[:, t]
-            state = state + torch.einsum("bhp,bhn->bhpn", taken, write[:, t])
+            dt_x = dt[:, t, :, None] * inputs[:, t]
+            state = state + torch.einsum("bhp,bhn->bhpn", dt_x, write[:, t])
             out.append(torch.einsum("bhpn,bhn->bhp", state, read[:, t]))
-        mixed = torch.stack(out, 1) + weights[f"{name}.D"][:, None] * brought  # [b, s, H, P]
+        mixed = torch.stack(out, 1) + weights[f"{name}.D"][:, None] * inputs  # [b, s, H, P]
         gated = mixed.flatten(2) * functional.silu(_linear(weights, f"{name}.gate", x))
         grouped = _unit_mean(gated.unflatten(-1, (self.norm_groups, -1)), self.epsilon)
         normed = grouped.flatten(2) * weights[f"{name}.output_norm.weight"]
@@ -127,7 +141,7 @@ def convolved(weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor) -
 
 
 def _begins(ids: torch.Tensor) -> torch.Tensor:
-    """Return bool [b, s]: where a document begins behind another one."""
+    """Return bool [b, s]: whether a document begins at a token that is not the row's first."""
     begins = torch.zeros_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return begins

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrent mixer of a parity row: its shape, its place in the pattern, and its definition.
+"""The recurrent mixer of a parity row: its shape, its position in the pattern, and its definition.
 
-Key heads are few enough that headwise context parallelism is impossible on some grids, and groups
-of Mamba-2 fewer than the ranks that share its heads on others.
+On some grids there are too few key heads for headwise context parallelism, on others fewer groups
+of Mamba-2 than ranks that share its heads.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tests.parity.plain_gpt import Mixer
 from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba
 from tests.support.covering_array import Row
 
-#: Of the gated delta net: two value heads share a key head.
+#: Sizes of the gated delta net: two value heads share a key head.
 KEY_HEADS, VALUE_HEADS, KEY_CHANNELS, VALUE_CHANNELS = 4, 8, 10, 7
 
-#: Of Mamba-2.
+#: Sizes of Mamba-2.
 MAMBA_HEADS, HEAD_CHANNELS, STATE_CHANNELS = 8, 3, 5
 
-#: Of all norms of a model with a recurrent mixer. What a mixer puts out for the first tokens of a
-#: document may be next to nothing; divided by its length alone it would turn with every rounding.
+#: Epsilon of all norms of a model with a recurrent mixer. A mixer's output for the first tokens of
+#: a document may be nearly zero; normalised with a small epsilon it would amplify rounding.
 EPSILON = 1e-2
 
 SYMBOLS = {None: "*", "delta": "G", "mamba": "M"}
@@ -57,17 +57,17 @@ def mamba_config(row: Row) -> Mamba2Config:
 def pattern_of(row: Row, layers: int) -> str:
     """Return the blocks of a row's model: the first layer has the mixer, the last the experts."""
     attention = "+" if row["attention"] == "latent" else "*"
-    first = attention if row["mixer"] is None else SYMBOLS[row["mixer"]]
-    mixers = [first] + [attention] * (layers - 1)
+    mixer_symbol = attention if row["mixer"] is None else SYMBOLS[row["mixer"]]
+    mixers = [mixer_symbol] + [attention] * (layers - 1)
     kinds = ["-"] * (layers - 1) + ["-" if row["experts"] is None else "E"]
     return "".join(mixer + kind for mixer, kind in zip(mixers, kinds, strict=True))
 
 
 def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
-    """Return what of a model's configuration says which blocks it has.
+    """Return the fields of a model's configuration that define its blocks.
 
-    Without a recurrent mixer a model is told so by layers, with one by its pattern; further
-    predictions have the mixer then, and the experts.
+    Without a recurrent mixer, the model is defined by layers, otherwise by a pattern; MTP layers
+    then have the mixer and the experts.
     """
     pattern = pattern_of(row, layers)
     if row["mixer"] is None:
@@ -78,7 +78,7 @@ def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
 
 
 def plain_mixers(row: Row) -> tuple[Mixer, ...]:
-    """Return what the first layers of a row's plain model have in the place of attention."""
+    """Return the recurrent mixers of the first layers of a row's plain model."""
     if row["mixer"] is None:
         return ()
     if row["mixer"] == "delta":

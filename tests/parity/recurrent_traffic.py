@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recurrent mixers of a row send: the formulas that its trace is held to.
+"""Formulas for the collectives of a row's recurrent mixers, compared with its trace.
 
-By heads it is four exchanges a layer, whatever the documents. By segments it follows from the
-documents: which of them go on over the place where one rank's tokens end and another's begin.
+Headwise, there are four exchanges per layer for any documents. By segments, the traffic depends on
+the documents that continue from one rank's tokens to another rank's tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.parity.recurrent import (
     mamba_config,
 )
 from tests.parity.sequences import SEQUENCE, cut_of
-from tests.parity.stages import StagePart
+from tests.parity.stages import StageBlocks
 from tests.parity.training import BATCH, data_of_rank
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
@@ -29,48 +29,48 @@ FLOAT = 4  # bytes
 
 
 class Sent(Counter[str]):
-    """Bytes by kind of collective, and how many there were under the kind and a plus sign."""
+    """Bytes by kind of collective; the key `kind+` has the number of collectives."""
 
     def note(self, kind: str, size: float, *, times: int = 1) -> None:
-        """Note so many collectives of so many bytes each."""
+        """Add `times` collectives of `size` bytes each."""
         self[f"{kind}+"] += times
         self[kind] += round(size * times)
 
 
-def sent_by_mixers(row: Row, part: StagePart, rank: int, step: int) -> Sent:
-    """Return what the recurrent mixers of a rank send over cp in a step.
+def sent_by_mixers(row: Row, stage: StageBlocks, rank: int, step: int) -> Sent:
+    """Return the traffic of a rank's recurrent mixers over cp in a step.
 
     Args:
-        row: of a cp above 1.
-        part: what of the model the rank has.
-        rank: global; ranks are numbered tp, gtp, cp, dp, pp, the first fastest.
-        step: its number.
+        row: row with cp above 1.
+        stage: blocks of the model on the rank.
+        rank: global rank; tp varies fastest, then gtp, cp, dp, pp.
+        step: number of the step.
     """
     sent = Sent()
-    blocks = part.recurrent
+    blocks = stage.recurrent
     if not blocks.count:
         return sent
-    rest, over_gtp = divmod(rank // row["tp"], row["gtp"])
-    place = rest % row["cp"]
-    samples = rest // row["cp"] % row["dp"] * row["gtp"] + over_gtp
+    outer_rank, over_gtp = divmod(rank // row["tp"], row["gtp"])
+    cp_rank = outer_rank % row["cp"]
+    samples = outer_rank // row["cp"] % row["dp"] * row["gtp"] + over_gtp
     forward = blocks.count + blocks.again
     for batch in data_of_rank(row, samples, step):
         if row["linear_mode"] == "headwise":
             _by_heads(row, sent, forward, blocks.count)
         else:
-            _by_segments(row, sent, _ids(batch), place, forward, blocks.count)
+            _by_segments(row, sent, _ids(batch), cp_rank, forward, blocks.count)
     return sent
 
 
 def _by_heads(row: Row, sent: Sent, forward: int, backward: int) -> None:
-    """Features of all tokens before the recurrence, what comes out behind it, gradients of both."""
+    """Add inputs and outputs of the recurrence for all tokens, and their gradients."""
     tp, cp = row["tp"], row["cp"]
     tokens = cut_of(row).local_length * BATCH * FLOAT
     if row["mixer"] == "delta":
         keys, values = DELTA_NET.num_key_heads // tp, DELTA_NET.num_value_heads // tp
         before = 2 * keys * DELTA_NET.key_channels + values * (DELTA_NET.value_channels + 2)
         behind = values * DELTA_NET.value_channels
-    else:  # groups fewer than the ranks travel in copies
+    else:  # groups are copied if there are fewer groups than ranks
         heads, groups = MAMBA_HEADS // tp, max(1, row["mamba_groups"] // tp)
         groups = max(groups, cp)
         before = heads * (HEAD_CHANNELS + 1) + 2 * groups * STATE_CHANNELS
@@ -82,36 +82,36 @@ def _by_heads(row: Row, sent: Sent, forward: int, backward: int) -> None:
 def _by_segments(
     row: Row, sent: Sent, ids: torch.Tensor, rank: int, forward: int, backward: int
 ) -> None:
-    """The rows before each run that the convolution needs, and states, where documents go on."""
+    """Add the rows that convolutions need from other ranks, and states, of continued documents."""
     owners = _owners(row)
     crossings = [list(_crossings(owners, row_ids)) for row_ids in ids.tolist()]
     if not any(crossings):
         return
     width, channels, heads, state, transition = _sizes(row)
     lent = borrowed = 0
-    for row_ids, places in zip(ids.tolist(), crossings, strict=True):
-        for place in places:
+    for row_ids, boundaries in zip(ids.tolist(), crossings, strict=True):
+        for boundary in boundaries:
             needed = [
                 before
-                for before in range(max(0, place - width), place)
-                if row_ids[before] == row_ids[place]
+                for before in range(max(0, boundary - width), boundary)
+                if row_ids[before] == row_ids[boundary]
             ]
             lent += sum(owners[before] == rank for before in needed)
-            borrowed += len(needed) * (owners[place] == rank)
+            borrowed += len(needed) * (owners[boundary] == rank)
     sent.note("all_to_all", lent * channels * FLOAT, times=forward)
     sent.note("all_to_all", borrowed * channels * FLOAT, times=backward)
     exports = max(
-        sum(owners[place - 1] == r for places in crossings for place in places)
+        sum(owners[boundary - 1] == r for boundaries in crossings for boundary in boundaries)
         for r in range(row["cp"])
     )
     entries = max(
-        sum(owners[place] == r for places in crossings for place in places)
+        sum(owners[boundary] == r for boundaries in crossings for boundary in boundaries)
         for r in range(row["cp"])
     )
     chained = any(
-        sum(row_ids[other] == row_ids[place] for other in places) > 1
-        for row_ids, places in zip(ids.tolist(), crossings, strict=True)
-        for place in places
+        sum(row_ids[candidate] == row_ids[boundary] for candidate in boundaries) > 1
+        for row_ids, boundaries in zip(ids.tolist(), crossings, strict=True)
+        for boundary in boundaries
     )
     message = state + transition if chained else state
     sent.note("all_gather", row["cp"] * exports * heads * message * FLOAT, times=forward)
@@ -119,20 +119,20 @@ def _by_segments(
 
 
 def _owners(row: Row) -> list[int]:
-    """Return the rank of each place of a row."""
-    found = [-1] * SEQUENCE
+    """Return the rank of each position of a row."""
+    owners = [-1] * SEQUENCE
     for rank in range(row["cp"]):
-        for place in cut_of(row).row_indices(rank):
-            if place >= 0:
-                found[place] = rank
-    return found
+        for position in cut_of(row).row_indices(rank):
+            if position >= 0:
+                owners[position] = rank
+    return owners
 
 
 def _crossings(owners: list[int], ids: list[int]) -> Iterator[int]:
-    """Yield the places where another rank goes on with the same document."""
-    for place in range(1, SEQUENCE):
-        if owners[place] != owners[place - 1] and ids[place] == ids[place - 1]:
-            yield place
+    """Yield the positions where another rank continues the same document."""
+    for position in range(1, SEQUENCE):
+        if owners[position] != owners[position - 1] and ids[position] == ids[position - 1]:
+            yield position
 
 
 def _ids(batch: Microbatch) -> torch.Tensor:
@@ -143,8 +143,7 @@ def _ids(batch: Microbatch) -> torch.Tensor:
 
 
 def _sizes(row: Row) -> tuple[int, int, int, int, int]:
-    """Return tokens and channels of a halo; heads, elements of a state and of what it is multiplied
-    by."""
+    """Return tokens and channels of a halo, heads, elements of a state and its transition."""
     tp = row["tp"]
     if row["mixer"] == "delta":
         keys, values = DELTA_NET.num_key_heads // tp, DELTA_NET.num_value_heads // tp

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the parity tests: one covering array over every layout and every setting of a model.
+"""The rows of the parity tests: a covering array over all layouts and model settings.
 
-A new axis or a new feature adds a factor here, and is then tested together with all that exists.
+A new axis or feature adds a factor here and is then tested together with all others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4),
     "etp": (1, 2, 4),
     "egtp": (1, 2),
-    "experts": (None, "softmax", "sigmoid"),  # in the last layer, and in further predictions
-    "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks a stage
+    "experts": (None, "softmax", "sigmoid"),  # in the last layer and in MTP layers
+    "schedule": ("1f1b", "interleaved", "zb-h1"),  # interleaved has two chunks per stage
     "cut": ("even", "uneven"),  # of the blocks into stages
     "engine": ("p2p", "all_gather", "a2a"),
     "order": ("zigzag", "contiguous"),
@@ -39,7 +39,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "granularity": ("unit", "weight"),
     "bucket": ("small", "large"),
     "reduce_scatter": ("microbatch", "step"),  # of gradients over gtp
-    "wire": ("bf16", "fp8", "mxfp8", "nvfp4"),  # in which weights over gtp are gathered
+    "wire": ("bf16", "fp8", "mxfp8", "nvfp4"),  # gather format of weights over gtp
     "overlap": (True, False),
     "early_gather": (False, True),
     "link": ("none", "late"),
@@ -62,13 +62,13 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "positions": ("rope", "learned"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
     "attention_gate": (False, True),
-    "mixer": (None, "delta", "mamba"),  # of the first layer, and of further predictions
+    "mixer": (None, "delta", "mamba"),  # of the first layer and of MTP layers
     "linear_mode": ("headwise", "segments"),
     "mamba_groups": (8, 1, 2),
     "norm_groups": (None, 1, 8),
 }
 
-#: The row that others are written as changes of: the first setting of most factors.
+#: The base of other rows: the first setting of most factors.
 PLAIN_ROW: Mapping[str, Any] = {
     **{name: settings[0] for name, settings in FACTORS.items()},
     "tp": 2,
@@ -78,7 +78,7 @@ PLAIN_ROW: Mapping[str, Any] = {
 
 CUT_WEIGHTS = "optim_grads_params"
 
-#: What a row without experts has for them, and one of latent attention for what only the other has.
+#: Settings of a row without experts, and of a row with latent attention.
 EXPERTS_OFF = {
     "ep": 1,
     "etp": 1,
@@ -99,7 +99,7 @@ LATENT_SETTINGS = {
 #: 1-D blocks of scales.
 RUNS = {"scale_blocks": "1d"}
 
-#: What a row without a recurrent mixer has for it, and one without Mamba-2 for its groups.
+#: Settings of a row without a recurrent mixer, and of a row without Mamba-2.
 RECURRENCE_OFF = {"linear_mode": "headwise"}
 MAMBA_OFF = {"mamba_groups": 8, "norm_groups": None}
 
@@ -107,18 +107,18 @@ MAMBA_OFF = {"mamba_groups": 8, "norm_groups": None}
 def _only_with(
     factor: str, free: Callable[[Any], bool], otherwise: Mapping[str, Any]
 ) -> list[Constraint]:
-    """Fix some settings where `factor` does not leave them free."""
+    """Fix the settings `otherwise` unless the value of `factor` is `free`."""
     return [
         Constraint((factor, name), lambda value, setting, off=off: free(value) or setting == off)
         for name, off in otherwise.items()
     ]
 
 
-#: Groups are Mamba-2's.
+#: Only Mamba-2 has groups.
 MAMBA_ALONE = _only_with("mixer", lambda mixer: mixer == "mamba", MAMBA_OFF)
 
-#: A bias of all keys moves all scores of a query alike where nothing is rotated: without a sink its
-#: gradient is exactly zero, and there is nothing to compare.
+#: Without rotation, a key bias shifts all scores of a query equally: without a sink its gradient is
+#: exactly zero, so there is nothing to compare.
 LEARNED_POSITIONS = (
     Constraint(
         ("positions", "bias"), lambda positions, bias: positions == "rope" or bias == "none"
@@ -149,7 +149,7 @@ _CONSTRAINTS = (
             per == "microbatch" or (gtp * egtp > 1 and placement in ("no_shard", "optim"))
         ),
     ),
-    # Scales are of what a tp rank has: only where that is all are they those of a single process.
+    # Scales depend on a tp rank's shard, so they match a single process only without tp.
     Constraint(
         ("tp", "gtp", "egtp", "experts", "placement", "wire"),
         lambda tp, gtp, egtp, experts, placement, wire: (
@@ -167,7 +167,7 @@ _CONSTRAINTS = (
     Constraint(("gtp", "instances"), lambda gtp, instances: gtp == 1 or instances == 1),
     Constraint(("egtp", "instances"), lambda egtp, instances: egtp == 1 or instances == 1),
     *_only_with("experts", lambda experts: experts is not None, EXPERTS_OFF),
-    # Eight microbatches are for pipelines; of many tokens, some route hangs by a hair.
+    # Eight microbatches are for pipelines; among many tokens, some route has a tiny margin.
     Constraint(
         ("pp", "experts", "accumulation"),
         lambda pp, experts, n: n < 8 or (pp > 1 and experts is None),
@@ -179,7 +179,7 @@ _CONSTRAINTS = (
     *_only_with("mixer", lambda mixer: mixer is not None, RECURRENCE_OFF),
     *MAMBA_ALONE,
     Constraint(("cp", "linear_mode"), lambda cp, mode: cp > 1 or mode == "headwise"),
-    # Headwise cuts the heads of a rank once more: four key heads go no further than four ranks.
+    # Headwise splits a rank's heads again: four key heads allow at most four ranks.
     Constraint(
         ("mixer", "tp", "cp", "linear_mode"),
         lambda mixer, tp, cp, mode: (
@@ -202,20 +202,20 @@ def world_of(row: Row) -> int:
 
 
 def params(rows: Iterable[Row]) -> list[Any]:
-    """Return rows as the cases of a test, each with the GPUs that it needs."""
+    """Return rows as test cases, marked with the number of GPUs."""
     return [pytest.param(r, id=label(r), marks=pytest.mark.gpus(world_of(r))) for r in rows]
 
 
-def rows_of_one_rank() -> list[Row]:
-    """Return rows of a single rank, whose device is what is compared."""
-    one = {"tp": 1, "dp": 1}
+def single_rank_rows() -> list[Row]:
+    """Return single-rank rows, which compare devices."""
+    single = {"tp": 1, "dp": 1}
     return [
-        row_with(**one, accumulation=3, tied=True, groups=2, qk_norm=True, bias="all"),
-        row_with(**one, norm="LayerNorm", gated=False, recompute="selective", window=5),
-        row_with(**one, mixer="delta", groups=1),
-        row_with(**one, mixer="mamba", mamba_groups=1, documents="packed"),
-        row_with(**one, experts="softmax", egtp=1, recompute="full"),
-        row_with(**one, attention="latent", groups=8, predictions=1),
+        row_with(**single, accumulation=3, tied=True, groups=2, qk_norm=True, bias="all"),
+        row_with(**single, norm="LayerNorm", gated=False, recompute="selective", window=5),
+        row_with(**single, mixer="delta", groups=1),
+        row_with(**single, mixer="mamba", mamba_groups=1, documents="packed"),
+        row_with(**single, experts="softmax", egtp=1, recompute="full"),
+        row_with(**single, attention="latent", groups=8, predictions=1),
     ]
 
 
@@ -225,16 +225,15 @@ def shards_over_gtp(row: Row) -> bool:
 
 
 def seconds_of(row: Row) -> float:
-    """Return about how long a row takes on two cores. Seeds of arrays are those of the fewest
-    seconds among a hundred."""
+    """Return the approximate seconds of a row on two cores. The seeds of arrays have the fewest
+    seconds of a hundred seeds."""
     return world_of(row) * math.sqrt(row["accumulation"]) / 2
 
 
-def rows_for_every_change() -> list[Row]:
-    """Return all allowed pairs on two and four ranks, those of two stages of two lanes and of
-    a sequence on two ranks, and five rows of eight ranks; of wire formats two (see
-    `rows_of_formats`)."""
-    # The rows of stages and of sequences hold most of the pairs: what is left needs fewer.
+def rows_for_make_test() -> list[Row]:
+    """Return all allowed pairs on two and four ranks, including all pairs on pp 2 x dp 2 and on
+    cp 2, and five rows of eight ranks; with two wire formats (see `rows_of_formats`)."""
+    # The rows of stages and of sequences already cover most of the pairs.
     rows = covering_array(
         {**FACTORS, "wire": ("bf16", "mxfp8")},
         (*_CONSTRAINTS, _worlds(2, 4)),
@@ -247,8 +246,8 @@ def rows_for_every_change() -> list[Row]:
 
 
 def rows_of_stages_and_dp() -> list[Row]:
-    """Return all allowed pairs on two stages of two lanes: every schedule carries out the traffic
-    of every strategy, which rows of a single lane do not."""
+    """Return all allowed pairs on pp 2 x dp 2: every schedule runs the collectives of every
+    strategy, which rows with dp 1 do not."""
     square = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (2,), "pp": (2,), "cp": (1,)}
     square["egtp"] = (1,)
     square |= {name: (setting,) for name, setting in MAMBA_OFF.items()}
@@ -256,14 +255,14 @@ def rows_of_stages_and_dp() -> list[Row]:
 
 
 def rows_of_sequences() -> list[Row]:
-    """Return all allowed pairs on two ranks that share the tokens of their rows."""
+    """Return all allowed pairs on cp 2."""
     shared = {**FACTORS, "tp": (1,), "gtp": (1,), "dp": (1,), "pp": (1,), "cp": (2,)}
     shared["egtp"] = (1,)
     return covering_array(shared, _CONSTRAINTS, seed=11, candidates=40, cost=seconds_of)
 
 
 def rows_of_formats() -> list[Row]:
-    """Return the wire formats with every strategy and shape of gtp that a change runs."""
+    """Return the wire formats with every strategy and shape of gtp."""
     layouts = (
         {"gtp": 2, "dp": 2, "bucket": "small", "link": "late", "tied": True, "bias": "all"},
         {"gtp": 3, "dp": 1, "recompute": "full", "mixer": "mamba"},
@@ -276,7 +275,7 @@ def rows_of_formats() -> list[Row]:
         for i, form in enumerate(formats)
         for j, layout in enumerate(layouts)
     ]
-    # Scales of mxfp8 are powers of two: its planes differ in elements far below their neighbours.
+    # mxfp8 scales are powers of two: directions differ in elements far below their neighbours.
     rows.append(row_with(tp=1, gtp=2, wire="mxfp8", **RUNS))
     rows.append(row_with(tp=1, gtp=2, wire="nvfp4", experts="softmax", egtp=2, **RUNS))
     return rows
@@ -288,9 +287,9 @@ def row_with(**changes: Any) -> Row:
 
 
 def rows_of_eight() -> list[Row]:
-    """Return a row that differs from another of eight ranks in every setting but those of stages,
-    sequences and experts, that one, and three of three axes at once, one with experts."""
-    wide = row_with(
+    """Return rows of eight ranks: two that differ in every setting except stages, sequences and
+    experts, and three with three axes, one of them with experts."""
+    tensor_row = row_with(
         tp=4,
         dp=2,
         sequence_parallel=True,
@@ -331,11 +330,11 @@ def rows_of_eight() -> list[Row]:
     routed = {**staged, "experts": "sigmoid", "ep": 2, "etp": 1, "shared": "gated", "gated": True}
     routed |= {"capacity": "probs", "attention": "latent", "groups": 8, "predictions": 1}
     routed |= {"mixer": "mamba", "mamba_groups": 1, "norm_groups": 1}
-    return [wide, deep, staged, long, routed]
+    return [tensor_row, deep, staged, long, routed]
 
 
-def rows_for_every_night() -> list[Row]:
-    """Return rows that hold every allowed triple of settings on up to eight ranks."""
+def rows_for_nightly() -> list[Row]:
+    """Return rows that cover every allowed triple of settings on up to eight ranks."""
     return covering_array(FACTORS, (*_CONSTRAINTS, _worlds(2, 8)), strength=3, seed=2, candidates=8)
 
 
@@ -355,7 +354,7 @@ def label(row: Row) -> str:
         )
         if row[name]
     ]
-    parts = [
+    labels = [
         f"tp{row['tp']}-dp{row['dp']}",
         *([f"gtp{row['gtp']}"] if row["gtp"] > 1 else []),
         *([f"pp{row['pp']}-{row['schedule']}-{row['cut']}"] if row["pp"] > 1 else []),
@@ -386,7 +385,7 @@ def label(row: Row) -> str:
         *([f"predict{row['predictions']}"] if row["predictions"] else []),
         *([_label_of_mixer(row)] if row["mixer"] else []),
     ]
-    return "-".join(parts + (["dropout"] if row["dropout"] else []))
+    return "-".join(labels + (["dropout"] if row["dropout"] else []))
 
 
 def _label_of_experts(row: Row) -> str:

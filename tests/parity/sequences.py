@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of tokens of a parity row: their documents, and each context-parallel rank's part."""
+"""The token rows of a parity row: their documents, and their sharding over cp."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from megatron.core.models.gpt import MTPTargets, shift_targets
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 
-#: Tokens of a row; with padding, of its two documents alike, 24 places.
+#: Tokens of a row; padding of its two documents extends the row to 24 positions.
 SEQUENCE = 16
-BORDERS, PADDED = (0, 5, SEQUENCE), (0, 8, 24)
+BOUNDARIES, PADDED = (0, 5, SEQUENCE), (0, 8, 24)
 
 
 @dataclass(frozen=True)
-class Part(Microbatch):
-    """A context-parallel rank's part of a microbatch, [b, s/cp]."""
+class LocalMicrobatch(Microbatch):
+    """A context-parallel rank's shard of a microbatch, [b, s/cp]."""
 
     layout: SequenceLayout = field(kw_only=True)
 
 
 def with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
-    """Return a microbatch whose rows hold the documents that the row asks for, with what further
-    predictions read and predict."""
-    made = _with_documents(row, batch, index)
+    """Return a microbatch with the documents and MTP targets of the row."""
+    documents = _with_documents(row, batch, index)
     if row["capacity"] == "probs":
-        made = _begun_apart(made, row["vocabulary"])
+        documents = _begun_apart(documents, row["vocabulary"])
     if not row["predictions"]:
-        return made
-    texts = made.tokens, made.labels, made.loss_mask
-    ids = made.document_ids
+        return documents
+    texts = documents.tokens, documents.labels, documents.loss_mask
+    ids = documents.document_ids
     return replace(
-        made, mtp_targets=shift_targets(*texts, num_layers=row["predictions"], document_ids=ids)
+        documents,
+        mtp_targets=shift_targets(*texts, num_layers=row["predictions"], document_ids=ids),
     )
 
 
@@ -44,23 +44,26 @@ def _with_documents(row: Row, batch: Microbatch, index: int) -> Microbatch:
     if row["documents"] == "whole":
         return batch
     rows, length = batch.tokens.shape
-    places = torch.arange(length).expand(rows, -1)  # [b, s]
+    positions = torch.arange(length).expand(rows, -1)  # [b, s]
     if row["documents"] == "padded":
-        borders = torch.full((rows, 1), BORDERS[1])
-    else:  # two or three documents of any length, other ones in every row
-        first = torch.arange(rows) + 2 + index % 5
-        borders = torch.stack([first, torch.where(first % 2 == 0, first + 7, length)], dim=1)
-    after = places[:, :, None] >= borders[:, None, :]  # [b, s, borders]
-    starts = torch.where(after, borders[:, None, :], 0).amax(-1)
-    return replace(batch, document_ids=after.sum(-1), positions=places - starts)
+        boundaries = torch.full((rows, 1), BOUNDARIES[1])
+    else:  # two or three documents of varying lengths
+        first_boundary = torch.arange(rows) + 2 + index % 5
+        boundaries = torch.stack(
+            [first_boundary, torch.where(first_boundary % 2 == 0, first_boundary + 7, length)],
+            dim=1,
+        )
+    after = positions[:, :, None] >= boundaries[:, None, :]  # [b, s, borders]
+    starts = torch.where(after, boundaries[:, None, :], 0).amax(-1)
+    return replace(batch, document_ids=after.sum(-1), positions=positions - starts)
 
 
 def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
-    """Return a microbatch in which no two documents begin with the same token.
+    """Return a microbatch whose documents begin with distinct tokens.
 
-    What has the same history has the same weights. Where an expert takes the tokens of the highest
-    weights, rounding would choose between two that are equal: no other draw would help, as one in
-    few microbatches has such a pair at the border of an expert's room.
+    Tokens with equal prefixes have equal routing weights. If an expert drops the tokens of the
+    lowest weights, rounding would choose between equal ones; other seeds would not help, since
+    many microbatches have such a pair at an expert's capacity.
     """
     positions = batch.positions
     if positions is None:
@@ -77,8 +80,8 @@ def _begun_apart(batch: Microbatch, vocabulary: int) -> Microbatch:
 
 
 def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
-    """Return whole rows with a layout that says where their documents begin: a recurrence needs
-    to know that, ids are for masks."""
+    """Return whole rows with a layout that has document boundaries, which recurrences need; ids
+    are only for masks."""
     if batch.document_ids is None:
         return batch
     layout = SequenceLayout.make(
@@ -92,26 +95,26 @@ def with_bounds(batch: Microbatch, device: torch.device) -> Microbatch:
         device=device,
     )
     columns = batch.tokens, batch.labels, batch.loss_mask
-    return Part(*columns, batch.sample_ids, layout=layout, mtp_targets=batch.mtp_targets)
+    return LocalMicrobatch(*columns, batch.sample_ids, layout=layout, mtp_targets=batch.mtp_targets)
 
 
 def cut_of(row: Row) -> SequenceSharding:
-    """Return how rows of tokens lie over the ranks."""
+    """Return the sharding of token rows over cp."""
     padded = row["documents"] == "padded"
     return SequenceSharding.of(
         SEQUENCE,
         row["cp"],
         order=row["order"],
-        cu_seqlens=BORDERS if padded else None,
+        cu_seqlens=BOUNDARIES if padded else None,
         padded_cu_seqlens=PADDED if padded else None,
     )
 
 
-def part_of(row: Row, batch: Microbatch, rank: int, device: torch.device) -> Microbatch:
-    """Return a rank's part of a microbatch; the microbatch itself where nothing is to be cut.
+def local_microbatch(row: Row, batch: Microbatch, rank: int, device: torch.device) -> Microbatch:
+    """Return a rank's shard of a microbatch; the microbatch itself if nothing is sharded.
 
     Args:
-        device: of its layout; the rest is on the host.
+        device: device of the layout; the other tensors are on the host.
     """
     if row["cp"] == 1 and row["documents"] == "whole":
         return batch
@@ -129,16 +132,16 @@ def part_of(row: Row, batch: Microbatch, rank: int, device: torch.device) -> Mic
     if mtp_targets is not None:
         tensors = (x for x in vars(mtp_targets).values() if x is not None)
         depths = ([layout.local(depth) for depth in x] for x in tensors)
-        mtp_targets = MTPTargets(*(torch.stack(parts) for parts in depths))
-    return Part(*columns, batch.sample_ids, layout=layout, mtp_targets=mtp_targets)
+        mtp_targets = MTPTargets(*(torch.stack(shards) for shards in depths))
+    return LocalMicrobatch(*columns, batch.sample_ids, layout=layout, mtp_targets=mtp_targets)
 
 
 def in_rows(row: Row, local: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a rank's numbers [b, s/cp] at their places [b, s], 0 where other ranks have them."""
+    """Return a rank's values [b, s/cp] at their positions in [b, s], 0 elsewhere."""
     if row["cp"] == 1 and row["documents"] == "whole":
         return local
-    places = torch.tensor(cut_of(row).row_indices(rank))
-    kept = places >= 0
+    positions = torch.tensor(cut_of(row).row_indices(rank))
+    is_local = positions >= 0
     whole = local.new_zeros(local.shape[0], SEQUENCE)
-    whole[:, places[kept]] = local[:, kept]
+    whole[:, positions[is_local]] = local[:, is_local]
     return whole

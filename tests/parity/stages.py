@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline of a parity row: how its model is cut, what a rank has, what runs its steps."""
+"""The pipeline of a parity row: the split of its model, a rank's blocks, the schedule."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
 
 @dataclass(frozen=True)
 class Blocks:
-    """How many blocks of a kind a rank has.
+    """Numbers of blocks of a kind on a rank.
 
     Args:
-        count: over all chunks and further predictions.
-        again: of them, those that are computed again in backward.
+        count: number over all chunks and MTP layers.
+        again: number of recomputed blocks.
     """
 
     count: int
@@ -34,17 +34,17 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class StagePart:
-    """What of the model a rank has, and the list that it is to carry out.
+class StageBlocks:
+    """The blocks of a rank's stage, and its list of pipeline actions.
 
     Args:
-        plain: attention of heads with keys of their own, recurrent mixers, and MLPs.
+        plain: grouped-query attention, recurrent mixers, and MLPs.
         latent: latent attention.
         experts: mixtures of experts.
-        shared: of them, those with a shared expert.
+        shared: mixtures with a shared expert.
         attentions: attention of both kinds.
         recurrent: gated delta nets and Mamba-2.
-        embeddings, heads: uses of these.
+        embeddings, heads: numbers of uses of the embedding and the head.
     """
 
     plain: Blocks
@@ -67,8 +67,8 @@ class StagePart:
 
 
 def stage_split(row: Row, pattern: str) -> StageSplit:
-    """Return which blocks of the model each chunk of each stage has: some have none, and cuts go
-    through layers."""
+    """Return the split of the model's blocks into chunks of stages: some chunks are empty, and cuts
+    are within layers."""
     blocks, stages = len(pattern), row["pp"] * CHUNKS[row["schedule"]]
     ends = [(2 * i * blocks + stages) // (2 * stages) for i in range(1, stages)]
     if row["cut"] == "uneven":
@@ -85,7 +85,7 @@ def pipeline(
     engine: DataParallel,
     observe: Callable[[Action], None] | None = None,
 ) -> PipelineForwardBackward | None:
-    """Return what carries out a step on several stages."""
+    """Return the forward and backward of a step on several stages; None for a single stage."""
     if engine.groups["pp"].size == 1:
         return None
     return PipelineForwardBackward(
@@ -98,26 +98,26 @@ def pipeline(
     )
 
 
-def stage_part(row: Row, model: GPTModel, engine: DataParallel) -> StagePart:
-    """Return what of the model this rank has."""
+def stage_blocks(row: Row, model: GPTModel, engine: DataParallel) -> StageBlocks:
+    """Return the blocks of this rank's stage."""
     depths = [] if model.multi_token is None else list(model.multi_token.layers)
     decoders = [*model.decoders, *(depth.decoder for depth in depths)]
     mixers = [block.mixer for decoder in decoders for block in decoder.blocks]
     again = [
         block.mixer
         for decoder in decoders
-        for first, last, is_again in decoder.runs
+        for start, stop, is_again in decoder.runs
         if is_again
-        for block in list(decoder.blocks)[first:last]
+        for block in list(decoder.blocks)[start:stop]
     ]
 
-    def of(wanted: Callable[[Any], bool]) -> Blocks:
-        return Blocks(sum(map(wanted, mixers)), sum(map(wanted, again)))
+    def of(predicate: Callable[[Any], bool]) -> Blocks:
+        return Blocks(sum(map(predicate, mixers)), sum(map(predicate, again)))
 
     runner, listed = pipeline(row, model, engine), ()
     if runner is not None:
         listed = runner.schedule(row["accumulation"]).ranks[engine.groups["pp"].rank]
-    return StagePart(
+    return StageBlocks(
         plain=of(lambda mixer: isinstance(mixer, (SelfAttention, MLP, RecurrentMixer))),
         latent=of(lambda mixer: isinstance(mixer, LatentAttention)),
         experts=of(lambda mixer: isinstance(mixer, MoE)),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every gradient of every strategy against torch's own data parallelism, DDP and FSDP2, in fp64.
+"""Every gradient of every strategy against torch's DDP and FSDP2 in fp64.
 
-Two ranks, two steps of SGD without clipping, two microbatches a step, other data for each.
+Two ranks, two steps of SGD without clipping, two microbatches per step, different data per rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.parity import wrapped_gpt
-from tests.parity.pieces import Piece, assembled, weight_pieces, write_weights
+from tests.parity.pieces import LogicalChunk, assembled, local_chunks, write_weights
 from tests.parity.plain_gpt import PlainGPT
 from tests.support.closeness import assert_all_close
 from tests.support.gatherers import gatherer_of
@@ -27,7 +27,7 @@ from tests.support.inputs import Microbatch, microbatch, perturbed
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 
-LANES, STEPS, ACCUMULATION, LEARNING_RATE = 2, 2, 2, 0.3
+DP_SIZE, STEPS, ACCUMULATION, LEARNING_RATE = 2, 2, 2, 0.3
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCABULARY = 3, 36, 4, 2, 10, 52, 61
 CONFIGS = {
     "no_shard": {},
@@ -60,13 +60,13 @@ def gpt_config() -> GPTConfig:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    """Return logical weights, none at its usual initial value."""
+    """Return perturbed logical weights."""
     model = GPTModel(gpt_config(), ProcessGroupCollection.single())
-    return perturbed(assembled(weight_pieces(model.store)), seed=3)
+    return perturbed(assembled(local_chunks(model.store)), seed=3)
 
 
 def data_of_rank(dp_rank: int) -> list[list[Microbatch]]:
-    """Return the microbatches of one lane, by step."""
+    """Return the microbatches of a data-parallel rank, by step."""
     shape = {"batch": 3, "sequence": 12, "vocabulary": VOCABULARY}
     return [
         [
@@ -79,14 +79,14 @@ def data_of_rank(dp_rank: int) -> list[list[Microbatch]]:
 
 def train_mcore(
     groups: ProcessGroupCollection, initial: dict[str, torch.Tensor], name: str
-) -> tuple[list[list[Piece]], dict[str, int]]:
-    """Train under our engine; return this rank's gradients by step, and what was active."""
+) -> tuple[list[list[LogicalChunk]], dict[str, int]]:
+    """Train with the engine under test; return this rank's gradients by step, and counters."""
     config = DataParallelConfig(strategy=name.partition(",")[0], **CONFIGS[name])
     model = GPTModel(gpt_config(), groups, storage=config.storage(bucket_bytes=20_000))
     write_weights(model.store, initial)
     engine = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(engine.owned(), groups, config=OptimizerConfig(kind="sgd", clip_grad=0.0))
-    found = []
+    gradients = []
     with nan_memory(), trace(groups) as records:
         for batches in data_of_rank(groups["dense_dp"].rank):
             engine.begin_step(ACCUMULATION)
@@ -95,9 +95,9 @@ def train_mcore(
                 loss, _ = model.loss(batch.tokens, batch.labels, batch.loss_mask / share)
                 engine.backward(loss, last=i == ACCUMULATION - 1)
             engine.finish()
-            found.append(
+            gradients.append(
                 [
-                    Piece(p.name, p.shape, p.box.offsets, p.of(o.gradients).clone())
+                    LogicalChunk(p.name, p.shape, p.box.offsets, p.of(o.gradients).clone())
                     for o in engine.owned()
                     for p in o.boxes
                 ]
@@ -111,11 +111,11 @@ def train_mcore(
         "prefetched": gatherer_of(engine).counts.prefetched if gatherer_of(engine) else 0,
         "early": engine.launched_in_backward,
     }
-    return found, {**sent, **counters}
+    return gradients, {**sent, **counters}
 
 
 def train_all(rank: int, world: int, initial: dict[str, torch.Tensor]):
-    """Train under both references and under every strategy, as one rank."""
+    """Train with both references and with every strategy, as one rank."""
     references = {}
     for wrap in (wrapped_gpt.ddp, wrapped_gpt.fsdp2):
         wrapped = wrap(wrapped_gpt.WrappedGPT(PLAIN, initial))
@@ -128,48 +128,48 @@ def train_all(rank: int, world: int, initial: dict[str, torch.Tensor]):
 
 @functools.cache
 def outcome():
-    """Return the initial weights and what every rank found, from one run."""
+    """Return the initial weights and the results of every rank, from one run."""
     initial = initial_weights()
-    return initial, run_ranks(train_all, LANES, initial)
+    return initial, run_ranks(train_all, DP_SIZE, initial)
 
 
-def test_the_two_references_agree_and_only_one_is_sharded():
+def test_references_agree_and_only_fsdp2_is_sharded():
     initial, ranks = outcome()
     elements = sum(weight.numel() for weight in initial.values())
     for references, _ in ranks:
         assert references["ddp"][0] == elements
         assert references["fsdp2"][0] < 0.6 * elements
         for step in range(STEPS):
-            theirs = references["fsdp2"][1][step]
-            assert_all_close(theirs, references["ddp"][1][step], bound=1e-12)
-            assert theirs.keys() == initial.keys()
+            fsdp2_gradients = references["fsdp2"][1][step]
+            assert_all_close(fsdp2_gradients, references["ddp"][1][step], bound=1e-12)
+            assert fsdp2_gradients.keys() == initial.keys()
 
 
 @pytest.mark.parametrize("reference", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_gradient_is_torchs(name: str, reference: str):
+def test_every_gradient_matches_torch(name: str, reference: str):
     _, ranks = outcome()
     for step in range(STEPS):
-        ours = assembled(piece for _, found in ranks for piece in found[name][0][step])
-        assert_all_close(ours, ranks[0][0][reference][1][step])
+        actual = assembled(chunk for _, mcore in ranks for chunk in mcore[name][0][step])
+        assert_all_close(actual, ranks[0][0][reference][1][step])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_strategy_was_active(name: str):
     _, ranks = outcome()
-    for _, found in ranks:
-        seen, strategy = found[name][1], name.partition(",")[0]
+    for _, mcore in ranks:
+        counters, strategy = mcore[name][1], name.partition(",")[0]
         if strategy == "no_shard":
-            assert seen["all_reduce"] >= STEPS
-            assert seen.keys().isdisjoint({"all_gather", "reduce_scatter"})
+            assert counters["all_reduce"] >= STEPS
+            assert counters.keys().isdisjoint({"all_gather", "reduce_scatter"})
         else:
-            assert seen["all_gather"] >= STEPS
+            assert counters["all_gather"] >= STEPS
             per_microbatch = ACCUMULATION if "grads" in strategy else 1
-            assert seen["reduce_scatter"] % (STEPS * per_microbatch) == 0
-            assert seen["reduce_scatter"] >= STEPS * per_microbatch
+            assert counters["reduce_scatter"] % (STEPS * per_microbatch) == 0
+            assert counters["reduce_scatter"] >= STEPS * per_microbatch
         cut = 2 if strategy == "optim_grads_params" else 1
-        assert seen["stored"] * cut == seen["whole"]
+        assert counters["stored"] * cut == counters["whole"]
         if CONFIGS[name].get("overlap_param_gather"):
-            assert seen["prefetched"] > 0
+            assert counters["prefetched"] > 0
         if CONFIGS[name].get("overlap_grad_reduce", True):
-            assert seen["early"] > 0
+            assert counters["early"] > 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parity tests notice faults: a list of planted ones, all, and random ones, nine in ten.
+"""The parity tests detect all planted faults, and nine of ten random mutants.
 
-Planted are mistakes that people make in this kind of code; the last ones change no number and leave
-a feature off, which only the trace of collectives shows. Random mutants are small edits, drawn by
-a seed, of what the rows execute in the modules that move and cut tensors.
+Planted faults are typical mistakes in such code; the last ones change no number but disable a
+feature, which only the trace of collectives shows. Random mutants are small edits, drawn by a seed,
+of executed code in the modules that move and shard tensors.
 """
 
 import pytest
@@ -21,10 +21,10 @@ from tests.support.source_text import modules_of
 
 CORE = "megatron.core"
 
-#: Faults that the engine itself refuses to go on with.
+#: Faults that the engine itself refuses.
 REFUSED = ("a tied weight is reduced before its second gradient", "buckets are reduced too early")
 
-#: name: (module, function, code, faulty code, what a row must have for the fault to show)
+#: name: (module, function, code, faulty code, settings of a row that shows the fault)
 FAULTS = {
     "gradient of a copied input is not summed over tp": (
         "comm.conjugates",
@@ -360,18 +360,18 @@ FAULTS = {
 }
 
 
-def test_text_of_every_planted_fault_is_in_the_code():
+def test_text_of_every_planted_fault_exists_in_the_code():
     missing = []
     for name, (module, function, code, faulty, _) in FAULTS.items():
         try:
             planted(f"{CORE}.{module}", function, code, faulty)
         except ValueError as error:
             missing.append(f"{name}: {error}")
-    assert not missing, "write these faults anew:\n" + "\n".join(missing)
+    assert not missing, "update these faults:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_noticed(name):
+def test_planted_fault_is_detected(name):
     module, function, code, faulty, changes = FAULTS[name]
     fault = planted(f"{CORE}.{module}", function, code, faulty)
     hunt = Hunt([row_with(**changes)])
@@ -380,7 +380,7 @@ def test_a_planted_fault_is_noticed(name):
         with pytest.raises(RankFailure, match="after the reduction of its gradients"):
             hunt.runs(0, fault)
         return
-    runs = hunt.runs(0, fault)  # does not crash, which would prove nothing
+    runs = hunt.runs(0, fault)  # must not crash, which would prove nothing
     if not name.startswith("feature off"):
         with pytest.raises(AssertionError):
             assert_same_numbers(row, runs, ref)
@@ -390,7 +390,7 @@ def test_a_planted_fault_is_noticed(name):
             assert_agrees(row, runs, ref)
 
 
-#: Where random mutants live: what moves tensors, cuts them, and decides what is summed where.
+#: Modules of random mutants: they move, shard and reduce tensors.
 MOVERS = (
     "comm",
     "moe.dispatch",
@@ -408,11 +408,10 @@ MOVERS = (
     "tensor_parallel",
 )
 
-#: Functions that only find fault with a description, or fill memory for tests: no run depends on
-#: them, they have own tests.
+#: Functions that only validate arguments or fill memory for tests; they have separate tests.
 CHECKS = ("check", "_shard_problems", "poison_")
 
-#: Mutants that compute the same, by their keys, and why; an entry that fits no code is an error.
+#: Equivalent mutants by key, with the reason; an entry without matching code is an error.
 EQUIVALENT = {
     **{
         f"{CORE}.weight_sharding|_origin|1|1 to 2|{number}": (
@@ -421,10 +420,10 @@ EQUIVALENT = {
         for number in (3, 4, 5)
     },
     f"{CORE}.weight_gather.bucket|_span_name|first_name == last_name"
-    "|first_name == last_name: to NotEq|1": "a name, which people read",
+    "|first_name == last_name: to NotEq|1": "a name for messages",
     **{
         f"{CORE}.distributed.data_parallel|{owner}.__init__|0|0 to 1|{number}": (
-            "counts of a step, set when it begins"
+            "counters that each step resets"
         )
         for owner, number in (("GradientBlock", 1), ("GradientBlock", 2), ("GradientBucket", 1))
     },
@@ -453,18 +452,18 @@ def _modules() -> list[str]:
     return [module for mover in MOVERS for module in modules_of(f"{CORE}.{mover}")]
 
 
-def test_mutants_that_change_nothing_are_of_the_code():
-    found = {mutation.key for module in _modules() for mutation in mutations(module)}
-    assert found >= EQUIVALENT.keys()
+def test_equivalent_mutants_exist_in_the_code():
+    keys = {mutation.key for module in _modules() for mutation in mutations(module)}
+    assert keys >= EQUIVALENT.keys()
 
 
 @pytest.mark.slow(seconds=300)
 @pytest.mark.timeout(900)
-def test_nine_in_ten_random_mutants_are_noticed():
+def test_nine_of_ten_random_mutants_are_detected():
     hunt, modules = Hunt(HUNTING_ROWS), _modules()
-    found = [mutation for module in modules for mutation in mutations(module)]
-    found = [m for m in found if m.function not in CHECKS and m.key not in EQUIVALENT]
-    drawn = sample(executed(found, hunt.spans(modules)), 30, seed=SEED)
+    candidates = [mutation for module in modules for mutation in mutations(module)]
+    candidates = [m for m in candidates if m.function not in CHECKS and m.key not in EQUIVALENT]
+    drawn = sample(executed(candidates, hunt.spans(modules)), 30, seed=SEED)
     assert len(drawn) == 30
     verdicts = [hunt.verdict(mutation) for mutation in drawn]
     report = survey(verdicts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout trains as the single process does, and the single process as the definition.
+"""Every layout trains like a single process, and a single process like the definition.
 
 One covering array crosses the layouts with the settings of a model (`rows`). Each row is compared
 with the single-process model in every loss, every gradient and the weights after some SGD steps
@@ -19,10 +19,10 @@ from tests.parity.rows import (
     label,
     params,
     row_with,
-    rows_for_every_change,
-    rows_for_every_night,
+    rows_for_make_test,
+    rows_for_nightly,
     rows_of_formats,
-    rows_of_one_rank,
+    single_rank_rows,
     world_of,
 )
 from tests.parity.traffic import assert_traffic
@@ -50,25 +50,25 @@ def _check(row, *, timeout=60.0):
     return runs
 
 
-@pytest.mark.parametrize("row", params(rows_for_every_change()))
+@pytest.mark.parametrize("row", params(rows_for_make_test()))
 @pytest.mark.covers("matches a single process", runs="ranks")
-def test_a_layout_trains_as_the_single_process(row):
+def test_layout_trains_like_a_single_process(row):
     _check(row)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", params(rows_of_one_rank()))
-def test_one_rank_trains_on_its_device_as_on_a_cpu(row):
+@pytest.mark.parametrize("row", params(single_rank_rows()))
+def test_single_rank_on_a_device_trains_like_a_cpu(row):
     _check(row)
 
 
 @pytest.mark.parametrize("row", params(rows_of_formats()))
-def test_weights_in_a_wire_format_train_as_the_encoded_ones_do(row):
+def test_gather_formats_train_like_encoded_weights(row):
     _check(row)
 
 
-def test_tensor_parallel_products_read_a_plane_in_each_direction():
-    # Scales are of what a tp rank has: not the numbers of one process, but the same traffic.
+def test_tp_with_1d_scales_gathers_each_direction_once():
+    # Scales depend on a tp rank's shard: numbers differ from one process, the traffic does not.
     row = row_with(tp=2, gtp=2, wire="nvfp4", scale_blocks="1d")
     ref = reference_of(row)
     runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
@@ -87,31 +87,31 @@ def test_tensor_parallel_products_read_a_plane_in_each_direction():
     ],
     ids=label,
 )  # fmt: skip
-def test_modules_that_opt_in_are_sharded_over_gtp(row):
-    wanted = {
+def test_opted_in_modules_are_sharded_over_gtp(row):
+    weight_names = {
         "mla_down_proj": "attention.down.weight",
         "position_embeddings": "position_embeddings",
     }
     runs = _check(row)
     (name,) = row["opt_in"]
-    assert any(wanted[name] in sharded for sharded in runs[0].over_gtp), runs[0].over_gtp
+    assert any(weight_names[name] in sharded for sharded in runs[0].over_gtp), runs[0].over_gtp
 
 
 @pytest.mark.parametrize("documents", FACTORS["documents"])
-def test_documents_begin_apart_where_experts_compare_them(documents):
-    # Two that begin alike have the same weights, and rounding would choose between them.
+def test_documents_start_with_distinct_tokens_for_capacity(documents):
+    # Documents with equal first tokens have equal weights; rounding would choose between them.
     for vocabulary in FACTORS["vocabulary"]:
         row = row_with(
             experts="softmax", capacity="probs", documents=documents, vocabulary=vocabulary,
             accumulation=3, predictions=1,
         )  # fmt: skip
         for batch in (
-            b for lane in range(4) for step in range(3) for b in data_of_rank(row, lane, step)
+            b for dp_rank in range(4) for step in range(3) for b in data_of_rank(row, dp_rank, step)
         ):
-            first = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens) == 0
+            is_start = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens) == 0
             if documents != "whole":
-                first = batch.positions == 0
-            beginnings = batch.tokens[first].tolist()
+                is_start = batch.positions == 0
+            beginnings = batch.tokens[is_start].tolist()
             assert len(set(beginnings)) == len(beginnings) >= BATCH
             assert set(beginnings) <= set(range(vocabulary))
             assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
@@ -146,25 +146,27 @@ OPTIMIZER_ROWS = {
     [pytest.param(n, marks=pytest.mark.gpus(world_of(r))) for n, r in OPTIMIZER_ROWS.items()],
 )
 @pytest.mark.covers("matches a single process", runs="ranks")
-def test_other_optimizers_move_weights_as_in_the_single_process(name):
+def test_other_optimizers_update_like_a_single_process(name):
     row = OPTIMIZER_ROWS[name]
     ref = reference_of(row)
     runs = run_ranks(rank_of_row, world_of(row), ref.row, ref.initial)
     assert_same_numbers(row, runs, ref)
     after = assembled(ref.run.weights)
-    assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), "they moved"
+    assert all((after[n] - w).abs().max() > 1e-3 for n, w in ref.initial.items()), (
+        "a weight did not move"
+    )
 
 
 def _seconds_of(row):
-    """Return about how long a row takes on two cores: its ranks start, and train."""
+    """Return the approximate seconds of a row on two cores: start of the ranks, and training."""
     return 0.75 * world_of(row) + steps_of(row) * row["accumulation"] * row["dp"] / 4
 
 
 def pytest_generate_tests(metafunc):
-    """Give the triples their rows; finding those takes 17 seconds, so only where slow tests run."""
+    """Parametrize the triples; computing the rows takes 17 seconds, so only for slow tests."""
     if "triples" in metafunc.fixturenames:
         left_out = "not slow" in metafunc.config.option.markexpr
-        rows = [] if left_out else rows_for_every_night()
+        rows = [] if left_out else rows_for_nightly()
         slow = [pytest.mark.slow(seconds=_seconds_of(row)) for row in rows]
         metafunc.parametrize(
             "triples",
@@ -178,7 +180,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.covers("matches a single process", runs="ranks")
-def test_all_triples_train_as_the_single_process(triples):
+def test_all_triples_train_like_a_single_process(triples):
     _check(triples, timeout=240.0)  # eight ranks
 
 
@@ -203,7 +205,7 @@ MODELS = {
         "positions",
     )
 }
-ONE_RANK = row_with(tp=1, dp=2)
+SINGLE_RANK_ROW = row_with(tp=1, dp=2)
 
 
 def _updated(weight: torch.Tensor, gradient: torch.Tensor, *, rate: float) -> torch.Tensor:
@@ -220,8 +222,8 @@ def _name_of(model):
     "model", covering_array(MODELS, (*MAMBA_ALONE, *LEARNED_POSITIONS)), ids=_name_of
 )
 @pytest.mark.covers("matches a reference model", runs="alone")
-def test_the_single_process_trains_as_the_definition(model):
-    row = {**ONE_RANK, **model}
+def test_single_process_trains_like_the_definition(model):
+    row = {**SINGLE_RANK_ROW, **model}
     ref = reference_of(row)
     plain = PlainGPT(
         layers=LAYERS,
@@ -238,8 +240,10 @@ def test_the_single_process_trains_as_the_definition(model):
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}
     for number in range(steps_of(row)):
-        data = [batch for lane in range(row["dp"]) for batch in data_of_rank(row, lane, number)]
-        loss = step_loss(plain, weights, data, per_token=row["per_token"])
+        microbatches = [
+            batch for dp_rank in range(row["dp"]) for batch in data_of_rank(row, dp_rank, number)
+        ]
+        loss = step_loss(plain, weights, microbatches, per_token=row["per_token"])
         gradients = dict(
             zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)
         )

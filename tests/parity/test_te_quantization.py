@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of TransformerEngine's layers that multiply in FP8 trains nearly as one in fp32 does.
+"""A model of TransformerEngine's layers in FP8 trains nearly like a model in fp32.
 
-What runs is TE's own Python, with its quantizers, on a stand-in that rounds to FP8 and multiplies
-exactly (`support.te_fp8`). So this proves which tensors are quantized, when and with what scale; of
-TE's kernels it says nothing.
+TE's Python code and quantizers run on a fake extension that rounds to FP8 and multiplies exactly
+(`support.te_fp8`). This proves which tensors are quantized, when and with which scale; it does not
+test TE's kernels.
 """
 
 import importlib
@@ -31,33 +31,33 @@ QUANTIZERS = {
 }
 
 
-def fp8_row(recipe, *, more=None, **changes):
-    """Return a row of sizes that FP8 multiplies, with a recipe."""
-    config = QuantizationConfig(recipe=recipe, hybrid=recipe != "mxfp8", **(more or {}))
+def fp8_row(recipe, *, recipe_options=None, **changes):
+    """Return a row with sizes that FP8 supports, and a recipe."""
+    config = QuantizationConfig(recipe=recipe, hybrid=recipe != "mxfp8", **(recipe_options or {}))
     row = row_with(**{"tp": 1, "accumulation": 3, **changes})
-    # Delayed scaling begins with a scale of one, in which small gradients are zero: weights stay
-    # where they are until all scales are known, or the last step would be of other weights.
+    # Delayed scaling starts with scale 1, where small gradients round to zero. A tiny learning
+    # rate keeps the weights fixed until all scales are known.
     steps = {"steps": 6, "rate": 1e-6} if recipe == "delayed" else {}
     return {**row, **steps, "aligned": True, "quantization": config}
 
 
 def runs_of(row, initial, release=te_wheel.NEWEST):
-    of_te = {**row, "te": release}
-    return run_ranks(rank_of_row, world_of(row), of_te, initial, timeout=100.0)
+    te_row = {**row, "te": release}
+    return run_ranks(rank_of_row, world_of(row), te_row, initial, timeout=100.0)
 
 
 def check_near(row, release=te_wheel.NEWEST, run=runs_of):
-    """Train a row with FP8, by `run`, and the single process of local layers in fp32."""
+    """Train a row with FP8 by `run`, and compare it with local layers in fp32 on one process."""
     plain = {k: v for k, v in row.items() if k != "quantization"}
     initial = assembled(single_run(plain, None).initial)
-    wanted = single_run(plain, initial)
+    expected = single_run(plain, initial)
     runs = run(row, initial, release)
     for run in runs:
-        for step, other in zip(run.steps, wanted.steps, strict=True):
-            assert step.loss == pytest.approx(other.loss, rel=0.01)
-    last = assembled([piece for run in runs for piece in run.steps[-1].gradients])
-    exact = assembled(wanted.steps[-1].gradients)
-    errors = {n: float((last[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
+        for step, expected_step in zip(run.steps, expected.steps, strict=True):
+            assert step.loss == pytest.approx(expected_step.loss, rel=0.01)
+    gradients = assembled([chunk for run in runs for chunk in run.steps[-1].gradients])
+    exact = assembled(expected.steps[-1].gradients)
+    errors = {n: float((gradients[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
     # Measured: at most 0.19, and 0.36 where a token goes to another expert.
     assert 0.01 < max(errors.values()) < (0.25 if row["experts"] is None else 0.5), errors
     for calls in (run.te_calls for run in runs):
@@ -67,8 +67,8 @@ def check_near(row, release=te_wheel.NEWEST, run=runs_of):
 
 def check_counts(row, calls):
     """Each product quantizes four tensors: its input, the output's gradient, and the weight in
-    forward and in backward, where it is gathered again; not the weight if it is gathered in the
-    format of the recipe."""
+    forward and in backward, where it is gathered again; but not the weight if the gather format
+    is the recipe's format."""
     tensors = 4 if row["wire"] == "bf16" else 2
     products = calls["Linear"] + calls["LayerNormLinear"]
     products += calls.get("GroupedLinear", 0) * NUM_EXPERTS // row["ep"]
@@ -114,9 +114,9 @@ def name_of(row):
 
 
 @needs_te
-def test_delayed_scaling_over_tensor_parallel_ranks():
+def test_delayed_scaling_is_equal_on_tensor_parallel_ranks():
     runs = check_near(ROW)
-    # Both ranks hold the same scales, and none is what it began with.
+    # Both ranks hold equal scales, and each scale has changed.
     for name, state in runs[0].states.items():
         assert torch.equal(state, runs[1].states[name])
         in_use = bool(((state > 0.0) & (state != 1.0)).all())
@@ -125,8 +125,7 @@ def test_delayed_scaling_over_tensor_parallel_ranks():
 
 
 def _also_quantized_again(rank, world, row, initial):
-    """Return a run, and what is called if gathered weights are taken back and quantized by the
-    recipe."""
+    """Return a run, and the calls of a run that dequantizes and requantizes gathered weights."""
     run = rank_of_row(rank, world, row, initial)
     te_extension.CALLS.clear()
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
@@ -142,14 +141,14 @@ def _also_quantized_again(rank, world, row, initial):
 
 
 @needs_te
-def test_gathered_weights_are_not_quantized_again():
+def test_gathered_weights_are_not_requantized():
     planted = []
 
     def run(row, initial, release):
-        of_te = {**row, "te": release}
-        both = run_ranks(_also_quantized_again, 2, of_te, initial, timeout=100.0)
-        planted.extend(calls for _, calls in both)
-        return [run for run, _ in both]
+        te_row = {**row, "te": release}
+        results = run_ranks(_also_quantized_again, 2, te_row, initial, timeout=100.0)
+        planted.extend(calls for _, calls in results)
+        return [run for run, _ in results]
 
     check_near(GATHERED_ROW, run=run)
     assert len(planted) == 2
@@ -161,7 +160,7 @@ def test_gathered_weights_are_not_quantized_again():
 @needs_te
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS_AT_NIGHT, ids=name_of)
-def test_more_layouts_of_recipes(row):
+def test_further_recipe_layouts_train_like_fp32(row):
     check_near(row)
 
 
@@ -169,7 +168,7 @@ def test_more_layouts_of_recipes(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("release", te_wheel.releases()[1:])
 @pytest.mark.parametrize("recipe", QUANTIZERS)
-def test_recipes_of_other_releases(recipe, release):
+def test_recipes_of_other_releases_train_like_fp32(recipe, release):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
     check_near(fp8_row(recipe, dp=2, ep=2, experts="softmax"), release)

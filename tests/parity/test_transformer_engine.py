@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of TransformerEngine's layers trains as the single process of local ones does.
+"""A model of TransformerEngine's layers trains like local layers on one process.
 
-What runs is TE's own Python, on a stand-in for its compiled extension (`support.te_extension`). So
-this proves what TE's modules make of our arguments, of its protocol for distributed weights and of
-the weights' handles; of TE's kernels it says nothing.
+TE's Python code runs on a fake of its compiled extension (`support.te_extension`). This tests TE's
+modules with Megatron's arguments, its protocol for distributed weights and the weight handles; it
+does not test TE's kernels.
 """
 
 import importlib
@@ -96,7 +96,7 @@ def test_te_layers_train_like_single_process_local_layers(row):
 @needs_te
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS_AT_NIGHT, ids=label)
-def test_more_layouts_of_te_layers(row):
+def test_further_te_layouts_train_like_local_layers(row):
     _check(row)
 
 
@@ -104,7 +104,7 @@ def test_more_layouts_of_te_layers(row):
 @pytest.mark.slow
 @pytest.mark.parametrize("release", te_wheel.releases()[1:])
 @pytest.mark.parametrize("row", ROWS, ids=label)
-def test_layouts_of_other_releases(row, release):
+def test_te_layouts_of_other_releases_train_like_local(row, release):
     if not te_wheel.is_there(release):
         pytest.skip(f"TransformerEngine {release} is not in build/: run make te-wheels")
     _check(row, release)
@@ -114,7 +114,7 @@ def _without_window(self, *, scale, window):
     self._scale, self._window, self._module = scale, (-1, 0), None
 
 
-#: What could be lost on the way between TE and the weights' handles.
+#: Faults between TE and the weight handles.
 FAULTS = {
     "finalise skipped": (
         "HandleWeight.finalize_group_grads",
@@ -137,42 +137,42 @@ FAULTS = {
 
 
 def _with_faults(rank, world, row, initial):
-    """Return the gradients of the last step without a fault (None) and with each one."""
+    """Return the gradients of the last step without a fault (key None) and with each fault."""
     del rank, world
     transformer_engine(row["te"])
     module = importlib.import_module("megatron.core.extensions.transformer_engine")
     weights, of = [], module.HandleWeight.of
 
-    def seen(*args, **options):
-        made = of(*args, **options)
-        weights.extend(made)
-        return made
+    def recorded_of(*args, **options):
+        handle_weights = of(*args, **options)
+        weights.extend(handle_weights)
+        return handle_weights
 
-    with mock.patch.object(module.HandleWeight, "of", seen):
-        found = {None: assembled(single_run(row, initial).steps[-1].gradients)}
-    # After a step neither the weights nor what they share hold a buffer.
+    with mock.patch.object(module.HandleWeight, "of", recorded_of):
+        gradients_by_fault = {None: assembled(single_run(row, initial).steps[-1].gradients)}
+    # After a step neither the weights nor their shared matrices hold a buffer.
     assert {name for weight in weights for name in vars(weight)} == {"matrices", "number"}
     assert not any(w.matrices._buffers or w.matrices._whole is not None for w in weights)
     for name, (where, fault) in FAULTS.items():
         with mock.patch(f"{module.__name__}.{where}", fault):
-            found[name] = assembled(single_run(row, initial).steps[-1].gradients)
-    return found
+            gradients_by_fault[name] = assembled(single_run(row, initial).steps[-1].gradients)
+    return gradients_by_fault
 
 
 @needs_te
-def test_what_is_lost_between_te_and_the_handles_is_seen():
+def test_faults_between_te_and_weight_handles_are_detected():
     row = row_with(tp=1, accumulation=3, experts="softmax", documents="packed", window=5)
     ref = reference_of(row)
-    wanted = assembled(ref.run.steps[-1].gradients)
+    expected = assembled(ref.run.steps[-1].gradients)
     of_te = {**ref.row, "te": te_wheel.NEWEST}
-    (found,) = run_ranks(_with_faults, 1, of_te, ref.initial, timeout=100.0)
-    assert_all_close(found.pop(None), wanted)
-    assert list(found) == list(FAULTS)
-    for gradients in found.values():
+    (gradients_by_fault,) = run_ranks(_with_faults, 1, of_te, ref.initial, timeout=100.0)
+    assert_all_close(gradients_by_fault.pop(None), expected)
+    assert list(gradients_by_fault) == list(FAULTS)
+    for gradients in gradients_by_fault.values():
         with pytest.raises(AssertionError, match="error"):
-            assert_all_close(gradients, wanted)
+            assert_all_close(gradients, expected)
 
 
-def test_the_stand_in_needs_the_wheel(tmp_path):
+def test_fake_te_extension_needs_the_wheel(tmp_path):
     with pytest.raises(ValueError, match="te_wheel"):
         te_extension.install(tmp_path)

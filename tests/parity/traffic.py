@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collectives a row must run in one step: the formulas that its trace is held to.
+"""Formulas for the collectives of a row in one step, compared with its trace.
 
-So a feature that is silently off (sequence parallelism that does not cut, a sharded optimizer that
-reduces everything everywhere, a reduction that waits for the end) fails, although it gives the
-right numbers.
+They detect a feature that is silently off (sequence parallelism that does not shard, a sharded
+optimizer that all-reduces, a reduction that does not overlap) although the numbers are right.
 """
 
 from __future__ import annotations
@@ -19,44 +18,44 @@ from tests.parity.expert_traffic import assert_expert_traffic
 from tests.parity.recurrent_traffic import Sent, sent_by_mixers
 from tests.parity.rows import CUT_WEIGHTS, shards_over_gtp, world_of
 from tests.parity.sequences import SEQUENCE, cut_of
-from tests.parity.stages import Blocks, StagePart
+from tests.parity.stages import Blocks, StageBlocks
 from tests.parity.training import BATCH, HEAD_DIM, HEADS, HIDDEN, LAYERS, Run, Step
 from tests.support.activation import assert_active, assert_silent, matching, table
 from tests.support.covering_array import Row
 
-#: Features of a padded head of latent attention: those that rotate and those that do not.
+#: Features of a padded head of latent attention: rotary and non-rotary features.
 LATENT_CHANNELS = HEAD_DIM - 1 + 4
 
-#: Weights that no backward reads: there is no dgrad of an embedding, and the head's is in forward.
+#: Weights that backward does not read: an embedding has no dgrad, and the head's is in forward.
 WITHOUT_DGRAD = ("embedding.weight", "head.weight")
 
 CUT_GRADIENTS = ("optim_grads", CUT_WEIGHTS)
 
 
 def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
-    """Fail unless every rank's step `number` ran exactly the collectives that the row asks for."""
+    """Assert that step `number` ran exactly the row's collectives on every rank."""
     steps = [run.steps[number] for run in runs]
     for rank, (run, step) in enumerate(zip(runs, steps, strict=True)):
-        _check_dp_traffic(row, step, last=number == len(run.steps) - 1)
+        _check_dp_traffic(row, step, is_last_step=number == len(run.steps) - 1)
         _launched(row, run, step)
         _gathers(row, run)
         if run.leased_bytes:
-            raise AssertionError(f"{run.leased_bytes} bytes were never given back")
+            raise AssertionError(f"{run.leased_bytes} bytes were never released")
         if (run.late > 0) != (row["link"] == "late"):
-            raise AssertionError(f"{run.late} collectives were late, wanted {row['link']}")
+            raise AssertionError(f"{run.late} collectives were late, expected {row['link']}")
         if row["tp"] > 1:
-            _in_regions(row, run.part, step)
+            _in_regions(row, run.stage, step)
         else:
             assert_silent(step.records, group="tp")
-        _between_stages(row, run.part, step)
-        mixers = sent_by_mixers(row, run.part, rank, number) if row["cp"] > 1 else Sent()
-        _over_the_sequence(row, run.part, step, mixers)
-    # Norms of all heads: q/k norms, and that of a gated delta net.
+        _between_stages(row, run.stage, step)
+        mixers = sent_by_mixers(row, run.stage, rank, number) if row["cp"] > 1 else Sent()
+        _over_the_sequence(row, run.stage, step, mixers)
+    # Norms of all heads: q/k norms, and the norm of a gated delta net.
     partial = row["sequence_parallel"] or row["qk_norm"] or row["mixer"] == "delta"
     partial = partial or row["experts"] is not None
     _once_a_step(row, runs, number, group="tp", expected=row["tp"] > 1 and partial)
     assert_expert_traffic(row, runs, number)
-    for size in (2, 4):  # kv heads that several ranks hold
+    for size in (2, 4):  # kv heads on several ranks
         replicas = {row["tp"] // row["groups"]}
         if row["mixer"] == "mamba":
             replicas.add(row["tp"] // row["mamba_groups"])
@@ -64,14 +63,14 @@ def assert_traffic(row: Row, runs: Sequence[Run], number: int) -> None:
     _ties(row, runs, number)
 
 
-def _between_stages(row: Row, part: StagePart, step: Step) -> None:
-    """What was carried out is the list, and what was sent and received stands in it."""
+def _between_stages(row: Row, stage: StageBlocks, step: Step) -> None:
+    """Assert that the executed actions and the point-to-point traffic match the schedule."""
     if row["pp"] == 1:
         assert_silent(step.records, group="pp")
         assert_silent(step.records, group="pp_backward")
         return
-    if step.actions != list(part.listed):
-        raise AssertionError("what was carried out is not what the schedule lists")
+    if step.actions != list(stage.listed):
+        raise AssertionError("the executed actions differ from the schedule")
     local = SEQUENCE if row["cp"] == 1 and row["documents"] == "whole" else cut_of(row).local_length
     rows = local // row["tp"] if row["sequence_parallel"] else local
     for kind, group, of in (
@@ -80,29 +79,28 @@ def _between_stages(row: Row, part: StagePart, step: Step) -> None:
         ("send", "pp_backward", ActionKind.SEND_BACKWARD),
         ("receive", "pp_backward", ActionKind.RECEIVE_BACKWARD),
     ):
-        count = sum(action.kind is of for action in part.listed)
+        count = sum(action.kind is of for action in stage.listed)
         size = 4 * rows * BATCH * HIDDEN * count
         assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
-    split = [ActionKind.INPUT_GRADIENT in {a.kind for a in part.listed}]
+    split = [ActionKind.INPUT_GRADIENT in {a.kind for a in stage.listed}]
     if any(split) != (row["schedule"] == "zb-h1"):
         raise AssertionError(f"{row['schedule']}, but backward is split: {split}")
 
 
-def _over_the_sequence(row: Row, part: StagePart, step: Step, mixers: Sent) -> None:
-    """What brings queries and keys together, by engine; what recurrent mixers send; and the count
-    of a microbatch's tokens."""
+def _over_the_sequence(row: Row, stage: StageBlocks, step: Step, mixers: Sent) -> None:
+    """Assert the cp traffic of attention, of recurrent mixers, and of token counts."""
     cp = row["cp"]
     if cp == 1:
         assert_silent(step.records, group="cp")
         return
-    forward = (part.attentions.count + part.attentions.again) * row["accumulation"]
-    backward = part.attentions.count * row["accumulation"]
+    forward = (stage.attentions.count + stage.attentions.again) * row["accumulation"]
+    backward = stage.attentions.count * row["accumulation"]
     heads, groups = HEADS // row["tp"], max(1, row["groups"] // row["tp"])
     channels = HEAD_DIM if row["attention"] == "grouped" else LATENT_CHANNELS
-    head = cut_of(row).local_length * BATCH * channels * 4  # bytes of this rank's
+    head = cut_of(row).local_length * BATCH * channels * 4  # bytes on this rank
     pair = 2 * groups * head
     sent = heads + 2 * cp * sent_groups(groups, cp)  # heads that leave under a2a
-    wanted = {
+    expected = {
         "p2p": {
             "send": ((cp - 1) * (forward + backward) + cp * backward, pair),
             "receive": ((cp - 1) * (forward + backward) + cp * backward, pair),
@@ -114,43 +112,44 @@ def _over_the_sequence(row: Row, part: StagePart, step: Step, mixers: Sent) -> N
         "a2a": {"all_to_all": (2 * (forward + backward), (sent + heads) * head / 2)},
     }[row["engine"]]
     for kind in ("send", "receive", "all_gather", "reduce_scatter", "all_to_all"):
-        count, each = wanted.get(kind, (0, 0))
-        size = count * each + mixers[kind]
+        count, bytes_each = expected.get(kind, (0, 0))
+        size = count * bytes_each + mixers[kind]
         count += mixers[f"{kind}+"]
-        found = matching(step.records, kind=kind, group="cp")
-        if (len(found), sum(r.bytes for r in found)) != (count, size):
+        records = matching(step.records, kind=kind, group="cp")
+        if (len(records), sum(r.bytes for r in records)) != (count, size):
             raise AssertionError(
-                f"{len(found)} {kind} over cp, wanted {count} of {size} B:\n{table(step.records)}"
+                f"{len(records)} {kind} over cp, expected {count} of {size} B:\n"
+                f"{table(step.records)}"
             )
     counted = (not row["per_token"]) + (row["experts"] is not None)  # tokens, and auxiliary losses
     assert_active(step.records, kind="all_reduce", group="cp", exactly=counted)
 
 
 def _ties(row: Row, runs: Sequence[Run], number: int) -> None:
-    """The gradient of a weight of the first and the last stage is summed over both, once."""
-    each = -(-row["vocabulary"] // row["tp"])  # rows of it that a rank holds, if so many are left
+    """Assert that the gradient of a weight shared by the first and last stage is reduced once."""
+    rows_per_rank = -(-row["vocabulary"] // row["tp"])  # at most, on a rank
     for rank, run in enumerate(runs):
-        found = matching(run.steps[number].records, kind="all_reduce", group="tied")
-        tied = _is_shared(row) and row["pp"] > 1 and (run.part.embedding or run.part.head)
-        tied = tied and rank % row["tp"] * each < row["vocabulary"]
-        # A rank whose range of the optimizer state holds nothing of it has nothing to sum.
+        sums = matching(run.steps[number].records, kind="all_reduce", group="tied")
+        tied = _is_shared(row) and row["pp"] > 1 and (run.stage.embedding or run.stage.head)
+        tied = tied and rank % row["tp"] * rows_per_rank < row["vocabulary"]
+        # A rank whose range of the optimizer state excludes the weight reduces nothing.
         whole = row["placement"] == "no_shard" and row["gtp"] == 1
         allowed = {1} if whole or _dp_size(row) == 1 else {0, 1}
-        if len(found) not in (allowed if tied else {0}):
-            raise AssertionError(f"{len(found)} sums over tied stages, tied is {tied}")
+        if len(sums) not in (allowed if tied else {0}):
+            raise AssertionError(f"{len(sums)} sums over tied stages, tied is {tied}")
     if _is_shared(row) and row["pp"] > 1:
         everywhere = [record for run in runs for record in run.steps[number].records]
         assert_active(everywhere, kind="all_reduce", group="tied", at_least=2)
 
 
 def _is_shared(row: Row) -> bool:
-    """Return whether the first and the last stage share a weight: further predictions read the
-    embedding as well."""
+    """Return whether the first and the last stage share a weight: MTP layers also use the
+    embedding."""
     return row["tied"] or row["predictions"] > 0
 
 
 def _dp_size(row: Row) -> int:
-    """Return how many ranks see different tokens."""
+    """Return the number of ranks with different tokens."""
     return row["gtp"] * row["dp"] * row["cp"]
 
 
@@ -162,8 +161,8 @@ def _shares(row: Row) -> bool:
 
 
 def _launched(row: Row, run: Run, step: Step) -> None:
-    """All blocks are reduced during backward, unless they wait for its end; cut ones never do. Of
-    weights over gtp, buckets are summed over the replicas as soon as their blocks have been."""
+    """Assert that blocks are reduced during backward, except unsharded ones without overlap, and
+    that buckets over gtp are summed over replicas as soon as their blocks are reduced."""
     cut = row["placement"] in CUT_GRADIENTS
     once = row["reduce_scatter"] == "step"
     cut = [
@@ -172,7 +171,7 @@ def _launched(row: Row, run: Run, step: Step) -> None:
     launched = sum(len(bucket.blocks) for bucket in (run.buckets if row["overlap"] else cut))
     if step.launched_in_backward != launched:
         raise AssertionError(
-            f"{step.launched_in_backward} blocks reduced during backward, wanted {launched}"
+            f"{step.launched_in_backward} blocks reduced during backward, expected {launched}"
         )
     over_replicas = [b for b in run.buckets if b.gtp and b.outer > 1]
     if (
@@ -184,8 +183,8 @@ def _launched(row: Row, run: Run, step: Step) -> None:
             f"{step.outer_in_backward} of {len(over_replicas)} sums over replicas in backward"
         )
     if row["pp"] > 1:
-        return  # a stage has as many layers as the cut gives it
-    if _shares(row) and row["placement"] == CUT_WEIGHTS:  # layers, and what is on either side
+        return  # the number of layers depends on the stage
+    if _shares(row) and row["placement"] == CUT_WEIGHTS:  # layers, embedding and head
         units = LAYERS + row["predictions"]
         with_experts = 0 if row["experts"] is None else 1 + row["predictions"]
         least = units + with_experts + 2
@@ -199,39 +198,41 @@ def _launched(row: Row, run: Run, step: Step) -> None:
         raise AssertionError(f"{row['bucket']} buckets, but there are {len(run.buckets)}")
 
 
-def _check_dp_traffic(row: Row, step: Step, *, last: bool) -> None:
-    """What the formula says, bucket by bucket; gathers from when they follow a plan.
+def _check_dp_traffic(row: Row, step: Step, *, is_last_step: bool) -> None:
+    """Assert the data-parallel traffic by the formula of each bucket; gathers in the last step.
 
-    For a per-token loss the number of tokens is summed as well; the report's loss is summed over
+    A per-token loss also sums the number of tokens; the reported loss is summed over
     the world.
     """
     if world_of(row) > 1:
-        first = matching(step.records, kind="all_reduce", group="world")[:1]
-        assert_active(first, exactly=1, exactly_bytes=8)
+        world_sums = matching(step.records, kind="all_reduce", group="world")[:1]
+        assert_active(world_sums, exactly=1, exactly_bytes=8)
     if _dp_size(row) == 1:
         assert_silent(step.records, group="dense_dp")
     if not _shares(row):
         return
-    wanted = {(t.kind, t.group): (t.count, t.bytes) for t in step.over_lanes}
+    expected = {(t.kind, t.group): (t.count, t.bytes) for t in step.dp_traffic}
     if row["per_token"] and _dp_size(row) > 1:  # the number of tokens, fp32
-        count, size = wanted.get(("all_reduce", "dense_dp"), (0, 0))
-        wanted["all_reduce", "dense_dp"] = count + 1, size + 4
+        count, size = expected.get(("all_reduce", "dense_dp"), (0, 0))
+        expected["all_reduce", "dense_dp"] = count + 1, size + 4
     data_groups = ("dense_dp", "expert_dp", "shard", "replicate", "shard_gather")
     groups = {name for group in data_groups for name in (group, f"expert_{group}")}
     groups &= set(GROUP_NAMES)
     if shards_over_gtp(row):
         groups |= {"gtp", "gtp_gather", "dp_cp", "egtp", "egtp_gather", "edp"}
     seen = {(r.kind, r.group) for r in step.records if r.group in groups}
-    for kind, group in sorted(seen | wanted.keys()):
-        early = kind == "all_gather" or group.endswith("_gather")  # these start in the step before
-        if early and not last:
+    for kind, group in sorted(seen | expected.keys()):
+        early = kind == "all_gather" or group.endswith(
+            "_gather"
+        )  # these start in the previous step
+        if early and not is_last_step:
             continue
-        count, size = wanted.get((kind, group), (0, 0))
+        count, size = expected.get((kind, group), (0, 0))
         assert_active(step.records, kind=kind, group=group, exactly=count, exactly_bytes=size)
 
 
 def _gathers(row: Row, run: Run) -> None:
-    """Weights are gathered ahead if that is asked for, within the plan, and as often as it says."""
+    """Assert that weights are prefetched if requested, and gathered according to the plan."""
     kinds = [
         [b for b in run.buckets if b.gtp],
         [b for b in run.buckets if not (b.gtp or b.single_rank)],
@@ -240,103 +241,104 @@ def _gathers(row: Row, run: Run) -> None:
     assert len(run.steps[0].gathers) == sum(map(bool, kinds))
     for number, kind in enumerate(filter(None, kinds)):
         early = row["early_gather"] or kind[0].gtp
-        last = run.steps[-1].gathers[number]
-        if last.mismatches or (last.prefetched > 0) != early:
-            raise AssertionError(f"early gathers are {early}, but there were {last}")
+        after = run.steps[-1].gathers[number]
+        if after.mismatches or (after.prefetched > 0) != early:
+            raise AssertionError(f"early gathers are {early}, but there were {after}")
         for step in run.steps:
             if (step.in_flight[number] > 0) != early:
                 raise AssertionError(f"{step.in_flight} gathers under way after a step")
         before = run.steps[-2].gathers[number]
         if kind[0].gtp:
-            _gathers_over_gtp(row, run, kind, before, last)
+            _gathers_over_gtp(row, run, kind, before, after)
         else:
-            _gathers_of_strategy(row, run, before, last)
+            _gathers_of_strategy(row, run, before, after)
 
 
 def _gathers_over_gtp(
-    row: Row, run: Run, buckets: Sequence[BucketSize], before: GatherCounts, last: GatherCounts
+    row: Row, run: Run, buckets: Sequence[BucketSize], before: GatherCounts, after: GatherCounts
 ) -> None:
-    """From the second step on all gathers but the first are ahead, two weights at a time."""
-    gathered = last.gathers - before.gathers
+    """Assert that all gathers but the first are prefetched, with two weights at a time."""
+    gathered = after.gathers - before.gathers
     over = ("gtp_gather", "egtp_gather")
     records = [
         record
         for name in over
         for record in matching(run.steps[-1].records, kind="all_gather", group=name)
     ]
-    if len(records) != gathered or last.prefetched - before.prefetched < gathered - 1:
-        raise AssertionError(f"{len(records)} gathers over gtp, by the plan {gathered}: {last}")
+    if len(records) != gathered or after.prefetched - before.prefetched < gathered - 1:
+        raise AssertionError(f"{len(records)} gathers over gtp, by the plan {gathered}: {after}")
     blocks = [block for bucket in buckets for block in bucket.blocks]
     encodes = len(blocks) * (row["wire"] != "bf16")
     if row.get("scale_blocks") == "1d":
         encodes += sum(name not in WITHOUT_DGRAD for name in run.over_gtp)
-    if last.encodes - before.encodes != encodes:
-        raise AssertionError(f"{last} after {before}: {encodes} planes are encoded once a step")
+    if after.encodes - before.encodes != encodes:
+        raise AssertionError(f"{after} after {before}: {encodes} planes are encoded once a step")
     sizes = [4 * block.numel + size for block in blocks for size in block.encoded or (0,)]
     largest = sum(sorted(sizes)[-2:])
-    if not 0 < last.peak_bytes <= largest:
-        raise AssertionError(f"{last.peak_bytes} bytes gathered at a time, at most {largest}")
+    if not 0 < after.peak_bytes <= largest:
+        raise AssertionError(f"{after.peak_bytes} bytes gathered at a time, at most {largest}")
 
 
-def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, last: GatherCounts) -> None:
-    """As often as the plan says, and within its budget."""
-    gathered = last.gathers - before.gathers
+def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, after: GatherCounts) -> None:
+    """Assert the number of gathers of the plan, and its memory budget."""
+    gathered = after.gathers - before.gathers
     over = "shard_gather" if row["placement"] == CUT_WEIGHTS else "shard"
     over = "dense_dp" if (over, row["instances"]) == ("shard", 1) else over
     records = run.steps[-1].records
     if row["experts"] is None:
         assert_active(records, kind="all_gather", group=over, exactly=gathered)
-    else:  # experts have lanes of their own, perhaps a single one, where a gather moves nothing
-        both = [r for name in (over, f"expert_{over}") for r in matching(records, group=name)]
-        if not 0 < len([r for r in both if r.kind == "all_gather"]) <= gathered:
+    else:  # experts have separate dp groups, where a gather over one rank moves nothing
+        gathers = [r for name in (over, f"expert_{over}") for r in matching(records, group=name)]
+        if not 0 < len([r for r in gathers if r.kind == "all_gather"]) <= gathered:
             raise AssertionError(f"{gathered} gathers, and not as many collectives")
     if row["placement"] == CUT_WEIGHTS:
         sizes = [4 * b.numel for b in run.buckets]
         kinds = [[b for b in run.buckets if not b.root and b.expert is e] for e in (False, True)]
         root = sum(4 * b.numel for b in run.buckets if b.root)
         largest = sum(max((4 * b.numel for b in kind), default=0) for kind in kinds)
-        if not 0 < last.peak_bytes <= root + 2 * largest:
-            raise AssertionError(f"{last.peak_bytes} bytes of {sizes} were gathered at a time")
-        each = gathered / len([bucket for bucket in run.buckets if not bucket.single_rank])
-        if not 1.0 <= each <= 3.0 * row["accumulation"]:
-            raise AssertionError(f"a bucket was gathered {each} times in a step")
+        if not 0 < after.peak_bytes <= root + 2 * largest:
+            raise AssertionError(f"{after.peak_bytes} bytes of {sizes} were gathered at a time")
+        gathers_per_bucket = gathered / len(
+            [bucket for bucket in run.buckets if not bucket.single_rank]
+        )
+        if not 1.0 <= gathers_per_bucket <= 3.0 * row["accumulation"]:
+            raise AssertionError(f"a bucket was gathered {gathers_per_bucket} times in a step")
 
 
-def _all_reduces_in_regions(row: Row, part: StagePart) -> int:
-    """Return a rank's all-reduces over tp of all microbatches: a maximum and a sum for each loss,
-    and without sequence parallelism one where a region ends, in forward and in backward, and where
-    one is run again.
+def _all_reduces_in_regions(row: Row, stage: StageBlocks) -> int:
+    """Return the number of a rank's all-reduces over tp in all microbatches: a maximum and a sum
+    per loss, and without sequence parallelism one per end of a region, in forward, backward and
+    recomputation.
 
-    Latent attention enters three regions: for queries, for keys and values, for rotated features.
+    Latent attention has three regions: for queries, for keys and values, for rotary features.
     """
     if row["tp"] == 1:
         return 0
-    whole, latent = _regions(part), part.latent
+    whole, latent = _regions(stage), stage.latent
     ends = 2 * whole.count + whole.again + 4 * latent.count + latent.again
-    ends += part.embeddings + part.heads
-    found = 2 * part.heads + (0 if row["sequence_parallel"] else ends)
+    ends += stage.embeddings + stage.heads
+    count = 2 * stage.heads + (0 if row["sequence_parallel"] else ends)
     if row["mixer"] == "mamba" and (row["norm_groups"] or row["mamba_groups"]) < row["tp"]:
-        # The squares of a norm whose channels several ranks have, in forward and in backward.
-        found += 2 * part.recurrent.count + part.recurrent.again
-    return found * row["accumulation"]
+        # Squares of a norm that is sharded over ranks, in forward and in backward.
+        count += 2 * stage.recurrent.count + stage.recurrent.again
+    return count * row["accumulation"]
 
 
-def _regions(part: StagePart) -> Blocks:
-    """Return the tensor-parallel regions of one entry and one end: a shared expert is one."""
-    count = part.plain.count + part.shared.count
-    return Blocks(count, part.plain.again + part.shared.again)
+def _regions(stage: StageBlocks) -> Blocks:
+    """Return the tensor-parallel regions with one entry and one end, including shared experts."""
+    count = stage.plain.count + stage.shared.count
+    return Blocks(count, stage.plain.again + stage.shared.again)
 
 
-def _in_regions(row: Row, part: StagePart, step: Step) -> None:
-    """One region a block, and one at each end of the model.
+def _in_regions(row: Row, stage: StageBlocks, step: Step) -> None:
+    """Assert the tp traffic of one region per block, and one at each end of the model.
 
     With sequence parallelism, entering a region gathers (in backward once more, for the weight's
-    gradient) and leaving it scatters; in backward the other way round. A region that is run again
-    does both once more. Without it, a rank takes its part of the rows that go to experts, and all
-    are gathered behind them.
+    gradient) and leaving it scatters; in backward the reverse. A recomputed region repeats both.
+    Without sequence parallelism, ranks split the rows of experts, and gather the outputs.
     """
-    whole, latent, experts = _regions(part), part.latent, part.experts
-    ends = part.embeddings + part.heads
+    whole, latent, experts = _regions(stage), stage.latent, stage.experts
+    ends = stage.embeddings + stage.heads
     gathers = 3 * whole.count + whole.again + 6 * latent.count + 3 * latent.again + ends
     scatters = 2 * whole.count + whole.again + 4 * latent.count + latent.again + ends
     if not row["sequence_parallel"]:
@@ -347,12 +349,11 @@ def _in_regions(row: Row, part: StagePart, step: Step) -> None:
 
 
 def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, expected: bool) -> None:
-    """Expect one more all-reduce on `group`, of gradients that are addends on its ranks.
+    """Assert one additional all-reduce on `group`, of gradients that are partial on its ranks.
 
-    A rank whose shard of the gradients, or whose stage, holds none of those runs none; not all can
-    be such ranks.
+    A rank whose gradient shard or stage has no partial gradient runs none, but some rank must.
     """
-    beyond = [_all_reduces_in_regions(row, run.part) if group == "tp" else 0 for run in runs]
+    beyond = [_all_reduces_in_regions(row, run.stage) if group == "tp" else 0 for run in runs]
     for run, before in zip(runs, beyond, strict=True):
         records = run.steps[number].records
         extra = len(matching(records, kind="all_reduce", group=group)) - before

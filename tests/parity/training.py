@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few training steps of one row, on any number of ranks, and what came out in logical form.
+"""A few training steps of one row, on any number of ranks, with results in logical form.
 
-`train_row` runs on every rank of a row and, as the reference, in the test's own process on a grid
-of one rank. Each rank returns the pieces of the logical tensors that it holds; `assembled` puts
-them together and insists that every element is there and that replicas agree to the last bit.
+`train_row` runs on every rank of a row and, as the reference, in the test's process on a grid
+of one rank. Each rank returns its chunks of the logical tensors; `assembled` joins the chunks and
+asserts that every element exists and that replicas are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import attention_config, moe_config, watched_routes
 from tests.parity.gather_format import compute_with_encoded
-from tests.parity.pieces import Piece, weight_pieces, write_weights
+from tests.parity.pieces import LogicalChunk, local_chunks, write_weights
 from tests.parity.recurrent import decoder_settings, epsilon_of, pattern_of
 from tests.parity.rows import shards_over_gtp
-from tests.parity.sequences import SEQUENCE, part_of, with_bounds, with_documents
-from tests.parity.stages import StagePart, pipeline, stage_part, stage_split
+from tests.parity.sequences import SEQUENCE, local_microbatch, with_bounds, with_documents
+from tests.parity.stages import StageBlocks, pipeline, stage_blocks, stage_split
 from tests.support import te_extension, te_wheel
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch, microbatch, one_thread
@@ -57,7 +57,7 @@ from tests.support.simulated_links import Late, simulated
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
 BATCH = 3
-#: The same, and the rows of a batch, where products in FP8 need multiples of 32.
+#: Sizes for FP8, which needs multiples of 32.
 ALIGNED = {"hidden": 64, "heads": 8, "channels": 16, "ffn": 128, "batch": 4}
 WEIGHT_DECAY = 0.1
 SEED = 7
@@ -67,8 +67,8 @@ RECOMPUTE = {
     "selective": Recompute(granularity="selective"),
 }
 BUCKET_BYTES = {"small": 5_000, "large": 10**9}
-#: SGD is the proof. The others divide by what they know of the gradient, so a wrong factor of it
-#: hardly shows; Adam's epsilon is so large that rounding of small gradients does not turn steps.
+#: SGD is the proof. Adam and Muon normalise the gradient, so a wrong factor hardly shows; Adam's
+#: epsilon is so large that rounding of small gradients does not change the sign of steps.
 OPTIMIZERS = {
     "sgd": OptimizerConfig(kind="sgd", clip_grad=0.0, count_zeros=True),
     "adam": OptimizerConfig(kind="adam", adam_eps=1e-3, count_zeros=True),
@@ -77,15 +77,15 @@ OPTIMIZERS = {
 
 
 def steps_of(row: Row) -> int:
-    """Return the steps of a row: the third of early gathers is the first that follows a plan."""
+    """Return the number of steps: with prefetched gathers, the third step is the first planned."""
     if "steps" in row:
         return row["steps"]
     return 3 if row["early_gather"] or shards_over_gtp(row) else 2
 
 
 def rate_of(row: Row) -> float:
-    """Return the learning rate of a row: SGD's is large, but not so large that a recurrent mixer
-    runs away and every rounding is multiplied by a hundred; the others take small steps."""
+    """Return the learning rate of a row: large for SGD, but not so large that a recurrent mixer
+    diverges and amplifies rounding; small for other optimizers."""
     if "rate" in row:
         return row["rate"]
     if row.get("optimizer", "sgd") != "sgd":
@@ -94,7 +94,7 @@ def rate_of(row: Row) -> float:
 
 
 def data_parallel_config(row: Row) -> DataParallelConfig:
-    """Return the engine's settings of a row; late collectives come with poisoned buffers."""
+    """Return the data-parallel config of a row; late collectives enable poisoned buffers."""
     return DataParallelConfig(
         strategy=row["placement"],
         outer=row["outer"],
@@ -110,17 +110,17 @@ def data_parallel_config(row: Row) -> DataParallelConfig:
 
 @dataclass
 class Step:
-    """What one rank saw of one step."""
+    """Observations of one step on one rank."""
 
     loss: float
     nll: list[torch.Tensor]
     grad_norm: float
     zeros: int | None
-    gradients: list[Piece]
+    gradients: list[LogicalChunk]
     records: list[CollectiveRecord]
     launched_in_backward: int
     outer_in_backward: int
-    over_lanes: list[Traffic]
+    dp_traffic: list[Traffic]
     gathers: list[GatherCounts]
     in_flight: list[int]
     actions: list[Action] = field(default_factory=list)
@@ -129,12 +129,12 @@ class Step:
 
 @dataclass
 class Run:
-    """What one rank saw of a run."""
+    """Observations of a run on one rank."""
 
-    initial: list[Piece]
+    initial: list[LogicalChunk]
     buckets: list[BucketSize]
     over_gtp: list[str]
-    part: StagePart
+    stage: StageBlocks
     late: int = 0
     leased_bytes: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Run:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     margin: float = math.inf
     dropped: int = 0
-    weights: list[Piece] = field(default_factory=list)
+    weights: list[LogicalChunk] = field(default_factory=list)
     te_calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -183,9 +183,9 @@ def gpt_config(row: Row) -> GPTConfig:
 
 
 def data_of_rank(row: Row, dp_rank: int, step: int) -> list[Microbatch]:
-    """Return the microbatches of one lane in one step, whole rows."""
+    """Return the microbatches of a data-parallel rank in one step, as whole rows."""
     numbers = [step * row["accumulation"] + i for i in range(row["accumulation"])]
-    made = [
+    batches = [
         microbatch(
             seed=row.get("seed", SEED),
             dp_rank=dp_rank,
@@ -196,7 +196,7 @@ def data_of_rank(row: Row, dp_rank: int, step: int) -> list[Microbatch]:
         )
         for number in numbers
     ]
-    return [with_documents(row, batch, n) for batch, n in zip(made, numbers, strict=True)]
+    return [with_documents(row, batch, n) for batch, n in zip(batches, numbers, strict=True)]
 
 
 def train_row(
@@ -204,14 +204,14 @@ def train_row(
     groups: ProcessGroupCollection,
     initial: Mapping[str, torch.Tensor] | None,
     *,
-    lanes: Iterable[int],
+    dp_ranks: Iterable[int],
 ) -> Run:
     """Train the steps of `row` on this rank.
 
     Args:
-        initial: logical weights to start from; None trains nothing, and shows the model's own
-            initial values.
-        lanes: the data lanes whose microbatches this rank works through.
+        initial: logical initial weights; None trains nothing and returns the model's initial
+            values.
+        dp_ranks: data-parallel ranks whose microbatches this rank trains on.
     """
     config = data_parallel_config(row)
     backend = _backend(row)
@@ -236,9 +236,9 @@ def train_row(
         weights=[handle.sharding for handle in model.store.handles.values()],
     )
     run = Run(
-        initial=weight_pieces(model.store),
+        initial=local_chunks(model.store),
         buckets=[BucketSize.of(bucket) for bucket in model.store.buckets],
-        part=stage_part(row, model, engine),
+        stage=stage_blocks(row, model, engine),
         over_gtp=[handle.name for b in model.store.buckets if b.gtp for handle in b.handles],
     )
     if initial is None:
@@ -248,11 +248,13 @@ def train_row(
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
-            data = [batch for lane in lanes for batch in data_of_rank(row, lane, step)]
-            data = [_local(row, groups, batch).to(rank_device()) for batch in data]
+            microbatches = [
+                batch for dp_rank in dp_ranks for batch in data_of_rank(row, dp_rank, step)
+            ]
+            microbatches = [_local(row, groups, batch).to(rank_device()) for batch in microbatches]
             if backend.step_state is not None:
                 backend.step_state.begin()
-            run.steps.append(_trained(row, model, engine, optimizer, data))
+            run.steps.append(_trained(row, model, engine, optimizer, microbatches))
             if backend.step_state is not None:
                 backend.step_state.finish(groups)
             if balance is not None:
@@ -261,7 +263,7 @@ def train_row(
         run.late = 0 if link is None else link.count
     pools = [engine.pool, *(gatherer.pool for gatherer in engine.gatherers)]
     run.leased_bytes = sum(pool.live_bytes for pool in pools)
-    run.weights = weight_pieces(model.store)
+    run.weights = local_chunks(model.store)
     run.states = model.store.states
     run.te_calls = dict(te_extension.CALLS)
     run.loads = [] if balance is None else balance.report()
@@ -280,8 +282,8 @@ def _backend(row: Row) -> Backend:
 
 
 def transformer_engine(release: str, quantization: QuantizationConfig | None = None) -> Backend:
-    """Return the backend of TransformerEngine's Python on the stand-in for its extension; for a
-    process of its own."""
+    """Return the backend of TransformerEngine's Python code on the fake extension; call it in a
+    separate process."""
     if "transformer_engine" not in sys.modules:
         mxfp8 = quantization is not None and quantization.recipe == "mxfp8"
         te_extension.install(te_wheel.tree(release), (10, 0) if mxfp8 else (9, 0))
@@ -290,7 +292,7 @@ def transformer_engine(release: str, quantization: QuantizationConfig | None = N
 
 
 def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:
-    """Return what counts the loads of experts; None if there are none."""
+    """Return the load balance of experts; None without experts."""
     if model.config.moe is None:
         return None
     names, world = model.config.router_names, groups["world"]
@@ -298,21 +300,25 @@ def _balance(model: GPTModel, groups: ProcessGroupCollection) -> Balance | None:
 
 
 def _local(row: Row, groups: ProcessGroupCollection, batch: Microbatch) -> Microbatch:
-    """Return a rank's part of a microbatch; a single process has all of it."""
+    """Return a rank's shard of a microbatch; a single process has the whole microbatch."""
     if groups["world"].size > 1:
-        return part_of(row, batch, groups["cp"].rank, rank_device())
+        return local_microbatch(row, batch, groups["cp"].rank, rank_device())
     finds_documents = row["mixer"] is not None or "te" in row
     return with_bounds(batch, rank_device()) if finds_documents else batch
 
 
 def _trained(
-    row: Row, model: GPTModel, engine: DataParallel, optimizer: Optimizer, data: list[Microbatch]
+    row: Row,
+    model: GPTModel,
+    engine: DataParallel,
+    optimizer: Optimizer,
+    microbatches: list[Microbatch],
 ) -> Step:
-    """Train one step and keep what was seen of it."""
+    """Train one step and return its observations."""
     watch = _Watch(model, engine, optimizer)
     if row["wire"] != "bf16" and engine.groups["world"].size == 1:
-        forms = gather_formats(row["wire"], scale_blocks=row.get("scale_blocks", "2d"))
-        watch.sure, watch.before_update = compute_with_encoded(model.store, forms)
+        formats = gather_formats(row["wire"], scale_blocks=row.get("scale_blocks", "2d"))
+        watch.sure, watch.before_update = compute_with_encoded(model.store, formats)
     actions: list[Action] = []
     train = TrainStep(
         watch,
@@ -323,7 +329,7 @@ def _trained(
         per_token_loss=row["per_token"],
     )
     with trace(engine.groups) as records:
-        report = train(data, lr=rate_of(row), weight_decay=WEIGHT_DECAY)
+        report = train(microbatches, lr=rate_of(row), weight_decay=WEIGHT_DECAY)
     return Step(
         loss=report.loss,
         nll=watch.nll,
@@ -334,7 +340,7 @@ def _trained(
         records=[r for r in records if r.dtype != "int64"],
         launched_in_backward=engine.launched_in_backward,
         outer_in_backward=engine.outer_in_backward,
-        over_lanes=_expected_dp_traffic(row, engine),
+        dp_traffic=_expected_dp_traffic(row, engine),
         gathers=[copy.copy(gatherer.counts) for gatherer in engine.gatherers],
         in_flight=[len(gatherer.in_flight) for gatherer in engine.gatherers],
         actions=actions,
@@ -343,16 +349,16 @@ def _trained(
 
 
 def _expected_dp_traffic(row: Row, engine: DataParallel) -> list[Traffic]:
-    """Return what the step should have sent over the lanes, by the formula and the plan."""
+    """Return the expected data-parallel traffic of the step, by the formula and the plan."""
     counts: Counter[int] = Counter()
     for gatherer in engine.gatherers:
-        own = gatherer.blocks
+        gathered_blocks = gatherer.blocks
         if not gatherer.reshards:
-            counts.update(id(block) for block in own if block.trainable)
+            counts.update(id(block) for block in gathered_blocks if block.trainable)
         elif gatherer.current_plan is not None:
-            counts.update(id(own[index]) for index in gatherer.current_plan.prologue)
+            counts.update(id(gathered_blocks[index]) for index in gatherer.current_plan.prologue)
             for use in gatherer.current_plan.uses:
-                counts.update(id(own[index]) for index in use.all_gather)
+                counts.update(id(gathered_blocks[index]) for index in use.all_gather)
     blocks = [block for bucket in engine.store.buckets for block in bucket.blocks]
     gathers = [counts[id(directed)] for block in blocks for directed in block.directions]
     return collectives_per_step(
@@ -365,55 +371,55 @@ def _expected_dp_traffic(row: Row, engine: DataParallel) -> list[Traffic]:
 
 
 class _Watch:
-    """Stand before a model and an optimizer, and keep what a training step hides between them."""
+    """A proxy of a model and an optimizer that records losses and gradients of a step."""
 
     def __init__(self, model: GPTModel, engine: DataParallel, optimizer: Optimizer) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.scaler = optimizer.scaler
         self.owned = engine.owned()
         self.nll: list[torch.Tensor] = []
-        self.gradients: list[Piece] = []
+        self.gradients: list[LogicalChunk] = []
         self.sure = True
         self.before_update: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def __call__(self, *given: Any, **more: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a chunk without a head."""
-        return self.model(*given, **more)
+        return self.model(*args, **kwargs)
 
     def loss(
         self,
         tokens: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor,
-        **more: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the loss of every token; move the loss scale from the weights behind the model."""
+        """Record the loss of every token; apply the loss scale after the model."""
         scale = self.scaler.scale
-        if "mtp_targets" in more:
-            more["mtp_targets"] = more["mtp_targets"].scaled(1.0 / scale)
-        loss, nll = self.model.loss(tokens, labels, token_weights / scale, **more)
+        if "mtp_targets" in kwargs:
+            kwargs["mtp_targets"] = kwargs["mtp_targets"].scaled(1.0 / scale)
+        loss, nll = self.model.loss(tokens, labels, token_weights / scale, **kwargs)
         self.nll.append(nll.clone())
         return (loss if scale == 1.0 else loss * scale), nll
 
     def grad_norm(self) -> float:
-        """Ask the optimizer, not the model."""
+        """Return the optimizer's gradient norm."""
         return self.optimizer.grad_norm()
 
     def step(
-        self, lr: float, weight_decay: float, *, norm: float | None = None, **more: float | None
+        self, lr: float, weight_decay: float, *, norm: float | None = None, **kwargs: float | None
     ) -> OptimizerStepResult:
-        """Keep the gradients, without the loss scale.
+        """Record the gradients without the loss scale.
 
         Raises:
-            AssertionError: something was never written, padding and frozen weights included.
+            AssertionError: if a value was never written, including padding and frozen weights.
         """
         if not all(bool(owned.gradients.isfinite().all()) for owned in self.owned):
-            raise AssertionError("a gradient is not finite, or what lies between two is not")
+            raise AssertionError("a gradient or the padding between gradients is not finite")
         self.gradients = [
-            Piece(
+            LogicalChunk(
                 p.name,
                 p.shape,
                 p.box.offsets,
@@ -424,7 +430,7 @@ class _Watch:
             for p in owned.boxes
         ]
         self.before_update()
-        return self.optimizer.step(lr, weight_decay, norm=norm, **more)
+        return self.optimizer.step(lr, weight_decay, norm=norm, **kwargs)
 
 
 def rank_of_row(
@@ -434,7 +440,7 @@ def rank_of_row(
     initial: Mapping[str, torch.Tensor],
     faults: Sequence[Mutation] = (),
 ) -> Run:
-    """Train a row as one of its ranks, with faults planted if any are given."""
+    """Train a row as one of its ranks, with planted `faults`."""
     for fault in faults:
         apply(fault)
     sizes = {axis: row[axis] for axis in ("tp", "gtp", "cp", "pp", "instances", "ep", "egtp")}
@@ -442,16 +448,19 @@ def rank_of_row(
     grid = RankGrid(world_size=world, **sizes)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     with nan_memory():
-        return train_row(row, groups, initial, lanes=[groups["samples"].rank])
+        return train_row(row, groups, initial, dp_ranks=[groups["samples"].rank])
 
 
 def single_run(row: Row, initial: Mapping[str, torch.Tensor] | None) -> Run:
-    """Train a row in this process: one rank that works through the data of all lanes, and keeps
-    all activations."""
-    kept = {**row, "recompute": "none", "link": "none"}
+    """Train a row in this process: one rank with the data of all data-parallel ranks, without
+    recomputation."""
+    plain_row = {**row, "recompute": "none", "link": "none"}
     with one_thread(), watched_routes(row) as margins:
         run = train_row(
-            kept, ProcessGroupCollection.single(), initial, lanes=range(row["dp"] * row["gtp"])
+            plain_row,
+            ProcessGroupCollection.single(),
+            initial,
+            dp_ranks=range(row["dp"] * row["gtp"]),
         )
     run.margin, run.dropped = margins.smallest, margins.dropped
     if not all(step.sure for step in run.steps):

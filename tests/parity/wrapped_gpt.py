@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlainGPT` over fp64 `nn.Parameter`s, trained by torch's DDP or FSDP2: a second reference.
+"""`PlainGPT` with fp64 `nn.Parameter`s, trained by torch's DDP or FSDP2: a second reference.
 
-It shares nothing with the engine under test: other modules, other buffers, other collectives, and
-another rule for the mean over ranks.
+It shares no code with the engine under test: different modules, buffers, collectives, and a
+different rule for the mean over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.inputs import Microbatch
 
 
 class _Weights(nn.Module):
-    """Parameters by their logical names, in which a module allows no dots."""
+    """Parameters by their logical names; modules do not allow dots in names."""
 
     def __init__(self, weights: Weights, *prefixes: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Layer(_Weights):
 
 
 class WrappedGPT(_Weights):
-    """The whole model; its own parameters are those outside the layers."""
+    """The whole model; its direct parameters are outside the layers."""
 
     def __init__(self, plain: PlainGPT, weights: Weights) -> None:
         super().__init__(weights, "embedding.", "decoder.final_norm.", "head.")
@@ -69,12 +69,12 @@ class WrappedGPT(_Weights):
 
 
 def ddp(model: WrappedGPT) -> nn.Module:
-    """Wrap in DistributedDataParallel with a bucket for every few weights."""
+    """Wrap in DistributedDataParallel with small buckets."""
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
 
 
 def fsdp2(model: WrappedGPT) -> nn.Module:
-    """Apply `fully_shard` to every layer and to what is left."""
+    """Apply `fully_shard` to every layer and to the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -90,18 +90,18 @@ def train(
     """Train by plain SGD; return the whole gradients of every step by logical name.
 
     Args:
-        wrapped: what `ddp` or `fsdp2` returned.
+        wrapped: result of `ddp` or `fsdp2`.
         steps: this rank's microbatches, by step.
     """
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
-    found = []
+    gradients = []
     for batches in steps:
         for batch in batches:
             (wrapped(batch) / len(batches)).backward()
-        found.append(_whole_gradients(wrapped))
+        gradients.append(_whole_gradients(wrapped))
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return gradients
 
 
 def stored_elements(wrapped: nn.Module) -> int:
@@ -118,10 +118,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _whole_gradients(wrapped: nn.Module) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for name, parameter in wrapped.named_parameters():
         grad = parameter.grad
         assert grad is not None, f"{name} has no gradient"
         whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found[name.rpartition(".")[2].replace("/", ".")] = whole.clone()
-    return found
+        gradients[name.rpartition(".")[2].replace("/", ".")] = whole.clone()
+    return gradients

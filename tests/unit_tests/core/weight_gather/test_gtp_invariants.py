@@ -25,7 +25,7 @@ from megatron.core.weight_gather import Gatherer, Storage, WeightStore, owned_ra
 from megatron.core.weight_sharding import loss_factor
 from megatron.training.config.resolve import resolve
 from megatron.training.distributed_context import rank_grid
-from tests.parity.pieces import assembled, weight_pieces
+from tests.parity.pieces import assembled, local_chunks
 from tests.parity.rows import row_with
 from tests.parity.training import gpt_config
 from tests.support.pretended_groups import pretended_groups
@@ -62,7 +62,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
      "test_adjacent_blocks_of_equal_shape_use_distinct_buffers"),
     ("#6080", "expert gradients are summed and counted over expert ranks", THIS_FILE,
      "test_expert_gradients_are_summed_over_expert_ranks"),
-    ("#6080", "a wrong group for experts is detected", FAULTS, "test_a_planted_fault_is_noticed"),
+    ("#6080", "a wrong group for experts is detected", FAULTS, "test_planted_fault_is_detected"),
     ("#6060", "a buffer is written after its last reader", ORDER,
      "test_interleavings_compute_the_same_bits"),
     ("#6060", "live buffers never share storage", POOL,
@@ -74,11 +74,11 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6242", "a tied weight is reduced once, with the right bits", THIS_FILE,
      "test_tied_weight_is_reduced_once_per_microbatch"),
     ("#6242", "multi-token prediction trains as in a single process", PARITY,
-     "test_weights_in_a_wire_format_train_as_the_encoded_ones_do"),
+     "test_gather_formats_train_like_encoded_weights"),
     ("#6407", "weights gathered again for recomputation are complete", PARITY,
-     "test_weights_in_a_wire_format_train_as_the_encoded_ones_do"),
+     "test_gather_formats_train_like_encoded_weights"),
     ("#6446", "modules that opt in are sharded over gtp", PARITY,
-     "test_modules_that_opt_in_are_sharded_over_gtp"),
+     "test_opted_in_modules_are_sharded_over_gtp"),
     ("#6503", "fused projections are stored as logical tensors", THIS_FILE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
     ("#6388", "a gather waits for the optimizer's updates", STEPS,
@@ -102,7 +102,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6775", "every element has one writer, without process groups", THIS_FILE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
     ("#6740", "Muon orthogonalizes logical matrices", PARITY,
-     "test_other_optimizers_move_weights_as_in_the_single_process"),
+     "test_other_optimizers_update_like_a_single_process"),
     ("one block ahead", "deeper prefetch stays within its bytes", PLAN,
      "test_prefetch_bytes_count_beyond_the_next_block"),
     # Faults present in Megatron-LM's main branch, or for a long time.
@@ -117,7 +117,7 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("#6986", "biases and norms are not sharded, and shapes do not depend on gtp", THIS_FILE,
      "test_unsharded_weights_keep_their_full_shape"),
     ("#6986", "tied embeddings train as in a single process", PARITY,
-     "test_weights_in_a_wire_format_train_as_the_encoded_ones_do"),
+     "test_gather_formats_train_like_encoded_weights"),
     ("#7356", "a missing group differs from a group of one rank", THIS_FILE,
      "test_missing_process_group_raises"),
     ("#6778", "norms and zeros do not count padding", THIS_FILE,
@@ -140,9 +140,9 @@ INVARIANTS: tuple[tuple[str, str, str, str], ...] = (
     ("", "initial values do not depend on the layout", THIS_FILE,
      "test_shards_of_any_layout_are_boxes_of_the_same_tensors"),
     ("", "all axes together against a single process", PARITY,
-     "test_a_layout_trains_as_the_single_process"),
+     "test_layout_trains_like_a_single_process"),
     ("", "a wrong gradient scale changes updates; ranks have different data", FAULTS,
-     "test_a_planted_fault_is_noticed"),
+     "test_planted_fault_is_detected"),
     ("", "evaluations, failures, a changed order, two models", STEPS,
      "test_unusual_steps_match_reference_on_two_gtp_ranks"),
 )  # fmt: skip
@@ -188,7 +188,7 @@ def store_of(row: dict, grid: RankGrid, rank: int, strategy: str = "optim") -> W
 
 @pytest.mark.parametrize("row", MODELS, ids=lambda row: row["mixer"])
 def test_shards_of_any_layout_are_boxes_of_the_same_tensors(row: dict):
-    expected = assembled(weight_pieces(store_of(row, RankGrid(world_size=1), 0)))
+    expected = assembled(local_chunks(store_of(row, RankGrid(world_size=1), 0)))
     for index, degrees in enumerate(GRIDS[row["mixer"]]):
         grid = RankGrid(**degrees)
         strategy = ("no_shard", "optim", "optim_grads")[index % 3]
@@ -208,7 +208,7 @@ def test_shards_of_any_layout_are_boxes_of_the_same_tensors(row: dict):
         assert {box: tuple(ranks) for box, ranks in holders.items()} == declared_ranks
         numel = sum(math.prod(sizes) for _, _, sizes in holders)
         assert numel == sum(t.numel() for t in expected.values()), "each element is in one box"
-        actual = assembled(shard for store in stores for shard in weight_pieces(store))
+        actual = assembled(shard for store in stores for shard in local_chunks(store))
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[name], values) for name, values in expected.items()), degrees
 

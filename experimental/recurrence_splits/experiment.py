@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--experiment recurrence_splits`: trains recurrent blocks on segments of sequences."""
+"""`--experiment recurrence_splits`: trains recurrent blocks on parallel segments of sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Options:
     splits: int = 2
     """Segments of a sequence; a short one has fewer."""
     chunk: int = SPLIT_CHUNK
-    """Tokens that are not cut."""
+    """Segments are multiples of this number of tokens."""
 
 
 class SplitRecurrence:
@@ -49,21 +49,21 @@ class SplitRecurrence:
         keep_states: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out [t, H, V], last states [N, H, K, V])."""
-        chosen = self._options
-        self.cut += chosen.splits > 1 and any(x > chosen.chunk for x in sequences.lengths)
+        options = self._options
+        self.cut += options.splits > 1 and any(x > options.chunk for x in sequences.lengths)
         return recur_split(
             recurrence,
             inputs,
             sequences,
-            splits=chosen.splits,
+            splits=options.splits,
             initial=initial,
             keep_states=keep_states,
-            chunk=chosen.chunk,
+            chunk=options.chunk,
         )
 
 
 class SplitHooks(TrainingHooks):
-    """Logs how many recurrences were cut, so that a run which cuts none is seen to do so."""
+    """Logs the number of split recurrences, which shows a run that splits none."""
 
     def __init__(self, recurrence: SplitRecurrence) -> None:
         self._recurrence = recurrence
@@ -75,7 +75,7 @@ class SplitHooks(TrainingHooks):
 
 
 def experiment(run: ResolvedRun, options: Options) -> Experiment:
-    """Return the block of a run and its hooks.
+    """Return the backend change of a run and its hooks.
 
     Raises:
         ValueError: options that are not positive, or a run in which nothing is cut.
@@ -94,12 +94,12 @@ def experiment(run: ResolvedRun, options: Options) -> Experiment:
             f"{flag}: with --linear-cp-mode {parallel.linear_cp_mode}, ranks may cut sequences "
             "themselves: choose headwise"
         )
-    made = SplitRecurrence(options)
+    recurrence = SplitRecurrence(options)
 
     def blocks(backend: Backend) -> Backend:
-        return replace(backend, recurrence=made)
+        return replace(backend, recurrence=recurrence)
 
     def hooks(model: GPTModel, step: TrainStep) -> SplitHooks:
-        return SplitHooks(made)
+        return SplitHooks(recurrence)
 
     return Experiment(blocks=blocks, hooks=hooks)

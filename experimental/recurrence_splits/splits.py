@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over sequences cut into segments, which one device works on side by side.
+"""Recurrences over sequences that are split into segments, computed in parallel on one device.
 
-A sweep over states goes from chunk to chunk. Long sequences, few of them, leave most of a device
-idle; cut in n, there are n times as many sweeps of an nth of the length, for the price of working
-out M of each segment. First states follow from the [S_ext | M] of all segments, and with these the
-segments run as sequences of their own. Backward goes the same way with the gradients of states.
+A sweep over states goes from chunk to chunk, so a few long sequences leave most of a device idle.
+Split into n segments, there are n times as many sweeps of 1/n of the length, at the cost of
+computing M of each segment. The [S_ext | M] of all segments give the initial states, with which the
+segments run as separate sequences. Backward does the same with the gradients of states.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron.core.ops.recurrence import (
 from megatron.core.ops.sequences import Sequences
 from megatron.core.ssm.state_passing import NO_RECEIVER, PassingStep, StatePassing
 
-#: Tokens that splits of a sequence keep together: whole chunks of the recurrences.
+#: Segment sizes are multiples of this number of tokens, a multiple of the recurrences' chunks.
 SPLIT_CHUNK = 128
 
 
 class Split:
-    """Segments of each sequence; those of one sequence follow each other.
+    """Segments of each sequence, in the order of the sequences.
 
     Args:
-        sequences: what is cut.
-        splits: segments of a sequence, fewer where it is short.
-        chunk: tokens that are not cut.
+        sequences: the sequences to split.
+        splits: segments of a sequence; a short sequence has fewer.
+        chunk: segment sizes are multiples of this number of tokens.
 
     Attributes:
-        segments: of the same packed tokens.
+        segments: the segments as sequences of the packed tokens.
     """
 
     def __init__(self, sequences: Sequences, splits: int, *, chunk: int) -> None:
@@ -53,8 +53,8 @@ class Split:
 
     @property
     def cuts(self) -> bool:
-        """Return whether any sequence is cut."""
-        return any(first != last for first, last in self._ends)
+        """Return whether any sequence is split."""
+        return any(start != stop for start, stop in self._ends)
 
     def firsts(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [segments, ...] of the first segment of each sequence, [N, ...]."""
@@ -64,54 +64,55 @@ class Split:
         """Return x [segments, ...] of the last segment of each sequence, [N, ...]."""
         return x.index_select(0, self._lasts)
 
-    def first_states(
-        self, states: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
+    def initial_states(
+        self, states: torch.Tensor, transitions: torch.Tensor, initial: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the first state of each segment.
+        """Return the initial state of each segment.
 
         Args:
-            states, transitions: S_ext and M of each.
-            given: the first states of sequences [N, ...]; None is zeros.
+            states, transitions: S_ext and M of each segment.
+            initial: initial states of the sequences [N, ...]; None is zeros.
         """
-        return self._folded(states, transitions, given, back=False)
+        return self._folded(states, transitions, initial, back=False)
 
-    def last_gradients(
-        self, gradients: torch.Tensor, transitions: torch.Tensor, given: torch.Tensor | None
+    def final_gradients(
+        self, gradients: torch.Tensor, transitions: torch.Tensor, final_grads: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the gradient of the last state of each segment.
+        """Return the gradient of the final state of each segment.
 
         Args:
-            gradients: of their first states, as if nothing read the last ones.
-            transitions: M of each.
-            given: the gradients of the last states of sequences [N, ...]; None is zeros.
+            gradients: gradients of the segments' initial states without final-state gradients.
+            transitions: M of each segment.
+            final_grads: gradients of the sequences' final states [N, ...]; None is zeros.
         """
-        return self._folded(gradients, transitions, given, back=True)
+        return self._folded(gradients, transitions, final_grads, back=True)
 
     def _folded(
         self,
         addends: torch.Tensor,
         transitions: torch.Tensor,
-        given: torch.Tensor | None,
+        boundary: torch.Tensor | None,
         *,
         back: bool,
     ) -> torch.Tensor:
         state_passing = self.segments.cached(
-            ("fold", back, given is None), lambda: self._state_passing(back, given is not None)
+            ("fold", back, boundary is None),
+            lambda: self._state_passing(back, boundary is not None),
         )
-        if given is not None:
-            addends = torch.cat([addends, given])
+        if boundary is not None:
+            addends = torch.cat([addends, boundary])
         chain_transitions = transitions.index_select(0, state_passing.transitions)
         return state_passing.states(addends, chain_transitions, transposed=back)
 
-    def _state_passing(self, back: bool, given: bool) -> StatePassing:
-        """Return the state passing; slots are the segments, then the given states of sequences."""
+    def _state_passing(self, back: bool, has_boundary: bool) -> StatePassing:
+        """Return the state passing; slots are segments, then boundary states of sequences."""
         chains = []
-        for number, (first, last) in enumerate(self._ends):
-            order = list(range(first, last + 1))
+        for number, (start, stop) in enumerate(self._ends):
+            order = list(range(start, stop + 1))
             if back:
                 order.reverse()
-            steps = [PassingStep(one, one, taker) for one, taker in pairwise(order)]
-            if given:
+            steps = [PassingStep(sender, sender, receiver) for sender, receiver in pairwise(order)]
+            if has_boundary:
                 steps.insert(0, PassingStep(self.segments.count + number, NO_RECEIVER, order[0]))
             chains.append(steps)
         return StatePassing(chains, self.segments)
@@ -127,22 +128,22 @@ def recur_split(
     keep_states: bool = False,
     chunk: int = SPLIT_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a recurrence over every sequence by itself, each in segments side by side.
+    """Run a recurrence over every sequence, in parallel segments.
 
     Args:
-        recurrence: which.
-        inputs: of all tokens.
-        sequences: where they begin and end.
-        splits: segments of a sequence; of a short one fewer, each of at least a chunk.
-        initial: [N, H, K, V], the first states; None is zeros.
+        recurrence: the recurrence to run.
+        inputs: inputs of all tokens.
+        sequences: bounds of the sequences.
+        splits: segments of a sequence; a short sequence has fewer, each of at least a chunk.
+        initial: initial states [N, H, K, V]; None is zeros.
         keep_states: as for `recur`.
-        chunk: tokens that are not cut; a multiple of the recurrence's chunks wastes none.
+        chunk: segment sizes are multiples of this; best a multiple of the recurrence's chunk.
 
     Returns:
-        (out [t, H, V] in value's dtype, last states [N, H, K, V]), as `recur` does.
+        (out [t, H, V] in value's dtype, final states [N, H, K, V]), like `recur`.
 
     Raises:
-        ValueError: tokens of another number, less than one split.
+        ValueError: if the number of tokens differs from the sequences', or splits is below 1.
     """
     sequences.check("recur_split", **inputs._asdict())
     if splits < 1:
@@ -157,29 +158,29 @@ def recur_split(
 
 
 class _Splits(torch.autograd.Function):
-    """forward: summaries of segments, their first states, the sweep. dgrad and wgrad: gradients of
-    first states, those of last states, the recurrence's own. Saves what the recurrence keeps and M
-    of segments."""
+    """forward: summaries of segments, their initial states, the sweep. dgrad and wgrad: grads of
+    initial states, of final states, and of the recurrence. Saves the recurrence's tensors and M of
+    segments."""
 
     @staticmethod
-    def forward(ctx, recurrence: Recurrence, split: Split, keep_states: bool, first, *inputs):
-        ctx.recurrence, ctx.split, ctx.has_first = recurrence, split, first is not None
+    def forward(ctx, recurrence: Recurrence, split: Split, keep_states: bool, initial, *inputs):
+        ctx.recurrence, ctx.split, ctx.has_initial = recurrence, split, initial is not None
         ctx.set_materialize_grads(False)
         prepared = recurrence.prepare(RecurrenceInputs(*inputs), split.segments)
         states, steps = recurrence.summary(prepared)
-        first = split.first_states(states, steps, first)
-        out, last = recurrence.sweep(prepared, first, keep_states=keep_states)
+        initial = split.initial_states(states, steps, initial)
+        out, final_states = recurrence.sweep(prepared, initial, keep_states=keep_states)
         ctx.shell, tensors = split_tensors(prepared)
         ctx.save_for_backward(steps, *tensors)
-        return out, split.lasts(last)
+        return out, split.lasts(final_states)
 
     @staticmethod
-    def backward(ctx, grad, last):
+    def backward(ctx, grad, grad_final):
         recurrence, split = ctx.recurrence, ctx.split
         steps, *tensors = ctx.saved_tensors
         prepared = restore_tensors(ctx.shell, tuple(tensors))
         grad = torch.zeros_like(prepared.inputs.value) if grad is None else grad
-        first = recurrence.state_gradient(prepared, grad)
-        last = split.last_gradients(first, steps, last)
-        grads, first = recurrence.backward(prepared, grad, last)
-        return None, None, None, split.firsts(first) if ctx.has_first else None, *grads
+        grad_initial = recurrence.state_gradient(prepared, grad)
+        grad_final = split.final_gradients(grad_initial, steps, grad_final)
+        grads, grad_initial = recurrence.backward(prepared, grad, grad_final)
+        return None, None, None, split.firsts(grad_initial) if ctx.has_initial else None, *grads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exponential average of the weights, each rank keeping in fp32 what its optimizer updates.
+"""An exponential average of the weights; each rank averages its owned ranges in fp32.
 
 With half-life H samples and n samples in a step, d = 2^(-n/H):
 
@@ -22,7 +22,7 @@ class WeightAverage:
     """The average of the ranges of weights that a rank owns.
 
     Args:
-        owned: the ranges [k], of `DataParallel.owned()`; the start of the average.
+        owned: the ranges [k] of `DataParallel.owned()`; the initial average.
         half_life_samples: samples after which a weight's share in the average has halved.
 
     Attributes:
@@ -36,31 +36,31 @@ class WeightAverage:
         if not half_life_samples > 0:
             raise ValueError(f"half-life of {half_life_samples} samples: use a positive number")
         self._half_life_samples, self._owned = half_life_samples, owned
-        self.ranges = [each.weights.detach().float().clone() for each in owned]
+        self.ranges = [owned_range.weights.detach().float().clone() for owned_range in owned]
 
     def restart(self) -> None:
-        """Let the average be the weights as they are."""
+        """Reset the average to the current weights."""
         for average, owned in zip(self.ranges, self._owned, strict=True):
             average.copy_(owned.weights.detach())
 
     def update(self, *, samples: int) -> None:
         """Move the average towards the weights after a step of `samples`; no communication."""
-        kept = 0.5 ** (samples / self._half_life_samples)
+        decay = 0.5 ** (samples / self._half_life_samples)
         for average, owned in zip(self.ranges, self._owned, strict=True):
-            average.lerp_(owned.weights.detach().float(), 1.0 - kept)
+            average.lerp_(owned.weights.detach().float(), 1.0 - decay)
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Write the average over the owned weights, in their dtype; their bits are back after it.
+        """Replace the owned weights by the average, in their dtype; restore them bitwise on exit.
 
-        Other ranks see either only when the owned weights are gathered anew.
+        Other ranks see a change only after the next gather of the owned weights.
         """
-        kept = [owned.weights.detach().clone() for owned in self._owned]
+        saved_weights = [owned.weights.detach().clone() for owned in self._owned]
         self._write(self.ranges)
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(saved_weights)
 
     @torch.no_grad()
     def _write(self, values: Sequence[torch.Tensor]) -> None:

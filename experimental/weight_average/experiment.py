@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--experiment weight_average`: validates the average of the weights beside the last weights."""
+"""`--experiment weight_average`: validates the average of the weights and the last weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 from megatron.training.step import TrainStep
 
-#: The half-life that a run has by default, as a share of its samples.
+#: Default half-life as a share of the run's samples.
 DEFAULT_SHARE = 0.02
 
 
@@ -36,9 +36,9 @@ class AverageHooks(TrainingHooks):
     """Updates the average after each step, and validates it.
 
     Args:
-        step: whose weights are averaged.
-        samples_at: samples of the step at a place in the data.
-        half_life_samples: of the average.
+        step: the training step whose weights are averaged.
+        samples_at: returns the batch size at a number of consumed samples.
+        half_life_samples: half-life of the average.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class AverageHooks(TrainingHooks):
         self._seconds = self._logged_updates = 0.0
 
     def on_step_begin(self, iteration: int) -> None:
-        """Start from the weights that the run starts from, unless a checkpoint had an average."""
+        """Start from the run's initial weights, unless a checkpoint had an average."""
         if not self._updates:
             self.average.restart()
 
     def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
-        """Take note of the step's samples, of which its place in the data tells."""
+        """Record the step's batch size."""
         self._samples = self._samples_at(progress.consumed_samples)
 
     def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Move the average, if the weights have moved."""
+        """Update the average if the step was applied."""
         if not outcome.applied:
             return
         start = time.perf_counter()
@@ -71,9 +71,9 @@ class AverageHooks(TrainingHooks):
         self._updates += 1
 
     def log_parts(self) -> list[LogPart]:
-        """Return how many updates there were, and their mean time since the last log line.
+        """Return the number of updates, and their mean time since the last log line.
 
-        The line of an iteration is written before its update.
+        The log line of an iteration precedes its update.
         """
         mean = self._seconds / max(self._logged_updates, 1.0)
         self._seconds = self._logged_updates = 0.0
@@ -81,12 +81,12 @@ class AverageHooks(TrainingHooks):
         return [LogPart(f"weight average updates: {int(self._updates)}", numbers)]
 
     def on_evaluate(self, iteration: int, evaluate: Callable[[], float]) -> dict[str, float]:
-        """Return the loss of the average; nothing before the first update."""
+        """Return the loss of the average, or {} before the first update."""
         if not self._updates:
             return {}
         engine = self._step.engine
         engine.complete_weights()
-        self._step.before_update()  # a save in the background may still be reading the weights
+        self._step.before_update()  # an asynchronous save may still read the weights
         with self.average.in_place_of_weights():
             engine.start_param_sync()
             loss = evaluate()
@@ -106,14 +106,14 @@ class AverageHooks(TrainingHooks):
         )
         return [updates] + [
             TensorChunk(
-                name=f"experiment.weight_average/{held.name}",
-                shape=held.shape,
-                offsets=held.box.offsets,
-                tensor=held.of(average),
-                replica_ranks=held.replica_ranks,
+                name=f"experiment.weight_average/{box.name}",
+                shape=box.shape,
+                offsets=box.box.offsets,
+                tensor=box.of(average),
+                replica_ranks=box.replica_ranks,
             )
             for owned, average in zip(self._owned, self.average.ranges, strict=True)
-            for held in owned.boxes
+            for box in owned.boxes
         ]
 
 
@@ -123,12 +123,12 @@ def experiment(run: ResolvedRun, options: Options) -> Experiment:
     Raises:
         ValueError: a half-life that is not positive.
     """
-    given = options.half_life_samples
-    if given is not None and given <= 0:
+    option = options.half_life_samples
+    if option is not None and option <= 0:
         raise ValueError(
-            f"--experiment weight_average: half_life_samples {given}: use a positive number"
+            f"--experiment weight_average: half_life_samples {option}: use a positive number"
         )
-    half_life = DEFAULT_SHARE * run.train_samples if given is None else given
+    half_life = DEFAULT_SHARE * run.train_samples if option is None else option
 
     def hooks(model: GPTModel, step: TrainStep) -> AverageHooks:
         return AverageHooks(step, samples_at=run.batch_sizes.at, half_life_samples=half_life)

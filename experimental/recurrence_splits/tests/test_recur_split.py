@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over split sequences give what they do over whole ones, gradients too."""
+"""Outputs and gradients of split recurrences match recurrences over whole sequences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = ("delta", "dual")
 
 def recurrence_of(kind: str):
     """Return the recurrence under test, in small chunks."""
-    made = {"delta": delta_recurrence, "dual": state_space_recurrence}[kind]
-    return made(chunk_size=4)
+    make = {"delta": delta_recurrence, "dual": state_space_recurrence}[kind]
+    return make(chunk_size=4)
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ SPLITS = {"one long": (0, 29), "several": (0, 3, 3, 17, 18, 40)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPLITS)
-def test_split_sequences_are_as_whole_ones(name, kind):
+def test_split_recurrence_matches_whole_sequences(name, kind):
     sequences = Sequences(SPLITS[name])
     tokens, heads = sequences.tokens, GROUPS * SHARED
     keys = torch.nn.functional.normalize(random(6, tokens, GROUPS, KEYS), dim=-1)
@@ -44,39 +44,41 @@ def test_split_sequences_are_as_whole_ones(name, kind):
         decay=-random(11, tokens, heads).abs(),
         beta=random(12, tokens, heads).sigmoid(),
     )
-    first = random(8, sequences.count, heads, KEYS, VALUES)
-    grads = (random(9, tokens, heads, VALUES), random(10, *first.shape))
+    initial_states = random(8, sequences.count, heads, KEYS, VALUES)
+    grads = (random(9, tokens, heads, VALUES), random(10, *initial_states.shape))
 
-    def found(run, initial: bool, last: bool) -> dict[str, torch.Tensor]:
+    def outputs_and_grads(run, initial: bool, with_final_states: bool) -> dict[str, torch.Tensor]:
         leaves = {key: x.clone().requires_grad_() for key, x in plain._asdict().items()}
         if initial:
-            leaves["initial"] = first.clone().requires_grad_()
+            leaves["initial"] = initial_states.clone().requires_grad_()
         inputs = RecurrenceInputs(*(leaves[key] for key in RecurrenceInputs._fields))
         outputs = run(recurrence_of(kind), inputs, leaves.get("initial"))
-        parts = slice(0 if last != "alone" else 1, 2 if last else 1)
-        torch.autograd.backward(outputs[parts], grads[parts])
+        used = slice(0 if with_final_states != "alone" else 1, 2 if with_final_states else 1)
+        torch.autograd.backward(outputs[used], grads[used])
         results = dict(zip(("out", "last"), outputs, strict=True))
-        grown = {
+        grads_of_leaves = {
             key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()
         }
-        return {**results, **grown}
+        return {**results, **grads_of_leaves}
 
-    for initial, last in ((False, False), (True, False), (False, True), (True, True)):
-        whole = found(
-            lambda one, inputs, x: recur(one, inputs, sequences, initial=x), initial, last
+    for initial, with_final_states in ((False, False), (True, False), (False, True), (True, True)):
+        whole = outputs_and_grads(
+            lambda recurrence, inputs, x: recur(recurrence, inputs, sequences, initial=x),
+            initial,
+            with_final_states,
         )
         for splits in (2, 3, 50):
-            split = found(
-                lambda one, inputs, x, n=splits: recur_split(
-                    one, inputs, sequences, splits=n, initial=x, chunk=4
+            split = outputs_and_grads(
+                lambda recurrence, inputs, x, n=splits: recur_split(
+                    recurrence, inputs, sequences, splits=n, initial=x, chunk=4
                 ),
                 initial,
-                last,
+                with_final_states,
             )
             assert_all_close(split, whole, bound=1e-12)
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_splits_are_refused():
     x = torch.zeros(4, GROUPS, KEYS)
     inputs = RecurrenceInputs(x, x, x, x[..., 0], x[..., 0])
     with pytest.raises(ValueError, match="splits 0: use 1 or more"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid model trained on split sequences has the losses of whole ones."""
+"""A hybrid model trained on split sequences has the losses of whole sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HYBRID = (
 )
 SPLITS = "--experiment recurrence_splits --experiment-option"
 CUT = f"{SPLITS} recurrence_splits.splits=3 recurrence_splits.chunk=8"
-#: Four microbatches of a step, and two recurrent blocks.
+#: Four microbatches per step, two recurrent blocks.
 RECURRENCES = 4 * 2
 
 
@@ -26,34 +26,34 @@ def prefix(tmp_path_factory):
 
 
 def cut(metrics) -> list[float]:
-    """Return how many recurrences were cut in each step of a run."""
+    """Return the number of split recurrences in each step of a run."""
     return [e["recurrences_cut"] for e in read_metrics(metrics) if e["kind"] == "train"]
 
 
-def test_a_run_on_split_sequences_has_the_losses_of_whole_ones(prefix, tmp_path):
+def test_split_run_matches_losses_of_whole_sequences(prefix, tmp_path):
     whole, split = tmp_path / "whole.jsonl", tmp_path / "split.jsonl"
     assert run_in_process(flags(prefix, f"{HYBRID} --metrics-file {whole}")) == 0
     assert run_in_process(flags(prefix, f"{HYBRID} {CUT} --metrics-file {split}")) == 0
     assert cut(split) == [RECURRENCES] * 4
-    found, expected = losses(split), losses(whole)
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual, expected = losses(split), losses(whole)
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_whose_sequences_are_short_says_that_it_cuts_none(prefix, tmp_path):
+def test_run_with_short_sequences_logs_zero_cuts(prefix, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    more = f"{HYBRID} --exit-interval 1 --experiment recurrence_splits --metrics-file {metrics}"
-    assert run_in_process(flags(prefix, more)) == 0
+    options = f"{HYBRID} --exit-interval 1 --experiment recurrence_splits --metrics-file {metrics}"
+    assert run_in_process(flags(prefix, options)) == 0
     assert cut(metrics) == [0]
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("options", "message"),
     [
         ("--experiment recurrence_splits", "no recurrent block"),
         (f"{HYBRID} {SPLITS} recurrence_splits.splits=0", "use positive numbers"),
         (f"{HYBRID} {SPLITS} recurrence_splits.parts=2", "use one of splits, chunk"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(prefix, capsys, more, said):
-    assert run_in_process(flags(prefix, more)) == 2
-    assert said in capsys.readouterr().err
+def test_options_without_effect_are_refused(prefix, capsys, options, message):
+    assert run_in_process(flags(prefix, options)) == 2
+    assert message in capsys.readouterr().err

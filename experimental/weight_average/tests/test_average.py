@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The average equals the closed form in fp64, and the weights get their bits back."""
+"""The average equals the closed form in fp64, and the weights are restored bitwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weights_at(step: int, numel: int) -> torch.Tensor:
 
 
 def ranges(dtype: torch.dtype = torch.float32) -> list[OwnedRange]:
-    """Return ranges with the first weights."""
+    """Return ranges with the initial weights."""
     return [
         OwnedRange(
             weights=weights_at(0, numel).to(dtype),
@@ -47,30 +47,30 @@ def closed_form(numel: int) -> torch.Tensor:
     return total
 
 
-def test_the_average_is_the_closed_form() -> None:
+def test_average_matches_the_closed_form() -> None:
     owned = ranges()
     average = WeightAverage(owned, half_life_samples=HALF_LIFE)
     for step, samples in enumerate(SAMPLES, start=1):
-        for each in owned:
-            each.weights.copy_(weights_at(step, each.weights.numel()))
+        for owned_range in owned:
+            owned_range.weights.copy_(weights_at(step, owned_range.weights.numel()))
         average.update(samples=samples)
-    for found in average.ranges:
-        torch.testing.assert_close(found.double(), closed_form(found.numel()), rtol=0, atol=3e-7)
+    for actual in average.ranges:
+        torch.testing.assert_close(actual.double(), closed_form(actual.numel()), rtol=0, atol=3e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_get_their_bits_back(dtype: torch.dtype) -> None:
+def test_weights_are_restored_bitwise(dtype: torch.dtype) -> None:
     owned = ranges(dtype)
     average = WeightAverage(owned, half_life_samples=HALF_LIFE)
-    for each in owned:
-        each.weights.mul_(-1.5)
-    before = [each.weights.clone() for each in owned]
+    for owned_range in owned:
+        owned_range.weights.mul_(-1.5)
+    before = [owned_range.weights.clone() for owned_range in owned]
     with average.in_place_of_weights():
-        for each, mean in zip(owned, average.ranges, strict=True):
-            assert torch.equal(each.weights, mean.to(dtype))
+        for owned_range, mean in zip(owned, average.ranges, strict=True):
+            assert torch.equal(owned_range.weights, mean.to(dtype))
     assert all(torch.equal(a.weights, b) for a, b in zip(owned, before, strict=True))
 
 
-def test_a_half_life_of_nothing_is_refused() -> None:
+def test_zero_half_life_is_refused() -> None:
     with pytest.raises(ValueError, match="half-life of 0 samples"):
         WeightAverage(ranges(), half_life_samples=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with the experiment trains as one without, and validates the average of its weights."""
+"""The experiment does not change training, and validates the average of the weights."""
 
 from __future__ import annotations
 
@@ -36,26 +36,30 @@ def run(prefix, tmp_path_factory) -> Path:
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the fp32 and int64 tensors of a checkpoint of one process, weights included."""
-    found = {}
+    tensors_by_name = {}
     for name, tensor in read_manifest(checkpoint).tensors.items():
         (chunk,) = tensor.chunks
-        data = (checkpoint / chunk.file).read_bytes()[chunk.begin : chunk.end]
+        content = (checkpoint / chunk.file).read_bytes()[chunk.begin : chunk.end]
         kind = np.int64 if name.endswith("/updates") else np.float32
-        found[name] = torch.from_numpy(np.frombuffer(data, kind).copy()).view(tensor.shape)
-    return found
+        tensors_by_name[name] = torch.from_numpy(np.frombuffer(content, kind).copy()).view(
+            tensor.shape
+        )
+    return tensors_by_name
 
 
 def averages(folder: Path, prefix: Path) -> list[dict[str, torch.Tensor]]:
-    """Return the fp64 average after each step but the first, from the saved weights alone."""
+    """Return the fp64 average after each step, computed from the saved weights."""
     saved = [tensors(folder / f"iter_{i:07d}") for i in range(1, 7)]
     names = [name for name in saved[0] if "/" not in name]
-    kept = 0.5 ** (BATCH / HALF_LIFE)
-    # What the first update starts from is not saved: it follows from the first average.
-    found = [{name: saved[0][f"{PREFIX}{name}"].double() for name in names}]
+    decay = 0.5 ** (BATCH / HALF_LIFE)
+    # The initial weights are not saved, so the recursion starts from the first saved average.
+    averages_by_step = [{name: saved[0][f"{PREFIX}{name}"].double() for name in names}]
     for state in saved[1:]:
-        last = found[-1]
-        found.append({n: kept * last[n] + (1.0 - kept) * state[n].double() for n in names})
-    return found
+        previous = averages_by_step[-1]
+        averages_by_step.append(
+            {n: decay * previous[n] + (1.0 - decay) * state[n].double() for n in names}
+        )
+    return averages_by_step
 
 
 def validations(metrics: Path) -> dict[int, float]:
@@ -64,66 +68,66 @@ def validations(metrics: Path) -> dict[int, float]:
     return {e["iteration"]: e["weight_average_lm_loss"] for e in events if e["iteration"]}
 
 
-def test_the_training_losses_are_those_without_it(run, prefix, tmp_path):
+def test_training_losses_do_not_depend_on_the_experiment(run, prefix, tmp_path):
     assert run_in_process(flags(prefix, f"{RUN} --save {tmp_path}")) == 0
     for kind in ("train", "validation"):
         assert losses(run / "metrics.jsonl", kind) == losses(tmp_path / "metrics.jsonl", kind)
     updates = [e["weight_average_updates"] for e in read_metrics(run / "metrics.jsonl")
                if e["kind"] == "train"]  # fmt: skip
-    assert updates == [0, 1, 2, 3, 4, 5], "a line is written before the update of its step"
+    assert updates == [0, 1, 2, 3, 4, 5], "a log line precedes the update of its step"
 
 
-def test_the_average_is_that_of_the_saved_weights(run, prefix):
+def test_saved_average_matches_the_saved_weights(run, prefix):
     for step, expected in enumerate(averages(run, prefix), start=1):
         saved = tensors(run / f"iter_{step:07d}")
         assert saved[f"{PREFIX}updates"].item() == step
         for name, average in expected.items():
-            found = saved[f"{PREFIX}{name}"].double()
-            torch.testing.assert_close(found, average, rtol=0, atol=1e-6)
+            actual = saved[f"{PREFIX}{name}"].double()
+            torch.testing.assert_close(actual, average, rtol=0, atol=1e-6)
             if step > 1:
-                assert not torch.allclose(found, saved[name].double(), rtol=0, atol=1e-5), name
+                assert not torch.allclose(actual, saved[name].double(), rtol=0, atol=1e-5), name
 
 
-def test_the_validated_model_is_the_average(run, prefix, tmp_path, monkeypatch):
-    """Its loss is that of a model which is given the average of the saved weights."""
+def test_validation_uses_the_averaged_weights(run, prefix, tmp_path, monkeypatch):
+    """The loss equals the loss of a model with the average of the saved weights."""
     expected, restore = averages(run, prefix)[-1], pretraining.restore
 
     def averaged(session):
-        found = restore(session)
+        restored = restore(session)
         for chunk in weight_chunks(session.model.store):
             chunk.tensor.copy_(expected[chunk.name])
-        return found
+        return restored
 
     monkeypatch.setattr(pretraining, "restore", averaged)
     metrics = tmp_path / "metrics.jsonl"
-    more = f"--load {run} --finetune --exit-interval 1 --metrics-file {metrics}"
-    assert run_in_process(flags(prefix, f"{RUN} {more}")) == 0
+    options = f"--load {run} --finetune --exit-interval 1 --metrics-file {metrics}"
+    assert run_in_process(flags(prefix, f"{RUN} {options}")) == 0
     loss = validations(run / "metrics.jsonl")[6]
     assert loss == pytest.approx(losses(metrics, "validation")[0], rel=1e-6)
     assert loss != pytest.approx(losses(run / "metrics.jsonl", "validation")[6], rel=1e-3)
 
 
-def test_a_resumed_average_goes_on(run, prefix, tmp_path, capsys):
+def test_resumed_run_continues_the_average(run, prefix, tmp_path, capsys):
     save = f"{RUN} --save {tmp_path} --load {tmp_path}"
     assert run_in_process(flags(prefix, f"{save} {WITH} --exit-interval 4")) == 0
     assert run_in_process(flags(prefix, f"{save} {WITH}")) == 0
-    found = validations(tmp_path / "metrics.jsonl")
-    assert found[6] == validations(run / "metrics.jsonl")[6]
+    losses_by_iteration = validations(tmp_path / "metrics.jsonl")
+    assert losses_by_iteration[6] == validations(run / "metrics.jsonl")[6]
     capsys.readouterr()
-    more = f"--train-iters 7 --metrics-file {tmp_path / 'without.jsonl'} --save-interval 7"
-    assert run_in_process(flags(prefix, f"{save} {more}")) == 0
-    said = capsys.readouterr()
-    assert "--experiment weight_average: continuing without" in said.out + said.err
+    options = f"--train-iters 7 --metrics-file {tmp_path / 'without.jsonl'} --save-interval 7"
+    assert run_in_process(flags(prefix, f"{save} {options}")) == 0
+    printed = capsys.readouterr()
+    assert "--experiment weight_average: continuing without" in printed.out + printed.err
 
 
 @pytest.mark.parametrize(
     "strategy", ["optim", pytest.param("optim_grads_params", marks=pytest.mark.slow(seconds=10))]
 )
-def test_ranks_with_sharded_weights_train_and_validate_alike(run, prefix, tmp_path, strategy):
-    more = f"{RUN} --data-parallel-sharding-strategy {strategy} --overlap-param-gather"
-    run_on(2, flags(prefix, f"{more} --save {tmp_path}/with {WITH}"))
-    run_on(2, flags(prefix, f"{more} --save {tmp_path}/without"))
-    found = tmp_path / "with/metrics.jsonl"
+def test_sharded_ranks_match_unsharded_losses(run, prefix, tmp_path, strategy):
+    options = f"{RUN} --data-parallel-sharding-strategy {strategy} --overlap-param-gather"
+    run_on(2, flags(prefix, f"{options} --save {tmp_path}/with {WITH}"))
+    run_on(2, flags(prefix, f"{options} --save {tmp_path}/without"))
+    metrics = tmp_path / "with/metrics.jsonl"
     for kind in ("train", "validation"):
-        assert losses(found, kind) == losses(tmp_path / "without/metrics.jsonl", kind)
-    assert validations(found) == pytest.approx(validations(run / "metrics.jsonl"), rel=1e-4)
+        assert losses(metrics, kind) == losses(tmp_path / "without/metrics.jsonl", kind)
+    assert validations(metrics) == pytest.approx(validations(run / "metrics.jsonl"), rel=1e-4)

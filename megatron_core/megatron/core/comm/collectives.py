@@ -53,10 +53,10 @@ class Transfer:
     """A collective that is about to start.
 
     Args:
-        kind: of its record.
+        kind: kind of the collective, as in its `CollectiveRecord`.
         source: the input; None if the output is also the input, as in an all-reduce.
         output: is overwritten.
-        start: starts the collective on the present contents of `source`.
+        start: starts the collective on the contents that `source` has at the call.
         keeps_source: whether the input's values survive where input and output overlap (an
             in-place gather).
         prompt: whether a link must start it at once, because the peer may wait for it before this
@@ -120,9 +120,9 @@ class Pending:
         return self.work is None or (isinstance(self.work, Work) and self.work.is_completed())
 
     def then(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
-        """Apply `finish` to the output in `wait()`, after earlier ones; return this object."""
-        before = self.finish
-        self.finish = finish if before is None else lambda output: finish(before(output))
+        """Apply `finish` to the output in `wait()`, after earlier functions; return this object."""
+        previous = self.finish
+        self.finish = finish if previous is None else lambda output: finish(previous(output))
         return self
 
 
@@ -396,14 +396,14 @@ def reduce_scatter_fp32_async(
     # Also keeps a contiguous copy alive in `Pending.source` until the transfer is complete.
     x = x.contiguous()
     receive_buffer = torch.empty_like(x) if receive_buffer is None else receive_buffer
-    all_to_all = _handle(group).alltoall_base
+    alltoall = _handle(group).alltoall_base
     transfer = Transfer(
         "all_to_all",
         group,
         x,
         out,
         lambda: _RankSum(
-            all_to_all(receive_buffer, x, [], [], dist.AllToAllOptions()), receive_buffer, out
+            alltoall(receive_buffer, x, [], [], dist.AllToAllOptions()), receive_buffer, out
         ),
     )
     return _launch(transfer, x)

@@ -17,7 +17,7 @@ from megatron.core.process_groups import Group
 
 #: Ring channels of a communicator over NVLink, and connections of each: to send and to receive.
 CHANNELS, CONNECTIONS = 16, 2
-#: Of a connection: the buffer that NCCL_BUFFSIZE sets, and the buffers of the protocols LL
+#: Bytes of a connection: the buffer that NCCL_BUFFSIZE sets, and the buffers of the protocols LL
 #: (512 KiB) and LL128 (4,800 KiB).
 BUFFER_BYTES, LOW_LATENCY_BYTES = 4 << 20, (512 + 4800) << 10
 
@@ -33,8 +33,8 @@ def communicator_bytes(environment: Mapping[str, str]) -> int:
         environment: NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS change the estimate.
     """
     channels = min(CHANNELS, _number(environment, "NCCL_MAX_NCHANNELS", CHANNELS))
-    buffer = _number(environment, "NCCL_BUFFSIZE", BUFFER_BYTES)
-    return channels * CONNECTIONS * (buffer + LOW_LATENCY_BYTES)
+    buffer_bytes = _number(environment, "NCCL_BUFFSIZE", BUFFER_BYTES)
+    return channels * CONNECTIONS * (buffer_bytes + LOW_LATENCY_BYTES)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -47,8 +47,8 @@ class RegisteredMemory:
     """Memory from NCCL's allocator that communicators have registered.
 
     Args:
-        groups: whose collectives use the buffers; a group of one rank has no communicator.
-        device: of the buffers.
+        groups: groups whose collectives use the buffers; a group of one rank has no communicator.
+        device: device of the buffers.
 
     Raises:
         ValueError: the device is not a GPU, or a group's backend is not NCCL.

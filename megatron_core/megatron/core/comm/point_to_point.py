@@ -92,22 +92,22 @@ def _start_single(message: P2PMessage, group: Group) -> Pending:
         )
         return Pending(tensor, transfer.launch(), tensor, waits)
     # Simulated links deliver late: a read before the wait must see NaN, not the arrived data.
-    landing = poisoned(tensor) if group.links else tensor
+    receive_buffer = poison_and_replace(tensor) if group.links else tensor
 
     def start() -> CollectiveWork:
-        return handle.recv([landing], message.rank, _TAG)
+        return handle.recv([receive_buffer], message.rank, _TAG)
 
     pending = Pending(
-        landing,
-        Transfer("receive", group, None, landing, start, prompt=True).launch(),
+        receive_buffer,
+        Transfer("receive", group, None, receive_buffer, start, prompt=True).launch(),
         None,
         waits,
     )
-    return pending if landing is tensor else pending.then(tensor.copy_)
+    return pending if receive_buffer is tensor else pending.then(tensor.copy_)
 
 
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill `tensor` with NaN and return another like it, which receives the message meanwhile."""
+def poison_and_replace(tensor: torch.Tensor) -> torch.Tensor:
+    """Poison `tensor` and return an uninitialised tensor like it, to receive the message."""
     poison_(tensor)
     return torch.empty_like(tensor)
 

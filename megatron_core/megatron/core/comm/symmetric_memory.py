@@ -5,12 +5,12 @@
     >>> comm.explain()
     'torch.distributed (one rank)'
     >>> comm.begin_step()
-    >>> shard = comm.reduce_scatter(addends)  # [n * tp, h] -> the sum of this rank's [n, h]
+    >>> shard = comm.reduce_scatter(addends)  # [n * tp, h] -> this rank's [n, h] of the sum
     >>> full = comm.all_gather(shard)  # [n, h] of every rank -> [n * tp, h]
     >>> if comm.fuses(addends):  # reduce-scatter, add, RMSNorm and all-gather in one kernel
     ...     full = comm.reduce_norm_gather(addends, stream, norm)
     >>> full = comm.all_gather_v(x, rows)  # the first rows[r] of rank r's [n, h], then zeros
-    >>> shard = comm.reduce_scatter_v(full, rows)  # back: the sum of this rank's rows, then zeros
+    >>> shard = comm.reduce_scatter_v(full, rows)  # back: this rank's rows of the sum, then zeros
 
 Three transports; the first one that all ranks support is used:
 
@@ -88,11 +88,11 @@ class SymmetricMemory(Protocol):
     """Provider of symmetric memory."""
 
     def problem(self) -> str:
-        """Return why this rank cannot allocate; "" if it may. A local check."""
+        """Return why this rank cannot allocate; "" if it can. A local check."""
         ...
 
     def multicast_problem(self) -> str:
-        """Return why this rank has no multicast; "" if it may. A local check."""
+        """Return why this rank has no multicast; "" if it has. A local check."""
         ...
 
     def allocate(self, size: int, pad_bytes: int) -> torch.Tensor:
@@ -184,11 +184,11 @@ class Arena:
         self._halves, self._next = halves, 0
         self.device, self._traps = halves[0].local.device, False
         self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
-        pad = min(half.pad_bytes for half in halves)
+        pad_bytes = min(half.pad_bytes for half in halves)
         # A pad has an int32 slot for each program and source rank.
-        self.programs = min(MAX_PROGRAMS, pad // (4 * group.size))
+        self.programs = min(MAX_PROGRAMS, pad_bytes // (4 * group.size))
         if self.programs < 1:
-            raise RuntimeError(f"signal pads of {pad} bytes for {group.size} ranks")
+            raise RuntimeError(f"signal pads of {pad_bytes} bytes for {group.size} ranks")
 
     def supports(self, dtype: torch.dtype, full_bytes: int) -> bool:
         """Return whether the arena supports a transfer: the same result on all ranks for one shape.
@@ -211,7 +211,8 @@ class Arena:
     def limit_tries(self, tries: int) -> None:
         """Time out after a number of polls from now on; 0 disables the timeout.
 
-        A timeout stops a GPU, whose memory is then lost, so the status is in pinned host memory.
+        On a timeout a GPU kernel traps and the device's memory is lost, so the status is then in
+        pinned host memory.
         """
         self.tries = tries
         self._traps = tries > 0 and self.device.type == "cuda"
@@ -224,19 +225,19 @@ class Arena:
         if not self.tries:
             return
         # A trapped kernel raises here, after it has written the status.
-        stopped: RuntimeError | None = None
+        device_error: RuntimeError | None = None
         try:
             current_stream(self.device).synchronize()
         except RuntimeError as error:
-            stopped = error
+            device_error = error
         missing = int(self.status)
         if missing:
             raise RuntimeError(
                 f"timeout: rank {self.group.ranks[missing - 1]} did not reach a collective of "
                 f"{self.way} within {self.tries} polls of its slot: see that rank's log"
-            ) from stopped
-        if stopped is not None:
-            raise stopped
+            ) from device_error
+        if device_error is not None:
+            raise device_error
 
     def begin_step(self) -> None:
         """Use the first buffer for the next collective."""
@@ -260,7 +261,7 @@ class Arena:
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of this rank's [n, ...] of x [n * size, ...]."""
+        """Return this rank's [n, ...] of the sum of x [n * size, ...] over the ranks."""
         from megatron.core.ops.nvls import triton as kernels
 
         half = self._fill_next(x, self.way)
@@ -361,7 +362,7 @@ class SequenceParallelComm:
 
     def __init__(self, group: Group, arena: Arena | None, reason: str) -> None:
         self.group, self._arena, self._reason = group, arena, reason
-        self._logged_overflow = False  # that a transfer is over the arena's size
+        self._logged_overflow = False  # whether a transfer larger than the arena was logged
 
     @property
     def way(self) -> Way:
@@ -389,7 +390,7 @@ class SequenceParallelComm:
             max_bytes: largest full tensor of a transfer; larger ones use torch.distributed.
             mode: "auto" uses the best transport, "off" uses torch.distributed, "require" raises
                 unless the transport is multimem.
-            tries: number of polls of a signal-pad slot in a probe before the peer times out.
+            tries: number of polls of a signal-pad slot in a probe before it times out.
             limit: number of polls in every later collective; 0 waits for ever. For debugging:
                 `check` then makes the host wait for the device. On a time-out a GPU traps; on a
                 CPU the results are invalid from then on.
@@ -546,22 +547,24 @@ def _create_arena(
     halves, problem = _allocate_buffers(group, memory, max_bytes)
     if halves is None:
         return None, problem
-    no_multicast = memory.multicast_problem()
-    if not no_multicast and any(half.multicast == 0 for half in halves):
-        no_multicast = "the ranks' devices are not in one multicast domain"
-    no_multicast = _first_problem(no_multicast, group)
-    if not no_multicast:
-        no_multicast = _first_problem(_probe(Arena(group, halves, "multimem", tries=tries)), group)
-        if not no_multicast:
+    no_multicast_reason = memory.multicast_problem()
+    if not no_multicast_reason and any(half.multicast == 0 for half in halves):
+        no_multicast_reason = "the ranks' devices are not in one multicast domain"
+    no_multicast_reason = _first_problem(no_multicast_reason, group)
+    if not no_multicast_reason:
+        no_multicast_reason = _first_problem(
+            _probe(Arena(group, halves, "multimem", tries=tries)), group
+        )
+        if not no_multicast_reason:
             return Arena(group, halves, "multimem"), ""
         # A failed probe may have left slots set: allocate new pads, which are zero.
         halves, problem = _allocate_buffers(group, memory, max_bytes)
         if halves is None:
-            return None, f"{no_multicast}; {problem}"
+            return None, f"{no_multicast_reason}; {problem}"
     problem = _first_problem(_probe(Arena(group, halves, "p2p", tries=tries)), group)
     if problem:
-        return None, f"{no_multicast}; {problem}"
-    return Arena(group, halves, "p2p"), no_multicast
+        return None, f"{no_multicast_reason}; {problem}"
+    return Arena(group, halves, "p2p"), no_multicast_reason
 
 
 def _allocate_buffers(

@@ -236,8 +236,8 @@ def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]
     def claim() -> None:
         if coordinator.rank == 0 and save is not None:
             claims.append(SaveFolderLock(save))
-            if removed_files := [path.name for path in claims[0].removed_files]:
-                coordinator.say(f"{save}: removed unfinished files: {', '.join(removed_files)}")
+            if removed_names := [path.name for path in claims[0].removed_paths]:
+                coordinator.say(f"{save}: removed unfinished files: {', '.join(removed_names)}")
 
     if save is not None:
         coordinator.begin("claiming the save folder")

@@ -349,7 +349,9 @@ NICENESS = 19
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """The outcome of an asynchronous save; only `seconds` differs between ranks.
+    """The outcome of an asynchronous save.
+
+    Ranks may differ in `seconds`, and in lines about work after the commit.
 
     Args:
         iteration: the checkpoint's iteration.
@@ -358,7 +360,8 @@ class SaveReport:
         lines: further lines to report to the user.
         written: whether there is a new checkpoint. False if the save failed or the step had already
             been saved.
-        seconds: time from `AsyncSaver.save` to commit.
+        seconds: time from the call of `AsyncSaver.save` to the end of the save, including retention
+            and the wait for the previous save.
     """
 
     iteration: int

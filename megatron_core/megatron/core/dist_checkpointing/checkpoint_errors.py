@@ -29,7 +29,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class RemovedCheckpointError(DamagedCheckpointError):
-    """A checkpoint was removed while it was read, as retention removes old checkpoints."""
+    """A checkpoint no longer exists, for instance because retention removed it meanwhile."""
 
 
 def describe(error: Exception) -> str:

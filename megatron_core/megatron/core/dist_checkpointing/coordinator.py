@@ -128,8 +128,8 @@ class Coordinator(ABC):
 
         answer = self._exchange(stage, message, decide_or_fail)
         if "error" in answer:
-            kind = DamagedCheckpointError if answer["damaged"] else CheckpointError
-            raise kind(answer["error"]) from cause
+            error_class = DamagedCheckpointError if answer["damaged"] else CheckpointError
+            raise error_class(answer["error"]) from cause
         return answer["value"]
 
     def _failures(self, messages: Sequence[Any]) -> str:
@@ -170,7 +170,8 @@ class StoreCoordinator(Coordinator):
             arrival. The other ranks wait 1.5 times as long for rank 0's answer, which names the
             missing ranks.
         say: see `Coordinator`.
-        missed: called again and again with a rank that is waited for; raises if that is gone.
+        on_missing_rank: called repeatedly with a rank that has not sent its message yet; raises if
+            that rank is gone.
         prefix: prefix of all keys; coordinators that share a store need different prefixes.
     """
 
@@ -196,7 +197,7 @@ class StoreCoordinator(Coordinator):
         self._answer_keys: list[str] = []
 
     def begin(self, label: str) -> None:
-        """Start a save or a load; its keys differ from the keys of all earlier ones."""
+        """Start a save or a load; its keys differ from the keys of all earlier sessions."""
         self._sessions += 1
         self._label = label
 
@@ -227,10 +228,9 @@ class StoreCoordinator(Coordinator):
             else:
                 missing.append(rank)
         if missing:
-            limit = f"{self._timeout_seconds:g} s"
             text = (
                 f"{self._label}: no message from {_ranks_text(missing)} about {stage!r} "
-                f"within {limit}"
+                f"within {self._timeout_seconds:g} s"
             )
             answer: Any = _failure(text)
         else:
@@ -243,11 +243,11 @@ class StoreCoordinator(Coordinator):
         return answer
 
     def _await_answer(self, stage: str, key: str) -> Any:
-        limit = 1.5 * self._timeout_seconds
-        if not self._wait(key, limit, rank=0):
+        timeout_seconds = 1.5 * self._timeout_seconds
+        if not self._wait(key, timeout_seconds, rank=0):
             return _failure(
                 f"{self._label}: rank {self.rank} had no reply from rank 0 about {stage!r} "
-                f"within {limit:g} s"
+                f"within {timeout_seconds:g} s"
             )
         return self._read(key)[0]
 

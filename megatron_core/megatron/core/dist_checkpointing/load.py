@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.shards import (
     read_cost,
 )
 
-#: Limit of a `CheckpointReader`'s read items and blocks: a minimum for every checkpoint, plus one
+#: Budget of a `CheckpointReader`'s read items and blocks: a minimum for every checkpoint, plus one
 #: per so many bytes read. An item takes tens of microseconds, and reading rows of a tensor that is
 #: stored in columns takes one item per column.
 MIN_READ_ITEM_LIMIT, BYTES_PER_READ_ITEM = 10_000, 8192
@@ -121,10 +121,10 @@ def load_checkpoint(
         return manifest.xxh3
 
     def compare(identities: list[str]) -> None:
-        different = [r for r, identity in enumerate(identities) if identity != identities[0]]
-        if different:
+        different_ranks = [r for r, identity in enumerate(identities) if identity != identities[0]]
+        if different_ranks:
             raise CheckpointError(
-                f"ranks {different} see a different {folder} than rank 0: all ranks must see "
+                f"ranks {different_ranks} see a different {folder} than rank 0: all ranks must see "
                 "the same file system"
             )
 
@@ -215,12 +215,12 @@ def plan_reads(
                 items_by_chunk.setdefault(i, []).append(read_item)
         for i, read_items in items_by_chunk.items():
             stored_chunk = stored.chunks[i]
-            read = ChunkReadRequest(
+            request = ChunkReadRequest(
                 name=name, dtype=stored.dtype, chunk=stored_chunk, read_items=read_items
             )
-            reads.setdefault(stored_chunk.file, []).append(read)
-    for group in reads.values():
-        group.sort(key=lambda read: read.chunk.begin)
+            reads.setdefault(stored_chunk.file, []).append(request)
+    for requests in reads.values():
+        requests.sort(key=lambda request: request.chunk.begin)
     return reads
 
 
@@ -253,7 +253,7 @@ def _execute_reads(
     bytes_read = bytes_verified = 0
     scratch = Scratch()
     with one_torch_thread():
-        for name, group in sorted(reads.items()):
+        for name, requests in sorted(reads.items()):
             with ShardReader(
                 folder / name,
                 manifest.files[name],
@@ -261,8 +261,8 @@ def _execute_reads(
                 verify=verify,
                 scratch=scratch,
             ) as reader:
-                for read in group:
-                    reader.read(read)
+                for request in requests:
+                    reader.read(request)
             bytes_read += reader.bytes_read
             bytes_verified += reader.bytes_verified
     return bytes_read, bytes_verified
@@ -300,7 +300,7 @@ class CheckpointReader:
         self._readers: dict[str, ShardReader] = {}  # in order of use, most recent last
         self._header_verified: set[str] = set()
         self._bytes_read = 0  # by closed readers
-        self._read_item_limit = float(MIN_READ_ITEM_LIMIT)
+        self._read_items_left = float(MIN_READ_ITEM_LIMIT)
         with contextlib.ExitStack() as stack:
             stack.enter_context(reading(folder))
             self.manifest = read_manifest(folder)
@@ -325,7 +325,7 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes read from shards, including the remainder of digested blocks."""
+        """The bytes read from shards, including the remainder of digested blocks."""
         return self._bytes_read + sum(reader.bytes_read for reader in self._readers.values())
 
     def read(self, chunks: Sequence[TensorChunk]) -> None:
@@ -339,21 +339,23 @@ class CheckpointReader:
             self.manifest, chunks, missing="error", convert_dtype=True
         )
         with one_torch_thread():
-            self._read_item_limit += (
+            self._read_items_left += (
                 sum(chunk.tensor.nbytes for chunk in chunks) / BYTES_PER_READ_ITEM
             )
             plan = plan_reads(
-                tensors, chunks, index_of=self._index_of, max_read_items=int(self._read_item_limit)
+                tensors, chunks, index_of=self._index_of, max_read_items=int(self._read_items_left)
             )
             block_bytes = self.manifest.block_bytes
-            for reads in plan.values():
-                self._read_item_limit -= sum(read_cost(read, block_bytes) for read in reads)
-            if self._read_item_limit < 0:
+            for requests in plan.values():
+                self._read_items_left -= sum(
+                    read_cost(request, block_bytes) for request in requests
+                )
+            if self._read_items_left < 0:
                 raise CheckpointError(too_many_read_items(chunks[0].name))
-            for file, reads in sorted(plan.items()):
+            for file, requests in sorted(plan.items()):
                 reader = self._open(file)
-                for read in reads:
-                    reader.read(read)
+                for request in requests:
+                    reader.read(request)
 
     def _open(self, file: str) -> ShardReader:
         reader = self._readers.pop(file, None)

@@ -51,7 +51,7 @@ VERSION = 1
 
 #: Limits of a manifest's size: a minimum for any checkpoint, plus a 64th of the shards' bytes (a
 #: box takes some 200 bytes, and 20 bytes per block), up to a maximum.
-MAX_MANIFEST_BYTES, MANIFEST_SHARE, LARGEST_MANIFEST_BYTES = 32 << 20, 64, 1 << 30
+MIN_MANIFEST_LIMIT, SHARD_BYTES_PER_MANIFEST_BYTE, MAX_MANIFEST_LIMIT = 32 << 20, 64, 1 << 30
 
 #: Maximum length of an error's reason, which may quote the manifest.
 MAX_REASON_CHARS = 400
@@ -74,7 +74,7 @@ _HEAD = b'{"%s":"%s",\n'
 _HEX_DIGITS = 16
 _HEAD_BYTES = 64
 _COUNT_LIMIT = 1 << 63
-_COUNTED_TOGETHER = 1024
+_CHUNKS_PER_CHECK = 1024
 _CACHED_SHAPES = 4096
 _ORIGINS = tuple((0,) * dims for dims in range(MAX_DIMENSIONS + 1))
 _JSON = json.JSONDecoder()
@@ -158,7 +158,7 @@ def check_json(value: Any, where: str) -> None:
     elif value is not None and type(value) not in (str, int, bool):
         raise ValueError(
             f"{where} is a {type(value).__name__}; only dict, list, str, int, float, bool and None "
-            "can be stored beside the tensors: convert it"
+            "can be stored in addition to the tensors: convert it"
         )
 
 
@@ -189,8 +189,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ]
     body = (",\n".join(fields) + "\n}\n").encode()
     body_digest = digest(body)
-    kind = BLAKE2B if body_digest.startswith(BLAKE2B) else XXH3
-    return _HEAD % (kind.encode(), body_digest[-_HEX_DIGITS:].encode()) + body
+    algorithm = BLAKE2B if body_digest.startswith(BLAKE2B) else XXH3
+    return _HEAD % (algorithm.encode(), body_digest[-_HEX_DIGITS:].encode()) + body
 
 
 def read_manifest(folder: Path | str) -> Manifest:
@@ -214,8 +214,8 @@ def read_manifest(folder: Path | str) -> Manifest:
         raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
     except MemoryError:
         raise DamagedCheckpointError(f"cannot read {path}: not enough memory") from None
-    kind, recorded_digest, body = _split_head(raw, path)
-    body_digest = digest(body, kind)[-_HEX_DIGITS:]
+    algorithm, recorded_digest, body = _split_head(raw, path)
+    body_digest = digest(body, algorithm)[-_HEX_DIGITS:]
     if recorded_digest != body_digest:
         raise DamagedCheckpointError(
             f"{path} has changed since it was written (its digest is {body_digest}, not "
@@ -238,8 +238,10 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 def max_manifest_bytes(shard_bytes: int) -> int:
-    """Return the maximum size of a manifest for shards of so many bytes."""
-    return min(MAX_MANIFEST_BYTES + shard_bytes // MANIFEST_SHARE, LARGEST_MANIFEST_BYTES)
+    """Return the maximum size of a manifest for shards of `shard_bytes` in all."""
+    return min(
+        MIN_MANIFEST_LIMIT + shard_bytes // SHARD_BYTES_PER_MANIFEST_BYTE, MAX_MANIFEST_LIMIT
+    )
 
 
 def _read_bounded(path: Path) -> bytes:
@@ -247,12 +249,12 @@ def _read_bounded(path: Path) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         _split_head(file.read(_HEAD_BYTES), path)  # before memory is allocated for the whole file
-        shards = 0
-        if size > MAX_MANIFEST_BYTES:
+        shard_bytes = 0
+        if size > MIN_MANIFEST_LIMIT:
             with os.scandir(path.parent) as entries:
                 files = [e for e in entries if e.is_file(follow_symlinks=False)]
-                shards = sum(e.stat().st_size for e in files if e.name != path.name)
-        if size > max_manifest_bytes(shards):
+                shard_bytes = sum(e.stat().st_size for e in files if e.name != path.name)
+        if size > max_manifest_bytes(shard_bytes):
             raise UnsafeFileError(path, f"it has {size} bytes, more than its content can need")
         file.seek(0)
         return file.read(size)
@@ -260,11 +262,11 @@ def _read_bounded(path: Path) -> bytes:
 
 def _split_head(raw: bytes, path: Path) -> tuple[str, str, memoryview]:
     """Return the digest's algorithm and digits from the first field, and the remaining bytes."""
-    for kind in (XXH3, BLAKE2B):
-        length = len(_HEAD % (kind.encode(), b"0" * _HEX_DIGITS))
+    for algorithm in (XXH3, BLAKE2B):
+        length = len(_HEAD % (algorithm.encode(), b"0" * _HEX_DIGITS))
         hex_digits = raw[length - _HEX_DIGITS - 3 : length - 3]
-        if raw[:length] == _HEAD % (kind.encode(), hex_digits):
-            return kind, hex_digits.decode(errors="replace"), memoryview(raw)[length:]
+        if raw[:length] == _HEAD % (algorithm.encode(), hex_digits):
+            return algorithm, hex_digits.decode(errors="replace"), memoryview(raw)[length:]
     raise DamagedCheckpointError(
         f"{path} is not a manifest written by this library, or it is damaged"
     )
@@ -467,12 +469,12 @@ class _ManifestDecoder:
             self._reject(f"{name!r} is not the plain name of a shard file")
         fields = self._object(name)
         size = self._count(fields["bytes"], name)
-        header = self._count(fields["header_bytes"], name)
-        if not LENGTH_BYTES <= header <= min(size, MAX_HEADER_BYTES + LENGTH_BYTES):
-            self._reject(f"{name} has an impossible header of {header} bytes")
+        header_bytes = self._count(fields["header_bytes"], name)
+        if not LENGTH_BYTES <= header_bytes <= min(size, MAX_HEADER_BYTES + LENGTH_BYTES):
+            self._reject(f"{name} has an impossible header of {header_bytes} bytes")
         if not isinstance(fields["header_xxh3"], str):
             self._reject(f"{name}: {fields['header_xxh3']!r} is not text")
-        return StoredFile(bytes=size, header_bytes=header, header_xxh3=fields["header_xxh3"])
+        return StoredFile(bytes=size, header_bytes=header_bytes, header_xxh3=fields["header_xxh3"])
 
     def _tensor(self, name: str) -> StoredTensor:
         if problem := problem_of_name(name):
@@ -510,7 +512,7 @@ class _ManifestDecoder:
 
     def _chunk(self, name: str, dtype: str, shape: tuple[int, ...]) -> StoredChunk:
         self._num_chunks += 1
-        if not self._num_chunks % _COUNTED_TOGETHER:
+        if not self._num_chunks % _CHUNKS_PER_CHECK:
             self._check_count()
         fields = self._object(name)
         dims = len(shape)
@@ -529,8 +531,8 @@ class _ManifestDecoder:
             )
         if any(map(gt, map(add, *box), shape)):
             self._reject(f"{name} has a box {box} outside its shape {list(shape)}")
-        stored = self._files[file]
-        is_inside = stored.header_bytes <= begin and end <= stored.bytes
+        stored_file = self._files[file]
+        is_inside = stored_file.header_bytes <= begin and end <= stored_file.bytes
         if not is_inside or end - begin != tensor_bytes(dtype, box.sizes):
             self._reject(f"{name} has the impossible byte range [{begin}, {end}) in {file}")
         xxh3, block_bytes = fields["xxh3"], self._digested_block_bytes
@@ -548,8 +550,8 @@ class _ManifestDecoder:
         )
 
     def _check_count(self) -> None:
-        shards = sum(file.bytes for file in self._files.values())
-        if problem := problem_of_count(len(self._files) + self._num_chunks, shards):
+        shard_bytes = sum(file.bytes for file in self._files.values())
+        if problem := problem_of_count(len(self._files) + self._num_chunks, shard_bytes):
             self._reject(problem)
 
     def _object(self, where: str) -> dict[str, Any]:
@@ -598,10 +600,10 @@ def problem_of_shape(shape: Sequence[int]) -> str:
     return ""
 
 
-def problem_of_count(num_described: int, shard_bytes: int) -> str:
+def problem_of_count(num_entries: int, shard_bytes: int) -> str:
     """Return the problem with a number of files and chunks; "" if it is within the limit."""
     limit = MIN_CHUNK_LIMIT + shard_bytes // BYTES_PER_CHUNK
-    if num_described <= limit:
+    if num_entries <= limit:
         return ""
     return (
         f"it has more than {limit} files and chunks of tensors, the limit for shards of "
@@ -691,7 +693,7 @@ def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
                     raise CheckpointError(
                         f"rank {rank} declares {count} chunks, {name} among them, with "
                         f"replica_ranks {list(ranks)}, but rank {peer} declares "
-                        f"{actual[0] if actual else 'none'}, or other ones, for these ranks"
+                        f"{f'{actual[0]} different chunks' if actual else 'none'} for these ranks"
                     )
 
 
@@ -778,14 +780,17 @@ def compare_architecture(saved: Mapping[str, Any], model: Mapping[str, Any]) -> 
     Nested mappings are compared field by field under dotted names. A tuple equals a list, as JSON
     stores it.
     """
-    before, after = (
+    saved_fields, model_fields = (
         {name: _as_json(value) for name, value in flatten(fields).items()}
         for fields in (saved, model)
     )
     return [
-        f"{name}: {_repr_of(before, name)} in the checkpoint, {_repr_of(after, name)} in the model"
-        for name in sorted(before.keys() | after.keys())
-        if name not in before or name not in after or before[name] != after[name]
+        f"{name}: {_repr_of(saved_fields, name)} in the checkpoint, "
+        f"{_repr_of(model_fields, name)} in the model"
+        for name in sorted(saved_fields.keys() | model_fields.keys())
+        if name not in saved_fields
+        or name not in model_fields
+        or saved_fields[name] != model_fields[name]
     ]
 
 

@@ -341,15 +341,15 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
 
     A tensor that was removed from the manifest leaves a gap in a file.
     """
-    ends: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    spans_by_file: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         if not tiles([chunk.box for chunk in tensor.chunks], tensor.shape):
             raise DamagedCheckpointError(
                 f"{folder} does not hold every element of {name} exactly once"
             )
         for chunk in tensor.chunks:
-            ends[chunk.file].append((chunk.begin, chunk.end))
-    for file, spans in ends.items():
+            spans_by_file[chunk.file].append((chunk.begin, chunk.end))
+    for file, spans in spans_by_file.items():
         position = manifest.files[file].header_bytes
         for begin, end in sorted(spans):
             if begin != position:
@@ -369,14 +369,14 @@ def _verify_bytes(folder: Path, manifest: Manifest) -> int:
         for chunk in tensor.chunks:
             by_file[chunk.file].append((name, chunk))
     scratch = memoryview(bytearray(READ_BUFFER_BYTES))
-    verified = 0
+    bytes_verified = 0
     for file, chunks in sorted(by_file.items()):
         path, block_bytes = folder / file, manifest.block_bytes
         with ShardFile(path, manifest.files[file], block_bytes=block_bytes, verify=True) as reader:
             for name, chunk in sorted(chunks, key=lambda pair: pair[1].begin):
                 reader.verify(name, chunk, scratch)
-        verified += reader.bytes_verified
-    return verified
+        bytes_verified += reader.bytes_verified
+    return bytes_verified
 
 
 def existing_note(folder: Path) -> str:
@@ -416,7 +416,8 @@ def latest_checkpoint(
     say: Callable[[str], None] = print_to_stderr,
     verify: Callable[[Path], VerifyReport] | None = None,
 ) -> Path | None:
-    """Return the checkpoint to resume from: the newest undamaged one, or None without any trace.
+    """Return the checkpoint to resume from: the newest undamaged one. Return None if `root`
+    has neither checkpoints nor a tracker.
 
     The tracker is only a hint for people and other programs. One line reports a tracker that names
     another checkpoint or none, newer checkpoints that are damaged, and unexpected files.
@@ -451,8 +452,8 @@ def _latest(
 ) -> Path | None:
     """One attempt of `latest_checkpoint`; may raise RemovedCheckpointError."""
     folders = [folder for folder in list_checkpoints(root) if folder not in excluded]
-    tracked, tracker = _read_tracker(root)
-    if not folders and not excluded and tracked is None and not tracker:
+    tracked, tracker_problem = _read_tracker(root)
+    if not folders and not excluded and tracked is None and not tracker_problem:
         return None
     damage = []
     for folder in folders:
@@ -468,13 +469,15 @@ def _latest(
         if damage:
             say(f"WARNING: falling back to {folder}: {'; '.join(damage)}")
         elif folder != tracked and not excluded:
-            tracker = tracker or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}"
-            say(f"{tracker}; using {folder.name}, the newest undamaged checkpoint")
+            tracker_problem = (
+                tracker_problem or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}"
+            )
+            say(f"{tracker_problem}; using {folder.name}, the newest undamaged checkpoint")
         if report.unexpected_files:
             say(unexpected_files_warning(folder, report.unexpected_files))
         return folder
     if not folders and not excluded:
-        damage.append(tracker or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}")
+        damage.append(tracker_problem or f"{root / TRACKER_NAME} names {_tracker_target(tracked)}")
     if damage and not fall_back:
         raise DamagedCheckpointError(f"the newest checkpoint in {root} is damaged: {damage[0]}")
     reasons = f": {'; '.join(damage)}" if damage else ""
@@ -497,11 +500,11 @@ def tracked_checkpoint(root: Path | str) -> Path | None:
 
 
 def remove_temporary(root: Path | str) -> list[Path]:
-    """Remove the temporary folders of interrupted saves and removals; return the removed paths.
+    """Remove what interrupted saves and removals left; return the removed paths.
 
-    Call this only when a run that has locked `root` starts, because it would remove a save in
-    progress. A folder is renamed before its removal, so that a surviving writer process of an ended
-    run cannot publish it.
+    These are temporary folders and temporary tracker files. Call this only in a run that has locked
+    `root`, while no save is in progress, because it would remove that save. A folder is renamed
+    before its removal, so that a surviving writer process of an ended run cannot publish it.
     """
     root = Path(root)
     removed = []
@@ -575,7 +578,7 @@ class SaveFolderLock:
         try:
             self._lock(path)
             self._test_write()
-            self.removed_files = tuple(remove_temporary(self._root))
+            self.removed_paths = tuple(remove_temporary(self._root))
         except OSError as error:
             self.close()
             raise self._refusal(error) from error

@@ -73,7 +73,7 @@ def format_digest(hasher: Hasher, algorithm: str) -> str:
 
 
 def digest(buffer: bytes | memoryview, algorithm: str | None = None) -> str:
-    """Return the digest of `buffer`: of a kind, or of the one that this machine writes."""
+    """Return the digest of `buffer`, by the algorithm of new files if `algorithm` is None."""
     algorithm = algorithm or default_digest_algorithm()
     hasher = new_hasher(algorithm)
     hasher.update(buffer)

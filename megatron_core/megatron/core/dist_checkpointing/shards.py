@@ -217,8 +217,8 @@ def replica_sets(
                 f"contain rank {rank}, which declares it"
             )
         sets.setdefault(tuple(chunk.replica_ranks), []).append(chunk)
-    for members in sets.values():
-        members.sort(key=lambda c: (-c.tensor.numel() * c.tensor.itemsize, c.name, c.box))
+    for set_chunks in sets.values():
+        set_chunks.sort(key=lambda c: (-c.tensor.numel() * c.tensor.itemsize, c.name, c.box))
     return sets
 
 
@@ -232,9 +232,9 @@ def chunks_to_write(
     on a tie to the lowest rank.
     """
     assigned = []
-    for ranks, members in sets.items():
+    for ranks, set_chunks in sets.items():
         loads = [(0, r) for r in ranks]  # ascending, and so a heap
-        for chunk in members:
+        for chunk in set_chunks:
             load, writer = loads[0]
             heapq.heapreplace(loads, (load + chunk.tensor.numel() * chunk.tensor.itemsize, writer))
             if writer == rank:
@@ -242,10 +242,10 @@ def chunks_to_write(
     return assigned
 
 
-def _summary(ranks: tuple[int, ...], members: Sequence[TensorChunk]) -> tuple[Any, ...]:
+def _summary(ranks: tuple[int, ...], chunks: Sequence[TensorChunk]) -> tuple[Any, ...]:
     """Return (ranks, number of chunks, first name, digest) of this rank's view of a replica set."""
-    text = repr([(c.name, c.shape, c.box, c.tensor.dtype) for c in members])
-    return ranks, len(members), members[0].name, digest(text.encode())
+    text = repr([(c.name, c.shape, c.box, c.tensor.dtype) for c in chunks])
+    return ranks, len(chunks), chunks[0].name, digest(text.encode())
 
 
 def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
@@ -298,7 +298,7 @@ def plan_shard(chunks: Sequence[TensorChunk], rank: int) -> ShardPlan:
         total_bytes=begin,
         chunks=tuple(planned),
         source_chunks=tuple(assigned),
-        shared=tuple(_summary(ranks, m) for ranks, m in sets.items() if len(ranks) > 1),
+        shared=tuple(_summary(ranks, c) for ranks, c in sets.items() if len(ranks) > 1),
     )
 
 
@@ -440,13 +440,13 @@ class ChunkReadRequest:
 def read_cost(request: ChunkReadRequest, block_bytes: int) -> float:
     """Return the cost of a request in blocks; a block that is read whole costs little."""
     itemsize = DTYPES[request.dtype].itemsize
-    count = 0.0
+    cost = 0.0
     for read_item in request.read_items:
         span = begin, end = _element_range(request.chunk.box.sizes, read_item.box)
         blocks = (end * itemsize - 1) // block_bytes - begin * itemsize // block_bytes + 1
         is_whole = _direct_bytes(read_item, span, request.dtype) is not None
-        count += 1 + blocks / (_WHOLE_BLOCKS if is_whole else 1)
-    return count
+        cost += 1 + blocks / (_WHOLE_BLOCKS if is_whole else 1)
+    return cost
 
 
 #: Number of whole blocks that are read in the time that one partial block takes.
@@ -510,7 +510,7 @@ class ShardReader(ShardFile):
             for read_item, span in zip(request.read_items, spans, strict=True)
         ]
         chunk_bytes = request.chunk.end - request.chunk.begin
-        start, stop = (position * itemsize for position in spans[0])
+        start, stop = (element * itemsize for element in spans[0])
         for begin in range(first_block * self.block_bytes, last_byte, self.block_bytes):
             end = min(begin + self.block_bytes, chunk_bytes)
             if len(spans) == 1 and direct_targets[0] is not None and start <= begin and end <= stop:
@@ -534,7 +534,7 @@ class ShardReader(ShardFile):
             i for i, (a, b) in enumerate(spans) if a * itemsize < end and begin < b * itemsize
         ]
         if len(overlapping) == 1:
-            start, stop = (position * itemsize for position in spans[overlapping[0]])
+            start, stop = (element * itemsize for element in spans[overlapping[0]])
             target = direct_targets[overlapping[0]]
             if not self.verifies:  # nothing forces whole blocks
                 begin, end = max(begin, start), min(end, stop)
@@ -547,35 +547,37 @@ class ShardReader(ShardFile):
             return  # no item overlaps this block: it lies between the requested columns
         raw = self._scratch.take(min(SCRATCH_BYTES, end - begin))
         scratch = as_bytes(raw)
-        for at, buffer in self.stream(request.name, request.chunk, (begin, end), scratch):
+        for position, buffer in self.stream(request.name, request.chunk, (begin, end), scratch):
             elements = raw[: len(buffer)].view(DTYPES[request.dtype])
-            begin_element = at // itemsize
+            begin_element = position // itemsize
             for box, common, read_item in _overlaps(
                 request, begin_element, begin_element + len(elements), overlapping
             ):
-                start = flat_index(request.chunk.box.sizes, box.offsets) - begin_element
-                source = elements[start : start + box.numel].view(box.sizes)
+                offset = flat_index(request.chunk.box.sizes, box.offsets) - begin_element
+                source = elements[offset : offset + box.numel].view(box.sizes)
                 read_item.target[common.seen_from(read_item.box.offsets).slices].copy_(
                     source[common.seen_from(box.offsets).slices]
                 )
 
     def _has_overlap(
-        self, request: ChunkReadRequest, begin: int, end: int, read_items: Sequence[int]
+        self, request: ChunkReadRequest, begin: int, end: int, item_indices: Sequence[int]
     ) -> bool:
-        """Return whether the bytes [begin, end) of a chunk overlap any of the items."""
+        """Return whether the bytes [begin, end) of a chunk overlap any of these items."""
         itemsize = DTYPES[request.dtype].itemsize
-        return any(True for _ in _overlaps(request, begin // itemsize, end // itemsize, read_items))
+        return any(
+            True for _ in _overlaps(request, begin // itemsize, end // itemsize, item_indices)
+        )
 
 
 def _overlaps(
-    request: ChunkReadRequest, begin: int, end: int, read_items: Sequence[int]
+    request: ChunkReadRequest, begin: int, end: int, item_indices: Sequence[int]
 ) -> Iterator[tuple[Box, Box, ReadItem]]:
     """Yield the overlaps of a request's items with the elements [begin, end) of its chunk.
 
     An overlap is (a contiguous box of these elements, its intersection with an item, the item).
     """
     for box in boxes_of_range(request.chunk.box.sizes, begin, end):
-        for i in read_items:
+        for i in item_indices:
             if common := intersect(box, request.read_items[i].box):
                 yield box, common, request.read_items[i]
 

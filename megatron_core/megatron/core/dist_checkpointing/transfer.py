@@ -102,10 +102,10 @@ class TransferGroup:
         host, colon, port = self.address.rpartition(":")
         if not colon or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"address {self.address}: give HOST:PORT")
-        limit, size = timedelta(seconds=self.timeout_seconds), self.senders + self.receivers
+        timeout, size = timedelta(seconds=self.timeout_seconds), self.senders + self.receivers
         try:
             store = dist.TCPStore(
-                host.strip("[]"), int(port), size, is_master=rank == 0, timeout=limit
+                host.strip("[]"), int(port), size, is_master=rank == 0, timeout=timeout
             )
             headers = self._exchange_headers(store, chunks, rank)
             try:
@@ -113,7 +113,7 @@ class TransferGroup:
             except ValueError:  # raised on all ranks: the plan is the same
                 self._leave(store, rank)
                 raise
-            group = dist.ProcessGroupGloo(dist.PrefixStore("transfer", store), rank, size, limit)
+            group = dist.ProcessGroupGloo(dist.PrefixStore("transfer", store), rank, size, timeout)
             num_bytes = _execute_transfers(group, plan, chunks, rank)
             self._leave(store, rank)
         except RuntimeError as error:
@@ -127,7 +127,7 @@ class TransferGroup:
     def _exchange_headers(
         self, store: dist.Store, chunks: Sequence[TensorChunk], rank: int
     ) -> list[list[ChunkHeader]]:
-        """Return the chunks of every rank."""
+        """Return the chunk headers of every rank."""
         local_headers = [(c.name, c.shape, *c.box, str(c.tensor.dtype)) for c in chunks]
         store.set(f"chunks/{rank}", zlib.compress(json.dumps(local_headers).encode()))
         headers = []
@@ -149,11 +149,13 @@ class TransferGroup:
             store.wait(["all left"])
 
 
-def plan_transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> list[ChunkTransfer]:
+def plan_transfers(
+    headers: Sequence[Sequence[ChunkHeader]], *, senders: int
+) -> list[ChunkTransfer]:
     """Return the transfer plan, in the same order on all ranks.
 
     Args:
-        chunks: chunk headers of every rank, senders first.
+        headers: chunk headers of every rank, senders first.
         senders: number of senders.
 
     Raises:
@@ -161,18 +163,18 @@ def plan_transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> 
     """
     holders_by_box: dict[str, dict[Box, list[tuple[int, int]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for source, headers in enumerate(chunks[:senders]):
-        for number, (name, shape, box, _) in enumerate(headers):
+    for source, rank_headers in enumerate(headers[:senders]):
+        for chunk_index, (name, shape, box, _) in enumerate(rank_headers):
             shapes[name] = shape
-            holders_by_box.setdefault(name, {}).setdefault(box, []).append((source, number))
+            holders_by_box.setdefault(name, {}).setdefault(box, []).append((source, chunk_index))
     indices = {name: (list(boxes), BoxIndex(list(boxes))) for name, boxes in holders_by_box.items()}
     transfers, problems = [], []
-    for target, headers in enumerate(chunks[senders:], senders):
-        for number, (name, shape, box, _) in enumerate(headers):
+    for target, rank_headers in enumerate(headers[senders:], senders):
+        for chunk_index, (name, shape, box, _) in enumerate(rank_headers):
             if shapes.get(name) != shape:
-                sent = f"shape {list(shapes[name])}" if name in shapes else "no such tensor"
+                provided = f"shape {list(shapes[name])}" if name in shapes else "no such tensor"
                 problems.append(
-                    f"{name}: shape {list(shape)} is requested, but the senders have {sent}"
+                    f"{name}: shape {list(shape)} is requested, but the senders have {provided}"
                 )
                 continue
             boxes, index = indices[name]
@@ -184,10 +186,12 @@ def plan_transfers(chunks: Sequence[Sequence[ChunkHeader]], *, senders: int) -> 
             for box_index, common in overlaps:
                 holders = holders_by_box[name][boxes[box_index]]
                 source, source_chunk = holders[target % len(holders)]
-                dtype = chunks[source][source_chunk].dtype
+                dtype = headers[source][source_chunk].dtype
                 if dtype not in _DTYPES:
-                    problems.append(f"{name}: of the unknown dtype {dtype[:40]!r}")
-                transfers.append(ChunkTransfer(source, source_chunk, target, number, common, dtype))
+                    problems.append(f"{name} has the unknown dtype {dtype[:40]!r}")
+                transfers.append(
+                    ChunkTransfer(source, source_chunk, target, chunk_index, common, dtype)
+                )
     if problems:
         unlisted = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError("the weights do not fit: " + "; ".join(problems[:3]) + unlisted)
@@ -203,7 +207,8 @@ def _execute_transfers(
 ) -> int:
     """Execute this rank's sends and receives; return their bytes.
 
-    They pass through host memory, because the devices of the two runs may not reach each other.
+    The payloads pass through host memory, because the devices of the two runs may not reach each
+    other.
     """
     num_bytes = 0
     for tag, transfer in enumerate(plan):

@@ -8,12 +8,12 @@ no orphan completes a save after another run has started in the same folder.
 
 Commands, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
-    shard   how the bytes in shared memory are divided into header and chunks
-    plans   the shards of all ranks, compared with each other            (rank 0)
+    shard   map the shared memory, remember the ends of header and chunks
+    plans   check and store the shard plans of all ranks                 (rank 0)
     open    create the temporary folder, unless the step has been saved  (rank 0)
     write   write this rank's shard durably, return its digests as JSON text
-    commit  manifest, rename, tracker                                    (rank 0)
-    prune   retention; returns lines to log                              (rank 0)
+    commit  write the manifest, rename the folder, update the tracker    (rank 0)
+    prune   apply retention, return lines to log                         (rank 0)
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class CommandExecutor:
         return commands[command["do"]](**command["with"])
 
     def shard(self, begin: int, ends: list[int]) -> None:
-        """Store the shard's layout in shared memory.
+        """Map the shared memory and remember the layout of the shard in it.
 
         Args:
             begin: size of the header, where the first chunk begins.
@@ -217,9 +217,9 @@ class CommandExecutor:
 
 def lower_priority(niceness: int) -> None:
     """Yield CPU and disk to the trainer, and die with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
         # A terminal or a scheduler sends these to all processes; the trainer handles them.
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     os.nice(niceness)
     if sys.platform != "linux":
         return
@@ -229,8 +229,8 @@ def lower_priority(niceness: int) -> None:
     # down to 0.75 to 0.85 of its speed. While the trainer waits for a save, cores are idle.
     with contextlib.suppress(OSError):  # some containers allow no call of that kind
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    if (number := _IOPRIO_SET.get(os.uname().machine)) is not None:
-        libc.syscall(number, 1, 0, _LOWEST_BEST_EFFORT)
+    if (ioprio_set := _IOPRIO_SET.get(os.uname().machine)) is not None:
+        libc.syscall(ioprio_set, 1, 0, _LOWEST_BEST_EFFORT)
 
 
 def main(socket_fd: int, memory_fd: int, root: str, *, niceness: int) -> None:
@@ -244,13 +244,13 @@ def main(socket_fd: int, memory_fd: int, root: str, *, niceness: int) -> None:
             last_sent[0] = time.monotonic()
             send(connection, {"beat": True})
 
-    writer = CommandExecutor(memory_fd, Path(root), heartbeat)
+    executor = CommandExecutor(memory_fd, Path(root), heartbeat)
     with connection, contextlib.suppress(EOFError, ConnectionError):
         send(connection, {"value": os.getpid()})
         while True:
             command = receive(connection)
             try:
-                answer = {"value": writer.execute(command)}
+                answer = {"value": executor.execute(command)}
             except Exception as error:
                 answer = {"error": describe(error)}
             send(connection, answer)

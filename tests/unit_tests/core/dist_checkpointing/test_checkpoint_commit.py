@@ -221,7 +221,7 @@ def test_lock_removes_only_leftover_temporary_files(tmp_path):
     save(tmp_path, 2)
     assert stale.exists()  # a save leaves foreign folders alone
     with SaveFolderLock(tmp_path) as lock:
-        assert len(lock.removed_files) == 2
+        assert len(lock.removed_paths) == 2
         assert names(tmp_path) == keep | {"iter_0000002", ".writer.lock"}
 
 

@@ -174,7 +174,7 @@ def test_remains_of_failed_removal_are_ignored_and_swept(tmp_path, monkeypatch):
     ]
     assert iterations_left(tmp_path) == [2]
     with SaveFolderLock(tmp_path) as lock:
-        assert lock.removed_files == (leftover,)
+        assert lock.removed_paths == (leftover,)
     assert not leftover.exists()
 
 
@@ -187,7 +187,7 @@ def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
     def swept_meanwhile(*arguments, **options):
         shard = write_shard(*arguments, **options)
         with SaveFolderLock(tmp_path) as lock:
-            assert len(lock.removed_files) == 1
+            assert len(lock.removed_paths) == 1
         return shard
 
     with pytest.MonkeyPatch.context() as context:

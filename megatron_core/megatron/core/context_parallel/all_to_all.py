@@ -124,7 +124,7 @@ def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Recur
         group: cp.
 
     Returns:
-        s/cp · b tokens of n heads in cp head shards, zero or -1 for padding.
+        s/cp · b tokens of n heads in cp head shards. A padding token has a zero row or index -1.
 
     Raises:
         ValueError: a layout of other tokens.
@@ -139,15 +139,15 @@ def gather_heads(y: torch.Tensor, layout: SequenceLayout, group: Group) -> Recur
 
 
 def _received(rows: PackedTokens, ranks: int) -> PackingIndices | None:
-    """Return the gather indices of head shards of tokens in the all-to-all's output, made once."""
+    """Return the gather indices of head shards in the all-to-all's output, computed once."""
     count = rows.length * rows.batch
-    moved = rows.sequences.to_device
+    to_device = rows.sequences.to_device
 
     def make() -> PackingIndices | None:
         # The output has all tokens of rank 0's heads, then of rank 1's heads, ...: row i is head
         # shard i // tokens of token i % tokens.
         indices = np.arange(count).reshape(-1, ranks).T.reshape(-1)
-        return PackingIndices.of(indices, count, moved)
+        return PackingIndices.of(indices, count, to_device)
 
     return rows.sequences.cached(("received", ranks), make)
 
@@ -197,5 +197,5 @@ class _GatherHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        back = all_to_all(grad, ctx.group)
-        return ctx.rows.take(back.unflatten(0, (-1, ctx.rows.batch))), None, None
+        grad_rows = all_to_all(grad, ctx.group)
+        return ctx.rows.take(grad_rows.unflatten(0, (-1, ctx.rows.batch))), None, None

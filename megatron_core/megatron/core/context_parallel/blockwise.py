@@ -59,7 +59,7 @@ class TileList(NamedTuple):
     """The tiles of a tensor [s, b, ...] that the blocks of one attention read or write, in order.
 
     Args:
-        tiles: (row0, row1, first, last) of each block.
+        tiles: (row0, row1, start, stop) of each block, rows [row0, row1), tokens [start, stop).
         is_first: for each block, no earlier tile overlaps its tile: its result is stored, not
             added.
         covers: the first tiles cover the tensor; otherwise it must be initialised with zeros.
@@ -291,7 +291,7 @@ def _document_bounds(
 
 
 def _tile_list(ranges: Sequence[tuple[int, int, int, int]], rows: int, length: int) -> TileList:
-    """Return the tile list of tiles (row0, row1, first, last) of a tensor [length, rows, ...]."""
+    """Return the tile list of tiles (row0, row1, start, stop) of a tensor [length, rows, ...]."""
     seen = np.zeros((rows, length), dtype=bool)
     is_first, covered = [], 0
     for row0, row1, start, stop in ranges:
@@ -330,7 +330,7 @@ def _check(
 PAIRS_WORTH_A_BLOCK = 10_000
 
 
-class _Rule(NamedTuple):
+class _BlockOptions(NamedTuple):
     """Options of all blocks of an attention."""
 
     scale: float
@@ -386,9 +386,9 @@ def forward(
     sum_dtype = accumulation_dtype(query.dtype)
     # Converted once here, not in every block.
     query, key, value = (x.to(matmul_dtype(x, cpu_dtype)) for x in (query, key, value))
-    rule = _Rule(scale, window, dropout, cpu_dtype)
+    options = _BlockOptions(scale, window, dropout, cpu_dtype)
     if into is None and len(blocks) == 1 and _holds_all(blocks[0], query):
-        return _block_forward(query, key, value, blocks[0], rule)
+        return _block_forward(query, key, value, blocks[0], options)
     if into is None:
         _, is_first, is_full = Blocks.of(blocks).tile_list("query", query.shape[1], query.shape[0])
         out = torch.empty(query.shape, dtype=sum_dtype, device=query.device)
@@ -399,7 +399,7 @@ def forward(
     else:
         is_first, (out, lse) = (False,) * len(blocks), into
     for block, is_first_tile in zip(blocks, is_first, strict=True):
-        block_out, block_lse = _block_forward(query, key, value, block, rule)
+        block_out, block_lse = _block_forward(query, key, value, block, options)
         rows, queries = slice(block.row0, block.row1), slice(block.q0, block.q1)
         block_slice, lse_slice = out[queries, rows], lse[rows, :, queries]
         if is_first_tile:
@@ -441,15 +441,15 @@ def backward(
     Returns:
         (dq, dk, dv), shaped like query, key and value, in their dtype or fp32.
     """
-    kind = accumulation_dtype(query.dtype) if fp32_sums else query.dtype
-    shortest = min((block.q1 - block.q0 for block in blocks), default=0)
+    grad_dtype = accumulation_dtype(query.dtype) if fp32_sums else query.dtype
+    min_queries = min((block.q1 - block.q0 for block in blocks), default=0)
     if window is not None or dropout is not None:
-        shortest = 0  # by chunks, which compute in fp32
-    dtype = reference.backward_dtype(query, shortest, cpu_dtype)
+        min_queries = 0  # by chunks, which compute in fp32
+    dtype = reference.backward_dtype(query, min_queries, cpu_dtype)
     operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]
-    rule = _Rule(scale, window, dropout, cpu_dtype)
+    options = _BlockOptions(scale, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
-        return tuple(x.to(kind) for x in _block_backward(operands, lse, blocks[0], rule))
+        return tuple(x.to(grad_dtype) for x in _block_backward(operands, lse, blocks[0], options))
     blocks = Blocks.of(blocks)
     sums, tile_lists = [], []
     for x, side in ((query, "query"), (key, "key"), (value, "key")):
@@ -457,12 +457,12 @@ def backward(
         make = torch.empty if tile_lists[-1].covers else torch.zeros
         sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
     for index, block in enumerate(blocks):
-        block_grads = _block_backward(operands, lse, block, rule)
+        block_grads = _block_backward(operands, lse, block, options)
         for total, block_grad, tile_list in zip(sums, block_grads, tile_lists, strict=True):
             row0, row1, start, stop = tile_list.tiles[index]
             target = total[start:stop, row0:row1]
             target.copy_(block_grad) if tile_list.is_first[index] else target.add_(block_grad)
-    return tuple(x.to(kind) for x in sums)
+    return tuple(x.to(grad_dtype) for x in sums)
 
 
 def merge(
@@ -476,8 +476,8 @@ def merge(
         new_out: [s_q, b, n, d], to be merged.
         new_lse: [b, n, s_q].
     """
-    # exp(lse_i - total) is computed from the difference of the two, which stays accurate if both
-    # are large. inf - inf is NaN for queries that saw no key on either side; their outputs are 0.
+    # The weight exp(lse - merged lse) is sigmoid(lse - new_lse), which stays accurate if both are
+    # large. inf - inf is NaN for queries that saw no key on either side; their outputs are 0.
     lse_difference = (lse - new_lse).nan_to_num_(0.0, math.inf, -math.inf)  # [b, n, s_q]
     torch.logaddexp(lse, new_lse, out=lse)
     weight, new_weight = (
@@ -510,24 +510,24 @@ def _block_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     block: AttentionBlock,
-    rule: _Rule,
+    options: _BlockOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of one block, fp32 or fp64."""
-    dropout = rule.dropout
+    dropout = options.dropout
     rows, keys = slice(block.row0, block.row1), slice(block.k0, block.k1)
     tensors = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
-    mask, sum_dtype = _mask(block, rule), accumulation_dtype(query.dtype)
+    mask, sum_dtype = _mask(block, options), accumulation_dtype(query.dtype)
     compute, _ = functions_of(*tensors[:2], mask, dropout=dropout)
     if compute is not reference.attention_forward:
-        return compute(*tensors, None, rule.scale, mask, dtype=sum_dtype)
+        return compute(*tensors, None, options.scale, mask, dtype=sum_dtype)
     return reference.attention_forward(
         *tensors,
         None,
-        rule.scale,
+        options.scale,
         mask,
         _of_block(dropout, block),
         dtype=sum_dtype,
-        cpu_dtype=rule.cpu_dtype,
+        cpu_dtype=options.cpu_dtype,
     )
 
 
@@ -535,35 +535,35 @@ def _block_backward(
     tensors: Sequence[torch.Tensor],
     lse: torch.Tensor,
     block: AttentionBlock,
-    rule: _Rule,
+    options: _BlockOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of one block from all of (grad_out, query, key, value, out) and lse."""
-    dropout = rule.dropout
+    dropout = options.dropout
     rows = slice(block.row0, block.row1)
     queries, keys = slice(block.q0, block.q1), slice(block.k0, block.k1)
     spans = (queries, queries, keys, keys, queries)
     block_tensors = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
     block_tensors.append(lse[rows, :, queries])
-    mask = _mask(block, rule)
+    mask = _mask(block, options)
     _, differentiate = functions_of(*block_tensors[1:3], mask, dropout=dropout)
     if differentiate is not reference.attention_backward:
-        return differentiate(*block_tensors, scale=rule.scale, mask=mask)
+        return differentiate(*block_tensors, scale=options.scale, mask=mask)
     return reference.attention_backward(
         *block_tensors,
-        scale=rule.scale,
+        scale=options.scale,
         mask=mask,
         dropout=_of_block(dropout, block),
-        cpu_dtype=rule.cpu_dtype,
+        cpu_dtype=options.cpu_dtype,
     )
 
 
-def _mask(block: AttentionBlock, rule: _Rule) -> Mask:
+def _mask(block: AttentionBlock, options: _BlockOptions) -> Mask:
     """Return the mask of one block, without a window if all its pairs are inside the window.
 
     Row indices count from the start of the sample, as dropout does. A block is in one document, and
     so in one sample.
     """
-    window, dropout = rule.window, rule.dropout
+    window, dropout = options.window, options.dropout
     sample_start = (
         _sample(dropout, block) * (dropout.sample_length or 0) if dropout is not None else 0
     )
@@ -594,7 +594,7 @@ def _sample(dropout: AttentionDropout, block: AttentionBlock) -> int:
 
 
 def _holds_all(block: AttentionBlock, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
-    """Return whether a block has all queries [s_q, b, ...] and all given keys [s_k, b, ...]."""
+    """Return whether a block has all queries [s_q, b, ...] and, if `key` is set, all keys."""
     keys = (block.k0, block.k1) if key is None else (0, key.shape[0])
     whole = AttentionBlock(
         0, query.shape[1], 0, query.shape[0], *keys, block.q_row_start, block.k_row_start, False

@@ -81,12 +81,12 @@ def moved_bytes(engine: str, shape: AttentionShape, cp: int) -> int:
     Raises:
         ValueError: an unknown engine.
     """
-    pair = 2 * shape.groups * shape.head_bytes  # keys and values
+    kv_bytes = 2 * shape.groups * shape.head_bytes
     if engine == RING:
-        sums = pair * 4 // shape.element_bytes
-        return 2 * (cp - 1) * pair + (cp * sums if cp > 1 else 0)
+        kv_grad_bytes = kv_bytes * 4 // shape.element_bytes  # fp32 sums
+        return 2 * (cp - 1) * kv_bytes + (cp * kv_grad_bytes if cp > 1 else 0)
     if engine == ALL_GATHER:
-        return 3 * (cp - 1) * pair
+        return 3 * (cp - 1) * kv_bytes
     if engine == ALL_TO_ALL:
         groups = cp * sent_groups(shape.groups, cp)
         return (cp - 1) * (4 * shape.heads + 4 * groups) * shape.head_bytes // cp
@@ -105,16 +105,18 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
         if engine == ALL_TO_ALL and reason is not None:
             raise ValueError(f"context-parallel engine a2a: {reason}")
         return CommTypeChoice(engine, f"{engine} was requested")
-    fitting = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
-    moved = {e: moved_bytes(e, shape, cp) for e in fitting}
-    best = min(fitting, key=lambda e: moved[e])
-    volumes = ", ".join(f"{e} {moved[e] / 1e6:,.2f} MB" for e in sorted(fitting, key=moved.get))
+    engines = [e for e in ENGINES if e != ALL_TO_ALL or reason is None]
+    bytes_by_engine = {e: moved_bytes(e, shape, cp) for e in engines}
+    best = min(engines, key=lambda e: bytes_by_engine[e])
+    volumes = ", ".join(
+        f"{e} {bytes_by_engine[e] / 1e6:,.2f} MB" for e in sorted(engines, key=bytes_by_engine.get)
+    )
     why = f"fewest bytes sent per rank and layer: {volumes}"
     if best == ALL_GATHER:
-        pair = 2 * shape.groups * shape.head_bytes / 1e6
+        kv_megabytes = 2 * shape.groups * shape.head_bytes / 1e6
         why += (
-            f"; it stores {cp * pair:,.2f} MB of keys and values at a time, p2p "
-            f"{2 * pair:,.2f} MB: use p2p where rows are long"
+            f"; it stores {cp * kv_megabytes:,.2f} MB of keys and values at a time, p2p "
+            f"{2 * kv_megabytes:,.2f} MB: use p2p where rows are long"
         )
     return CommTypeChoice(best, why if reason is None else f"{why}; not a2a: {reason}")
 

@@ -82,12 +82,12 @@ def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.T
     Returns:
         [b, s/cp, ...].
     """
-    empty = columns.numpy() == PADDING
-    if not empty.any():
+    is_padding = columns.numpy() == PADDING
+    if not is_padding.any():
         return x.index_select(1, columns)
-    local_columns = x.index_select(1, columns.clamp(min=0))
-    local_columns[:, torch.from_numpy(empty)] = fill
-    return local_columns
+    local_tokens = x.index_select(1, columns.clamp(min=0))
+    local_tokens[:, torch.from_numpy(is_padding)] = fill
+    return local_tokens
 
 
 def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -125,7 +125,7 @@ def ids_of(bounds: Sequence[int], rows: int) -> torch.Tensor:
 
 
 def _indices_and_row_indices(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index, place) of each token of runs (first index, length, first place), int64."""
+    """Return (index, row index) of each token of runs (first index, length, first row index)."""
     start, length, row_start = np.array(runs, dtype=np.int64).reshape(-1, 3).T
     before = np.repeat(length.cumsum() - length, length)  # tokens of earlier runs
     within = np.arange(before.size) - before
@@ -260,7 +260,7 @@ class SequenceLayout:
             positions: int64 [b, s], each token's position in its document; None is 0 … s-1.
             document_ids: int [b, s]; None lets every token see all earlier ones.
             sample_ids: int64 [b]; None turns dropout off.
-            device: of new tensors.
+            device: device of new tensors.
         """
         row_indices = torch.arange(length, device=device)
         return SequenceLayout(
@@ -285,7 +285,7 @@ class SequenceLayout:
         """Return the layout of this rank's tokens of rows that are split over ranks.
 
         Args:
-            sharding: of every row. Sequences that it splits separately are documents.
+            sharding: the split of every row. Sequences that it splits separately are documents.
             rank: the context-parallel rank.
             rows: b.
             positions: int64 [b, s] on the host, each token's position in its document; None is its
@@ -295,7 +295,7 @@ class SequenceLayout:
             sample_ids: int64 [b] on the host; None turns dropout off.
             masks_by_ids: include the document ids of this rank's tokens, for an op that masks by
                 them; -1 for padding. Blocks do not need them.
-            device: of the tensors for layers.
+            device: device of the tensors for layers.
 
         Raises:
             ValueError: a rank that does not exist, tensors of another shape or not on the host,
@@ -313,31 +313,33 @@ class SequenceLayout:
             documents = (sharding.bounds,) * rows
         device = torch.device("cpu") if device is None else device
         columns = local_columns(sharding, rank)  # [s/cp]
-        row_indices = _moved(columns, device)
-        local = row_indices
+        row_indices = _to_device(columns, device)
+        local_positions = row_indices
         if positions is not None:
-            local = _moved(take_columns(positions, columns, 0).t(), device)  # [s/cp, b]
+            local_positions = _to_device(
+                take_columns(positions, columns, 0).t(), device
+            )  # [s/cp, b]
         elif sharding.is_padded:
-            local = _moved(columns.clamp(min=0), device)
+            local_positions = _to_device(columns.clamp(min=0), device)
         ids = None
         if masks_by_ids and documents is not None:
             ids = ids_of(sharding.bounds, rows) if document_ids is None else document_ids
-            ids = _moved(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
+            ids = _to_device(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
         padding = None
         if sharding.is_padded:
-            padding = _moved((columns == PADDING).unsqueeze(1).expand(-1, rows), device)
+            padding = _to_device((columns == PADDING).unsqueeze(1).expand(-1, rows), device)
         inverse = inverse_index(sharding)
         return SequenceLayout(
-            positions=local,
+            positions=local_positions,
             document_ids=ids,
-            sample_ids=None if sample_ids is None else _moved(sample_ids, device),
+            sample_ids=None if sample_ids is None else _to_device(sample_ids, device),
             row_indices=row_indices,
             sharding=sharding,
             rank=rank,
             rows=rows,
             documents=documents,
             columns=columns,
-            inverse=None if inverse is None else _moved(inverse, device),
+            inverse=None if inverse is None else _to_device(inverse, device),
             padding=padding,
         )
 
@@ -429,7 +431,7 @@ class SequenceLayout:
         if length is None:
             return row_indices
         return self._plans.map(
-            ("sample places", length),
+            ("sample positions", length),
             lambda: torch.where(row_indices < 0, row_indices, row_indices % length),
         )
 
@@ -478,7 +480,7 @@ class SequenceLayout:
 
     def local_sequences(self, batch: int) -> LocalSequences:
         """Return this rank's local sub-sequences, computed once."""
-        return self._plans.map(("own pieces", batch), lambda: local_sequences(self, batch))
+        return self._plans.map(("local sequences", batch), lambda: local_sequences(self, batch))
 
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.
@@ -630,7 +632,7 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
         )
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to `device` from pinned memory, without synchronising the host."""
     return pin(tensor.contiguous(), device).to(device, non_blocking=True)
 
@@ -658,7 +660,7 @@ class PackedTokens:
         bounds: cumulative lengths of the packed sequences, [0, ..., t].
         length: n.
         batch: b.
-        device: of the tensors for layers.
+        device: device of the tensors for layers.
 
     Attributes:
         sequences: the packed sequences, on the device.
@@ -730,9 +732,9 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
         ValueError: a layout of another number of rows, or with documents known only by ids.
     """
     documents = require_documents(layout, batch)
-    sharding, width = layout.sharding, layout.positions.shape[0]
-    length, gathered = (
-        (width, width) if sharding is None else (sharding.length, sharding.padded[-1])
+    sharding, local_length = layout.sharding, layout.positions.shape[0]
+    length, gathered_length = (
+        (local_length, local_length) if sharding is None else (sharding.length, sharding.padded[-1])
     )
     inverse = None if sharding is None else inverse_index(sharding)
     columns = np.arange(length) if inverse is None else inverse.numpy()
@@ -741,7 +743,11 @@ def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
     for row, ends in enumerate(documents):
         bounds += [row * length + end for end in ends[1:]]
     return PackedTokens(
-        indices.reshape(-1), bounds, length=gathered, batch=batch, device=layout.positions.device
+        indices.reshape(-1),
+        bounds,
+        length=gathered_length,
+        batch=batch,
+        device=layout.positions.device,
     )
 
 
@@ -752,7 +758,7 @@ def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
         start = bounds[-1]
         bounds += [start + end for end in row[1:]]
     longest = max(end - begin for begin, end in pairwise(bounds))
-    return _moved(torch.tensor(bounds, dtype=torch.int32), layout.positions.device), longest
+    return _to_device(torch.tensor(bounds, dtype=torch.int32), layout.positions.device), longest
 
 
 def require_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
@@ -844,7 +850,7 @@ class LocalSequences(PackedTokens):
         sharding: the split of every row.
         rank: the context-parallel rank.
         documents: cumulative lengths of the documents of each row, [0, ..., s].
-        device: of the tensors for layers.
+        device: device of the tensors for layers.
 
     Attributes:
         exports: local sub-sequences that another rank continues.
@@ -863,7 +869,7 @@ class LocalSequences(PackedTokens):
     ) -> None:
         self.sharding, self.rank = sharding, rank
         self._documents, self._runs = documents, sharding.runs(rank)
-        self._first_sequences: dict[tuple[int, int], int] = {}  # (row, run): its first piece
+        self._first_sequences: dict[tuple[int, int], int] = {}  # (row, run): its first sub-sequence
         last_sequences: dict[tuple[int, int], int] = {}
         bounds = [0]
         for row, document_bounds in enumerate(documents):
@@ -924,20 +930,20 @@ class LocalSequences(PackedTokens):
             run = bisect_right(starts, halo_range.start) - 1
             start = halo_range.row * before[-1] + before[run] + halo_range.start - starts[run]
             send.append((start, halo_range.length))
-        filled = [
+        halo_ranges = [
             (self._first_sequences[x.row, x.run] * width + x.first_row, x.length) for x in received
         ]
-        halo_rows = _concat_ranges(filled)
+        halo_rows = _concat_ranges(halo_ranges)
         take = np.full(self.sequences.count * width, len(halo_rows), dtype=np.int64)
         take[halo_rows] = np.arange(len(halo_rows))
         ranks = range(self.sharding.size)
-        moved = self.sequences.to_device
+        to_device = self.sequences.to_device
         return SequenceHalo(
-            moved(_concat_ranges(send)),
+            to_device(_concat_ranges(send)),
             tuple(sum(p.length for p in sent if p.target == rank) for rank in ranks),
             tuple(sum(p.length for p in received if p.source == rank) for rank in ranks),
-            moved(take),
-            moved(halo_rows),
+            to_device(take),
+            to_device(halo_rows),
         )
 
 
@@ -974,20 +980,22 @@ class _ChainBuilder:
 
     def chains(self, row: int, bounds: Sequence[int]) -> Iterator[TransferChain]:
         """Yield the chains of state transfers of a row, from its cumulative document lengths."""
-        links: list[StateTransfer] = []
+        transfers: list[StateTransfer] = []
         for (run, number, source), (following, next_number, target) in pairwise(self._owned):
-            next_bound = bounds[bisect_right(bounds, run.row_start)]  # end of its first document
-            if links and next_bound <= run.row_end:
-                yield tuple(links)
-                links = []
+            next_bound = bounds[
+                bisect_right(bounds, run.row_start)
+            ]  # end of its first token's document
+            if transfers and next_bound <= run.row_end:
+                yield tuple(transfers)
+                transfers = []
             if following.row_start == bounds[bisect_left(bounds, following.row_start)]:
                 continue
             exports, entries = self.exports[source], self.entries[target]
-            links.append(StateTransfer(source, len(exports), target, len(entries)))
+            transfers.append(StateTransfer(source, len(exports), target, len(entries)))
             exports.append((row, number))
             entries.append((row, next_number))
-        if links:
-            yield tuple(links)
+        if transfers:
+            yield tuple(transfers)
 
 
 def _lengths(run: TokenRange, bounds: Sequence[int]) -> list[int]:

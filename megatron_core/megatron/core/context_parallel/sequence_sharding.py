@@ -35,7 +35,7 @@ import numpy as np
 
 ZIGZAG, CONTIGUOUS = "zigzag", "contiguous"
 PADDING = -1
-"""The place of a token that is none."""
+"""Row index of a padding token."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class SequenceSharding:
                 f"padded_cu_seqlens has {len(self.padded)} entries, cu_seqlens "
                 f"{len(self.bounds)}: both need one entry per sequence"
             )
-        for number, (real, padded) in enumerate(_pairs(self.bounds, self.padded)):
+        for number, (real, padded) in enumerate(_sequence_ranges(self.bounds, self.padded)):
             if padded[1] - padded[0] < real[1] - real[0]:
                 raise ValueError(
                     f"padded_cu_seqlens gives sequence {number} {padded[1] - padded[0]} "
@@ -191,23 +191,25 @@ class SequenceSharding:
     def _check_division(self) -> None:
         """Raise ValueError unless every padded sequence divides into equal chunks."""
         chunks = self._num_chunks
-        for number, (_, (start, end)) in enumerate(_pairs(self.bounds, self.padded)):
+        for number, (_, (start, end)) in enumerate(_sequence_ranges(self.bounds, self.padded)):
             length = end - start
             if length % chunks:
-                named = "2 x context-parallel-size" if self._folds else "context-parallel-size"
+                divisor = (
+                    "2 x context-parallel-size" if self._is_zigzag else "context-parallel-size"
+                )
                 raise ValueError(
                     f"sequence {number} has {length} tokens, which do not divide by {chunks} "
-                    f"({named}, {self.order} order): pad it to {-(-length // chunks) * chunks}"
+                    f"({divisor}, {self.order} order): pad it to {-(-length // chunks) * chunks}"
                 )
 
     @property
-    def _folds(self) -> bool:
+    def _is_zigzag(self) -> bool:
         """Return whether a rank holds two chunks of each sequence, as in zigzag order."""
         return self.order == ZIGZAG and self.size > 1
 
     @property
     def _num_chunks(self) -> int:
-        return 2 * self.size if self._folds else self.size
+        return 2 * self.size if self._is_zigzag else self.size
 
     @property
     def local_length(self) -> int:
@@ -227,19 +229,19 @@ class SequenceSharding:
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} of {self.size} context-parallel ranks")
-        chunks = (rank, 2 * self.size - 1 - rank) if self._folds else (rank,)
+        chunks = (rank, 2 * self.size - 1 - rank) if self._is_zigzag else (rank,)
         ranges: list[TokenRange] = []
         for number, ((bound_start, bound_end), (padded_start, padded_end)) in enumerate(
-            _pairs(self.bounds, self.padded)
+            _sequence_ranges(self.bounds, self.padded)
         ):
-            chunk = (padded_end - padded_start) // self._num_chunks
+            chunk_length = (padded_end - padded_start) // self._num_chunks
             start = padded_start // self.size
             for chunk_index in chunks:
-                begin = bound_start + chunk_index * chunk
-                length = min(chunk, bound_end - begin)
+                begin = bound_start + chunk_index * chunk_length
+                length = min(chunk_length, bound_end - begin)
                 if length > 0:
                     _append(ranges, TokenRange(start, length, begin, number))
-                start += chunk
+                start += chunk_length
         return tuple(ranges)
 
     def row_indices(self, rank: int) -> list[int]:
@@ -278,18 +280,17 @@ class SequenceSharding:
         transfers: list[HaloTransfer] = []
         for target in range(self.size):
             for number, run in enumerate(self.runs(target)):
-                top = run.row_start - width  # the place of halo row 0, in the row or before it
+                top = run.row_start - width  # row index of halo row 0; may be before the row
                 index = max(top, self.bounds[run.sequence])
                 while index < run.row_start:
-                    lender, source = owned[bisect_right(row_starts, index) - 1]
-                    start = lender.start + index - lender.row_start
-                    length = (
-                        lender.row_end - index
-                    )  # no further than to this run, which is another's
+                    holder, source = owned[bisect_right(row_starts, index) - 1]
+                    start = holder.start + index - holder.row_start
+                    # Ends at or before `run`, because token ranges do not overlap.
+                    length = holder.row_end - index
                     transfers.append(
                         HaloTransfer(source, start, target, number, index - top, length)
                     )
-                    index = lender.row_end
+                    index = holder.row_end
         return Halo(width, tuple(transfers))
 
 
@@ -305,7 +306,7 @@ def _append(runs: list[TokenRange], run: TokenRange) -> None:
     runs.append(run)
 
 
-def _pairs(
+def _sequence_ranges(
     bounds: Sequence[int], padded: Sequence[int]
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yield the (start, end) of each sequence without padding and with padding."""

@@ -45,7 +45,7 @@ def publish(temporary: Path, target: Path) -> None:
     """Give a closed, flushed temporary file its final name.
 
     Args:
-        temporary: what `temporary_path` named.
+        temporary: a path from `temporary_path`.
         target: the final path; replaced if it exists.
     """
     os.replace(temporary, target)
@@ -60,7 +60,7 @@ def atomic_write(target: Path) -> Iterator[BinaryIO]:
         target: the final path; its folder must exist.
 
     Yields:
-        A binary stream. After an exception nothing remains of it.
+        A binary stream. An exception in the block removes the temporary file.
     """
     temporary = temporary_path(target)
     try:

@@ -355,7 +355,7 @@ def build_split(
 
     Datasets without weights are sampled in proportion to the number of samples in one pass over
     each. If one pass yields enough samples, there is only one, as in megatron-core; otherwise
-    further passes follow, where megatron-core ends.
+    further passes follow, where megatron-core stops.
 
     Args:
         path: datasets and proportions.
@@ -382,15 +382,15 @@ def build_split(
             sources[0], config, sequences=ranges[0], num_samples=num_samples, name=name
         )
 
-    def parts(needed: Sequence[int | None]) -> list[Any]:
+    def build_datasets(sample_counts: Sequence[int | None]) -> list[Any]:
         return [
-            dataset_type(source, config, sequences=cut, num_samples=count, name=name)
-            for source, cut, count in zip(sources, ranges, needed, strict=True)
+            dataset_type(source, config, sequences=sequences, num_samples=count, name=name)
+            for source, sequences, count in zip(sources, ranges, sample_counts, strict=True)
         ]
 
     weights = path.weights
     if weights is None:
-        one_pass = parts([None] * len(sources))
+        one_pass = build_datasets([None] * len(sources))
         if num_samples is None:
             return BlendedDataset(one_pass, name=name)
         weights = [float(len(dataset)) for dataset in one_pass]
@@ -399,5 +399,7 @@ def build_split(
     if num_samples is None:
         raise ValueError(f"the {name} blend has weights; say how many samples are needed")
     weights = check_weights(weights)
-    needed = [max(1, math.ceil(math.ceil(num_samples * w) * BLEND_SURPLUS)) for w in weights]
-    return BlendedDataset(parts(needed), weights=weights, num_samples=num_samples, name=name)
+    sample_counts = [max(1, math.ceil(math.ceil(num_samples * w) * BLEND_SURPLUS)) for w in weights]
+    return BlendedDataset(
+        build_datasets(sample_counts), weights=weights, num_samples=num_samples, name=name
+    )

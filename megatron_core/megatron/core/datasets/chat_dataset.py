@@ -2,11 +2,12 @@
 """Fine-tuning samples: conversations packed into rows of s + 1 tokens.
 
 Two `.bin/.idx` pairs hold the same sequences: PREFIX the token ids, PREFIX.mask a 1 for each token
-that counts in the loss. A conversation sees only itself, with positions from 0; the rest of a row
-is a document of its own without loss. It is marked as padding, and so is the last token of each
-conversation: it predicts nothing and nothing sees it, and a conversation that fills a row has it as
-a label alone. A conversation of more than s + 1 tokens keeps its first s + 1; one without a token
-in the loss (after that) is left out. Both are counted.
+that counts in the loss. Tokens attend only to their own conversation, with positions from 0. The
+rest of a row is a separate document without loss and is marked as padding. The last token of each
+conversation is padding as well: it has no label, and no token attends to it. (In a conversation
+that fills a row, the last token is only a label.) A conversation of more than s + 1 tokens is
+truncated to its first s + 1. A conversation without a token in the loss, after truncation, is left
+out. `ChatStatistics` counts both.
 
 The packing of an epoch is a pure function of (lengths, capacity, seed, epoch): it is the same on
 any layout and for any length of the run. Sequences are taken in a random order; each goes into the
@@ -27,8 +28,8 @@ from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.token_rows import SampleRows, positions_within
 
-# More open rows fill better: with lengths spread evenly up to the capacity, 16 leave 5 % of the
-# places empty, 64 leave 2.4 %, 256 leave 1.6 %.
+# More open rows fill better: with lengths distributed uniformly up to the capacity, 16 leave 5 % of
+# the positions empty, 64 leave 2.4 %, 256 leave 1.6 %.
 OPEN_ROWS = 64
 
 
@@ -40,8 +41,8 @@ def pack_epoch(
     Args:
         lengths: tokens of each sequence, at most `capacity`, [n].
         capacity: tokens of a row.
-        seed: of the order.
-        epoch: 0, 1, ...; each has an order of its own.
+        seed: seed of the order.
+        epoch: 0, 1, ...; each epoch has a different order.
 
     Returns:
         (members int64 [n], starts int64 [rows + 1]): row r holds the sequences
@@ -57,21 +58,21 @@ def pack_epoch(
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Return the places in `lengths` that make up each row."""
+    """Return the indices into `lengths` of each row's sequences."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row) of the open rows, sorted
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for index, length in enumerate(lengths):
-        at = bisect_left(room, (length, -1))
-        if at < len(room):
-            free, row = room.pop(at)
+        fit = bisect_left(open_rows, (length, -1))
+        if fit < len(open_rows):
+            free, row = open_rows.pop(fit)
         else:
             free, row = capacity, len(rows)
             rows.append([])
         rows[row].append(index)
         if free > length:
-            insort(room, (free - length, row))
-            if len(room) > OPEN_ROWS:
-                room.pop(0)  # the fullest
+            insort(open_rows, (free - length, row))
+            if len(open_rows) > OPEN_ROWS:
+                open_rows.pop(0)  # the fullest
     return rows
 
 
@@ -82,14 +83,14 @@ def mask_prefix(prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatStatistics:
-    """What became of the conversations of a data set, in one pass.
+    """How the conversations of a data set were packed.
 
     Args:
-        conversations: in the split.
-        truncated: longer than a row.
-        left_out: without anything to learn.
-        rows: of all passes.
-        filled: share of the places of the rows that hold conversations.
+        conversations: number of conversations of the split.
+        truncated: number of conversations that are longer than a row.
+        left_out: number of conversations without a token in the loss, which no row contains.
+        rows: number of rows of all passes.
+        filled: fraction of the positions of all rows that conversations fill.
     """
 
     conversations: int
@@ -111,7 +112,8 @@ class ChatDataset:
         name: of the split, for cache files and messages.
 
     Raises:
-        ValueError: there is no mask, it belongs to other tokens, or nothing is to be learnt.
+        ValueError: there is no mask, it belongs to other tokens, or no conversation has a token in
+            the loss.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class ChatDataset:
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything the order and content of the samples depend on, as JSON values."""
+        """JSON values that determine the order and content of the samples."""
         return {
             "class": "ChatDataset",
             "source": self.source.fingerprint,
@@ -155,12 +157,12 @@ class ChatDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        """Digest of `description`: equal fingerprints mean equal training data."""
         return digest_of(self.description)
 
     @property
     def statistics(self) -> ChatStatistics:
-        """Return what became of the conversations."""
+        """How the conversations were packed."""
         truncated, left_out, tokens = self._counts.tolist()
         num_positions = len(self) * (self.config.sequence_length + 1)
         return ChatStatistics(
@@ -175,31 +177,32 @@ class ChatDataset:
         capacity, seed = self.config.sequence_length + 1, self.config.seed
         lengths = self.source.lengths[self._sequences.start : self._sequences.stop]
         lengths = lengths.astype(np.int64)
-        learnt = self._learnt(lengths, capacity)
-        usable = np.flatnonzero(learnt)
+        usable = np.flatnonzero(self._num_loss_tokens(lengths, capacity))
         if not len(usable):
             raise ValueError(
                 f"{self.source.prefix}, {self.name} split: its {len(lengths)} conversations "
                 f"have no assistant token among the first {capacity}, so no token has a loss; "
                 "raise --seq-length or give other data"
             )
-        shortened = np.minimum(lengths[usable], capacity)
+        truncated_lengths = np.minimum(lengths[usable], capacity)
         members, starts = [], [np.zeros(1, np.int64)]
         rows = epoch = 0
         while rows == 0 or (self._requested is not None and rows < self._requested):
-            packed, ends = pack_epoch(shortened, capacity, seed=seed, epoch=epoch)
-            members.append(usable[packed] + self._sequences.start)
-            starts.append(ends[1:] + epoch * len(usable))
-            rows, epoch = rows + len(ends) - 1, epoch + 1
+            epoch_members, epoch_starts = pack_epoch(
+                truncated_lengths, capacity, seed=seed, epoch=epoch
+            )
+            members.append(usable[epoch_members] + self._sequences.start)
+            starts.append(epoch_starts[1:] + epoch * len(usable))
+            rows, epoch = rows + len(epoch_starts) - 1, epoch + 1
         counts = [int((lengths > capacity).sum()), len(lengths) - len(usable)]
         return {
             "members": np.concatenate(members),
             "row_starts": np.concatenate(starts),
-            "counts": np.array([*counts, int(shortened.sum()) * epoch], dtype=np.int64),
+            "counts": np.array([*counts, int(truncated_lengths.sum()) * epoch], dtype=np.int64),
         }
 
-    def _learnt(self, lengths: np.ndarray, capacity: int) -> np.ndarray:
-        """Count the tokens learnt of each conversation: no row has the first as a label."""
+    def _num_loss_tokens(self, lengths: np.ndarray, capacity: int) -> np.ndarray:
+        """Count the tokens in the loss of each conversation; its first token is never a label."""
         counts = np.zeros(len(lengths), dtype=np.int64)
         for i, length in enumerate(lengths.tolist()):
             begin = self._begin(self.mask, self._sequences.start + i)
@@ -209,10 +212,10 @@ class ChatDataset:
         return counts
 
     def extended(self, num_samples: int) -> ChatDataset:
-        """Return a data set that begins with all rows of this one and goes on in further passes.
+        """Return a data set with the rows of this data set, followed by further passes.
 
         Args:
-            num_samples: rows needed in all.
+            num_samples: total number of rows needed.
         """
         if num_samples <= len(self):
             return self
@@ -226,6 +229,7 @@ class ChatDataset:
 
     @staticmethod
     def _begin(data: IndexedDataset, sequence: int) -> int:
+        """Return the position of a sequence's first token in `data.tokens`."""
         return data.byte_offsets.item(sequence) // data.dtype.itemsize
 
     def __len__(self) -> int:
@@ -248,33 +252,33 @@ class ChatDataset:
                 f"rows {indices.min()} to {indices.max()} of the {self.name} split, which has "
                 f"{len(self)}"
             )
-        capacity, padding = self.config.sequence_length + 1, self.config.eod_token or 0
-        tokens = np.full((len(indices), capacity), padding, dtype=np.int64)
-        learnt = np.zeros((len(indices), capacity), dtype=np.float32)
-        documents = np.zeros((len(indices), capacity), dtype=np.int32)
-        empty = np.zeros((len(indices), capacity), dtype=np.bool_)
+        capacity, pad_token = self.config.sequence_length + 1, self.config.eod_token or 0
+        tokens = np.full((len(indices), capacity), pad_token, dtype=np.int64)
+        loss_mask = np.zeros((len(indices), capacity), dtype=np.float32)
+        document_ids = np.zeros((len(indices), capacity), dtype=np.int32)
+        padding = np.zeros((len(indices), capacity), dtype=np.bool_)
         for row, index in enumerate(indices.tolist()):
             start, stop = self.row_starts[index : index + 2].tolist()
-            at = 0
+            begin = 0
             for number, sequence in enumerate(self.members[start:stop].tolist()):
-                end = min(at + self.source.lengths.item(sequence), capacity)
-                for data, into in ((self.source, tokens), (self.mask, learnt)):
-                    begin = self._begin(data, sequence)
-                    into[row, at:end] = data.tokens[begin : begin + end - at]
-                self._check(tokens[row, at:end], sequence)
-                learnt[row, at] = 0  # nothing of this conversation foretells its first token
-                documents[row, at:end] = number
-                empty[row, end - 1] = True
-                at = end
-            documents[row, at:] = stop - start
-            empty[row, at:] = True
-        documents = documents[:, :-1]
+                end = min(begin + self.source.lengths.item(sequence), capacity)
+                for data, target in ((self.source, tokens), (self.mask, loss_mask)):
+                    file_begin = self._begin(data, sequence)
+                    target[row, begin:end] = data.tokens[file_begin : file_begin + end - begin]
+                self._check(tokens[row, begin:end], sequence)
+                loss_mask[row, begin] = 0  # no token of this conversation predicts its first token
+                document_ids[row, begin:end] = number
+                padding[row, end - 1] = True
+                begin = end
+            document_ids[row, begin:] = stop - start
+            padding[row, begin:] = True
+        document_ids = document_ids[:, :-1]
         return SampleRows(
             tokens=tokens,
-            loss_mask=learnt[:, 1:],
-            positions=positions_within(documents),
-            document_ids=documents,
-            padding=empty[:, :-1],
+            loss_mask=loss_mask[:, 1:],
+            positions=positions_within(document_ids),
+            document_ids=document_ids,
+            padding=padding[:, :-1],
         )
 
     def _check(self, tokens: np.ndarray, sequence: int) -> None:

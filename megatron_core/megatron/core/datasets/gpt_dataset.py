@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT samples: s + 1 consecutive tokens of shuffled documents, or synthetic ones.
 
-The sequences of a split are repeated for some epochs, shuffled, and read as one endless line of
-tokens, divided into samples of s + 1 tokens that overlap by one (the last label of a sample is the
-first input of the next). Three index arrays, pure functions of lengths, size and seed, give the
-tokens of sample i:
+The sequences of a split are repeated for some epochs, shuffled, and concatenated into one stream of
+tokens, which is divided into samples of s + 1 tokens that overlap by one (the last label of a
+sample is the first input of the next). Three index arrays, pure functions of lengths, number of
+samples and seed, give the tokens of sample i:
 
     document_index  [epochs * sequences]  the order in which sequences are laid out
     sample_index    [N + 1, 2]            (position in document_index, token offset) of token k * s
     shuffle_index   [N]                   the order in which samples are consumed
 
 The arrays equal Megatron's for equal arguments: numpy's frozen RandomState stream, used first for
-the document order, then for the sample order. They depend on the number of samples, as that sets
-the epochs that are shuffled together. So a run that gets longer does not ask for more: it extends
-the data set, which keeps its samples and appends passes over the sequences, pass k in an order
-drawn from (seed, k) alone.
+the document order, then for the sample order. They depend on the number of samples, which sets the
+number of epochs that are shuffled together. A run that is prolonged therefore does not build the
+data set anew with more samples. It extends the data set (`extended`), which keeps its samples and
+appends passes over the sequences; the order of pass k depends on (seed, k) alone.
 
-Synthetic samples, computed from (seed, split, number), are for trying a model or a machine without
-any file. A document counts up through the vocabulary with its own start and step, and ends with the
-end-of-document token if there is one. So there is something to learn.
+Synthetic samples (`MockDataset`), computed from (seed, split, number), need no files. A document
+counts up through the vocabulary with its own start and step, so that a model can learn it, and ends
+with the end-of-document token if there is one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ import numpy as np
 
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import SampleRows, documents_between, positions_within
+from megatron.core.datasets.token_rows import SampleRows, document_ids_of, positions_within
 
-# The last epoch is shuffled by itself when less than this share of its samples is used: mixed with
-# the others, its unused documents would be drawn from all epochs alike and some never be seen.
+# The last epoch is shuffled by itself if less than this share of its samples is used. Shuffled
+# together with the other epochs, its unused samples would be spread over all epochs, and some
+# documents might never be seen.
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
-# Temporaries that stay in the cache are several times as fast as whole arrays of them.
+# A block of temporaries stays in the cache: several times as fast as temporaries for all positions.
 _POSITIONS_AT_ONCE = 1 << 15
 
 
@@ -46,7 +47,7 @@ class EpochPlan:
     """How often the sequences of a split are repeated.
 
     Args:
-        num_epochs: repetitions laid out, at least 1.
+        num_epochs: number of repetitions, at least 1.
         separate_final_epoch: the last repetition is shuffled by itself.
         num_samples: N, whole samples in all repetitions.
         num_samples_sans_final: whole samples in all repetitions but the last.
@@ -66,7 +67,7 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     Args:
         tokens_per_epoch: tokens of the split.
         sequence_length: s.
-        num_samples: samples wanted; None means one epoch.
+        num_samples: number of samples needed; None means one epoch.
 
     Returns:
         The plan.
@@ -105,15 +106,15 @@ def build_document_index(
     Args:
         documents: sequence numbers of the split, [d].
         plan: repetitions.
-        random: the stream; advanced.
+        random: random stream; the call advances it.
 
     Returns:
         int32 [epochs * d].
     """
-    groups = [plan.num_epochs - 1, 1] if plan.separate_final_epoch else [plan.num_epochs]
+    epochs_by_shuffle = [plan.num_epochs - 1, 1] if plan.separate_final_epoch else [plan.num_epochs]
     order = np.tile(documents.astype(np.int32), plan.num_epochs)
     start = 0
-    for epochs in groups:
+    for epochs in epochs_by_shuffle:
         stop = start + epochs * len(documents)
         random.shuffle(order[start:stop])
         start = stop
@@ -125,7 +126,7 @@ def build_sample_index(
 ) -> np.ndarray:
     """Find where every sample starts, without a loop over samples.
 
-    A document holding tokens [a, b) of the line holds the starts k * s with a <= k * s < b: that is
+    A document with tokens [a, b) of the stream has the starts k * s with a <= k * s < b. These are
     ceil(b / s) - ceil(a / s) rows, so repeating each position that often gives the first column.
 
     Args:
@@ -153,7 +154,7 @@ def build_sample_index(
         index[row:stop, 0] = positions + block_start
         index[row:stop, 1] = np.arange(row, stop) * sequence_length - starts[positions]
         token, row = int(ends[-1]), stop
-    index[0] = 0  # the line starts at its first document even if that one is empty
+    index[0] = 0  # the stream starts at its first document, even if that document is empty
     return index
 
 
@@ -162,7 +163,7 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.nd
 
     Args:
         plan: repetitions.
-        random: the stream, as `build_document_index` left it; advanced.
+        random: random stream after `build_document_index`; the call advances it.
 
     Returns:
         [N], uint32 where it fits, else int64.
@@ -179,20 +180,20 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.nd
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """What the samples of a run have in common.
+    """Options that all samples of a run share.
 
     Args:
         sequence_length: s, tokens a model sees at once.
         seed: order of documents and samples.
         vocab_size: token ids must be smaller; None leaves them unchecked.
-        eod_token: id of the end-of-document token; needed by the next three only.
-        eod_mask_loss: no loss where the input is `eod_token` (what follows it is unrelated).
+        eod_token: id of the end-of-document token; only the next three options need it.
+        eod_mask_loss: no loss where the input is `eod_token` (the next token is unrelated to it).
         reset_position_ids: count positions anew after each `eod_token`.
         reset_attention_mask: tokens see only their own document, up to its `eod_token`.
         cache_dir: folder for index arrays, local to the node; None builds them in memory.
 
     Raises:
-        ValueError: a value is out of range, or what needs `eod_token` has none.
+        ValueError: a value is out of range, or an option needs `eod_token` and it is None.
     """
 
     sequence_length: int
@@ -230,26 +231,26 @@ class GPTSample(NamedTuple):
 
 
 def rows_of(tokens: np.ndarray, config: GPTDatasetConfig) -> SampleRows:
-    """Say what `config` makes of the end-of-document tokens in some rows.
+    """Return rows with the loss mask, positions and document ids that `config` asks for.
 
     Args:
         tokens: int64 [b, s + 1].
-        config: which of loss, positions and attention they end.
+        config: whether end-of-document tokens end loss, positions and attention.
     """
     inputs = tokens[:, :-1]
     mask = np.ones(inputs.shape, dtype=np.float32)
     if config.eod_mask_loss:
         mask = (inputs != config.eod_token).astype(np.float32)
-    documents = positions = None
+    document_ids = positions = None
     if config.reset_position_ids or config.reset_attention_mask:
         assert config.eod_token is not None  # checked by the config
-        documents = documents_between(inputs, config.eod_token)
-        positions = positions_within(documents) if config.reset_position_ids else None
+        document_ids = document_ids_of(inputs, config.eod_token)
+        positions = positions_within(document_ids) if config.reset_position_ids else None
     return SampleRows(
         tokens=tokens,
         loss_mask=mask,
         positions=positions,
-        document_ids=documents if config.reset_attention_mask else None,
+        document_ids=document_ids if config.reset_attention_mask else None,
     )
 
 
@@ -259,7 +260,7 @@ class GPTDataset:
     Args:
         source: the tokens.
         config: length, seed and checks.
-        sequences: range of sequence numbers the samples are taken from.
+        sequences: range of sequence numbers that the samples are taken from.
         num_samples: samples needed; the sequences are repeated until they suffice. None means
             one pass.
         name: of the split, for cache files and messages.
@@ -313,7 +314,7 @@ class GPTDataset:
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything the order and content of the samples depend on, as JSON values."""
+        """JSON values that determine the order and content of the samples."""
         appended = {"appended_passes": n} if (n := self._appended_passes) else {}
         return {
             **appended,
@@ -327,17 +328,18 @@ class GPTDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        """Digest of `description`: equal fingerprints mean equal training data."""
         return digest_of(self.description)
 
     def extended(self, num_samples: int) -> GPTDataset:
-        """Return a data set that begins with all samples of this one and goes on in further passes.
+        """Return a data set with the samples of this data set, followed by further passes.
 
-        A pass is the least number of epochs that makes a sample, one as a rule. Its samples depend
-        on the seed and its number alone, so those of a longer extension begin with the same ones.
+        A pass has the smallest number of epochs that gives a sample, usually one. Its samples
+        depend only on the seed and the number of the pass, so a longer extension begins with the
+        samples of a shorter one.
 
         Args:
-            num_samples: samples needed in all.
+            num_samples: total number of samples needed.
         """
         missing = num_samples - len(self)
         if missing <= 0:
@@ -358,9 +360,9 @@ class GPTDataset:
         return longer
 
     def _appended(self, plan: EpochPlan, passes: range) -> dict[str, np.ndarray]:
-        """Return the arrays with those of some passes behind them. The last row of a pass's sample
-        index is where its last sample ends: no sample begins there."""
-        documents, rows = len(self.document_index), len(self.sample_index)
+        """Return the index arrays, followed by the arrays of some passes. The last row of a pass's
+        sample index is the end of its last sample; no sample starts there."""
+        document_offset, row_offset = len(self.document_index), len(self.sample_index)
         arrays_by_pass = [(self.document_index, self.sample_index, self.shuffle_index)]
         sequences = np.arange(self._sequences.start, self._sequences.stop)
         for number in passes:
@@ -372,14 +374,15 @@ class GPTDataset:
                 plan,
                 sequence_length=self.config.sequence_length,
             ).astype(np.int64)
-            sample_index[:, 0] += documents
-            shuffle_index = build_shuffle_index(plan, random).astype(np.int64) + rows
+            sample_index[:, 0] += document_offset
+            shuffle_index = build_shuffle_index(plan, random).astype(np.int64) + row_offset
             arrays_by_pass.append((document_index, sample_index, shuffle_index))
-            documents, rows = documents + len(document_index), rows + len(sample_index)
+            document_offset += len(document_index)
+            row_offset += len(sample_index)
         document_index, sample_index, shuffle_index = (
             np.concatenate(arrays) for arrays in zip(*arrays_by_pass, strict=True)
         )
-        fits_int32 = max(documents, rows) < np.iinfo(np.int32).max
+        fits_int32 = max(document_offset, row_offset) < np.iinfo(np.int32).max
         return {
             "document_index": document_index,
             "sample_index": sample_index.astype(
@@ -423,8 +426,8 @@ class GPTDataset:
 
         Raises:
             IndexError: there is no such sample.
-            ValueError: a token id is negative or not below `vocab_size`; names document and
-                position.
+            ValueError: a token id is negative or not below `vocab_size`; the message names document
+                and position.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
@@ -446,7 +449,7 @@ class GPTDataset:
         return rows
 
     def _token_ranges(self, index: int) -> list[tuple[int, int]]:
-        """List what a sample is made of: (first token in the file, number of tokens).
+        """List the token ranges of a sample: (first token in the file, number of tokens).
 
         Plain integers on purpose: a sample has a handful of pieces, and numpy's cost per call
         would exceed that of the copy.
@@ -454,23 +457,23 @@ class GPTDataset:
         number = self.shuffle_index.item(index)
         position, offset = self.sample_index[number].tolist()
         last_position, last_offset = self.sample_index[number + 1].tolist()
-        byte_offset, itemsize = self.source.byte_offsets.item, self.source.dtype.itemsize
-        length, document = self.source.lengths.item, self.document_index.item
+        byte_offset_of, itemsize = self.source.byte_offsets.item, self.source.dtype.itemsize
+        length_of, sequence_at = self.source.lengths.item, self.document_index.item
         token_ranges = []
         while position < last_position:
-            sequence = document(position)
+            sequence = sequence_at(position)
             token_ranges.append(
-                (byte_offset(sequence) // itemsize + offset, length(sequence) - offset)
+                (byte_offset_of(sequence) // itemsize + offset, length_of(sequence) - offset)
             )
             position, offset = position + 1, 0
-        start = byte_offset(document(position)) // itemsize + offset
+        start = byte_offset_of(sequence_at(position)) // itemsize + offset
         token_ranges.append((start, last_offset + 1 - offset))
         return token_ranges
 
     def _refuse(self, rows: np.ndarray, indices: np.ndarray) -> None:
         limit = self.config.vocab_size
         row, column = np.argwhere((rows < 0) | (rows >= limit))[0].tolist()
-        file_positions = np.concatenate(  # [s + 1] where in the file each token of the row stands
+        file_positions = np.concatenate(  # [s + 1], file position of each token of the row
             [np.arange(start, start + n) for start, n in self._token_ranges(int(indices[row]))]
         )
         document, sequence, position = self.source.locate(int(file_positions[column]))
@@ -481,7 +484,7 @@ class GPTDataset:
         )
 
     def loss_mask(self, rows: np.ndarray) -> np.ndarray:
-        """Say where the loss counts.
+        """Return the loss mask of rows: 1 where the loss counts.
 
         Args:
             rows: int64 [b, s + 1], from `batch`.
@@ -492,7 +495,7 @@ class GPTDataset:
         return rows_of(rows, self.config).loss_mask
 
     def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
-        """Read several samples with all that training needs of them.
+        """Read several samples with loss mask, positions and document ids.
 
         Args:
             indices: sample numbers, 0 <= index < len(self), [b].
@@ -520,16 +523,16 @@ _LARGEST_STEP = 4
 
 
 class MockDataset:
-    """Made-up samples.
+    """Synthetic samples, see the head of the module.
 
     Args:
         config: length, seed and vocabulary.
-        num_samples: how many there are; sample i is the same for any number.
-        split: 0, 1 or 2; each has samples of its own.
+        num_samples: number of samples; sample i is the same for any number.
+        split: index of the split, 0, 1 or 2; splits have different samples.
         name: of the split, for messages.
 
     Raises:
-        ValueError: the vocabulary is unknown or too small.
+        ValueError: the vocabulary size is None or too small.
     """
 
     def __init__(
@@ -545,7 +548,7 @@ class MockDataset:
 
     @property
     def description(self) -> dict[str, object]:
-        """Everything the content of the samples depends on, as JSON values."""
+        """JSON values that determine the content of the samples."""
         return {
             "class": "MockDataset",
             "split": self._split,
@@ -557,7 +560,7 @@ class MockDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Name of the sequence of samples: equal fingerprints, equal training data."""
+        """Digest of `description`: equal fingerprints mean equal training data."""
         return digest_of(self.description)
 
     def __len__(self) -> int:
@@ -565,14 +568,14 @@ class MockDataset:
         return self._num_samples
 
     def extended(self, num_samples: int) -> MockDataset:
-        """Return a data set of the same samples and more, so many in all."""
+        """Return a data set with these samples and further ones, at least `num_samples` in all."""
         missing = num_samples - len(self)
         longer = copy.copy(self)
         longer._num_samples += max(missing, 0)
         return longer
 
     def read(self, indices: Sequence[int] | np.ndarray) -> SampleRows:
-        """Make several samples.
+        """Compute several samples.
 
         Args:
             indices: sample numbers, 0 <= index < len(self), [b].

@@ -26,7 +26,7 @@ from megatron.core.untrusted_files import open_lock, open_regular, read_json
 
 logger = logging.getLogger(__name__)
 
-# numpy parses the name of a dtype as Python where it is not simple: SyntaxError.
+# numpy parses a dtype name that is not simple as Python, which may raise SyntaxError.
 _DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, SyntaxError)
 
 # Increase when the same description denotes different arrays.
@@ -58,7 +58,7 @@ class IndexCache:
     """A folder of index arrays.
 
     Args:
-        folder: created if missing; None keeps nothing and builds in memory every time.
+        folder: folder of the files, created if missing; None builds the arrays in memory each time.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -153,9 +153,9 @@ class IndexCache:
 
     def _store(self, stem: str, text: str, arrays: dict[str, np.ndarray]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        listed = {}
+        entries = {}
         for name, array in arrays.items():
-            listed[name] = {
+            entries[name] = {
                 "dtype": array.dtype.str,
                 "shape": list(array.shape),
                 "crc32": _checksum(array),
@@ -165,7 +165,7 @@ class IndexCache:
                 stream.write(_bytes(array))
         # Written last: an entry without a manifest does not exist.
         with atomic_write(self.folder / f"{stem}.json") as stream:
-            manifest = {"description": text, "arrays": listed}
+            manifest = {"description": text, "arrays": entries}
             stream.write(json.dumps(manifest, indent=1).encode())
 
 

@@ -16,8 +16,8 @@ little endian, divides it into sequences and documents:
     34 + 12S + 8D int8[S]     modes, only in multimodal data
 
 The reader checks the whole index against the two files when it opens them, so that a truncated or
-foreign file is one line before training and never a crash or a wrong token in it. The writer
-streams, checks, and shows its files under their names only when they are complete.
+foreign file is reported in one line before training, and never causes a crash or a wrong token. The
+writer streams and checks, and publishes its files under their names only when they are complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TOKEN_TYPES: Mapping[int, np.dtype] = MappingProxyType(
 )
 # Sequences checked at a time: opening a file of 10^9 sequences must not need 20 GB.
 _CHECKED_AT_ONCE = 1 << 20
-_FINGERPRINT_TAIL_BYTES = 1 << 16
+_FINGERPRINT_END_BYTES = 1 << 16
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -247,8 +247,8 @@ class IndexedDataset:
             while block := stream.read(1 << 22):
                 digest.update(block)
         with open_regular(self._bin, follow_links=True) as stream:
-            digest.update(stream.read(_FINGERPRINT_TAIL_BYTES))
-            stream.seek(max(0, self._bin_bytes - _FINGERPRINT_TAIL_BYTES))
+            digest.update(stream.read(_FINGERPRINT_END_BYTES))
+            stream.seek(max(0, self._bin_bytes - _FINGERPRINT_END_BYTES))
             digest.update(stream.read())
         return digest.hexdigest()
 
@@ -257,7 +257,7 @@ class IndexedDataset:
 
         Args:
             index: sequence number, 0 <= index < len(self).
-            offset: first token wanted, counted from the sequence's start.
+            offset: first token to return, counted from the sequence's start.
             length: number of tokens; None means up to the sequence's end.
 
         Returns:
@@ -279,7 +279,7 @@ class IndexedDataset:
         return self.tokens[start : start + count]
 
     def locate(self, position: int) -> tuple[int, int, int]:
-        """Say where a token of the `.bin` belongs; used to name it in an error.
+        """Return where a token of the `.bin` belongs, for error messages.
 
         Args:
             position: token number from the start of the file.
@@ -301,7 +301,7 @@ _COPIED_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How much of a data set is written; what a draft can be taken up from.
+    """Progress of a writer: the part of a draft that a later writer can resume from.
 
     Args:
         tokens, sequences, documents: counts.
@@ -313,20 +313,20 @@ class Written:
 
 
 class IndexedDatasetWriter:
-    """Write token sequences as they come; memory holds none of them, nor their lengths.
+    """Write token sequences in a stream; neither the sequences nor their lengths stay in memory.
 
     Use it as a context manager. Leaving the block publishes `<prefix>.bin`, then `<prefix>.idx`;
     an exception in the block leaves nothing behind and an older pair untouched.
 
-    Long work that must survive a kill names its `draft`: the files of a draft have fixed names.
-    `commit` brings them to the disk; after a kill, a writer with the same draft and what `commit`
-    returned takes up from there.
+    A long run that must survive a kill passes a name as `draft`: the files of a named draft have
+    fixed names. `commit` flushes them to the disk. After a kill, a writer with the same draft and
+    with `written`, the return value of the last `commit`, resumes from there.
 
     Args:
         prefix: path without `.bin` or `.idx`; its folder must exist.
         dtype: token type, one of TOKEN_TYPES (see `token_type_for`).
         draft: part of the names of unfinished files; None means one that no other writer uses.
-        written: how much of an earlier writer's draft to keep; None starts anew.
+        written: progress of an earlier writer of this draft, from `commit`; None starts anew.
 
     Raises:
         ValueError: the format has no such token type, or the draft holds less than `written`.
@@ -357,7 +357,7 @@ class IndexedDatasetWriter:
         self.num_sequences = progress.sequences
         self.num_documents = progress.documents
         self.num_tokens = progress.tokens
-        # The lengths and documents wait in files of their own: an index has them in one piece each.
+        # Lengths and documents go to separate files, because the index stores each as one array.
         self._stream = _open_draft(paths.tokens, written, progress.tokens * self._dtype.itemsize)
         self._lengths = _open_draft(paths.lengths, written, progress.sequences * 4)
         self._documents = _open_draft(paths.documents, written, progress.documents * 8)
@@ -418,16 +418,16 @@ class IndexedDatasetWriter:
                 the file's type. Nothing is written then.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
-        per_document = (
+        sequences_per_document = (
             np.ones(len(lengths), dtype=np.int64)
             if sequences is None
             else np.asarray(sequences, dtype=np.int64)
         )
-        if int(lengths.sum()) != len(tokens) or int(per_document.sum()) != len(lengths):
+        if int(lengths.sum()) != len(tokens) or int(sequences_per_document.sum()) != len(lengths):
             raise ValueError(
                 f"{len(tokens)} tokens, sequence lengths summing to {int(lengths.sum())}, "
-                f"{len(lengths)} sequences, documents summing to {int(per_document.sum())}: "
-                "the sums must agree"
+                f"{len(lengths)} sequences, documents summing to "
+                f"{int(sequences_per_document.sum())}: the sums must agree"
             )
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() < 1 << 31:
             raise ValueError(
@@ -436,14 +436,14 @@ class IndexedDatasetWriter:
             )
         self._append(np.asarray(tokens))
         self._lengths.write(lengths.astype("<i4").tobytes())
-        ends = self.num_sequences + np.cumsum(per_document)
+        ends = self.num_sequences + np.cumsum(sequences_per_document)
         self._documents.write(ends.astype("<i8").tobytes())
         self.num_sequences += len(lengths)
-        self.num_documents += len(per_document)
+        self.num_documents += len(sequences_per_document)
         self.num_tokens += len(tokens)
 
     def _append(self, tokens: np.ndarray) -> None:
-        """Write tokens in the file's type; one that would wrap around is refused."""
+        """Write tokens in the file's type. Raises ValueError for a token that does not fit it."""
         begin = self._stream.tell()
         for start in range(0, len(tokens), _CONVERTED_AT_ONCE):
             block = tokens[start : start + _CONVERTED_AT_ONCE]
@@ -461,10 +461,10 @@ class IndexedDatasetWriter:
             self._stream.write(memoryview(stored).cast("B"))
 
     def commit(self) -> Written:
-        """Bring everything so far to the disk, so that a draft can be taken up from here.
+        """Flush all added documents to the disk, so that a later writer can resume the draft here.
 
         Returns:
-            What a later writer of this draft is given.
+            The progress to pass to a later writer of this draft as `written`.
         """
         for stream in (self._stream, self._lengths, self._documents):
             stream.flush()
@@ -474,9 +474,9 @@ class IndexedDatasetWriter:
         )
 
     def prepare(self) -> None:
-        """Bring both files to the disk under temporary names: only renames remain to be done.
+        """Flush both files to the disk under temporary names, so that only renames remain.
 
-        A disk that is full says so here, before anything changes. Nothing can be added afterwards.
+        A full disk raises here, before anything changes. Nothing can be added afterwards.
         """
         if self._stream.closed:
             return
@@ -515,7 +515,7 @@ class IndexedDatasetWriter:
             shutil.copyfileobj(documents, stream, _COPIED_AT_ONCE)
 
     def keep(self) -> None:
-        """Close the files and leave them as a draft, to be taken up from its last `commit`."""
+        """Close the files and leave them as a draft that can be resumed from its last `commit`."""
         for stream in (self._stream, self._lengths, self._documents):
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 stream.close()
@@ -546,7 +546,7 @@ def _draft_paths(prefix: str | Path, draft: str) -> _DraftPaths:
 
 
 def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
-    """Open an unfinished file for more, truncated to what counts; a new one without `written`."""
+    """Open a draft's file at its end, truncated to `size` bytes; a new one without `written`."""
     if written is None:
         return open_to_write(path, "w")
     file_bytes = path.stat().st_size if path.exists() else -1
@@ -559,14 +559,14 @@ def _open_draft(path: Path, written: Written | None, size: int) -> BinaryIO:
 
 
 def publish_draft(prefix: str | Path, draft: str) -> None:
-    """Give the prepared files of a draft their names; done again after a kill, it ends the same.
+    """Give the prepared files of a draft their names; may be repeated after a kill.
 
-    An older pair loses its index first and gains the new one last, so at no moment does an index
-    describe the tokens of the other pair.
+    The index of an older pair is removed first and the new index is published last, so an index
+    never describes the tokens of the other pair.
 
     Args:
-        prefix: of the data set.
-        draft: of a writer that has been through `prepare`.
+        prefix: prefix of the data set.
+        draft: name of a draft whose writer has called `prepare`.
     """
     paths = _draft_paths(prefix, draft)
     if paths.tokens.exists():
@@ -589,11 +589,11 @@ def shuffle_draft(
     streams never change), so data sets of the same documents stay aligned.
 
     Args:
-        prefix: of the data set.
+        prefix: prefix of the data set.
         dtype: token type of the draft.
-        draft: of a writer that has been through `commit`, with one sequence in each document.
-        into: name of the draft to write; one that exists is written anew.
-        seed: of the order, below 2**32.
+        draft: name of a draft whose writer has called `commit`, with one sequence per document.
+        into: name of the draft to write; an existing one is overwritten.
+        seed: seed of the order, below 2**32.
     """
     paths = _draft_paths(prefix, draft)
     with open_regular(paths.lengths) as stream:
@@ -603,11 +603,11 @@ def shuffle_draft(
     with open_regular(paths.tokens) as source:
         writer = IndexedDatasetWriter(prefix, dtype, draft=into)
         try:
-            item = np.dtype(dtype).itemsize
+            itemsize = np.dtype(dtype).itemsize
             for document in order.tolist():
                 length = int(lengths[document])
-                source.seek((int(ends[document]) - length) * item)
-                tokens = np.frombuffer(source.read(length * item), writer.dtype)
+                source.seek((int(ends[document]) - length) * itemsize)
+                tokens = np.frombuffer(source.read(length * itemsize), writer.dtype)
                 writer.add_documents(tokens, lengths[document : document + 1])
             writer.prepare()
         except BaseException:
@@ -616,11 +616,11 @@ def shuffle_draft(
 
 
 def drop_draft(prefix: str | Path, draft: str) -> None:
-    """Remove what is left of a draft.
+    """Remove the remaining files of a draft.
 
     Args:
-        prefix: of the data set.
-        draft: of a writer.
+        prefix: prefix of the data set.
+        draft: name of the draft.
     """
     for path in vars(_draft_paths(prefix, draft)).values():
         path.unlink(missing_ok=True)

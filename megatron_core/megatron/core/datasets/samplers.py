@@ -70,7 +70,7 @@ class CyclicOrder:
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples = num_samples
         self._seed = seed
-        self._drawn: tuple[int, np.ndarray] | None = None  # the epoch last asked for
+        self._cached: tuple[int, np.ndarray] | None = None  # (epoch, permutation) of the last call
 
     @property
     def end(self) -> None:
@@ -78,21 +78,21 @@ class CyclicOrder:
         return None
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        drawn = self._drawn  # read once: threads that read ahead may be in different epochs
-        if drawn is None or drawn[0] != epoch:
+        cached = self._cached  # read once: threads that read ahead may be in different epochs
+        if cached is None or cached[0] != epoch:
             random = np.random.RandomState([self._seed, epoch])
-            self._drawn = drawn = (epoch, random.permutation(self._num_samples))
-        return drawn[1]
+            self._cached = cached = (epoch, random.permutation(self._num_samples))
+        return cached[1]
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Return sample numbers, int64 [stop - start]."""
-        epochs = [np.empty(0, dtype=np.int64)]
+        numbers_by_epoch = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // self._num_samples, -(-stop // self._num_samples)):
             epoch_start = epoch * self._num_samples
-            epochs.append(
+            numbers_by_epoch.append(
                 self._permutation(epoch)[max(start - epoch_start, 0) : stop - epoch_start]
             )
-        return np.concatenate(epochs)
+        return np.concatenate(numbers_by_epoch)
 
 
 @runtime_checkable
@@ -307,7 +307,7 @@ class GPTBatches(Iterator[GPTBatch]):
 
 
 def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
-    """See that a data set has read what `SampleRows` says.
+    """Check that a data set returned rows as `SampleRows` describes them.
 
     Args:
         count: b.
@@ -361,19 +361,19 @@ def _check_rows(dataset: TokenSource, rows: SampleRows, count: int) -> None:
         raise ValueError(f"{name} returned padding with a loss: loss_mask must be 0 there")
 
 
-# Per thread: one that is being read, and one that waits to be taken.
+# Microbatches read ahead per thread: one in progress, and one that is ready.
 _AHEAD = 2
 
 
 class PrefetchedBatches(Iterator[GPTBatch]):
-    """The microbatches of `batches`, read ahead.
+    """The microbatches of `batches`, read ahead by threads.
 
     Args:
-        batches: where they come from; it moves along as they are taken.
-        workers: threads.
+        batches: source of the microbatches; it advances with each returned microbatch.
+        workers: number of threads.
 
     Raises:
-        ValueError: no threads.
+        ValueError: `workers` is below 1.
     """
 
     def __init__(self, batches: GPTBatches, *, workers: int) -> None:
@@ -385,14 +385,14 @@ class PrefetchedBatches(Iterator[GPTBatch]):
 
     @property
     def consumed_samples(self) -> int:
-        """Samples taken by all data-parallel ranks together, without those that are read ahead."""
+        """Number of samples that all data-parallel ranks consumed, without samples read ahead."""
         return self._batches.consumed_samples
 
     def __next__(self) -> GPTBatch:
         """Return the next microbatch.
 
         Raises:
-            StopIteration: as `GPTBatches` does.
+            StopIteration: see `GPTBatches`.
         """
         while len(self._reading) < self._ahead and self._batches.has(len(self._reading)):
             sample_range = self._batches.sample_range(len(self._reading))
@@ -404,6 +404,6 @@ class PrefetchedBatches(Iterator[GPTBatch]):
         return batch
 
     def close(self) -> None:
-        """Stop reading ahead; a read that has begun ends by itself."""
+        """Stop reading ahead, without waiting for reads in progress."""
         self._reading.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -51,18 +51,18 @@ class SampleRows:
         return SampleRows(**merged)
 
 
-def documents_between(tokens: np.ndarray, end: int) -> np.ndarray:
-    """Number the documents of each row; the token that ends one belongs to it.
+def document_ids_of(tokens: np.ndarray, eod_token: int) -> np.ndarray:
+    """Number the documents of each row; an end-of-document token belongs to its document.
 
     Args:
         tokens: inputs, int64 [b, s].
-        end: id of the end-of-document token.
+        eod_token: id of the end-of-document token.
 
     Returns:
         int32 [b, s], 0, 1, ... along each row.
     """
     document_ids = np.zeros(tokens.shape, dtype=np.int32)
-    np.cumsum(tokens[:, :-1] == end, axis=1, out=document_ids[:, 1:])
+    np.cumsum(tokens[:, :-1] == eod_token, axis=1, out=document_ids[:, 1:])
     return document_ids
 
 
@@ -70,15 +70,15 @@ def positions_within(document_ids: np.ndarray) -> np.ndarray:
     """Count positions from the start of each document.
 
     Args:
-        document_ids: int [b, s], not falling along a row.
+        document_ids: int [b, s], not decreasing along a row.
 
     Returns:
         int64 [b, s].
     """
     columns = np.arange(document_ids.shape[1], dtype=np.int64)
     starts = np.zeros(document_ids.shape, dtype=np.int64)
-    new = document_ids[:, 1:] != document_ids[:, :-1]
-    starts[:, 1:] = np.where(new, columns[1:], 0)
+    is_start = document_ids[:, 1:] != document_ids[:, :-1]
+    starts[:, 1:] = np.where(is_start, columns[1:], 0)
     return columns - np.maximum.accumulate(starts, axis=1)
 
 

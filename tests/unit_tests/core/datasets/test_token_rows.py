@@ -5,7 +5,7 @@ import numpy as np
 
 from megatron.core.datasets.token_rows import (
     cumulative_lengths,
-    documents_between,
+    document_ids_of,
     positions_within,
 )
 
@@ -15,7 +15,7 @@ DOCUMENTS = [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1], [0] * 8]
 
 
 def test_document_includes_its_eod_token():
-    document_ids = documents_between(TOKENS, END)
+    document_ids = document_ids_of(TOKENS, END)
     assert document_ids.dtype == np.int32
     assert document_ids.tolist() == DOCUMENTS
 

@@ -315,12 +315,12 @@ class WriterProcess:
         assert self._process is not None
         pid, code = self._process.pid, self._process.wait()
         self.close()
-        ending = f"with code {code}"
+        ending = f"ended with code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
-                ending = f"by {signal.Signals(-code).name}"
+                ending = f"was ended by {signal.Signals(-code).name}"
         when = "between saves" if command is None else f"during {command!r}"
-        return f"the writer process {pid} was ended {ending} {when}"
+        return f"the writer process {pid} {ending} {when}"
 
     def kill(self) -> None:
         """Kill the writer permanently, from any thread; the command in progress fails."""

@@ -167,7 +167,7 @@ class Inference:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: propose draft tokens and verify several of them in one model step.
+    """Speculative decoding: propose draft tokens and verify several drafts in one model step.
 
     It changes outputs only by rounding.
     """

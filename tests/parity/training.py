@@ -248,10 +248,8 @@ def train_row(
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
-            microbatches = [
-                batch for dp_rank in dp_ranks for batch in data_of_rank(row, dp_rank, step)
-            ]
-            microbatches = [_local(row, groups, batch).to(rank_device()) for batch in microbatches]
+            batches = (batch for rank in dp_ranks for batch in data_of_rank(row, rank, step))
+            microbatches = [_local(row, groups, batch).to(rank_device()) for batch in batches]
             if backend.step_state is not None:
                 backend.step_state.begin()
             run.steps.append(_trained(row, model, engine, optimizer, microbatches))

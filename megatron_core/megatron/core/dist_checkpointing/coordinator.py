@@ -40,7 +40,7 @@ class Coordinator(ABC):
 
     Args:
         rank: this rank, counted from 0 over all ranks that save or load together.
-        world_size: number of these ranks.
+        world_size: number of all ranks that save or load together.
         say: receives lines for the user; called on rank 0 only.
     """
 

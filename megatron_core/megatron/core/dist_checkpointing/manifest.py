@@ -555,7 +555,7 @@ class _ManifestDecoder:
             self._reject(problem)
 
     def _object(self, where: str) -> dict[str, Any]:
-        """Return a small object of numbers, strings and lists of them."""
+        """Return a small object of numbers, strings, and lists of numbers or strings."""
         text = self._cursor.span("}")
         # Decoded numbers and empty lists take ten and twenty times the memory of their text,
         # digests do not.

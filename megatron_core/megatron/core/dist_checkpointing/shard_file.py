@@ -110,7 +110,7 @@ class ShardFile:
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield (position in the chunk, buffer) for a chunk's bytes [begin, end).
 
-        A buffer is valid until the next one is yielded. All of them are verified only when the
+        A buffer is valid until the next one is yielded. All buffers are verified only when the
         iterator is exhausted. When verifying, the range must be a whole block, or the chunk's last
         block.
         """

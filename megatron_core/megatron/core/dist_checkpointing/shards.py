@@ -562,7 +562,7 @@ class ShardReader(ShardFile):
     def _has_overlap(
         self, request: ChunkReadRequest, begin: int, end: int, item_indices: Sequence[int]
     ) -> bool:
-        """Return whether the bytes [begin, end) of a chunk overlap any of these items."""
+        """Return whether the bytes [begin, end) of a chunk overlap any item."""
         itemsize = DTYPES[request.dtype].itemsize
         return any(
             True for _ in _overlaps(request, begin // itemsize, end // itemsize, item_indices)
@@ -574,7 +574,7 @@ def _overlaps(
 ) -> Iterator[tuple[Box, Box, ReadItem]]:
     """Yield the overlaps of a request's items with the elements [begin, end) of its chunk.
 
-    An overlap is (a contiguous box of these elements, its intersection with an item, the item).
+    An overlap is (a contiguous box of the chunk, its intersection with an item, the item).
     """
     for box in boxes_of_range(request.chunk.box.sizes, begin, end):
         for i in item_indices:

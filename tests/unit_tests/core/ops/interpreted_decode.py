@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel of one more token in Triton's interpreter against the ops in fp64.
+"""The recurrence decode kernel in Triton's interpreter against the reference in fp64.
 
-Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set before the first
-import of Triton.
+`test_triton.py` runs this file in a separate process, because TRITON_INTERPRET must be set before
+the first import of Triton.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tests.support.nan_memory import nan_memory
 from tests.support.paged_steps import PagedSteps
 
 ROWS, SLOTS, UNITS = 3, 5, 2
-#: Of a permuted batch, with rows without a token.
-PLACES = (3, -1, 1)
+#: State slots of the rows of a permuted batch; -1 is a row without a token.
+ROW_SLOTS = (3, -1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -54,17 +54,17 @@ def poison():
 
 @dataclass(frozen=True)
 class Call:
-    """What one call is given, in fp64.
+    """Arguments of one call in fp64.
 
     Args:
-        source: [b, u, w + rV], features and behind them the gate.
-        weights, parts, skip, norm: as of `recurrence_decode`; the gate of the norm is nothing.
-        memory: before the call.
+        source: [b, u, w + rV], features followed by the gate.
+        weights, unit, skip, norm: as of `recurrence_decode`; the norm has an empty gate.
+        memory: states before the call.
     """
 
     source: torch.Tensor
     weights: PrologueWeights
-    parts: UnitLayout
+    unit: UnitLayout
     memory: DecodeMemory
     skip: torch.Tensor | None
     norm: OutputNorm | None
@@ -77,22 +77,22 @@ class Call:
         states: torch.dtype | None = None,
         arrived: bool = True,
     ) -> tuple[torch.Tensor, DecodeMemory]:
-        """Return (y, what is kept behind the call) of copies in `dtype`."""
-        parts, kept = self.parts, self.memory
+        """Run the call on copies in `dtype`; return (y, memory after the call)."""
+        unit, before = self.unit, self.memory
         source, gate = self.source.to(dtype).split(
-            [parts.width, parts.heads * parts.value_channels], dim=-1
+            [unit.width, unit.heads * unit.value_channels], dim=-1
         )
         norm = self.norm and replace(self.norm, gate=gate, weight=self.norm.weight.to(dtype))
         memory = DecodeMemory(
-            kept.conv.to(dtype, copy=True),
-            kept.state.to(states or dtype, copy=True),
-            kept.slots,
-            counts(kept.slots) if arrived else None,
+            before.conv.to(dtype, copy=True),
+            before.state.to(states or dtype, copy=True),
+            before.slots,
+            counts(before.slots) if arrived else None,
         )
         y = recurrence_decode(
             source,
             PrologueWeights(*(None if w is None else w.to(dtype) for w in self.weights)),
-            unit=parts,
+            unit=unit,
             memory=memory,
             skip=None if self.skip is None else self.skip.to(dtype),
             norm=norm,
@@ -102,14 +102,14 @@ class Call:
 
 
 def counts(slots: torch.Tensor) -> torch.Tensor:
-    """Return zeros where programs of these slots count, and elsewhere numbers in their way."""
-    found = torch.full((SLOTS, UNITS), 7, dtype=torch.int32)
-    found[slots[slots >= 0]] = 0
-    return found
+    """Return arrival counts: zero for these slots, and 7 for unused ones."""
+    arrival_counts = torch.full((SLOTS, UNITS), 7, dtype=torch.int32)
+    arrival_counts[slots[slots >= 0]] = 0
+    return arrival_counts
 
 
-def called(
-    parts: UnitLayout,
+def make_call(
+    unit: UnitLayout,
     *,
     width: int = 4,
     bias: bool = False,
@@ -118,124 +118,132 @@ def called(
     shared: bool = False,
     group_size: int | None = None,
 ) -> Call:
-    """Return a call with numbers in everything; `group_size` 0 is without a norm."""
+    """Return a call with random arguments; `group_size` 0 means no norm."""
     generator = torch.Generator().manual_seed(11)
 
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    heads, c = UNITS * parts.heads, parts.conv_channels
-    features = parts.value_channels * (1 if shared else heads)
+    heads, c = UNITS * unit.heads, unit.conv_channels
+    features = unit.value_channels * (1 if shared else heads)
     norm = OutputNorm(make(0), 1 + make(features) / 3, 1e-5, order, group_size)
-    source = make(ROWS, UNITS, parts.width + parts.heads * parts.value_channels)
-    source[..., parts.dt] -= 6.0  # steps as small as trained ones
+    source = make(ROWS, UNITS, unit.width + unit.heads * unit.value_channels)
+    source[..., unit.dt] -= 6.0  # steps as small as trained ones
     source[1] = torch.nan  # slot -1
     memory = DecodeMemory(
         make(SLOTS, width - 1, UNITS, c),
-        make(SLOTS, heads, parts.key_channels, parts.value_channels),
-        torch.tensor(PLACES),
+        make(SLOTS, heads, unit.key_channels, unit.value_channels),
+        torch.tensor(ROW_SLOTS),
     )
-    for kept in (memory.conv, memory.state):
-        kept[SLOTS - 1] = torch.nan  # nobody's
+    for states in (memory.conv, memory.state):
+        states[SLOTS - 1] = torch.nan  # the unused slot
     return Call(
         source,
         PrologueWeights(
             make(UNITS, c, width), make(UNITS, c) if bias else None, make(heads) / 2, make(heads)
         ),
-        parts,
+        unit,
         memory,
         make(heads) if skip else None,
         None if group_size == 0 else norm,
     )
 
 
-def assert_agrees(call: Call, **options) -> None:
-    """Compare the output and all that is kept with the reference in fp64."""
-    mine, kept = call.run("triton", torch.float32, **options)
-    true, wanted = call.run("reference", torch.float64)
-    assert relative_error(mine, true) < 1e-5
-    assert not mine[1].any()
+def assert_matches_reference(call: Call, **options) -> None:
+    """Compare the output and the states with the reference in fp64."""
+    actual, memory = call.run("triton", torch.float32, **options)
+    expected, expected_memory = call.run("reference", torch.float64)
+    assert relative_error(actual, expected) < 1e-5
+    assert not actual[1].any()
     for name in ("conv", "state"):
-        after, before = getattr(kept, name), getattr(call.memory, name).float()
-        bound = 1e-5 if after.dtype == torch.float32 else 2**-7
-        assert relative_error(after[:-1], getattr(wanted, name)[:-1]) < bound
-        for slot in {*range(SLOTS - 1)} - {*PLACES}:
-            assert torch.equal(after[slot].float(), before[slot].to(after.dtype).float())
-        for slot in {*PLACES} - {-1}:
-            assert after[slot].numel() == 0 or not torch.equal(after[slot].float(), before[slot])
-        assert after[-1].isnan().all()
-    if kept.arrival_counts is not None:
-        assert torch.equal(kept.arrival_counts, counts(kept.slots)), "the next call counts wrongly"
+        state, state_before = getattr(memory, name), getattr(call.memory, name).float()
+        bound = 1e-5 if state.dtype == torch.float32 else 2**-7
+        assert relative_error(state[:-1], getattr(expected_memory, name)[:-1]) < bound
+        for slot in {*range(SLOTS - 1)} - {*ROW_SLOTS}:
+            assert torch.equal(state[slot].float(), state_before[slot].to(state.dtype).float())
+        for slot in {*ROW_SLOTS} - {-1}:
+            assert state[slot].numel() == 0 or not torch.equal(
+                state[slot].float(), state_before[slot]
+            )
+        assert state[-1].isnan().all()
+    if memory.arrival_counts is not None:
+        assert torch.equal(memory.arrival_counts, counts(memory.slots)), (
+            "the kernel must reset the counts for the next call"
+        )
 
 
-DELTA = UnitLayout.delta(3, 10, 6)
-SPACE = UnitLayout.state_space(4, 5, 7, (0.01, 0.5))
+DELTA_RULE = UnitLayout.delta(3, 10, 6)
+STATE_SPACE = UnitLayout.state_space(4, 5, 7, (0.01, 0.5))
 
 
 @pytest.mark.parametrize(("heads", "order"), [(1, NORM_FIRST), (3, GATE_FIRST)])
-def test_delta_rule_with_a_norm_over_a_head(heads, order, monkeypatch):
-    programs_of(monkeypatch, heads)
-    assert_agrees(called(DELTA, shared=True, order=order))
+def test_delta_rule_with_head_norm_matches_fp64(heads, order, monkeypatch):
+    set_heads_per_program(monkeypatch, heads)
+    assert_matches_reference(make_call(DELTA_RULE, shared=True, order=order))
 
 
 @pytest.mark.parametrize(
     ("heads", "order"), [(1, NORM_FIRST), (1, GATE_FIRST), (2, GATE_FIRST), (4, NORM_FIRST)]
 )
-def test_state_space_with_a_norm_over_a_unit(heads, order, monkeypatch):
-    programs_of(monkeypatch, heads)
-    monkeypatch.setattr(recurrence_decode_triton, "NORM_BLOCK", 16)  # fewer than a unit has
-    assert_agrees(called(SPACE, bias=True, skip=True, order=order, group_size=4 * 7))
+def test_state_space_with_unit_norm_matches_fp64(heads, order, monkeypatch):
+    set_heads_per_program(monkeypatch, heads)
+    monkeypatch.setattr(recurrence_decode_triton, "NORM_BLOCK", 16)  # less than a unit
+    assert_matches_reference(
+        make_call(STATE_SPACE, bias=True, skip=True, order=order, group_size=4 * 7)
+    )
 
 
 @pytest.mark.parametrize("group_size", [7, 14, 2 * 4 * 7, 0])
-def test_norms_over_heads_parts_of_units_and_all_units_or_none(group_size, monkeypatch):
-    programs_of(monkeypatch, 2)
-    call = called(SPACE, skip=True, order=GATE_FIRST, group_size=group_size)
-    assert_agrees(call)
+def test_norm_group_sizes_match_fp64(group_size, monkeypatch):
+    set_heads_per_program(monkeypatch, 2)
+    call = make_call(STATE_SPACE, skip=True, order=GATE_FIRST, group_size=group_size)
+    assert_matches_reference(call)
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])
-def test_widths_of_the_convolution(width, monkeypatch):
-    programs_of(monkeypatch, 3)
-    assert_agrees(called(DELTA, width=width, bias=True, shared=True))
+def test_convolution_widths_match_fp64(width, monkeypatch):
+    set_heads_per_program(monkeypatch, 3)
+    assert_matches_reference(make_call(DELTA_RULE, width=width, bias=True, shared=True))
 
 
-def test_one_head_a_unit_and_no_counters():
-    assert_agrees(called(UnitLayout.delta(1, 16, 8), group_size=8))
-    assert_agrees(called(SPACE, bias=True, skip=True, group_size=28), arrived=False)
+def test_single_head_units_and_missing_counts_match_fp64():
+    assert_matches_reference(make_call(UnitLayout.delta(1, 16, 8), group_size=8))
+    assert_matches_reference(
+        make_call(STATE_SPACE, bias=True, skip=True, group_size=28), arrived=False
+    )
 
 
-def test_small_steps_are_as_precise_as_large_ones():
-    call = called(replace(SPACE, dt_limit=(0.0, 1.0)), group_size=0)
-    call.source[..., SPACE.dt :] -= 9.0
-    call.memory.state[:-1] = 0.0  # so that all that comes out is times a step
-    assert_agrees(call)
+def test_small_step_sizes_are_precise():
+    call = make_call(replace(STATE_SPACE, dt_limit=(0.0, 1.0)), group_size=0)
+    call.source[..., STATE_SPACE.dt :] -= 9.0
+    call.memory.state[:-1] = 0.0  # so the output is proportional to the step size
+    assert_matches_reference(call)
 
 
-def test_states_of_fewer_bits_are_rounded():
-    """To bf16, which the interpreter truncates to."""
-    call = called(DELTA, shared=True)
+def test_bf16_states_are_rounded():
+    """The interpreter truncates to bf16."""
+    call = make_call(DELTA_RULE, shared=True)
     call.memory.state.copy_(call.memory.state.bfloat16())
-    assert_agrees(call, states=torch.bfloat16)
+    assert_matches_reference(call, states=torch.bfloat16)
 
 
-def test_a_batch_without_tokens_touches_nothing():
-    call = called(DELTA, shared=True)
+def test_padding_batch_changes_no_state():
+    call = make_call(DELTA_RULE, shared=True)
     memory = replace(call.memory, slots=torch.full((ROWS,), -1))
-    y, kept = replace(call, memory=memory).run("triton", torch.float32)
+    y, memory_after = replace(call, memory=memory).run("triton", torch.float32)
     assert not y.any()
-    assert torch.equal(kept.state[:-1], memory.state[:-1].float())
-    assert torch.equal(kept.conv[:-1], memory.conv[:-1].float())
+    assert torch.equal(memory_after.state[:-1], memory.state[:-1].float())
+    assert torch.equal(memory_after.conv[:-1], memory.conv[:-1].float())
 
 
-def test_a_state_that_no_program_holds_is_refused():
-    call = called(UnitLayout.delta(1, 257, 65), shared=True)
+def test_too_large_state_is_refused():
+    call = make_call(UnitLayout.delta(1, 257, 65), shared=True)
     with pytest.raises(ValueError, match=r"257 x 65.*use implementation='reference'"):
         call.run("triton", torch.float32)
 
 
 HIDDEN, PROMPT = 8, 4
-#: Which of three rows have a token, call after call behind the prompt.
+#: The rows with a token in each decode step after the prompt.
 STEPS = ((1, 1, 1), (1, 0, 1), (0, 1, 0))
 MIXERS = {
     "delta": (
@@ -246,7 +254,7 @@ MIXERS = {
         Mamba2,
         Mamba2Config(num_heads=4, head_channels=3, state_channels=5, num_groups=2),
     ),
-    "mamba in one norm": (
+    "mamba with one norm group": (
         Mamba2,
         Mamba2Config(
             num_heads=2, head_channels=3, state_channels=5, num_groups=2, norm_groups=1, bias=True
@@ -279,14 +287,14 @@ def layer_of(kind: str) -> RecurrentMixer:
 def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
-    whole = layer(hidden, SequenceLayout.of_rows(count))
-    fed = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=3, length=count)
+    expected = layer(hidden, SequenceLayout.of_rows(count))
+    paged_steps = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=3, length=count)
     out = torch.zeros(count, 3, HIDDEN)
 
     def feed(counts: Sequence[int]) -> None:
-        layout = fed.layout(counts)
-        packed = fed.packed(hidden)[:, None]
-        fed.unpacked(layer(packed, layout, cache=fed.cache)[:, 0], out)
+        layout = paged_steps.layout(counts)
+        packed = paged_steps.packed(hidden)[:, None]
+        paged_steps.unpacked(layer(packed, layout, cache=paged_steps.cache)[:, 0], out)
 
     feed([PROMPT] * 3)
     calls = []
@@ -297,27 +305,31 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
 
     monkeypatch.setattr(recurrence_decode_op, "_implementation", chosen)
     for step in STEPS:
-        feed([int(one) for one in step])
-    assert fed.num_fed == [PROMPT + 2] * 3
-    assert relative_error(out[: PROMPT + 2], whole[: PROMPT + 2]) < 1e-5
+        feed([int(count) for count in step])
+    assert paged_steps.num_fed == [PROMPT + 2] * 3
+    assert relative_error(out[: PROMPT + 2], expected[: PROMPT + 2]) < 1e-5
     assert len(calls) >= len(STEPS)
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 @torch.no_grad()
-def test_between_projections_there_is_one_kernel(kind, monkeypatch):
+def test_decode_launches_one_kernel_between_projections(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_implementation", lambda *_: "triton")
     layer = layer_of(kind)
-    fed = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=2, length=9)
-    layout = fed.layout([1, 1])
+    paged_steps = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=2, length=9)
+    layout = paged_steps.layout([1, 1])
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     projections = {"input": layer.input(hidden), "output": hidden}
-    for name, found in projections.items():
-        monkeypatch.setattr(getattr(layer, name), "forward", lambda _, found=found: found)
-    assert_launches(lambda: layer(hidden, layout, cache=fed.cache), {"recurrence_decode_kernel": 1})
+    for name, projection in projections.items():
+        monkeypatch.setattr(
+            getattr(layer, name), "forward", lambda _, projection=projection: projection
+        )
+    assert_launches(
+        lambda: layer(hidden, layout, cache=paged_steps.cache), {"recurrence_decode_kernel": 1}
+    )
 
 
-def programs_of(monkeypatch, heads: int) -> None:
-    """Let a program do so many heads."""
+def set_heads_per_program(monkeypatch, heads: int) -> None:
+    """Set the number of heads per program."""
     launch = Launches("recurrence_decode", {"HEADS": heads, "num_warps": 1, "num_stages": 1})
     monkeypatch.setattr(recurrence_decode_triton, "DECODE", launch)

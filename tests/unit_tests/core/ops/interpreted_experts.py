@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped products of experts in Triton's interpreter, against fp64 products row by row."""
+"""The grouped matmuls of experts in Triton's interpreter against fp64 products by row."""
 
 import pytest
 import torch
@@ -11,18 +11,18 @@ from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import maker
 
-#: Rows of each run: of less than a tile, of whole tiles and of a part, of none, in either order.
+#: Rows of each run: less than a tile, whole and partial tiles, and none, in either order.
 COUNTS = ((3, 0, 37, 16, 0), (0, 0, 0), (0, 17))
-#: The interpreter has no products of bf16.
+#: The interpreter has no bf16 matmuls.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 2.0**-11}
-#: Of rows, and how many rows follow the last run.
+#: The dtype, and the number of rows after the last run.
 CASES = pytest.mark.parametrize(("dtype", "trailing"), [(torch.float32, 0), (torch.float16, 19)])
 M, N = 35, 19
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Let runs have several tiles, of several steps of a sum."""
+    """Use tiles so small that runs have several tiles and sums several steps."""
     tile = {"ROWS": 16, "COLUMNS": 16, "INNER": 16, "num_warps": 1, "num_stages": 1}
     for name in ("PRODUCT", "PRODUCT_FP32", "WGRAD", "WGRAD_FP32"):
         monkeypatch.setattr(kernels, name, Launches(name, tile))
@@ -39,27 +39,29 @@ def operands(counts, dtype, trailing):
 
 @CASES
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rows_by_the_matrix_of_their_run(dtype, trailing, transposed):
+def test_grouped_mm_matches_fp64(dtype, trailing, transposed):
     for counts in COUNTS:
         x, _, matrices, runs = operands(counts, dtype, trailing)
-        owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        true = torch.einsum("rm,rmn->rn", x[: len(owner)].double(), matrices[owner].double())
-        given = matrices.transpose(1, 2).contiguous() if transposed else matrices
+        run_index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        expected = torch.einsum(
+            "rm,rmn->rn", x[: len(run_index)].double(), matrices[run_index].double()
+        )
+        matrices_arg = matrices.transpose(1, 2).contiguous() if transposed else matrices
         with nan_memory():
-            out = grouped_mm(x, given, runs, transposed=transposed, implementation="triton")
+            out = grouped_mm(x, matrices_arg, runs, transposed=transposed, implementation="triton")
         assert (out.shape, out.dtype) == ((len(x), N), dtype)
-        if len(owner):
-            assert_close_by_metric("output", out[: len(owner)], true, bound=BOUNDS[dtype])
+        if len(run_index):
+            assert_close_by_metric("output", out[: len(run_index)], expected, bound=BOUNDS[dtype])
 
 
 @CASES
-def test_weight_gradients_are_written_and_then_added(dtype, trailing):
+def test_weight_gradients_are_overwritten_or_accumulated(dtype, trailing):
     for counts in COUNTS:
         x, grad, _, runs = operands(counts, dtype, trailing)
-        parts = zip(
+        runs_of_rows = zip(
             *(t[: sum(counts)].double().split(list(counts)) for t in (grad, x)), strict=True
         )
-        true = torch.stack([g.t() @ rows for g, rows in parts])
+        expected = torch.stack([g.t() @ rows for g, rows in runs_of_rows])
         total = torch.full((len(counts), N, M), torch.nan)
         for overwrite, times in ((True, 1), (False, 2), (False, 3)):
             grouped_wgrad_(total, grad, x, runs, overwrite=overwrite, implementation="triton")
@@ -67,14 +69,14 @@ def test_weight_gradients_are_written_and_then_added(dtype, trailing):
                 assert not total.any()
                 continue
             # the sums of fp16 products are not rounded to fp16
-            assert_close_by_metric("weight gradient", total, times * true, bound=1e-6)
+            assert_close_by_metric("weight gradient", total, times * expected, bound=1e-6)
             assert not total[[count == 0 for count in counts]].any()
 
 
 def test_weight_gradient_is_rounded_once_to_fp16_buffer():
     x, grad, _, runs = operands(COUNTS[0], torch.float16, 0)
-    wide = torch.empty(len(COUNTS[0]), N, M)
-    narrow = wide.half()
-    for total in (wide, narrow):
+    fp32_total = torch.empty(len(COUNTS[0]), N, M)
+    fp16_total = fp32_total.half()
+    for total in (fp32_total, fp16_total):
         grouped_wgrad_(total, grad, x, runs, overwrite=True, implementation="triton")
-    assert torch.equal(narrow, wide.half())
+    assert torch.equal(fp16_total, fp32_total.half())

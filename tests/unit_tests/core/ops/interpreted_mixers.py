@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole recurrent mixers with Triton kernels, in its interpreter, against those of plain torch.
+"""Recurrent mixers with Triton kernels in the interpreter against mixers of plain torch.
 
-Run by `test_triton.py` in a process of its own. By device alone a CPU takes the reference: here the
-ops of a mixer are told to choose the kernels, and what each has chosen is counted.
+`test_triton.py` runs this file in a separate process. On a CPU the ops choose the reference, so the
+tests force each op to choose its kernel and count the choices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DELTA = GatedDeltaNetConfig(
 )
 MAMBA = Mamba2Config(num_heads=4, head_channels=3, state_channels=6, num_groups=2)
 MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
-#: Ops of a mixer, which choose by themselves.
+#: Ops of a mixer that choose an implementation.
 OPS = {
     "recurrence_prologue": recurrence_prologue,
     "recurrence": recurrence_by_device,
@@ -54,15 +54,15 @@ OPS = {
 
 
 def layouts() -> dict[str, SequenceLayout]:
-    """Return layouts by name: of rows of documents side by side, of documents and padding."""
+    """Return layouts by name: packed documents, and documents with padding."""
     ids = torch.tensor([[0] * 2 + [1] * 7, [0] * 9])
     packed = SequenceLayout.make(SequenceSharding.of(9, 1), 0, rows=2, document_ids=ids)
-    cut = SequenceSharding.of(11, 1, cu_seqlens=[0, 3, 11], padded_cu_seqlens=[0, 6, 16])
-    return {"packed": packed, "padded": SequenceLayout.make(cut, 0, rows=1)}
+    sharding = SequenceSharding.of(11, 1, cu_seqlens=[0, 3, 11], padded_cu_seqlens=[0, 6, 16])
+    return {"packed": packed, "padded": SequenceLayout.make(sharding, 0, rows=1)}
 
 
-def worked(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tensor]:
-    """Return the output of a layer and all gradients by name."""
+def run_layer(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tensor]:
+    """Return the output and all gradients of a layer by name."""
     groups = ProcessGroupCollection.single()
     layer_class, config = MIXERS[kind]
     store = WeightStore(groups, seed=2, dtype=torch.float32)
@@ -84,17 +84,17 @@ def worked(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tens
     hidden.requires_grad_()
     out = layer(hidden, layout)
     out.backward(torch.randn(out.shape, generator=generator(5)))
-    found = {"out": out.detach(), "hidden": hidden.grad}
-    return found | {name: handle.main_grad.clone() for name, handle in store.handles.items()}
+    outputs = {"out": out.detach(), "hidden": hidden.grad}
+    return outputs | {name: handle.main_grad.clone() for name, handle in store.handles.items()}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Use small tiles and chunks: an interpreter works on whole ones."""
+def small_launches(monkeypatch):
+    """Use small tiles and chunks, as the interpreter computes whole tiles."""
     tile = {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "FORWARD", Launches("f", tile))
-    stretches = {"SEGMENTS": 8, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
-    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
+    segments = {"SEGMENTS": 8, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", segments))
     delta = partial(gated_delta_net.delta_recurrence, chunk_size=16)
     monkeypatch.setattr(gated_delta_net, "delta_recurrence", delta)
     state_space = partial(mamba2.state_space_recurrence, chunk_size=16)
@@ -103,9 +103,9 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("name", ["packed", "padded"])
 @pytest.mark.parametrize("kind", MIXERS)
-def test_a_layer_of_kernels_is_the_layer_of_plain_torch(kind, name, monkeypatch):
+def test_mixer_with_kernels_matches_plain_torch(kind, name, monkeypatch):
     layout, rows = layouts()[name], 1 if name == "padded" else 2
-    wanted = worked(kind, layout, rows)
+    expected = run_layer(kind, layout, rows)
     chosen: Counter[str] = Counter()
     for op, module in OPS.items():
 
@@ -116,12 +116,14 @@ def test_a_layer_of_kernels_is_the_layer_of_plain_torch(kind, name, monkeypatch)
 
         monkeypatch.setattr(module, "choose", triton)
     in_place: list[bool] = []
-    same = joint_gradient._is_same_memory
+    is_same_memory = joint_gradient._is_same_memory
     monkeypatch.setattr(
-        joint_gradient, "_is_same_memory", lambda x, y: in_place.append(same(x, y)) or in_place[-1]
+        joint_gradient,
+        "_is_same_memory",
+        lambda x, y: in_place.append(is_same_memory(x, y)) or in_place[-1],
     )
     with nan_memory():
-        found = worked(kind, layout, rows)
+        actual = run_layer(kind, layout, rows)
     assert chosen == dict.fromkeys(OPS, 1)
     assert in_place == [True, True]  # neither slice of the projection's gradient is copied
-    assert_all_close(found, wanted)
+    assert_all_close(actual, expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over symmetric memory, peer to peer, by processes that share files as memory."""
+"""Collectives over symmetric memory, between processes that share files as memory."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, requests
 
 
-class Files:
-    """Symmetric memory of processes on one machine: files that all of them map.
+class SharedFiles:
+    """Symmetric memory of processes on one machine: files that all processes map.
 
     Args:
-        problems: what each rank says it lacks.
-        multicast: what each rank says it lacks of multicast.
-        fails: what a rank's allocation raises.
-        unmapped: what the exchange raises.
-        broken: the buffers of this rank are memory of its own.
-        deaf: so are its signal pads.
-        no_address: this rank's mapping has no multicast address.
+        problems: the problem that each rank reports.
+        multicast: the multicast problem, of all ranks or by rank.
+        fails: error message of the allocation, by rank.
+        unmapped: error message of the exchange.
+        broken: the rank whose buffers are private memory.
+        deaf: the rank whose signal pads are private memory.
+        no_address: the rank whose mapping has no multicast address.
+        pad_bytes: size of the signal pads that the exchange reports.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class Files:
         self.problems, self.multicast, self.fails = problems or {}, multicast, fails or {}
         self.unmapped, self.broken, self.deaf = unmapped, broken, deaf
         self.no_address = no_address
-        self.pad_bytes, self.kept = pad_bytes, []
+        self.pad_bytes, self.mappings = pad_bytes, []
         self.by_multicast: dict[int, torch.Tensor] = {}
 
     def problem(self) -> str:
         return self.problems.get(self.rank, "")
 
     def multicast_problem(self) -> str:
-        said = self.multicast
-        return said if isinstance(said, str) else said.get(self.rank, "")
+        problem = self.multicast
+        return problem if isinstance(problem, str) else problem.get(self.rank, "")
 
     def allocate(self, size: int, pad_bytes: int) -> torch.Tensor:
         if self.rank in self.fails:
@@ -96,7 +97,7 @@ class Files:
             pads = [torch.zeros_like(pad) for pad in pads]
         local = buffers[self.rank]
         local.view(torch.float32).fill_(float("nan"))
-        self.kept.append((buffers, pads))
+        self.mappings.append((buffers, pads))
         torch.distributed.barrier(group.handle)
         addresses = torch.tensor([x.data_ptr() for x in buffers])
         self.by_multicast[self.count] = addresses
@@ -115,179 +116,183 @@ class Files:
         return 0 if self.multicast == "no switch" or self.no_address == self.rank else self.count
 
     def _mapped(self, name: str, size: int) -> torch.Tensor:
-        """Return a file's bytes; a new file has zeros."""
+        """Map the bytes of a file; a new file holds zeros."""
         path = str(self.folder / name)
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def multicast_by_peers(memory: Files) -> None:
-    """Have the kernels of multimem do the same through the addresses of all ranks."""
-    there = memory.by_multicast
+def multicast_by_peers(memory: SharedFiles) -> None:
+    """Replace the multimem kernels by peer-to-peer kernels over the addresses of all ranks."""
+    addresses = memory.by_multicast
 
     def all_gather(x, multicast, peers):
-        nvls.peer_all_gather(x, there[multicast], peers)
+        nvls.peer_all_gather(x, addresses[multicast], peers)
 
     def reduce_scatter(multicast, out, peers):
-        nvls.peer_reduce_scatter(there[multicast], out, peers)
+        nvls.peer_reduce_scatter(addresses[multicast], out, peers)
 
     def fused(multicast, gathered, stream, norm, peers):
-        nvls.peer_reduce_norm_gather(there[multicast], there[gathered], stream, norm, peers)
+        nvls.peer_reduce_norm_gather(addresses[multicast], addresses[gathered], stream, norm, peers)
 
     def all_gather_v(x, rows, multicast, out, peers):
-        nvls.peer_all_gather_v(x, rows, there[multicast], out, peers)
+        nvls.peer_all_gather_v(x, rows, addresses[multicast], out, peers)
 
     def reduce_scatter_v(multicast, rows, out, peers):
-        nvls.peer_reduce_scatter_v(there[multicast], rows, out, peers)
+        nvls.peer_reduce_scatter_v(addresses[multicast], rows, out, peers)
 
     nvls.multimem_all_gather, nvls.multimem_reduce_scatter = all_gather, reduce_scatter
     nvls.multimem_all_gather_v, nvls.multimem_reduce_scatter_v = all_gather_v, reduce_scatter_v
     nvls.multimem_reduce_norm_gather = fused
 
 
-def group_of(rank: int, world: int) -> tuple[ProcessGroupCollection, Group]:
+def make_groups(rank: int, world: int) -> tuple[ProcessGroupCollection, Group]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     return groups, groups["tp"]
 
 
 def addends(world: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return what every rank has, integers, so that any order of summation gives the same."""
-    made = torch.Generator().manual_seed(seed)
-    return torch.randint(-50, 50, (world, *shape), generator=made).float()
+    """Return integer addends of all ranks; their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-50, 50, (world, *shape), generator=generator).float()
 
 
-def rounds_on_a_rank(rank: int, world: int, folder: str, features: int, rounds: int) -> int:
-    groups, group = group_of(rank, world)
-    memory, delays = Files(Path(folder), rank), random.Random(rank)
+def run_rounds(rank: int, world: int, folder: str, features: int, rounds: int) -> int:
+    groups, group = make_groups(rank, world)
+    memory, delays = SharedFiles(Path(folder), rank), random.Random(rank)
     rows = 2
     comm = SequenceParallelComm.create(group, memory, max_bytes=4 * world * rows * features)
     assert comm.way == "p2p"
     assert "no switch" in comm.explain()
     for number in range(rounds):
-        whole = addends(world, (world * rows, features), number)
-        total = whole.sum(0)
+        inputs = addends(world, (world * rows, features), number)
+        total = inputs.sum(0)
         time.sleep(delays.random() * 0.01)
         with trace(groups) as records:
-            own = comm.reduce_scatter(whole[rank])
-            everything = comm.all_gather(own)
+            shard = comm.reduce_scatter(inputs[rank])
+            gathered_sum = comm.all_gather(shard)
         assert [record.how for record in records] == ["p2p", "p2p"]
-        assert torch.equal(own, total.chunk(world)[rank])
-        assert torch.equal(everything, total)
+        assert torch.equal(shard, total.chunk(world)[rank])
+        assert torch.equal(gathered_sum, total)
         time.sleep(delays.random() * 0.01)
-        # Gather after gather: a rank that is late to read finds nothing of the second.
-        for more in (1, 2):
-            gathered = comm.all_gather(own + more)
+        # Two gathers in a row: a late reader must not read data of the second gather.
+        for offset in (1, 2):
+            gathered = comm.all_gather(shard + offset)
             time.sleep(delays.random() * 0.01)
-            assert torch.equal(gathered, total + more)
+            assert torch.equal(gathered, total + offset)
     torch.distributed.barrier(group.handle)
-    return sum(int(pad.sum()) for _, pads in memory.kept for pad in pads)
+    return sum(int(pad.sum()) for _, pads in memory.mappings for pad in pads)
 
 
 @pytest.mark.parametrize(("world", "features"), [(2, 64), (2, 1152), (4, 64)])
-def test_rounds_are_exact_and_leave_pads_at_zero(world: int, features: int, tmp_path: Path) -> None:
-    assert run_ranks(rounds_on_a_rank, world, str(tmp_path), features, 5) == [0] * world
+def test_collectives_are_exact_and_reset_signal_pads(
+    world: int, features: int, tmp_path: Path
+) -> None:
+    assert run_ranks(run_rounds, world, str(tmp_path), features, 5) == [0] * world
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "rounds"), [(2, 1000), (4, 30)])
-def test_many_rounds_are(world: int, rounds: int, tmp_path: Path) -> None:
-    found = run_ranks(rounds_on_a_rank, world, str(tmp_path), 64, rounds, timeout=400)
-    assert found == [0] * world
+def test_many_rounds_are_exact(world: int, rounds: int, tmp_path: Path) -> None:
+    pad_sums = run_ranks(run_rounds, world, str(tmp_path), 64, rounds, timeout=400)
+    assert pad_sums == [0] * world
 
 
-#: Rows that two ranks have of the three that there is room for.
-ROWS = ((2, 1), (0, 3), (0, 0), (3, 0))
+#: Row counts of two ranks whose buffers hold three rows.
+ROW_COUNTS = ((2, 1), (0, 3), (0, 0), (3, 0))
 
 
-def ragged_on_a_rank(rank: int, world: int, folder: str, features: int, ways: dict) -> list[str]:
-    """Return what is wrong over some ways with ranks of unlike numbers of rows."""
-    groups, group = group_of(rank, world)
-    delays, wrong, room = random.Random(rank), [], 3
-    for way, how in ways.items():
-        (Path(folder) / way).mkdir(exist_ok=True)
-        memory = Files(Path(folder) / way, rank, **how)
+def run_ragged(
+    rank: int, world: int, folder: str, features: int, options_by_backend: dict
+) -> list[str]:
+    """Return the errors of each backend with unequal row counts."""
+    groups, group = make_groups(rank, world)
+    delays, errors, room = random.Random(rank), [], 3
+    for backend, options in options_by_backend.items():
+        (Path(folder) / backend).mkdir(exist_ok=True)
+        memory = SharedFiles(Path(folder) / backend, rank, **options)
         multicast_by_peers(memory)
         comm = SequenceParallelComm.create(group, memory, max_bytes=4 * world * room * features)
-        assert comm.way == way
-        for number, counts in enumerate(ROWS if way == "p2p" else ROWS[:1]):
-            parts = addends(world, (room, features), number)
-            total = torch.cat([p[:c] for p, c in zip(parts, counts, strict=True)])
+        assert comm.way == backend
+        for number, counts in enumerate(ROW_COUNTS if backend == "p2p" else ROW_COUNTS[:1]):
+            inputs = addends(world, (room, features), number)
+            total = torch.cat([p[:c] for p, c in zip(inputs, counts, strict=True)])
             total = torch.cat([total, torch.zeros(world * room - len(total), features)])
-            own, first = parts[rank].clone(), sum(counts[:rank])
-            own[counts[rank] :] = float("nan")  # rows that are none
+            local_rows, row_offset = inputs[rank].clone(), sum(counts[:rank])
+            local_rows[counts[rank] :] = float("nan")  # unused rows
             sums = addends(world, total.shape, 50 + number)
-            part = torch.zeros(room, features)
-            part[: counts[rank]] = sums.sum(0)[first : first + counts[rank]]
+            expected_shard = torch.zeros(room, features)
+            expected_shard[: counts[rank]] = sums.sum(0)[row_offset : row_offset + counts[rank]]
             sums[:, sum(counts) :] = float("nan")
             rows = torch.tensor(counts, dtype=torch.int32)
             time.sleep(delays.random() * 0.01)
             with trace(groups) as records:
-                once = comm.all_gather_v(own, rows)
+                first_gather = comm.all_gather_v(local_rows, rows)
                 time.sleep(delays.random() * 0.01)
-                once = once.clone()  # late: nothing of the next gather is there
-                twice = comm.all_gather_v(2 * own, rows).clone()
+                # A late copy must not hold data of the next gather.
+                first_gather = first_gather.clone()
+                second_gather = comm.all_gather_v(2 * local_rows, rows).clone()
                 time.sleep(delays.random() * 0.01)
                 summed = comm.reduce_scatter_v(sums[rank], rows)
-            if way != "torch.distributed":
-                assert [record.how for record in records] == [f"{way} v"] * 3
-            if not (torch.equal(once, total) and torch.equal(twice, 2 * total)):
-                wrong.append(f"{way}: gather of {counts}")
-            if not torch.equal(summed, part):
-                wrong.append(f"{way}: scatter of {counts}")
+            if backend != "torch.distributed":
+                assert [record.how for record in records] == [f"{backend} v"] * 3
+            if not (torch.equal(first_gather, total) and torch.equal(second_gather, 2 * total)):
+                errors.append(f"{backend}: gather of {counts}")
+            if not torch.equal(summed, expected_shard):
+                errors.append(f"{backend}: scatter of {counts}")
         torch.distributed.barrier(group.handle)
-        if any(int(pad.sum()) for _, pads in memory.kept for pad in pads):
-            wrong.append(f"{way}: pads")
-    return wrong
+        if any(int(pad.sum()) for _, pads in memory.mappings for pad in pads):
+            errors.append(f"{backend}: pads")
+    return errors
 
 
-def test_ranks_of_unlike_rows_gather_and_scatter_them(tmp_path: Path) -> None:
+def test_collectives_support_unequal_row_counts(tmp_path: Path) -> None:
     ways = {"p2p": {}, "multimem": {"multicast": {}}, "torch.distributed": {"unmapped": "no"}}
-    assert run_ranks(ragged_on_a_rank, 2, str(tmp_path), 1152, ways) == [[]] * 2
+    assert run_ranks(run_ragged, 2, str(tmp_path), 1152, ways) == [[]] * 2
 
 
-def fused_on_a_rank(rank: int, world: int, folder: str, features: int) -> list[str]:
-    """Return what is wrong with the fused kernel for 1 and 3 rows a rank, gather before and after
-    it."""
-    groups, group = group_of(rank, world)
-    memory, wrong = Files(Path(folder), rank), []
+def run_fused(rank: int, world: int, folder: str, features: int) -> list[str]:
+    """Return the errors of the fused kernel for 1 and 3 rows per rank, and of gathers around it."""
+    groups, group = make_groups(rank, world)
+    memory, errors = SharedFiles(Path(folder), rank), []
     comm = SequenceParallelComm.create(group, memory, max_bytes=4 * world * 3 * features)
     norm = RowNorm(torch.linspace(-1, 1, features), 1e-5, 1.0)
     for rows in (1, 3, 1):
-        whole = addends(world, (world * rows, features), rows)
+        inputs = addends(world, (world * rows, features), rows)
         streams = addends(1, (world * rows, features), 7)[0]
-        total = streams + whole.sum(0)
-        wanted = rms_norm(total.double(), norm.weight.double(), eps=1e-5, zero_centered=True)
-        assert comm.fuses(whole[rank])
+        total = streams + inputs.sum(0)
+        expected = rms_norm(total.double(), norm.weight.double(), eps=1e-5, zero_centered=True)
+        assert comm.fuses(inputs[rank])
         stream = streams.chunk(world)[rank].clone()
         if not torch.equal(comm.all_gather(stream), streams):
-            wrong.append(f"gather before {rows} rows")
+            errors.append(f"gather before {rows} rows")
         with trace(groups) as records:
-            normed = comm.reduce_norm_gather(whole[rank], stream, norm)
+            normed = comm.reduce_norm_gather(inputs[rank], stream, norm)
         assert [(r.kind, r.how) for r in records] == [
             ("reduce_scatter", "p2p fused"),
             ("all_gather", "p2p fused"),
         ]
-        assert_close_by_metric(f"norm of {rows} rows", normed, wanted, bound=1e-6)
+        assert_close_by_metric(f"norm of {rows} rows", normed, expected, bound=1e-6)
         if not torch.equal(stream, total.chunk(world)[rank]):
-            wrong.append(f"stream of {rows} rows")
+            errors.append(f"stream of {rows} rows")
         if not torch.equal(comm.all_gather(stream), total):
-            wrong.append(f"gather after {rows} rows")
+            errors.append(f"gather after {rows} rows")
     torch.distributed.barrier(group.handle)
-    if any(int(pad.sum()) for _, pads in memory.kept for pad in pads):
-        wrong.append("pads")
-    return wrong
+    if any(int(pad.sum()) for _, pads in memory.mappings for pad in pads):
+        errors.append("pads")
+    return errors
 
 
 @pytest.mark.parametrize(
     ("world", "features"), [(2, 64), (4, 128), (2, 1152), (2, 9216), (4, 12288)]
 )
-def test_the_fused_kernel_is_reduce_add_norm_and_gather(
+def test_fused_kernel_matches_reduce_add_norm_gather(
     world: int, features: int, tmp_path: Path
 ) -> None:
-    assert run_ranks(fused_on_a_rank, world, str(tmp_path), features) == [[]] * world
+    assert run_ranks(run_fused, world, str(tmp_path), features) == [[]] * world
 
 
 @pytest.mark.parametrize("features", [4, 64, 128, 1152, 9216, 12288, 16384])
-def test_a_row_has_a_warp_and_a_place(features: int) -> None:
+def test_norm_launch_fits_a_row_into_a_block(features: int) -> None:
     peers = PeerGroup(torch.zeros(2), torch.zeros(1), rank=0, world=2, programs=32)
     norm = RowNorm(torch.ones(features), 1e-5)
     (programs,), launch = nvls._norm_launch(torch.zeros(1, features), norm, peers)
@@ -296,20 +301,24 @@ def test_a_row_has_a_warp_and_a_place(features: int) -> None:
     assert features <= launch["BLOCK"] <= launch["num_warps"] * 1024
 
 
-def tries_a_way(rank: int, world: int, folder: str, what: dict) -> tuple[str, str, bool]:
-    """Return the way, why, and whether its sums are right."""
-    _, group = group_of(rank, world)
-    memory = Files(Path(folder), rank, **what)
+def choose_backend(rank: int, world: int, folder: str, options: dict) -> tuple[str, str, bool]:
+    """Return the backend, its explanation, and whether its sums are correct."""
+    _, group = make_groups(rank, world)
+    memory = SharedFiles(Path(folder), rank, **options)
     multicast_by_peers(memory)
     comm = SequenceParallelComm.create(group, memory, max_bytes=4096, tries=200)
-    whole = addends(world, (world * 2, 32), 1)
-    own = comm.reduce_scatter(whole[rank])
-    right = torch.equal(own, whole.sum(0).chunk(world)[rank])
-    return comm.way, comm.explain(), right and torch.equal(comm.all_gather(own), whole.sum(0))
+    inputs = addends(world, (world * 2, 32), 1)
+    shard = comm.reduce_scatter(inputs[rank])
+    is_correct = torch.equal(shard, inputs.sum(0).chunk(world)[rank])
+    return (
+        comm.way,
+        comm.explain(),
+        is_correct and torch.equal(comm.all_gather(shard), inputs.sum(0)),
+    )
 
 
 @pytest.mark.parametrize(
-    ("what", "way", "reason"),
+    ("options", "backend", "reason"),
     [
         ({"problems": {1: "torch has none"}}, "torch.distributed", "rank 1: torch has none"),
         ({"fails": {0: "full"}}, "torch.distributed", "rank 0: no symmetric memory of 8,192 bytes"),
@@ -322,76 +331,80 @@ def tries_a_way(rank: int, world: int, folder: str, what: dict) -> tuple[str, st
         ({"multicast": {}, "broken": 0}, "torch.distributed", "multimem: the probe's sum"),
     ],
 )
-def test_all_ranks_take_the_way_that_every_one_can(
-    what: dict, way: str, reason: str, tmp_path: Path
+def test_ranks_agree_on_the_best_common_backend(
+    options: dict, backend: str, reason: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(tries_a_way, 2, str(tmp_path), what)
-    assert [each[0] for each in found] == [way, way]
-    assert all(right for *_, right in found)
-    assert len({said for _, said, _ in found}) == 1
-    assert reason in found[0][1]
+    reports = run_ranks(choose_backend, 2, str(tmp_path), options)
+    assert [report[0] for report in reports] == [backend, backend]
+    assert all(is_correct for *_, is_correct in reports)
+    assert len({explanation for _, explanation, _ in reports}) == 1
+    assert reason in reports[0][1]
 
 
 class OddTransferCount(InferenceOptimizedModel):
-    """A model each of whose steps begins after an odd number of transfers."""
+    """A model whose steps each start after an odd number of transfers."""
 
-    def __call__(self, *args, **named):
-        while self.comm.addends((4, 64), torch.float32).data_ptr() == self.first:
+    def __call__(self, *args, **kwargs):
+        while self.comm.addends((4, 64), torch.float32).data_ptr() == self.first_address:
             self.comm.all_gather(torch.ones(2, 64))
-        return super().__call__(*args, **named)
+        return super().__call__(*args, **kwargs)
 
 
-def first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[bool], list]:
-    """Return whether the first buffer is next at first, after a gather and after `begin_step`;
-    whether the first reduction of each step uses it; and what is generated."""
-    groups, group = group_of(rank, world)
-    comm = SequenceParallelComm.create(group, Files(Path(folder), rank), max_bytes=1 << 16)
+def check_first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool], list[bool], list]:
+    """Check the use of the first buffer.
+
+    Returns:
+        Whether the first buffer is next at the start, after a gather, after `begin_step`; whether
+        the first reduction of each step uses it; the generated tokens.
+    """
+    groups, group = make_groups(rank, world)
+    comm = SequenceParallelComm.create(group, SharedFiles(Path(folder), rank), max_bytes=1 << 16)
     assert comm.way == "p2p"
     addresses = []
-    for before in (None, lambda: comm.all_gather(torch.ones(2, 64)), comm.begin_step):
-        if before is not None:
-            before()
+    for action in (None, lambda: comm.all_gather(torch.ones(2, 64)), comm.begin_step):
+        if action is not None:
+            action()
         addresses.append(comm.addends((4, 64), torch.float32).data_ptr())
     model = OddTransferCount(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
-    model.first = addresses[0]
+    model.first_address = addresses[0]
     engine = engine_of(model.model, max_num_batched_tokens=500, token_multiple=world)
     engine.model = model
-    used, begins = [], []
-    filled, call = Arena._fill_next, OddTransferCount.__call__
+    uses_first_buffer, first_reductions = [], []
+    fill_next, call = Arena._fill_next, OddTransferCount.__call__
 
-    def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
-        used.append(arena.next_addends((1,), torch.float32).data_ptr() == addresses[0])
-        return filled(arena, x, how)
+    def recording_fill(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
+        uses_first_buffer.append(arena.next_addends((1,), torch.float32).data_ptr() == addresses[0])
+        return fill_next(arena, x, how)
 
     def step(self, *args, **named):
-        start = len(used)
-        found = call(self, *args, **named)
-        begins.append(used[start])
-        return found
+        num_used = len(uses_first_buffer)
+        output = call(self, *args, **named)
+        first_reductions.append(uses_first_buffer[num_used])
+        return output
 
     with (
         one_thread(),
-        mock.patch.object(Arena, "_fill_next", noted),
+        mock.patch.object(Arena, "_fill_next", recording_fill),
         mock.patch.object(OddTransferCount, "__call__", step),
     ):
-        said = generate(engine, make_requests()[:1])
-    return [a == addresses[0] for a in addresses], begins, [c.tokens for (c,) in said]
+        outputs = generate(engine, make_requests()[:1])
+    return [a == addresses[0] for a in addresses], first_reductions, [c.tokens for (c,) in outputs]
 
 
-def test_every_step_begins_with_the_first_buffer(tmp_path: Path) -> None:
+def test_every_step_starts_with_the_first_buffer(tmp_path: Path) -> None:
     with one_thread():
         model = model_in_fp32("gqa", ProcessGroupCollection.single())
-        wanted = [c.tokens for (c,) in generate(engine_of(model), make_requests()[:1])]
-    for next_is_first, begins, said in run_ranks(first_buffers, 2, str(tmp_path)):
+        expected = [c.tokens for (c,) in generate(engine_of(model), make_requests()[:1])]
+    for next_is_first, first_reductions, tokens in run_ranks(check_first_buffers, 2, str(tmp_path)):
         assert next_is_first == [True, False, True]
-        assert len(begins) >= 4
-        assert all(begins)
-        assert said == wanted
+        assert len(first_reductions) >= 4
+        assert all(first_reductions)
+        assert tokens == expected
 
 
-def requires(rank: int, world: int, folder: str, what: dict) -> str:
-    _, group = group_of(rank, world)
-    memory = Files(Path(folder), rank, **what)
+def require_multicast(rank: int, world: int, folder: str, options: dict) -> str:
+    _, group = make_groups(rank, world)
+    memory = SharedFiles(Path(folder), rank, **options)
     multicast_by_peers(memory)
     try:
         comm = SequenceParallelComm.create(group, memory, max_bytes=64, mode="require")
@@ -400,53 +413,62 @@ def requires(rank: int, world: int, folder: str, what: dict) -> str:
     return comm.way
 
 
-def test_require_takes_multicast_or_stops_on_all_ranks(tmp_path: Path) -> None:
+def test_require_uses_multicast_or_fails_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "with").mkdir()
-    there = run_ranks(requires, 2, str(tmp_path / "with"), {"multicast": {}})
-    assert there == ["multimem", "multimem"]
-    said = run_ranks(requires, 2, str(tmp_path), {"multicast": {1: "no switch"}})
-    assert said[0] == said[1]
-    assert "--nvls require: the collectives would go through p2p (rank 1: no switch)" in said[0]
+    backends = run_ranks(require_multicast, 2, str(tmp_path / "with"), {"multicast": {}})
+    assert backends == ["multimem", "multimem"]
+    errors = run_ranks(require_multicast, 2, str(tmp_path), {"multicast": {1: "no switch"}})
+    assert errors[0] == errors[1]
+    assert "--nvls require: the collectives would go through p2p (rank 1: no switch)" in errors[0]
 
 
-def decodes(rank: int, world: int, folder: str, families: dict[str, dict]) -> dict[str, tuple]:
-    """Return of each family what the optimized forward says over this memory, and the ways."""
-    groups, group = group_of(rank, world)
-    found = {}
-    for family, how in families.items():
+def run_families(
+    rank: int, world: int, folder: str, options_by_family: dict[str, dict]
+) -> dict[str, tuple]:
+    """Return by family the generated tokens, collectives by backend, the backend and steps."""
+    groups, group = make_groups(rank, world)
+    reports = {}
+    for family, options in options_by_family.items():
         model = model_in_fp32(family, groups, sequence_parallel=True)
         (Path(folder) / family).mkdir(exist_ok=True)
-        memory = Files(Path(folder) / family, rank, **how.get("memory", {}))
+        memory = SharedFiles(Path(folder) / family, rank, **options.get("memory", {}))
         multicast_by_peers(memory)
-        comm = SequenceParallelComm.create(group, memory, max_bytes=how.get("max_bytes", 1 << 16))
+        comm = SequenceParallelComm.create(
+            group, memory, max_bytes=options.get("max_bytes", 1 << 16)
+        )
         engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
         engine.model = InferenceOptimizedModel(model, comm)
         with one_thread(), trace(groups) as records, copies_into_arenas() as copied:
-            said = generate(engine, make_requests())
-        ways = Counter((record.kind, record.how) for record in records)
-        ways["copied", comm.way] = copied.count(True)
-        found[family] = [outputs[0].tokens for outputs in said], ways, comm.way, engine.stats.steps
-    return found
+            outputs_by_request = generate(engine, make_requests())
+        collectives = Counter((record.kind, record.how) for record in records)
+        collectives["copied", comm.way] = copied.count(True)
+        reports[family] = (
+            [outputs[0].tokens for outputs in outputs_by_request],
+            collectives,
+            comm.way,
+            engine.stats.steps,
+        )
+    return reports
 
 
 @contextmanager
 def copies_into_arenas() -> Iterator[list[bool]]:
-    """Note of each reduction whether its addends were copied into symmetric memory."""
-    found, filled = [], Arena._fill_next
+    """Record for each reduction whether its addends were copied into symmetric memory."""
+    copied, fill_next = [], Arena._fill_next
 
-    def noted(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
-        found.append(x.data_ptr() != arena.next_addends(x.shape, x.dtype).data_ptr())
-        return filled(arena, x, how)
+    def recording_fill(arena: Arena, x: torch.Tensor, how: str) -> SymmetricBuffers:
+        copied.append(x.data_ptr() != arena.next_addends(x.shape, x.dtype).data_ptr())
+        return fill_next(arena, x, how)
 
-    Arena._fill_next = noted
+    Arena._fill_next = recording_fill
     try:
-        yield found
+        yield copied
     finally:
-        Arena._fill_next = filled
+        Arena._fill_next = fill_next
 
 
 def make_requests() -> list[Request]:
-    """Return three requests of a few tokens: the interpreter is slow."""
+    """Return three requests of a few tokens, as the interpreter is slow."""
     return [replace(request, max_new_tokens=4) for request in requests()[:3]]
 
 
@@ -458,8 +480,8 @@ CONFIGS = FAMILIES | {
     "layer norm": replace(FAMILIES["gqa"], norm=NormConfig(kind="LayerNorm")),
     "zero centred": replace(FAMILIES["gqa"], norm=NormConfig(zero_centered=True)),
 }
-#: Of each family what its memory is like, and the way that is taken.
-WAYS = {
+#: By family: options of the memory, and the expected backend.
+BACKENDS = {
     "gqa": ({}, "p2p"),
     "zero centred": ({"memory": {"multicast": {}}}, "multimem"),
     "hybrid": ({}, "p2p"),
@@ -470,49 +492,54 @@ WAYS = {
 }
 
 
-def test_the_optimized_forward_says_the_same_over_every_way(tmp_path: Path) -> None:
-    hows = {family: how for family, (how, _) in WAYS.items()}
-    found = run_ranks(decodes, 2, str(tmp_path), hows, timeout=240)
-    for family, (how, way) in WAYS.items():
+def test_optimized_forward_generates_same_tokens_on_all_backends(tmp_path: Path) -> None:
+    options_by_family = {family: options for family, (options, _) in BACKENDS.items()}
+    reports = run_ranks(run_families, 2, str(tmp_path), options_by_family, timeout=240)
+    for family, (options, expected_backend) in BACKENDS.items():
         model = model_in_fp32(family, ProcessGroupCollection.single())
         with one_thread():
-            wanted = [
+            expected = [
                 outputs[0].tokens
                 for outputs in generate(
                     engine_of(model, max_num_batched_tokens=500), make_requests()
                 )
             ]
-        for rank in found:
-            said, ways, taken, steps = rank[family]
-            assert (said, taken) == (wanted, way), family
-            fused = ways["reduce_scatter", f"{way} fused"]
-            assert ways["all_gather", f"{way} fused"] == fused
+        for report in reports:
+            tokens, collectives, backend, steps = report[family]
+            assert (tokens, backend) == (expected, expected_backend), family
+            fused = collectives["reduce_scatter", f"{expected_backend} fused"]
+            assert collectives["all_gather", f"{expected_backend} fused"] == fused
             if family in ("gqa", "zero centred"):
-                # The embedding's and, before the first block, a gather; logits may not be packs.
+                # Unfused: the embedding's reduce-scatter and one gather before the first block.
                 assert fused == 4 * steps
-                assert ways["reduce_scatter", way] == ways["all_gather", way] == steps
-                assert ways["copied", way] == steps  # the embedding's; products write there
+                assert (
+                    collectives["reduce_scatter", expected_backend]
+                    == collectives["all_gather", expected_backend]
+                    == steps
+                )
+                # Only the embedding is copied; matmuls write into symmetric memory.
+                assert collectives["copied", expected_backend] == steps
             elif family == "layer norm":
-                assert (fused, ways["reduce_scatter", way]) == (0, 5 * steps)
-                assert ways["copied", way] == steps
-            elif "max_bytes" in how:  # the prompts' step is wider, those of single tokens are not
+                assert (fused, collectives["reduce_scatter", expected_backend]) == (0, 5 * steps)
+                assert collectives["copied", expected_backend] == steps
+            elif "max_bytes" in options:  # only the prompt step exceeds the memory
                 assert 0 < fused < 4 * steps
-                assert ways["reduce_scatter", "sum"] > 0
-            elif way == "torch.distributed":
-                assert not any(taken.startswith("p2p") for _, taken in ways)
+                assert collectives["reduce_scatter", "sum"] > 0
+            elif expected_backend == "torch.distributed":
+                assert not any(backend.startswith("p2p") for _, backend in collectives)
             else:
                 assert fused >= steps
-            # Of its block of experts each step that only decodes, of an odd number of tokens.
+            # The expert block, in each decode-only step, with an odd number of tokens.
             experts = steps - 1 if family == "experts" else 0
-            assert ways["all_gather", f"{way} v"] == experts
-            assert ways["reduce_scatter", f"{way} v"] == experts
+            assert collectives["all_gather", f"{expected_backend} v"] == experts
+            assert collectives["reduce_scatter", f"{expected_backend} v"] == experts
 
 
-def waits_in_vain(rank: int, world: int, folder: str) -> tuple[int, str]:
-    _, group = group_of(rank, world)
-    memory = Files(Path(folder), rank)
-    half = memory.exchange(memory.allocate(1024, 512), group)
-    arena = Arena(group, (half, half), "p2p", tries=50)
+def wait_for_missing_peer(rank: int, world: int, folder: str) -> tuple[int, str]:
+    _, group = make_groups(rank, world)
+    memory = SharedFiles(Path(folder), rank)
+    buffers = memory.exchange(memory.allocate(1024, 512), group)
+    arena = Arena(group, (buffers, buffers), "p2p", tries=50)
     if rank == 0:
         arena.reduce_scatter(torch.ones(world * 4, 4))
     try:
@@ -522,17 +549,17 @@ def waits_in_vain(rank: int, world: int, folder: str) -> tuple[int, str]:
     return int(arena.status), ""
 
 
-def test_a_peer_that_never_comes_is_named(tmp_path: Path) -> None:
-    (late, said), other = run_ranks(waits_in_vain, 2, str(tmp_path))
-    assert (late, other) == (2, (0, ""))
-    assert "rank 1 did not reach a collective of p2p within 50 polls" in said
+def test_missing_peer_is_named(tmp_path: Path) -> None:
+    (status, error), peer_report = run_ranks(wait_for_missing_peer, 2, str(tmp_path))
+    assert (status, peer_report) == (2, (0, ""))
+    assert "rank 1 did not reach a collective of p2p within 50 polls" in error
 
 
-def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
-    """Return what a step of a run with a limit says of a rank that leaves, and what was logged."""
-    groups, group = group_of(rank, world)
+def run_with_limit(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
+    """Return the error of a step with a spin limit after a rank left, and the log lines."""
+    groups, group = make_groups(rank, world)
     model, lines = model_in_fp32("gqa", groups, sequence_parallel=True), []
-    memory = Files(Path(folder), rank)
+    memory = SharedFiles(Path(folder), rank)
     comm = SequenceParallelComm.create(group, memory, max_bytes=500, limit=200)
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
     engine.model = InferenceOptimizedModel(model, comm)
@@ -542,7 +569,7 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     for request in make_requests():
         engine.add(request)
     with one_thread():
-        engine.step()  # the prompts', which is wider than the memory
+        engine.step()  # the prompt step, which exceeds the memory
         if rank == 1:
             return "", lines
         try:
@@ -553,35 +580,35 @@ def limited(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
 
 
 def test_spin_limit_names_missing_peer_and_oversized_message(tmp_path: Path) -> None:
-    (said, lines), (_, quiet) = run_ranks(limited, 2, str(tmp_path))
-    assert "rank 1 did not reach a collective of p2p within 200 polls" in said
+    (error, lines), (_, peer_lines) = run_ranks(run_with_limit, 2, str(tmp_path))
+    assert "rank 1 did not reach a collective of p2p within 200 polls" in error
     assert len(lines) == 1
     assert "over the 512 of the symmetric memory" in lines[0]
-    assert not quiet
+    assert not peer_lines
 
 
-def strided(rank: int, world: int, folder: str) -> bool:
-    _, group = group_of(rank, world)
-    comm = SequenceParallelComm.create(group, Files(Path(folder), rank), max_bytes=1 << 16)
-    whole = addends(world, (world * 4, 32), 3)
-    columns = whole.transpose(1, 2).contiguous().transpose(1, 2)[rank]
-    own = comm.reduce_scatter(columns)
-    shifted = torch.empty(own.numel() + 1)[1:].view(own.shape).copy_(own)  # 4 bytes off
-    halves = own.t().contiguous().t()
-    total = whole.sum(0)
-    return all(torch.equal(comm.all_gather(x), total) for x in (own, shifted, halves))
+def gather_strided(rank: int, world: int, folder: str) -> bool:
+    _, group = make_groups(rank, world)
+    comm = SequenceParallelComm.create(group, SharedFiles(Path(folder), rank), max_bytes=1 << 16)
+    inputs = addends(world, (world * 4, 32), 3)
+    columns = inputs.transpose(1, 2).contiguous().transpose(1, 2)[rank]
+    shard = comm.reduce_scatter(columns)
+    misaligned = torch.empty(shard.numel() + 1)[1:].view(shard.shape).copy_(shard)  # 4 bytes off
+    column_major = shard.t().contiguous().t()
+    total = inputs.sum(0)
+    return all(torch.equal(comm.all_gather(x), total) for x in (shard, misaligned, column_major))
 
 
-def test_strided_and_misaligned_inputs_are_right(tmp_path: Path) -> None:
-    assert run_ranks(strided, 2, str(tmp_path)) == [True, True]
+def test_strided_and_misaligned_inputs_are_gathered(tmp_path: Path) -> None:
+    assert run_ranks(gather_strided, 2, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("world", [2, 18, 19, 72])
 def test_programs_fit_the_signal_pad(world: int) -> None:
-    half = SymmetricBuffers(
+    buffers = SymmetricBuffers(
         torch.zeros(16, dtype=torch.uint8), torch.zeros(world), torch.zeros(world), 9216, 0
     )
     group = Group("tp", tuple(range(world)), 0, handle=object())
-    arena = Arena(group, (half, half), "p2p")
+    arena = Arena(group, (buffers, buffers), "p2p")
     assert arena.programs * world * 4 <= 9216
     assert arena.programs >= 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prologue's kernels in Triton's interpreter against its formulas in fp64, on memory of NaN.
+"""The prologue kernels in Triton's interpreter against fp64 formulas, on NaN-filled memory.
 
-Run by `test_triton.py` in a process of its own.
+`test_triton.py` runs this file in a separate process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tests.support import gpu_agreement
 from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 
-#: Of fp32, the metric of all tests.
+#: The bound of fp32 in the metric of all tests.
 BOUND = 1e-5
-#: Documents of a length that no tile divides, empty and shorter than a convolution; one begins two
-#: tokens behind the second of three stretches, whose program comes last.
+#: Documents that tiles do not divide, empty ones, and some shorter than the convolution; one
+#: begins two tokens after the second of three segments, whose program runs last.
 BOUNDS = (0, 1, 1, 3, 17, 19, 34, 38)
 
 
@@ -32,55 +32,59 @@ BOUNDS = (0, 1, 1, 3, 17, 19, 34, 38)
 class Case:
     """Sizes and flags of one call."""
 
-    parts: UnitLayout
+    unit: UnitLayout
     bounds: tuple[int, ...] = BOUNDS
     units: int = 1
     width: int = 4
-    padding: int = 0  # rows without a token; negative: rows lie as they are packed
+    padding: int = 0  # rows without a token; negative: rows lie in packed order
     bias: bool = False
     initial: bool = False
-    spare: int = 3  # columns behind a unit that are not read
+    spare: int = 3  # unread columns after a unit
 
 
 DELTA = UnitLayout.delta(3, 5, 4)  # values fill one tile and half of another
-WHOLE = UnitLayout.delta(2, 8, 4)  # all tiles are full
-NARROW = UnitLayout.state_space(2, 6, 4, (0.2, 0.9))
-FEW = (0, 1, 1, 3, 12)
+FULL_TILES = UnitLayout.delta(2, 8, 4)  # all tiles are full
+STATE_SPACE = UnitLayout.state_space(2, 6, 4, (0.2, 0.9))
+SHORT_BOUNDS = (0, 1, 1, 3, 12)
 CASES = {
-    "delta": Case(DELTA, units=2, bounds=FEW),
-    "delta from rows as they lie": Case(WHOLE, padding=-1, spare=12),
-    "delta with padding and rows before": Case(WHOLE, padding=5, initial=True),
-    "state space within limits": Case(NARROW, units=2, bounds=FEW, padding=3, bias=True),
-    "state space, rows before": Case(NARROW, bounds=(0, 2, 14), bias=True, initial=True, spare=0),
-    "three taps": Case(NARROW, width=3, bounds=FEW, initial=True),
-    "two taps": Case(WHOLE, width=2, bounds=FEW, padding=2, initial=True),
-    "one tap": Case(WHOLE, width=1, bounds=FEW, padding=2, initial=True, bias=True),
-    "one token": Case(WHOLE, bounds=(0, 1), initial=True),
+    "delta": Case(DELTA, units=2, bounds=SHORT_BOUNDS),
+    "delta from packed rows": Case(FULL_TILES, padding=-1, spare=12),
+    "delta with padding and initial rows": Case(FULL_TILES, padding=5, initial=True),
+    "state space within limits": Case(
+        STATE_SPACE, units=2, bounds=SHORT_BOUNDS, padding=3, bias=True
+    ),
+    "state space, initial rows": Case(
+        STATE_SPACE, bounds=(0, 2, 14), bias=True, initial=True, spare=0
+    ),
+    "three taps": Case(STATE_SPACE, width=3, bounds=SHORT_BOUNDS, initial=True),
+    "two taps": Case(FULL_TILES, width=2, bounds=SHORT_BOUNDS, padding=2, initial=True),
+    "one tap": Case(FULL_TILES, width=1, bounds=SHORT_BOUNDS, padding=2, initial=True, bias=True),
+    "one token": Case(FULL_TILES, bounds=(0, 1), initial=True),
     "no token": Case(DELTA, bounds=(0, 0, 0), padding=2, initial=True),
 }
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Use tiles that tokens fill many of, on memory of NaN."""
+def small_launches(monkeypatch):
+    """Use tiles so small that tokens fill many, on NaN-filled memory."""
     monkeypatch.setattr(
         kernels, "FORWARD", Launches("f", {"BLOCK_T": 32, "num_warps": 1, "num_stages": 1})
     )
-    stretches = {"SEGMENTS": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
-    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", stretches))
-    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 10)  # fewer shares than stretches
+    segments = {"SEGMENTS": 4, "STEPS": 4, "AHEAD": 1, "num_warps": 1, "num_stages": 1}
+    monkeypatch.setattr(kernels, "BACKWARD", Launches("b", segments))
+    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 10)  # fewer programs than segments
     monkeypatch.setattr(kernels, "GATES", 32)
     with nan_memory():
         yield
 
 
 def tensors(case: Case) -> dict[str, torch.Tensor]:
-    """Return the arguments in fp64, as far as there are any; the source with spare columns."""
-    parts, units, tokens = case.parts, case.units, case.bounds[-1]
+    """Return the arguments of a case in fp64; the source has spare columns."""
+    unit, units, tokens = case.unit, case.units, case.bounds[-1]
     random = torch.Generator().manual_seed(tokens + case.width)
-    heads, channels = units * parts.heads, parts.conv_channels
+    heads, channels = units * unit.heads, unit.conv_channels
     shapes = {
-        "source": (tokens + max(0, case.padding), units, parts.width + case.spare),
+        "source": (tokens + max(0, case.padding), units, unit.width + case.spare),
         "weight": (units, channels, case.width),
         "a_log": (heads,),
         "dt_bias": (heads,),
@@ -89,14 +93,16 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
         shapes["bias"] = (units, channels)
     if case.initial:
         shapes["initial"] = (len(case.bounds) - 1, case.width - 1, units, channels)
-    found = {}
+    tensors_by_name = {}
     for name, shape in shapes.items():
-        found[name] = torch.randn(shape, generator=random, dtype=torch.float64).float().double()
-    return found
+        tensors_by_name[name] = (
+            torch.randn(shape, generator=random, dtype=torch.float64).float().double()
+        )
+    return tensors_by_name
 
 
-def places_of(case: Case, sequences: Sequences) -> PackingIndices | None:
-    """Return places in no order, of which some have no token."""
+def packing_of(case: Case, sequences: Sequences) -> PackingIndices | None:
+    """Return unordered row indices; some rows have no token."""
     if case.padding < 0:
         return None
     count = sequences.tokens + case.padding
@@ -104,86 +110,94 @@ def places_of(case: Case, sequences: Sequences) -> PackingIndices | None:
     return PackingIndices.of(rows, count, sequences.to_device)
 
 
-def run(case: Case, given: dict[str, torch.Tensor], kind: torch.dtype, implementation: str):
+def run(
+    case: Case, inputs_by_name: dict[str, torch.Tensor], kind: torch.dtype, implementation: str
+):
     """Return the outputs and all gradients by name."""
     sequences = Sequences(case.bounds)
-    wide = torch.promote_types(kind, torch.float32)
-    kinds = {"a_log": wide, "dt_bias": wide}
+    gate_dtype = torch.promote_types(kind, torch.float32)
+    kinds = {"a_log": gate_dtype, "dt_bias": gate_dtype}
     leaves = {
-        name: x.detach().to(kinds.get(name, kind)).requires_grad_() for name, x in given.items()
+        name: x.detach().to(kinds.get(name, kind)).requires_grad_()
+        for name, x in inputs_by_name.items()
     }
     weights = PrologueWeights(
         leaves["weight"], leaves.get("bias"), leaves["a_log"], leaves["dt_bias"]
     )
-    inputs, last = recurrence_prologue(
-        leaves["source"][..., : case.parts.width],
+    inputs, final_rows = recurrence_prologue(
+        leaves["source"][..., : case.unit.width],
         weights,
-        unit=case.parts,
+        unit=case.unit,
         sequences=sequences,
-        packing=places_of(case, sequences),
+        packing=packing_of(case, sequences),
         initial=leaves.get("initial"),
         return_conv_state=True,
         implementation=implementation,
     )
     random = torch.Generator().manual_seed(9)
-    pulls = [
+    grad_outputs = [
         torch.randn(y.shape, generator=random, dtype=torch.float64).to(y.dtype) for y in inputs
     ]
-    torch.autograd.backward(inputs, pulls)
-    found = {"last": last, **inputs._asdict()}
-    return found | {f"d_{name}": leaf.grad for name, leaf in leaves.items()}
+    torch.autograd.backward(inputs, grad_outputs)
+    outputs = {"last": final_rows, **inputs._asdict()}
+    return outputs | {f"d_{name}": leaf.grad for name, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prologue(name):
+def test_prologue_matches_fp64(name):
     case = CASES[name]
-    given = tensors(case)
-    found = run(case, given, torch.float32, "triton")
-    wanted = run(case, given, torch.float64, "reference")
-    assert found.keys() == wanted.keys()
-    errors = {what: relative_error(found[what], true) for what, true in wanted.items()}
+    arguments = tensors(case)
+    actual = run(case, arguments, torch.float32, "triton")
+    expected = run(case, arguments, torch.float64, "reference")
+    assert actual.keys() == expected.keys()
+    errors = {
+        output: relative_error(actual[output], expected_tensor)
+        for output, expected_tensor in expected.items()
+    }
     assert max(errors.values()) <= BOUND, errors
-    spared = found["d_source"][..., case.parts.width :]
+    spared = actual["d_source"][..., case.unit.width :]
     assert not spared.any()
 
 
-@pytest.mark.parametrize("name", ["delta with padding and rows before", "three taps"])
-def test_prologue_in_bf16(name):
+@pytest.mark.parametrize("name", ["delta with padding and initial rows", "three taps"])
+def test_bf16_prologue_matches_fp64(name):
     case = CASES[name]
-    given = tensors(case)
-    rounded = {x: y if x in ("a_log", "dt_bias") else y.bfloat16() for x, y in given.items()}
-    found = run(case, rounded, torch.bfloat16, "triton")
-    wanted = run(case, rounded, torch.float64, "reference")
-    for what, true in wanted.items():
-        assert_close_by_metric(what, found[what], true, bound=gpu_agreement.BOUND[torch.bfloat16])
+    arguments = tensors(case)
+    rounded = {x: y if x in ("a_log", "dt_bias") else y.bfloat16() for x, y in arguments.items()}
+    actual = run(case, rounded, torch.bfloat16, "triton")
+    expected = run(case, rounded, torch.float64, "reference")
+    for output, expected_tensor in expected.items():
+        assert_close_by_metric(
+            output, actual[output], expected_tensor, bound=gpu_agreement.BOUND[torch.bfloat16]
+        )
 
 
-@pytest.mark.parametrize("parts", [WHOLE, NARROW], ids=["delta", "state space"])
-def test_steps_that_are_no_numbers_give_none(parts):
-    """Neither limits nor the slope of the softplus make numbers of them."""
-    case = Case(parts, bounds=FEW, padding=2)
-    given = tensors(case)
-    given["source"][3, 0, parts.dt + 1] = torch.nan
-    found = run(case, given, torch.float32, "triton")
-    wanted = run(case, given, torch.float64, "reference")
-    for what, true in wanted.items():
-        assert torch.equal(found[what].isnan(), true.isnan()), what
-    assert found["decay"].isnan().sum() == 1
-    for what, count in {"d_source": 1, "d_a_log": 1, "d_dt_bias": 1, "d_weight": 0}.items():
-        assert found[what].isnan().sum() == count, what
+@pytest.mark.parametrize("unit", [FULL_TILES, STATE_SPACE], ids=["delta", "state space"])
+def test_nan_steps_give_nan_gates(unit):
+    """Neither dt limits nor the softplus turn NaN into numbers."""
+    case = Case(unit, bounds=SHORT_BOUNDS, padding=2)
+    arguments = tensors(case)
+    arguments["source"][3, 0, unit.dt + 1] = torch.nan
+    actual = run(case, arguments, torch.float32, "triton")
+    expected = run(case, arguments, torch.float64, "reference")
+    for output, expected_tensor in expected.items():
+        assert torch.equal(actual[output].isnan(), expected_tensor.isnan()), output
+    assert actual["decay"].isnan().sum() == 1
+    for output, count in {"d_source": 1, "d_a_log": 1, "d_dt_bias": 1, "d_weight": 0}.items():
+        assert actual[output].isnan().sum() == count, output
 
 
 def test_unsupported_shape_is_refused_if_forced_else_falls_back(monkeypatch):
     case = Case(DELTA, width=5, padding=-1)
-    given = tensors(case)
+    arguments = tensors(case)
     with pytest.raises(ValueError, match="takes up to 4"):
-        run(case, given, torch.float32, "triton")
-    seen = []
+        run(case, arguments, torch.float32, "triton")
+    implementations = []
 
     def chosen(implementation, *args, **kwargs):
-        seen.append(implementation)
+        implementations.append(implementation)
         return "triton"
 
     monkeypatch.setattr(op, "choose", chosen)
-    run(case, given, torch.float32, None)
-    assert seen == [None]
+    run(case, arguments, torch.float32, None)
+    assert implementations == [None]

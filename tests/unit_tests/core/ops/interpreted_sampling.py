@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens in Triton's interpreter, against the plain-torch reference.
+"""Sampling kernels in Triton's interpreter against the plain-torch reference.
 
-Run by `test_triton.py` in a process of its own: TRITON_INTERPRET must be set before the first
-import of Triton.
+`test_triton.py` runs this file in a separate process, because TRITON_INTERPRET must be set before
+the first import of Triton.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Filter:
     min_p: float = 0.0
 
 
-#: All kinds beside each other, as rows of one batch are.
+#: All kinds of filters, as in the rows of one batch.
 FILTERS = [
     Filter(*values)
     for values in itertools.product(
@@ -37,15 +37,15 @@ FILTERS = [
 
 
 @pytest.fixture(params=[128, 256], ids=["several blocks", "one block"])
-def blocks(request, monkeypatch):
-    """Rows of several blocks, the last of which is not full; and of one."""
+def block_size(request, monkeypatch):
+    """Use several blocks per row with a partial last block, or one block."""
     for name in ("SAMPLE", "TOP"):
         launch = {"BLOCK": request.param, "num_warps": 4}
         monkeypatch.setattr(triton, name, Launches(name, launch))
 
 
-def both(logits, filters, draws, *, scores=None, num_top=None):
-    """Return what the kernel chooses and what the reference does."""
+def choose_by_both(logits, filters, draws, *, scores=None, num_top=None):
+    """Return the choices of the kernel and of the reference."""
     scores = logits if scores is None else scores
     num_top = num_top or [0] * len(filters)
     with nan_memory():
@@ -70,39 +70,39 @@ def random_logits(rows, seed=0, size=SIZE):
 
 
 @pytest.mark.parametrize("draw", [0.37, 1 - 2.0**-52])
-def test_every_filter_chooses_as_the_reference(blocks, draw):
+def test_every_filter_matches_reference(block_size, draw):
     logits = random_logits(len(FILTERS))
-    kernel, reference = both(logits, FILTERS, [draw] * len(FILTERS))
+    kernel, reference = choose_by_both(logits, FILTERS, [draw] * len(FILTERS))
     assert_same(kernel, reference)
     assert len(set(kernel.tokens.tolist())) > 5
 
 
 @pytest.mark.parametrize("steps", [4, 1, 0], ids=["ties", "many ties", "all tie"])
-def test_ties_stay_in_the_order_of_their_ids(blocks, steps):
+def test_ties_are_ordered_by_token_id(block_size, steps):
     logits = (random_logits(len(FILTERS), seed=2) * steps).round() / 2
-    assert_same(*both(logits, FILTERS, [0.5] * len(FILTERS)))
+    assert_same(*choose_by_both(logits, FILTERS, [0.5] * len(FILTERS)))
 
 
-def test_the_edge_of_the_nucleus(blocks):
-    """The set ends with the token whose weight reaches p: exact fractions, on either side."""
+def test_nucleus_includes_the_token_that_reaches_p(block_size):
+    """The nucleus ends at the token whose cumulative weight reaches p; weights are exact."""
     logits = torch.zeros(9, 4)  # each 1/4, without rounding
     top_ps = (0.2499, 0.25, 0.2501, 0.4999, 0.5, 0.5001, 0.75, 0.7501, 1.0)
-    last = [1 - 2.0**-52] * 9  # draws the last token of the set
-    kernel, reference = both(logits, [Filter(top_p=p) for p in top_ps], last)
+    draws = [1 - 2.0**-52] * 9  # draw the last token of the nucleus
+    kernel, reference = choose_by_both(logits, [Filter(top_p=p) for p in top_ps], draws)
     assert kernel.tokens.tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert_same(kernel, reference)
 
 
-def test_draws_have_the_frequencies_of_the_distribution(blocks):
+def test_draws_follow_the_distribution(block_size):
     count = 40
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(count, 4)
     draws = [(n + 0.5) / count for n in range(count)]
-    kernel, _ = both(logits, [Filter()] * count, draws)
+    kernel, _ = choose_by_both(logits, [Filter()] * count, draws)
     assert torch.bincount(kernel.tokens).tolist() == [20, 10, 5, 5]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
-def test_rows_without_a_choice_are_marked_and_change_no_other(blocks):
+def test_rows_without_valid_token_are_marked(block_size):
     logits = random_logits(12)
     bad = {1: math.nan, 2: math.inf, 4: math.nan, 5: math.inf}
     for row, value in bad.items():
@@ -111,51 +111,57 @@ def test_rows_without_a_choice_are_marked_and_change_no_other(blocks):
     scores = logits.clone()
     scores[10:] = -math.inf  # a mask that allows no token
     filters = [Filter(0.0 if n % 2 else 0.8, top_k=n, top_p=0.9) for n in range(12)]
-    kernel, reference = both(logits, filters, [0.6] * 12, scores=scores)
+    kernel, reference = choose_by_both(logits, filters, [0.6] * 12, scores=scores)
     assert_same(kernel, reference)
     assert kernel.finite.tolist() == [n in (0, 3, 6, 9) for n in range(12)]
     assert kernel.tokens[[1, 2, 4, 5, 7, 8, 10, 11]].tolist() == [0] * 8
 
 
-def test_tokens_use_scores_and_logprobs_use_logits(blocks):
+def test_tokens_use_scores_and_logprobs_use_logits(block_size):
     logits = random_logits(6)
     scores = logits.clone()
     scores[:, 9] += 100
-    kernel, reference = both(logits, [Filter(n / 5) for n in range(6)], [0.5] * 6, scores=scores)
+    kernel, reference = choose_by_both(
+        logits, [Filter(n / 5) for n in range(6)], [0.5] * 6, scores=scores
+    )
     assert kernel.tokens.tolist() == [9] * 6
     assert_same(kernel, reference)
     expected = logits.double().log_softmax(-1)[:, 9].float()
     torch.testing.assert_close(kernel.logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_the_most_probable_tokens(blocks):
+def test_top_logprobs_match_reference(block_size):
     logits = (random_logits(5, seed=7) / 2).round()  # many ties
     logits[3], logits[3, ::2] = 0.0, -0.0
     num_top = [3, 20, 0, 7, 1]
-    kernel, reference = both(logits, [Filter(0.0)] * 5, [0.0] * 5, num_top=num_top)
+    kernel, reference = choose_by_both(logits, [Filter(0.0)] * 5, [0.0] * 5, num_top=num_top)
     for row, count in enumerate(num_top):
         assert kernel.top_ids[row, :count].tolist() == reference.top_ids[row, :count].tolist()
         values = (choice.top_logprobs[row, :count] for choice in (kernel, reference))
         torch.testing.assert_close(*values, rtol=0, atol=1e-5)
-    few, _ = both(torch.zeros(1, 6), [Filter(0.0)], [0.0], num_top=[20])
-    assert few.top_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    small_vocabulary, _ = choose_by_both(torch.zeros(1, 6), [Filter(0.0)], [0.0], num_top=[20])
+    assert small_vocabulary.top_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_rows_may_lie_apart_and_none_may_be_there(blocks):
-    wide = torch.full((4, 300), math.nan)
-    wide[:, 20 : 20 + SIZE] = random_logits(4)
-    view, dense = wide[:, 20 : 20 + SIZE], random_logits(4)
+def test_strided_and_empty_logits_match_reference(block_size):
+    padded = torch.full((4, 300), math.nan)
+    padded[:, 20 : 20 + SIZE] = random_logits(4)
+    view, dense = padded[:, 20 : 20 + SIZE], random_logits(4)
     filters = [Filter(0.1 * n, top_p=0.8) for n in range(4)]
-    assert_same(both(view, filters, [0.4] * 4)[0], both(dense, filters, [0.4] * 4)[1])
+    assert_same(
+        choose_by_both(view, filters, [0.4] * 4)[0], choose_by_both(dense, filters, [0.4] * 4)[1]
+    )
     columns = dense.t().contiguous().t()
-    assert_same(both(columns, filters, [0.4] * 4)[0], both(dense, filters, [0.4] * 4)[1])
-    empty, _ = both(random_logits(0), [], [])
+    assert_same(
+        choose_by_both(columns, filters, [0.4] * 4)[0], choose_by_both(dense, filters, [0.4] * 4)[1]
+    )
+    empty, _ = choose_by_both(random_logits(0), [], [])
     assert empty.tokens.shape == (0,)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_penalties_change_the_scores_that_the_reference_changes(monkeypatch):
-    """One launch for rows that ask for different things; more entries than a block."""
+def test_penalties_match_reference(monkeypatch):
+    """One launch changes rows with different penalties and more entries than a block."""
     monkeypatch.setattr(triton, "CHANGE", Launches("CHANGE", {"BLOCK": 16, "num_warps": 4}))
     none = {"biases": {}, "repeated": (), "counts": {}}
     strengths = {"repetition": 1.3, "frequency": 0.4, "presence": 0.25}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what nothing reaches in the two wheels: modules, functions, classes, methods, constants.
+"""Print unreachable modules, functions, classes, methods and constants of the two wheels.
 
     python tools/dead_code.py [--root DIR] [--tools-only]
 
@@ -75,7 +75,7 @@ class Uses:
 
 @dataclass
 class Definition:
-    """One module, function, class, method or constant, and what its own code mentions."""
+    """One module, function, class, method or constant, and the names that its code mentions."""
 
     key: Key
     path: str
@@ -224,7 +224,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _bound_names(node: Function) -> set[str]:
-    """Return the names that a function binds: arguments, and what its own code assigns."""
+    """Return the names that a function binds: arguments and assigned names."""
     bound = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}
     outer: set[str] = set()
     pending: list[ast.AST] = list(node.body)
@@ -274,7 +274,7 @@ class Wheels:
         return {(f"{module}.{name}", "")} if f"{module}.{name}" in self.modules else set()
 
     def meant(self, module: Module, name: str, chain: Iterable[str] = ()) -> set[Key]:
-        """Return the definitions that `name`, or `name.chain`, stands for in a module."""
+        """Return the definitions to which `name` or `name.chain` resolves in a module."""
         if name in module.definitions:
             keys = {(module.name, name)}
         else:
@@ -413,7 +413,7 @@ class Wheels:
         }
 
     def roots(self, *, with_users: bool) -> Uses:
-        """Return what programs, documents and (if asked) tools and experiments mention."""
+        """Return the names in programs, documents and optionally tools and experiments."""
         root_uses = Uses(set(self._documented.names), set(self._documented.attributes))
         scripts = " ".join(
             path.read_text(encoding="utf-8")

@@ -160,7 +160,7 @@ def table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def page(text: str) -> str:
-    """Return the page with all pictures drawn anew.
+    """Return the page with all pictures redrawn.
 
     Raises:
         ValueError: the page has no marks for a picture.

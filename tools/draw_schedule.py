@@ -5,7 +5,7 @@ python tools/draw_schedule.py --stages 4 --microbatches 8 --chunks 2 \\
     --schedule 1f1b interleaved zb-h1 --output docs/images/pipeline-schedules.svg
 
 All schedules have one scale. The times are the times of one rank for one microbatch, so each of v
-chunks takes a v-th of them. Only "interleaved" and "forward" take --chunks and --group-size.
+chunks takes 1/v of the time. Only "interleaved" and "forward" take --chunks and --group-size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PAINTS = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw as the command line says; return the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Draw pipeline schedules as one SVG picture.")
     parser.add_argument("--schedule", nargs="+", default=["1f1b", "interleaved", "zb-h1"])
     parser.add_argument("--stages", type=int, default=4)
@@ -129,7 +129,7 @@ def picture(timelines: Sequence[Timeline]) -> str:
 
 
 def _panel(line: Timeline, top: int, scale: float) -> Iterator[str]:
-    """Yield one schedule: its title and a lane for each rank."""
+    """Yield one schedule: its title and a row for each rank."""
     schedule = line.schedule
     sizes = f"p = {schedule.stages}, m = {schedule.microbatches}"
     if schedule.chunks > 1:
@@ -165,7 +165,7 @@ def _cell(event: Event, left: float, y: float, scale: float) -> Iterator[str]:
 
 
 def _legend(paints: Sequence[_Paint], y: float) -> Iterator[str]:
-    """Yield what the colours mean."""
+    """Yield the legend of the colours."""
     x = float(_MARGIN + _LABEL)
     for paint in paints:
         for colour in paint.colours:

@@ -72,8 +72,8 @@ def missing_gpu() -> str | None:
 def ptxas_problem(ptxas: str) -> str | None:
     """Return why Triton cannot use this TRITON_PTXAS_PATH, or None.
 
-    Triton takes its own assembler instead of a file that is no ptxas, in silence, and every launch
-    fails where the file cannot be executed.
+    Triton silently uses its assembler instead of a file that is no ptxas, and every launch fails
+    if the file cannot be executed.
     """
     from tools.bench.gpu_results import program_version
 
@@ -117,7 +117,7 @@ def compilers_line(variables: Mapping[str, str]) -> str | None:
 
 
 def test_command(*words: str) -> list[str]:
-    """Return the command that runs tests: by settings of their own, which need no plugin."""
+    """Return the command that runs the GPU tests with their pytest.ini, which needs no plugin."""
     settings = ["-c", f"{TESTS}/pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
     return [sys.executable, "-m", "pytest", *settings, "-m", "gpu", *words]
 

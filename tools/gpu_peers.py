@@ -24,15 +24,15 @@ LONGEST_REASON = 200
 def refusals(
     stages: Collection[str], environment: Mapping[str, str], *, seconds: float = SECONDS
 ) -> dict[str, str | None]:
-    """Import the peers of some stages, each in a process of its own, all at once.
+    """Import the peers of some stages in parallel, each in a separate process.
 
     Args:
         stages: names of stages.
-        environment: of the stages' commands.
-        seconds: limit of all imports together.
+        environment: environment of the stages' commands.
+        seconds: time limit of all imports together.
 
     Returns:
-        why each peer cannot be imported, one line; None where it can.
+        The reason why each peer cannot be imported, in one line; None if it can be imported.
     """
     end = time.monotonic() + seconds
     started = {

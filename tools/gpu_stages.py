@@ -46,9 +46,9 @@ class Outcome:
 
     Args:
         name: name of the stage.
-        seconds: that it took.
-        problems: of each command that failed or was not finished, one line.
-        last_lines: what each command said last.
+        seconds: duration.
+        problems: one line for each command that failed or did not finish.
+        last_lines: last output line of each command.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class _Process:
-    """A command that writes to a file, in a process group of its own."""
+    """A command that writes to a file, in a separate process group."""
 
     def __init__(
         self, command: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]
@@ -75,7 +75,7 @@ class _Process:
             )
 
     def kill(self) -> None:
-        """End it and whatever it has started."""
+        """Kill the command and its children."""
         os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_SECONDS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static gate: nothing in the tree runs code that a file, a peer or a flag brings, and nothing
-that is installed opens a file but through `megatron.core.untrusted_files`.
+"""Static security rules: no code of the tree runs code from a file, a peer or a flag, and installed
+code opens files only through `megatron.core.untrusted_files`.
 
-What breaks it must be listed with a reason in `unsafe_allowed.toml`. Names are followed through
-imports, so `import numpy as n; n.load(...)` is seen; what hides behind `getattr` is not.
+Exceptions must be listed with a reason in `unsafe_allowed.toml`. Names are resolved through
+imports, so `import numpy as n; n.load(...)` is found; uses of `getattr` are not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNSAFE_SUFFIXES = ("_object", "_object_list")
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Return what each imported name stands for, dotted."""
+    """Return the full dotted name of each imported name."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

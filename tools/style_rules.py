@@ -354,9 +354,9 @@ def asserted_comparisons(source: Source) -> Iterator[Finding]:
 def _compared_for_a_call(node: ast.expr, in_call: bool) -> Iterator[bool]:
     """Yield of each comparison that pytest would explain whether a call takes its result."""
     match node:
-        case ast.Compare(left=left, comparators=others):
+        case ast.Compare(left=left, comparators=comparators):
             yield in_call
-            operands = [left, *others]
+            operands = [left, *comparators]
         case ast.Call(func=function, args=arguments, keywords=keywords):
             in_call = True
             operands = [function, *arguments, *(keyword.value for keyword in keywords)]

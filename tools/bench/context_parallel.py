@@ -176,7 +176,7 @@ def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceSharding]:
 
 
 def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
-    """Race the cut by documents against that by row, with documents of 3/4 and 1/4 of a row."""
+    """Race sharding by documents against by row, with documents of 3/4 and 1/4 of a row."""
     bounds = (0, 3 * shape.sequence // 4, shape.sequence)
     ranks = gloo_ranks.run(raced_cuts, world, shape, bounds, rounds)
     pairs = {

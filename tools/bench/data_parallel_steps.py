@@ -80,12 +80,12 @@ def timed(
 
 
 class McoreStep:
-    """A step of our model under our engine.
+    """A training step of Megatron's model and engine.
 
     Args:
-        groups: the process groups; every rank is a lane.
-        config: of the engine.
-        bucket_bytes: fp32 gradient bytes of a bucket, where weights are stored whole.
+        groups: the process groups; every rank is a data-parallel rank.
+        config: config of the engine.
+        bucket_bytes: fp32 gradient bytes of a bucket, if weights are not sharded.
         now: the clock.
 
     Attributes:

@@ -130,7 +130,7 @@ def rows(quick: bool, *, clock: str = "wall") -> list[Row]:
 
 
 def profile(lines: int = 30) -> None:
-    """Print what the functions of a small model's steps take."""
+    """Print the time of each function in a small model's steps."""
     model = with_weights_of(llama(TINY))
     load = Load(num_requests=1, input_tokens=1, min_output_tokens=TOKENS, max_output_tokens=TOKENS)
     requests = make_requests(load, TINY.vocabulary)

@@ -55,7 +55,7 @@ class Bench:
         return rehearsal if self.rehearse else full
 
     def drawn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return normal numbers on the device, in the dtype of the bench."""
+        """Return a normal random tensor on the device, in the bench's dtype."""
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
 
     def race(
@@ -112,7 +112,7 @@ class Bench:
     def add(
         self,
         what: str,
-        ours: float | None,
+        figure: float | None,
         *,
         unit: str,
         peers: Mapping[str, Peer] | None = None,
@@ -126,7 +126,7 @@ class Bench:
             bench=self.name,
             what=what,
             unit=unit,
-            ours=ours,
+            ours=figure,
             peers=dict(peers or {}),
             bound=bound,
             share=share,

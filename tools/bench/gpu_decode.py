@@ -66,7 +66,7 @@ class Layer:
     def __init__(self, bench: Bench, unit: UnitLayout, units: int, rows: int) -> None:
         heads, width = units * unit.heads, unit.heads * unit.value_channels
         gates = torch.rand(2, heads, device=bench.device)
-        self.parts, self.source = unit, bench.drawn(rows, units, unit.width)
+        self.unit_layout, self.source = unit, bench.drawn(rows, units, unit.width)
         weight = 0.3 * bench.drawn(units, unit.conv_channels, 4)
         self.weights = PrologueWeights(weight, None, gates[0], gates[1])
         self.memory = DecodeMemory(
@@ -88,7 +88,7 @@ class Layer:
         return recurrence_decode(
             self.source,
             self.weights,
-            unit=self.parts,
+            unit=self.unit_layout,
             memory=self.memory,
             norm=self.norm,
             implementation=implementation,
@@ -139,7 +139,7 @@ def recurrent(bench: Bench, rows: int) -> None:
 
 
 def agree(layer: Layer) -> None:
-    """Raise ValueError unless kernel and reference go on from equal states to equal ones."""
+    """Raise ValueError unless kernel and reference update equal states to equal states."""
     state, conv = layer.memory.state, layer.memory.conv
     before = state.clone(), conv.clone()
     mcore = layer("triton"), state.clone()
@@ -229,7 +229,7 @@ def latent(bench: Bench, rows: int) -> None:
 
 @dataclass(frozen=True)
 class TopP:
-    """Filters of the requests that the sampling bench stands for."""
+    """Filters of the requests in the sampling bench."""
 
     temperature: float = 0.8
     top_k: int = 0

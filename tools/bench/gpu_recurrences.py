@@ -310,7 +310,7 @@ def prologue(bench: Bench) -> None:
 
 
 def epilogue(bench: Bench) -> None:
-    """Race norm and gate behind a recurrence."""
+    """Race norm and gate after a recurrence."""
     tokens, heads, size = bench.sized((32768, 32, 128), (40, 4, 8))
     x, gate = (bench.drawn(tokens, heads, size).requires_grad_() for _ in range(2))
     weight = torch.ones(size, device=bench.device, dtype=bench.dtype).requires_grad_()

@@ -32,7 +32,7 @@ KERNELS_SHOWN = 12
 
 
 def machine() -> dict[str, str]:
-    """Return what the numbers are measured on."""
+    """Return the machine and the versions of a measurement."""
     description = {"device": platform.processor() or "cpu", "python": platform.python_version()}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -75,7 +75,7 @@ def ptxas_version() -> str:
 
 
 def program_version(ptxas: str) -> str | None:
-    """Return the version of a ptxas, or None where the file is none: Triton then takes its own."""
+    """Return the version of a ptxas, or None if the file is no ptxas: Triton then uses its own."""
     version = re.search(r"release .*V([\d.]+)", _output([ptxas, "--version"]))
     return version[1] if version else None
 

@@ -104,7 +104,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
 
 
 def rates_text(rates: Mapping[str, float]) -> str:
-    """Say what the device's own rates were, as far as they were measured."""
+    """Return a sentence with the measured rates of the device."""
     phrases = []
     if "copy_bytes_per_second" in rates:
         phrases.append(f"copies {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")

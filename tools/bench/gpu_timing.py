@@ -92,7 +92,7 @@ def ratio_of(mcore: list[float], peer: list[float]) -> float:
 
 
 def measured_rates(watch: Stopwatch) -> dict[str, float]:
-    """Return what the device copies and multiplies in a second: what rooflines are made of."""
+    """Return the device's copy and matmul rates per second, which define the roofline."""
     elements, side = (1 << 29, 8192) if watch.on_gpu else (1 << 12, 32)
     dtype = torch.bfloat16 if watch.on_gpu else torch.float32
     source = torch.empty(elements, dtype=dtype, device=watch.device).normal_()

@@ -37,7 +37,7 @@ MICROBATCHES = ((120e9, 4), (75e9, 2), (0.0, 1))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command lines of training benches share."""
+    """Add the common options of training benches."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -120,16 +120,16 @@ def best_microbatch(
 def largest_step(
     size: int, build: Callable[[int], Step], *, device: torch.device, say: Callable[[str], None]
 ) -> tuple[int, Step]:
-    """Build the step of a microbatch, or of half of it until one fits the device.
+    """Build the step of a microbatch, halving the microbatch until it fits the device.
 
     Args:
-        size: microbatch to begin with.
-        build: of the step.
-        device: where it runs.
-        say: told which sizes do not fit.
+        size: first microbatch size.
+        build: builds the step of a microbatch size.
+        device: the device.
+        say: called with a line for each size that does not fit.
 
     Returns:
-        (microbatch, its step, after two steps that have allocated all it needs).
+        (microbatch size, its step), after two steps that allocate all memory.
 
     Raises:
         ValueError: a microbatch of 1 does not fit.
@@ -158,13 +158,13 @@ def work(
     sequence: int,
     facts: Callable[[], dict] = dict,
 ) -> None:
-    """Be a worker: choose a microbatch, then train as asked.
+    """Run as a worker: choose a microbatch size, then train on request.
 
     Args:
         options: command line options.
-        build: of the step.
+        build: builds the step.
         sequence: tokens of a row.
-        facts: what else to answer after each turn.
+        facts: further values to report after each turn.
     """
     device = torch.device("cpu" if options.rehearse else "cuda")
     if device.type == "cuda":

@@ -57,7 +57,7 @@ def config() -> GPTConfig:
 
 
 class HybridStep:
-    """Forward and backward of one row of several sequences, each cut over the ranks by itself."""
+    """Forward and backward of one row of several sequences, each sharded over the ranks."""
 
     def __init__(self, groups: ProcessGroupCollection, *, tokens: int, sequences: int) -> None:
         group, total = groups["cp"], tokens * groups["cp"].size
@@ -90,7 +90,7 @@ class HybridStep:
 
 @contextlib.contextmanager
 def per_sequence(cut: SequenceSharding, group: Group) -> Iterator[None]:
-    """Let recurrent layers exchange each section of each sequence by itself."""
+    """Make recurrent layers exchange each section of each sequence separately."""
     ratio = DELTA.num_value_heads // DELTA.num_key_heads
     keys = DELTA.key_channels
     sections = (keys, keys, ratio * DELTA.value_channels, ratio, ratio)

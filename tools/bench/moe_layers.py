@@ -106,7 +106,7 @@ class McoreLayer:
         }
 
     def rows_of_experts(self) -> list[int]:
-        """Return the rows of each expert, from what the router counted in one more forward."""
+        """Return the rows of each expert, counted by the router in an additional forward pass."""
         counted = self.layer.router.counted
         before = counted.clone()
         self.layer(self.x, self.layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on ranks of their own against a dense MLP with the same flops a token, on gloo ranks."""
+"""Expert parallelism against a dense MLP with the same flops per token, on gloo ranks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Launch:
 
 
 class LaunchTape(TorchDispatchMode):
-    """Records launches; what the host would read of a meta tensor is one.
+    """Records launches, and reads 1 where the host would read a value of a meta tensor.
 
     Attributes:
         launches: in order.
@@ -203,7 +203,7 @@ class Counts:
 
 
 def count(shape: Shape, config: GPTConfig | None = None) -> Counts:
-    """Return what the second training step of a model launches."""
+    """Return the launches of the second training step of a model."""
     before: list[int] = []
     with counted_as_on_gpu() as tape, tape:
         step, _, _ = mcore_step.training_parts(

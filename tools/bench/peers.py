@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of other people's models, set up as well as we know how.
+"""Training steps of peer libraries' models, in their best known configuration.
 
 Each builder returns one full step: forward, backward, gradient clipping, fused AdamW. transformers
-comes with the test environment. megatron-core is installed on request into a folder of its own: it
-has our import path, so the two can never share a process.
+comes with the test environment. megatron-core is installed on request into a separate folder: it
+has the same import path as this package, so the two can never share a process.
 """
 
 from __future__ import annotations

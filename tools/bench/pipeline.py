@@ -2,7 +2,7 @@
 """Pipeline schedules: the executor against its simulator, and the schedules against each other.
 
 python -m tools.bench.pipeline                both, on 4 gloo ranks
-python -m tools.bench.pipeline --timed        chunks that sleep, against the simulated seconds
+python -m tools.bench.pipeline --timed        sleeping chunks, against the simulated seconds
 python -m tools.bench.pipeline --model        steps of a real model, in turns, against 1F1B
 
 Sleeping chunks use no core, so four of them run concurrently on any machine, and the time beyond

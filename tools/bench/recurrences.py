@@ -175,16 +175,18 @@ class _DeltaRows:
     """How rows of weights lie in Qwen3-Next and in our fused ones, for K = V = 64."""
 
     def __init__(self, heads: int, shared: int) -> None:
-        self.heads, self.parts = heads, [64, 64, 64 * shared]
+        self.heads, self.section_sizes = heads, [64, 64, 64 * shared]
         # Where betas and alphas stand among the rows of a head.
-        self.begin = sum(self.parts)
+        self.begin = sum(self.section_sizes)
         self.end = self.begin + 2 * shared
 
     def to_peer(self, results: Results) -> Results:
         """Return our weights by transformers' names."""
         fused = results["m.input.weight"].view(self.heads, -1, HIDDEN)
         qkvz = torch.cat([fused[:, : self.begin], fused[:, self.end :]], 1)
-        by_head = results["m.conv.weight"].unflatten(0, (self.heads, -1)).split(self.parts, 1)
+        by_head = (
+            results["m.conv.weight"].unflatten(0, (self.heads, -1)).split(self.section_sizes, 1)
+        )
         return {
             "in_proj_qkvz.weight": qkvz.flatten(0, 1),
             "in_proj_ba.weight": fused[:, self.begin : self.end].flatten(0, 1),
@@ -199,7 +201,7 @@ class _DeltaRows:
         """Undo `theirs`."""
         qkvz = results["in_proj_qkvz.weight"].view(self.heads, -1, HIDDEN)
         ba = results["in_proj_ba.weight"].view(self.heads, -1, HIDDEN)
-        by_part = results["conv1d.weight"].split([self.heads * size for size in self.parts])
+        by_part = results["conv1d.weight"].split([self.heads * size for size in self.section_sizes])
         by_head = [head_rows.unflatten(0, (self.heads, -1)) for head_rows in by_part]
         return {
             "m.input.weight": torch.cat([qkvz[:, : self.begin], ba, qkvz[:, self.begin :]], 1),

@@ -44,7 +44,7 @@ class ProcessorClock:
         return time.thread_time() + self.slept
 
     def sleep(self, seconds: float) -> None:
-        """Let the clock go on, and nothing else."""
+        """Advance the clock."""
         self.slept += seconds
 
 

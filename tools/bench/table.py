@@ -17,11 +17,11 @@ class Row(TypedDict):
     Args:
         bench: the benchmark, e.g. "train".
         what: the quantity with its unit, and the peer, e.g. "fp32 tokens/s / transformers".
-        ours: our figure; None if it was not measured.
-        peer: the peer's figure; None where there is no peer.
-        ratio: ours over peer (of rates and sizes) from the same minutes; None without a peer.
-        target: what the ratio, or without one our figure, must be, e.g. ">= 1.05"; empty if
-            nothing was promised.
+        ours: Megatron's figure; None if not measured.
+        peer: the peer's figure; None without a peer.
+        ratio: ours over peer (of rates and sizes) from the same rounds; None without a peer.
+        target: bound of the ratio, or without a ratio of Megatron's figure, e.g. ">= 1.05"; empty
+            without a target.
     """
 
     bench: str

@@ -33,7 +33,7 @@ RACES = (
 
 
 def build(variant: str, shape_name: str, threads: int) -> Step:
-    """Build the training step of one variant; called in a process of its own."""
+    """Build the training step of one variant; called in a separate process."""
     import torch
 
     torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials: on what the candidates of a kernel's launch are proved and timed.
+"""Trials: the problems on which candidates of a kernel's launch are verified and timed.
 
-A trial says how to make the problem of an op. To add one, write a function that builds a `Problem`
-and name it in `TRIALS` of one of the files `trials_*.py`:
+A trial builds the problem of an op. To add one, write a function that returns a `Problem` and add
+it to `TRIALS` in one of the files `trials_*.py`:
 
     def build(make, tokens, *, features):
         return Problem(function=partial(rms_norm, eps=1e-5), inputs=(make(tokens, features), ...))
@@ -99,13 +99,13 @@ class Trial:
     """Problems of an op.
 
     Args:
-        launches: the `Launches` that it tries, by name, and which way is timed.
-        build: of (make, tokens) and the names of a shape.
-        shapes: what models have; each has launches of its own.
-        tiny: a shape for the interpreter.
-        tokens: few, an odd number, and many: for the first two results are compared, the last is
-            timed. Launches do not depend on them.
-        few: the same for the interpreter.
+        launches: the `Launches` to try, by name, and the timed direction.
+        build: function of (make, tokens) and the fields of a shape.
+        shapes: shapes of models; each has separate launches.
+        tiny: shape for the interpreter.
+        tokens: few tokens, an odd number, and many: results are compared for the first two, the
+            last is timed. Launches do not depend on the number.
+        few: numbers of tokens for the interpreter.
     """
 
     launches: Mapping[str, str]
@@ -118,7 +118,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Forced(Launches):
-    """Choose one fixed candidate, whatever the device has measured; record the keys."""
+    """Choose one fixed candidate instead of the device's measured one; record the keys."""
 
     keys: set[str] = field(default_factory=set, compare=False)
 
@@ -145,7 +145,7 @@ def all_launches() -> dict[str, Launches]:
 
 @contextlib.contextmanager
 def started_with(launches: Launches, candidate: Mapping[str, int]) -> Iterator[set[str]]:
-    """Let a kernel start with one candidate; yields the keys for which it was asked."""
+    """Launch a kernel with one candidate; yields the requested keys."""
     forced = Forced(launches.name, candidate)
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):

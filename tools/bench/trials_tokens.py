@@ -35,7 +35,7 @@ def layer(make: Make, tokens: int, *, features: int) -> Problem:
 
 
 def gated_norm(make: Make, tokens: int, *, features: int) -> Problem:
-    """Norm and gate behind a recurrence."""
+    """Norm and gate after a recurrence."""
     inputs = make(tokens, features), make(tokens, features), make(features)
     return Problem(function=partial(gated_rms_norm, eps=1e-6), inputs=inputs)
 

@@ -102,10 +102,10 @@ def proved(
     """Compare a candidate with the reference on all problems.
 
     Returns:
-        (what became of it, the keys that the kernel asked for).
+        (outcome, the keys that the kernel requested).
 
     Raises:
-        torch.AcceleratorError: the device is lost, and with it whatever would come after.
+        torch.AcceleratorError: the device is lost, so no further candidate can run.
     """
     with started_with(launches, candidate) as keys:
         try:
@@ -201,7 +201,7 @@ def versions() -> dict[str, str]:
 
 
 def entry(tried: Sequence[Tried], best: Tried) -> dict:
-    """Return what the table says of the best candidate."""
+    """Return the table entry of the best candidate."""
     best_seconds, default_seconds = (
         statistics.median(attempt.seconds) for attempt in (best, tried[0])
     )
@@ -226,7 +226,7 @@ def updated(table: Mapping[str, dict], device_name: str, name: str, new_entry: d
 
 
 def tunable(*, rehearse: bool) -> list[str]:
-    """Return the names of the launches that have candidates, in a rehearsal of those it tries."""
+    """Return the names of launches with candidates; in a rehearsal, only of the tried launches."""
     launches = all_launches()
     names = {name for trial in TRIALS for name in trial.launches if launches[name].alternatives}
     return sorted(names - set(UNREHEARSED if rehearse else ()))

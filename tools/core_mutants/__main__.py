@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random mutants over all of megatron.core: before and after a restructuring, none fewer killed.
+"""Random mutants of megatron.core: a restructuring must not reduce the number of killed mutants.
 
 python -m tools.core_mutants contexts             which test executes which lines, in build/
 python -m tools.core_mutants draw                 60 mutants; replaces those whose code is gone
@@ -10,12 +10,11 @@ python -m tools.core_mutants judge --recheck      only by the test that has kill
 python -m tools.core_mutants compare OLD          compare only
 
 A mutant is killed if one of the tests that execute its lines fails, or hangs. They run in a copy of
-the checkout, first what has killed it before, then the quickest, two mutants at a time, for at most
-90 seconds each: what survives those survives. On a busy machine, judge those again for which time
-ran out: judge --rest --seconds 300. --recheck needs no contexts and takes minutes; whatever
-survives it is open until it is judged by all of its tests. Not watched are programs that tests
-start by a command line, and not mutated are modules that import Triton. `contexts` has to be of the
-same commit.
+the checkout, first the previous killer, then the fastest tests, two mutants at a time, for at most
+90 seconds each; otherwise the mutant survives. On a busy machine, judge mutants again whose time
+ran out: judge --rest --seconds 300. --recheck needs no contexts and takes minutes; a mutant that
+survives it must be judged by all of its tests. Programs that tests start by a command line are not
+traced, and modules that import Triton are not mutated. `contexts` must be of the same commit.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ def run_judge(options: argparse.Namespace) -> int:
     def write() -> None:
         replace(record, mutants=tuple(verdicts.values())).write(options.record)
 
-    def done(mutant: Mutant) -> None:
+    def record_verdict(mutant: Mutant) -> None:
         verdicts[mutant.number] = mutant
         write()
         by = f" by {mutant.by}" if mutant.by else ""
@@ -151,7 +150,7 @@ def run_judge(options: argparse.Namespace) -> int:
             print("without a mutant fail:", *failing, sep="\n")
             return 1
         free.put(checkout)
-        judge(chosen, contexts, free, done, seconds=options.seconds)
+        judge(chosen, contexts, free, record_verdict, seconds=options.seconds)
         doubtful = unconfirmed([verdicts[case.mutant.number] for case in chosen], free.get())
     for mutant in doubtful:
         print(f"not confirmed, fails without the mutant too: {mutant}: {mutant.by}")

@@ -177,7 +177,7 @@ def affordable(tests: Sequence[str], seconds: dict[str, float], limit: float) ->
 
 @dataclass(frozen=True)
 class Case:
-    """A mutant with its place and the tests to run: what has killed it once, then the quickest.
+    """A mutant with its location and the tests to run: the previous killer, then the fastest.
 
     `covering` is the number of all tests that execute it.
     """
@@ -320,7 +320,7 @@ def failing_without(case_list: Sequence[Case], checkout: Checkout) -> list[str]:
 
 
 def unconfirmed(mutants: Sequence[Mutant], checkout: Checkout) -> list[Mutant]:
-    """Return the mutants whose killer fails on the code as it is, too."""
+    """Return the mutants whose killer also fails on the unmutated code."""
     killers = {m.by.removesuffix(HANGS) for m in mutants if m.verdict == KILLED}
     tests = sorted(killer for killer in killers if "::" in killer)
     failing = _failures(checkout, tests) if tests else []

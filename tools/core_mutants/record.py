@@ -21,21 +21,21 @@ KILLED, SURVIVED, NOT_COVERED = "killed", "survived", "not covered"
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One mutant, named by its function and its source text, not by its place.
+    """One mutant, identified by its function and source text, not by its line number.
 
     Args:
         number: its name in the record; never given to another mutant.
-        module: where it was found last.
+        module: module where it was last located.
         function: qualified name.
         line: source line on which the replaced expression begins, stripped.
         before: source text of the replaced expression, white space as one blank.
         after: what replaces it.
         occurrence: 1 for the first such edit of such a line of the function.
         what: the edit in words.
-        verdict: KILLED, SURVIVED, NOT_COVERED or, before it is judged, nothing.
-        by: for a killed one, the test that failed, or how else it was noticed.
-        tests: how many tests cover it.
-        ran: how many of those had ended when it was judged.
+        verdict: KILLED, SURVIVED, NOT_COVERED or, before it is judged, empty.
+        by: for a killed mutant, the test that failed, or another reason.
+        tests: number of tests that cover it.
+        ran: number of covering tests that had ended when it was judged.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Site:
-    """A mutation of the code as it is now, with what names it in a record."""
+    """A mutation of the current code, with its key in a record."""
 
     mutation: Mutation
     line: str
@@ -161,7 +161,7 @@ def _name(mutant: Mutant) -> tuple[str | int, ...]:
 
 
 def locate(mutant: Mutant, all_sites: Iterable[Site]) -> Site | None:
-    """Find a mutant in the code as it is now, or None if it is gone.
+    """Return the location of a mutant in the current code, or None if it is gone.
 
     The function is looked for by its qualified name in the module, then in all of core, then by the
     last part of its name, without leading underscores. The edit must be on the same line of source

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile-only lane: every kernel compiled for GPUs without one, its code held to rules."""
+"""The compile-only check: every kernel is compiled for GPUs without a GPU, and its code checked."""

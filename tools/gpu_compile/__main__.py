@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel for sm_90 and sm_100 without a GPU, and hold the code to rules.
+"""Compile every kernel for sm_90 and sm_100 without a GPU, and check the code.
 
 python -m tools.gpu_compile                      everything, with each Triton and each ptxas
 python -m tools.gpu_compile --part 1/4           a fourth of it
@@ -116,7 +116,7 @@ def record_launches() -> tuple[list[Launch], list[str]]:
 
 
 def jobs_of(launches: Sequence[Launch], options: argparse.Namespace) -> list[Job]:
-    """Return (launch, architecture) of the part that is asked for, each once."""
+    """Return the distinct (launch, architecture) pairs of the requested part."""
     jobs = {}
     for one_launch in launches:
         for architecture in one_launch.architectures:

@@ -39,7 +39,7 @@ Budget = Mapping[str, Mapping[str, int]]
 
 
 def budget_of(triton: str) -> Budget:
-    """Return what the described kernels may take under a release of Triton."""
+    """Return the budget of the described kernels for a release of Triton."""
     for path in BUDGETS.glob("kernel_budget*.json"):
         record = json.loads(path.read_text("utf-8"))
         if record["triton"] == triton:

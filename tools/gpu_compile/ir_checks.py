@@ -195,23 +195,23 @@ def _is_early(module: Module, inside: list[_Operation], position: int) -> bool:
     """
     sums = inside[position].operands[0]
     products = [
-        place
-        for place, operation in enumerate(inside)
+        index
+        for index, operation in enumerate(inside)
         if operation.name == "ttng.tc_gen5_mma"
         and operation.operands[2] == sums
         and "is_async" in operation.text
     ]
     if not products:
         return False
-    before = [place for place in products if place < position]
-    last = (before or products)[-1]
-    barrier = [inside[last].operands[5]]
+    before = [index for index in products if index < position]
+    product = (before or products)[-1]
+    barrier = [inside[product].operands[5]]
     barriers = module.reached(barrier, without=module.arguments[inside[0].loop])
-    between = set(range(last, position))
+    between = set(range(product, position))
     if not before:  # of the step before, which hands its barrier on
         barriers = module.reached(barrier)
-        between = set(range(last, len(inside))) | set(range(position))
+        between = set(range(product, len(inside))) | set(range(position))
     return not any(
-        inside[place].name == "ttng.wait_barrier" and inside[place].operands[0] in barriers
-        for place in between
+        inside[index].name == "ttng.wait_barrier" and inside[index].operands[0] in barriers
+        for index in between
     )

@@ -38,11 +38,11 @@ class Launch:
         signature: (name, type) of each argument, in order.
         constants: compile-time constants as (path, JSON value).
         attributes: known properties of arguments as (path, attributes).
-        options: of the compiler, see `OPTIONS`.
-        name: in reports and records.
+        options: compiler options, see `OPTIONS`.
+        name: name in reports and records.
         source: DESCRIBED in tests/unit_tests/core/ops/aot, CANDIDATE of a `Launches`, TEST of
             tests/gpu, or BENCH.
-        architectures: that it is compiled for.
+        architectures: target architectures.
     """
 
     module: str

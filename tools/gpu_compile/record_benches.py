@@ -64,7 +64,7 @@ def _launch(
     candidate: Mapping[str, int],
     dtype: torch.dtype,
 ) -> None:
-    """Launch one candidate as it is tuned."""
+    """Launch one candidate like the tuner."""
     from tools.bench.trials import started_with
 
     generator = torch.Generator().manual_seed(1)

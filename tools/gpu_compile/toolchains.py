@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The releases of Triton and of ptxas that kernels are compiled with, installed from PyPI.
 
-Each lies in a folder of its own under build/gpu-compile, so none replaces the Triton of the
-environment. A folder that exists is used as it is.
+Each has a separate folder under build/gpu-compile, so none replaces the Triton of the environment.
+An existing folder is reused.
 """
 
 from __future__ import annotations

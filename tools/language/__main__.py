@@ -13,7 +13,7 @@ file, line and term; one below fails too, until the bound is lowered. Words are 
     inside         names with a word of `never` or `counted`, alone or within a longer name
     attributes     attributes that are assigned under such a name
     empty          names that carry nothing: data, result, obj
-    pronouns       phrases such as "that of" in docstrings
+    pronouns       pronoun phrases in docstrings
     long           sentences of pages with over 35 words; very_long: over 50
     comments       comment lines for 100 lines of code, at least, where streams and orders matter
     classes_twice  classes of core and apps that share a name
@@ -187,7 +187,7 @@ def compare(root: Path, measured: Measured, bounds: Mapping[str, Mapping[str, fl
 
 
 def lowered(values: Bounds, bounds: Mapping[str, Mapping[str, float]]) -> Bounds:
-    """Return the bounds after today's figures: no bound gets looser, a new package gets its own."""
+    """Return bounds tightened to today's figures; a new package gets its figures as bounds."""
     after: Bounds = {}
     for package, figures in sorted(values.items()):
         old = bounds.get(package)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read from one page what the figures need: long sentences and references."""
+"""Read the facts of one page for the figures: long sentences and references."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read from one Python file what the figures need: names, docstrings, imports, references.
+"""Read the facts of one Python file for the figures: names, docstrings, imports, references.
 
 The result is plain JSON, so that an unchanged file need not be parsed again.
 """

@@ -3,7 +3,7 @@
 
 Most problems of the first day on a GPU are not arithmetic: an exception in a branch that no CPU
 takes, a host wait in the middle of a step, a call that CUDA refuses during graph
-capture, an unexpected memory peak. All of these happen in Python, in torch's dispatcher, in its
+capture, an unexpected memory peak. They all happen in Python, in torch's dispatcher, in its
 caching allocator, in streams and graphs, and need no GPU. So a thousand lines of C stand in for the
 libraries below torch:
 
@@ -22,7 +22,7 @@ values (kernels do nothing: their outputs read as zero, and no test compares the
 
     make gpu-null                                   everything (5 minutes on two cores)
     make gpu-null NULL_FLAGS="--only steps"         measured steps against record.json
-    make gpu-null NULL_FLAGS="--only steps --record"    writes record.json anew
+    make gpu-null NULL_FLAGS="--only steps --record"    rewrites record.json
     make gpu-null NULL_FLAGS="--only steps --trace 30"  who launches what
     make gpu-null NULL_FLAGS="--memory 141GiB"      another size of the device
     make gpu-cache                                  Triton's compiled kernels, for a real machine
@@ -32,7 +32,7 @@ values (kernels do nothing: their outputs read as zero, and no test compares the
     site/           what each process over the device loads first: Triton's driver
     device.py       counters, and the calls behind them, in such a process
     plugin.py       lets tests/gpu, and whole runs on four devices, run without comparing values
-    values.py       what the host reads where it could not go on without a value
+    values.py       plausible values where the host cannot continue without one
     benches.py      lets a bench of tools/bench run without comparing values
     steps.py        measured steps: training and decode of each kind of layer, ranks of experts
     record.py       those steps against record.json

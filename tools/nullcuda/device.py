@@ -20,7 +20,7 @@ _HOOK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the library that stands in for CUDA's.
+    """Return the fake CUDA library.
 
     Raises:
         RuntimeError: this process does not run over it.
@@ -49,7 +49,7 @@ def counters() -> Counter[str]:
 
 
 def since(before: Counter[str]) -> Counter[str]:
-    """Return what has happened since a reading of the counters."""
+    """Return the changes since a reading of the counters."""
     return Counter({name: count - before[name] for name, count in counters().items()})
 
 

@@ -22,7 +22,7 @@ NEEDED_BYTES = 9 << 30
 
 
 class SetupError(Exception):
-    """The null device cannot be built here; the message says what to do."""
+    """The null device cannot be built on this machine; the message says what to do."""
 
 
 def check_machine(

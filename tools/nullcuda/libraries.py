@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the library that stands in for CUDA's, for the symbols that one torch asks for.
+"""Build the fake CUDA library for the symbols that a torch build requires.
 
 torch names the library of each symbol (`cudaMalloc@libcudart.so.13`). The stand-in is loaded before
 all others and has the same versions, so torch's calls reach it; NVIDIA's own libraries stay loaded

@@ -38,7 +38,7 @@ ENDS = {"code", "exit_code", "run_in_process"}
 
 
 class _Unjudged(ast.NodeTransformer):
-    """Wraps each `assert` so that it cannot end a test, unless it says how a run has ended."""
+    """Wraps each `assert` so that it cannot fail a test, except asserts about exit codes."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert | ast.Try:
         names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
@@ -86,13 +86,13 @@ def _launched(function: Callable[[], object]) -> Any:
     with calls() as seen:
         function()
     kernels: Counter[str] = Counter()
-    others: Counter[str] = Counter()
+    other_launches: Counter[str] = Counter()
     for (counter, name, _), count in seen.items():
         if counter == "triton_launches":
             kernels[name] += count
         elif counter in ("torch_launches", "fills") or counter.startswith("copies"):
-            others[name] += count
-    return launch_kernels.Launched(kernels, others)
+            other_launches[name] += count
+    return launch_kernels.Launched(kernels, other_launches)
 
 
 def _agrees(*values: object, **options: object) -> float:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured steps against those on record: nothing may grow.
+"""Comparison of measured steps with the record: no figure may grow.
 
 `record.json` has for each step its launches, copies, fills, waits of the host and peak of memory,
-as `make gpu-null NULL_FLAGS="--only steps --record"` writes it. The host's milliseconds are there
-to be read: they depend on the machine.
+as `make gpu-null NULL_FLAGS="--only steps --record"` writes it. The host's milliseconds are only
+informative: they depend on the machine.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def problems(measured: Steps, recorded: Steps, *, complete: bool = True) -> list
 
 
 def improvements(measured: Steps, recorded: Steps) -> list[str]:
-    """Return what has become less than on record, a line each."""
+    """Return a line for each figure that is below the record."""
     return [
         f"{name}: {key}: {counts[key]:,} a step, {recorded[name][key]:,} on record"
         for name, counts in measured.items()

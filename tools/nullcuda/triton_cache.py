@@ -91,7 +91,7 @@ def _write_file(folder: Path, name: str, data: bytes, *, executable: bool) -> No
 
 
 def main() -> int:
-    """Pack or unpack as the command line says."""
+    """Run the command line: pack or unpack."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host reads of results that nobody has computed, where it could not go on without one."""
+"""Plausible values for host reads of uncomputed results, where the host needs a value."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ from tools.soak.pace import Measured
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all chains of a soak share.
+    """Settings of all chains of a soak.
 
     Args:
-        seed: of all choices.
+        seed: seed of all choices.
         ranks: processes of a run.
         iterations: length of a run.
-        disk_seconds: what every operation on a checkpoint takes longer.
+        disk_seconds: added delay of every checkpoint file operation.
         plant: "module:function", called in every rank before it starts; None plants nothing.
         data: prefix of the token files.
-        folder: for everything that is written.
+        folder: folder of all written files.
     """
 
     seed: int
@@ -91,13 +91,13 @@ def measure(setting: Setting, flavour: Flavour, measured: Measured) -> Reference
 
 @dataclass(kw_only=True)
 class Chain:
-    """One save folder and the starts of one run on it.
+    """One save folder and all starts of a run on it.
 
     Args:
-        setting: of the soak.
-        number: of this chain; with the seed it determines every choice.
-        flavour: of the run.
-        reference: the run that was let be.
+        setting: settings of the soak.
+        number: number of this chain; with the seed it determines every choice.
+        flavour: flavour of the run.
+        reference: the uninterrupted run.
         measured: durations of this flavour.
     """
 

@@ -61,8 +61,8 @@ class Ledger:
         self.committed |= seen.complete
 
     def forget_unsynced(self, start: Snapshot, log: str) -> None:
-        """After a power cut: only those checkpoints have to be there that were there before this
-        start, or that the log says are saved."""
+        """After a power cut, require only checkpoints that existed before this start or that the
+        log reports as saved."""
         reported = {int(number) for number in _SAVED.findall(log)}
         must = (self.committed & start.complete) | reported
         self.committed = must | (self.committed & look(self.root).complete)
@@ -90,7 +90,7 @@ class Ledger:
         return now
 
     def _check_names(self, now: Snapshot) -> None:
-        """See that what has been committed is there, unless it is too old to be kept."""
+        """Assert that committed checkpoints exist, unless retention may have removed them."""
         self.note(now)
         keep = len(self.committed) if self.keep_last is None else self.keep_last
         missing = sorted(set(sorted(self.committed)[-keep:]) - now.complete)
@@ -145,15 +145,14 @@ class Ledger:
             raise SoakFailure("hung", f"{sorted(left)} were not swept")
 
     def check_end(self, iterations: int, snapshot: Snapshot) -> None:
-        """See that the run has come to the end that the reference has.
+        """Assert that the run ended like the reference.
 
         Args:
-            iterations: of the run.
-            snapshot: the folder before the last start, which had no save to make if it was
-                complete.
+            iterations: length of the run.
+            snapshot: the folder before the last start; if complete, the start had nothing to save.
 
         Raises:
-            SoakFailure: it has not.
+            SoakFailure: if the run did not.
         """
         now = self.check()
         if now.newest != iterations:

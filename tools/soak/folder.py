@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk says about a save folder at one moment, and whether a save was under way then."""
+"""Snapshots of a save folder, and the stage of a save in progress."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def under_way(now: Snapshot, start: Snapshot) -> str:
 
 
 def iteration_of_temporary(name: str) -> int:
-    """Return the iteration that a temporary folder's name stands for."""
+    """Return the iteration in a temporary folder's name."""
     return int(name.removeprefix("iter_").split(".")[0])

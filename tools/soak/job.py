@@ -99,7 +99,7 @@ def job(
     plant: str | None,
     logs: Path,
 ) -> Iterator[Job]:
-    """Start the ranks; whatever happens they are ended and their logs kept."""
+    """Start the ranks; on exit, end the ranks and keep their logs."""
     start, durable = look(root), Durable.everything(root)
     journal = logs.with_name(f"{logs.name}_syncs.jsonl")
     process = partial(
@@ -154,7 +154,7 @@ class Job:
         return max((e["iteration"] for e in events if e["kind"] == "train"), default=0)
 
     def running(self) -> bool:
-        """Tell whether any rank is there. Raises SoakFailure if one ended badly by itself."""
+        """Return whether any rank exists. Raises SoakFailure if a rank failed without a kill."""
         codes = [process.exitcode for process in self._ranks.processes]
         if bad := {rank: code for rank, code in enumerate(codes) if code}:
             raise SoakFailure(
@@ -183,10 +183,10 @@ class Job:
         return fresh and self.iteration() > max(self.start.newest, 0)
 
     def wait(self, arrived: Callable[[], bool], what: str) -> bool:
-        """Wait for something; return whether it came, and not the end of the run.
+        """Wait for a condition; return whether it became true before the end of the run.
 
         Raises:
-            SoakFailure: neither came in time.
+            SoakFailure: if neither happened in time.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -200,7 +200,7 @@ class Job:
             time.sleep(0.002)
 
     def wait_for(self, kill: Kill) -> bool:
-        """Wait for the moment of a kill; return whether it came before the end of the run."""
+        """Wait for the moment of a kill; return False if the run ended before."""
         if kill.moment == "start":
             base, span = self._began, self._measured.of("start")
         elif kill.moment == "training":
@@ -302,7 +302,7 @@ def _send(pids: Sequence[int | None], number: int) -> None:
 
 
 def _children(parents: Sequence[int | None]) -> set[int]:
-    """Return the children of processes, of whatever thread."""
+    """Return the children of all threads of processes."""
     pids: set[int] = set()
     for parent in parents:
         for file in Path(f"/proc/{parent}/task").glob("*/children"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things take: kills are spread over what has been measured."""
+"""Measured durations, over which kills are distributed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Durable:
 
     @staticmethod
     def everything(root: Path) -> Durable:
-        """Return that all that is there now is there for good."""
+        """Return a state in which all current files are durable."""
         durable = Durable()
         root.mkdir(parents=True, exist_ok=True)
         for path in [root, *_checkpoint_files(root)]:

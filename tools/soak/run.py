@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chain after chain, until there were as many kills as asked for."""
+"""Run chains until the requested number of kills is reached."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _slowed(call: Callable[..., Any], root: str, seconds: float) -> Callable[...
 
 
 def _resolved_path(target: Any, folder_fd: int | None) -> str:
-    """Return the path that a file descriptor or a name stands for; "" if it has none."""
+    """Return the path of a file descriptor or a name; "" without a path."""
     try:
         if isinstance(target, int):
             return os.readlink(f"/proc/self/fd/{target}")

@@ -51,11 +51,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class LaunchedKernel:
-    """A kernel of Triton that is launched and was never compiled.
+    """A Triton kernel that is launched without being compiled.
 
     Args:
-        name: of the kernel.
-        num_warps: of a block.
+        name: name of the kernel.
+        num_warps: warps of a block.
         launch: puts a launch on a stream.
     """
 
@@ -98,7 +98,7 @@ def launch_uncompiled(jit: ModuleType) -> None:
     launch.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 4, ctypes.c_void_p]
 
     def _do_compile(
-        self: Any, key: Any, signature: Any, device: int, constexprs: Any, options: Any, *rest: Any
+        self: Any, key: Any, signature: Any, device: int, constexprs: Any, options: Any, *args: Any
     ) -> LaunchedKernel:
         kernel = LaunchedKernel(self.fn.__name__, options.num_warps, launch)
         self.device_caches[device][0][key] = kernel
@@ -108,7 +108,7 @@ def launch_uncompiled(jit: ModuleType) -> None:
 
 
 def log_compilations(compiler: ModuleType) -> None:
-    """Append a line for each kernel that is asked for: compiled, or taken from the cache."""
+    """Append a line for each requested kernel: compiled or from the cache."""
     import triton
 
     def listener(*, src: Any, cache_hit: bool, **options: Any) -> None:

@@ -249,10 +249,10 @@ def train_row(
         link = stack.enter_context(simulated(groups, Late())) if row["link"] == "late" else None
         for step in range(steps_of(row)):
             batches = (batch for rank in dp_ranks for batch in data_of_rank(row, rank, step))
-            microbatches = [_local(row, groups, batch).to(rank_device()) for batch in batches]
+            batches = [_local(row, groups, batch).to(rank_device()) for batch in batches]
             if backend.step_state is not None:
                 backend.step_state.begin()
-            run.steps.append(_trained(row, model, engine, optimizer, microbatches))
+            run.steps.append(_trained(row, model, engine, optimizer, batches))
             if backend.step_state is not None:
                 backend.step_state.finish(groups)
             if balance is not None:

@@ -204,7 +204,7 @@ LIMITS = [
     (HYBRID, {"ffn_pattern": "--"}, "ffn_pattern empty", {}),
     (HYBRID, {"pattern": "G-x-"}, "'x' at 3", {"pattern": "GG*-"}),
     (HYBRID, {"mtp_num_layers": 1}, "blocks ''", {"mtp_num_layers": 1, "mtp_pattern": "*-"}),
-    (HYBRID, {"mtp_pattern": "*-"}, "0 depths", {"mtp_num_layers": 2, "mtp_pattern": "G"}),
+    (HYBRID, {"mtp_pattern": "*-"}, "0 multi-token", {"mtp_num_layers": 2, "mtp_pattern": "G"}),
     (HYBRID, {"mtp_num_layers": 1, "mtp_pattern": "*x"}, "'x' at 2", {}),
     (HYBRID, {"mtp_num_layers": 1, "mtp_pattern": "*M"}, "Mamba-2", {}),
     (HYBRID, {"cp": 3, "linear_mode": "headwise"}, "4 key heads", {"cp": 3}),

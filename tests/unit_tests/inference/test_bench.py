@@ -185,7 +185,7 @@ def test_static_batches_compute_rows_up_to_the_longest_output() -> None:
     [
         (["--num-requests", "0"], "--num-requests is 0"),
         (["--max-output-tokens", "4"], "at least --min-output-tokens 8"),
-        (["--shared-prefix-tokens", "32"], "less than --input-tokens 32"),
+        (["--shared-prefix-tokens", "32"], "below --input-tokens 32"),
         (["--request-rate", "-1"], "--request-rate is -1"),
         (["--input-tokens", "390"], "too long"),
         (["--inference-cuda-graphs"], "--inference-cuda-graphs needs a GPU"),

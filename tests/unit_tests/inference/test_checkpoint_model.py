@@ -413,5 +413,5 @@ def test_death_of_a_rank_ends_its_peers(root: Path) -> None:
     assert killed.exit_code == 9
     code, _, err, _ = survivor.value
     assert code == ExitCode.PEER_LOST
-    assert "rank 0 lost another rank" in err
+    assert "rank 0 lost contact with another rank" in err
     assert err.count("\n") == 1

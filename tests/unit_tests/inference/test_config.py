@@ -49,7 +49,7 @@ def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> No
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (
             ["--load", "x", "--batch-invariant", "--transformer-impl", "inference_optimized"],
-            "not inference_optimized",
+            "with inference_optimized",
         ),
         (
             ["--load", "x", "--batch-invariant", "--tensor-model-parallel-size", "4"],

@@ -71,7 +71,7 @@ TEXT = (*PROMPTS, "--max-new-tokens", "20", "--temperature", "0.7", "--seed", "3
 
 def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> None:
     plain = run(generate, "--load", folders["model"], *TEXT)
-    assert " drafts, " not in plain[2]
+    assert " draft tokens, " not in plain[2]
     methods = {
         "ngram": ("--num-speculative-tokens", "3", "--async-scheduling"),
         "draft": ("--speculative-draft-model", folders["plain"]),
@@ -81,7 +81,7 @@ def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> No
         arguments = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
         code, out, err = run(generate, *arguments)
         assert (code, out) == (0, plain[1]), err
-        assert " drafts, " in err
+        assert " draft tokens, " in err
         if method == "draft":  # its weights are the model's
             assert float(err.split(" tokens per forward")[0].split()[-1]) > 3
 
@@ -105,7 +105,7 @@ def test_speculation_on_two_stages_prints_single_process_text(
     assert (code, code_1) == (0, 0), err + err_1
     assert (out, out_1) == (plain[1], "")
     assert (steps > 1) == ("inference_optimized" in method)
-    assert " drafts, " in err
+    assert " draft tokens, " in err
     if "draft" in method:  # its weights are the model's
         assert float(err.split(" tokens per forward")[0].split()[-1]) > 3
 
@@ -190,7 +190,7 @@ def test_attention_free_first_stage_accepts_drafts(
         with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
             (code, out, err, _), _ = ranks.values(timeout=60.0)
     assert (code, out) == (0, plain[1]), err
-    assert " drafts, " in err
+    assert " draft tokens, " in err
 
 
 def test_stop_string_ends_text_within_the_tokens_of_a_step() -> None:

@@ -117,8 +117,8 @@ def test_json_lines_equal_the_json_list(root: Path, tmp_path: Path) -> None:
         (["--inference-memory-gb", "1e-6"], "do not fit"),
         (["--output-jsonl", "."], "is a folder"),
         (["--chat-template", "plain"], "give --chat as well"),
-        (["--logprobs", "2"], "--logprobs is written to files only"),
-        (["--prompt-logprobs"], "--prompt-logprobs is written to files only"),
+        (["--logprobs", "2"], "--logprobs applies to output files only"),
+        (["--prompt-logprobs"], "--prompt-logprobs applies to output files only"),
         (["--chat", "--num-outputs", "2"], "a turn has one response"),
     ],
 )

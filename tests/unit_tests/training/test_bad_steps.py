@@ -83,7 +83,7 @@ def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), 
         (anomaly("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of "
          "--loss-spike-factor, with a part of rank 1 on host1; "),
         (anomaly("determinism", "transient"), "one of three computations of the step has other "
-         "bits: that of rank 1 on host1; the two others are equal and were used: transient"),
+         "bits: that of rank 1 on host1; the two others are equal and were used: a transient"),
         (anomaly("determinism", "undecided"), "changes with every computation, that of rank 1"),
     ],
 )  # fmt: skip
@@ -131,7 +131,7 @@ def test_same_fault_on_another_host_has_its_own_exit_code(recorded, hosts, code)
 
 
 @pytest.mark.parametrize(
-    ("second", "expected"), [(8.0, "with the same"), (8.5, "not with the same")]
+    ("second", "expected"), [(8.0, "with the same"), (8.5, "without the same")]
 )
 def test_values_from_two_hosts_are_compared_bit_by_bit(second, expected):
     recorded = SuspectStep(3, {"1": "b"}, "spike", (8.0, 8.0))

@@ -90,7 +90,7 @@ def run_recorded(argv: list[str]) -> tuple[int, list[TapeRecorder]]:
 
 def test_graph_run_without_gpu_exits_with_one_line(prefix, capsys):
     assert run_in_process(flags(prefix, GRAPH)) == 2
-    assert "--cuda-graph-impl full_iteration needs a GPU, and this run" in capsys.readouterr().err
+    assert "--cuda-graph-impl full_iteration needs a GPU, but this run" in capsys.readouterr().err
 
 
 def test_graph_run_matches_eager_and_resumes_from_checkpoint(prefix, tmp_path, capsys):

@@ -250,7 +250,7 @@ def test_weight_order_that_never_settles_is_an_error():
 
 
 def test_cuda_graph_recorder_needs_a_gpu():
-    with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* on the cpu: leave"):
+    with pytest.raises(ValueError, match=r"full_iteration needs a GPU, .* uses cpu: leave"):
         CudaRecorder(torch.device("cpu"), "--cuda-graph-impl full_iteration")
 
 

@@ -302,7 +302,7 @@ def test_stop_flag_saves_after_step_and_defers_validation(control_flags, why):
     assert stopped.progress.iteration == 4
     assert [i for i, _ in stopped.saves] == [4]
     assert stopped.validations == [0]
-    assert f"stopped at iteration 4 as {why}" in stopped.out.getvalue()
+    assert f"stopped at iteration 4 because {why}" in stopped.out.getvalue()
     saved = Progress.from_json(stopped.progress.to_json())
     assert saved.validation_pending == 1
     resumed = FakeLoop(flags, progress=saved).train()

@@ -169,7 +169,7 @@ def test_other_load_errors_do_not_fall_back(root):
     def use(folder: Path) -> None:
         load_checkpoint(folder, chunks({"other": torch.zeros(100)}))
 
-    with pytest.raises(ValueError, match=r"iter_0000003: .*other is not in it"):
+    with pytest.raises(ValueError, match=r"iter_0000003: .*other is missing from"):
         load_newest(str(root), use, Solo())
     assert load_newest(str(root / "nowhere"), use, Solo()) is None
 

@@ -166,7 +166,7 @@ def test_other_stages_lag_only_by_iteration_number(server):
             watch.collectives(record)
     time.sleep(0.3)
     assert watches[0].diagnose_lagging() == Diagnosis(
-        "stages wait for one another: rank 2 has come to send (to 2) of float32 [2] over pp"
+        "stages wait for one another: rank 2 has reached send (to 2) of float32 [2] over pp"
     )
     assert watches[3].diagnose_lagging() == Diagnosis(
         "rank 2 is still in iteration 4 after its collective 3 (send (to 2) of float32 [2] over pp)"

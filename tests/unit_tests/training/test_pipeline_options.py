@@ -126,11 +126,11 @@ def test_layers_are_split_into_stages_by_options(flags, layers, schedule, tmp_pa
         (
             f"{PP} 2 --num-layers 4 {VIRTUAL} 2 {GROUP} 3 --global-batch-size 12",
             2,
-            f"{GROUP}: groups of 3 of 4 microbatches on 2 stages .* take groups of 2",
+            f"{GROUP}: groups of 3 of 4 microbatches on 2 stages .* use groups of 2",
         ),
         (f"{PP} 2 {LAYOUT} Et|t", 2, f"{LAYOUT}: .* has 0 L: write the loss once"),
         (f"{PP} 2 {LAYOUT} Ettt|L", 2, f"{LAYOUT}: .* has 3 t for 2 layers"),
-        (f"{PP} 2 {LAYOUT} EttL", 2, f"{LAYOUT}: .* has 1 parts for 2 pipeline stages"),
+        (f"{PP} 2 {LAYOUT} EttL", 2, f"{LAYOUT}: .* has 1 stages for 2 pipeline ranks"),
         (f"{PP} 2 {PATTERN} *-|*-*-", 2, f"{PATTERN}: .* must be '\\*-' for each of the 2 layers"),
         (f"{PATTERN} *-*-*-", 1, f"{PATTERN}: .* must be '\\*-' for each of the 2 layers"),
         (f"{PP} 2 {PATTERN} *-|*-|", 2, f"{PATTERN}: .* has 3 stages for 2 pipeline ranks"),

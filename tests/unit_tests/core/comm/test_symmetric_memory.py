@@ -73,5 +73,5 @@ def test_spin_limit_traps_the_kernel_and_names_the_peer(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="launch failure"):
         arena.check()
     arena.status.fill_(2)
-    with pytest.raises(RuntimeError, match="rank 6 did not come"):
+    with pytest.raises(RuntimeError, match="rank 6 did not reach"):
         arena.check()

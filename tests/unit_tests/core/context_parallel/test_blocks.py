@@ -350,7 +350,7 @@ def test_many_short_documents_take_one_block_each():
         ({"rows": 2, "documents": [[0, 8]]},
          "documents of 1 rows for 2 rows: give one entry per row"),
         ({"rows": 2, "documents": [[0, 8], [0, 7]]},
-         "documents of row 1 are [0, 7]: they must rise from 0 to the row's end, at least 8"),
+         "documents of row 1 are [0, 7]: they must ascend from 0 to the end"),
         ({"rows": 1, "documents": [[1, 8]]}, "documents of row 0 are [1, 8]"),
         ({"rows": 1, "documents": [[0, 6, 4, 8]]}, "documents of row 0 are [0, 6, 4, 8]"),
         ({"rows": 1, "documents": [[]]}, "documents of row 0 are []"),

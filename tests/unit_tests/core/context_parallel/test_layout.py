@@ -249,9 +249,9 @@ def test_tensors_of_wrong_length_are_reported():
         layout.local(torch.zeros(2, 4))
     with pytest.raises(ValueError, match=re.escape("rows of shape (6,): give [b, 6]")):
         layout.local(torch.zeros(6))
-    with pytest.raises(ValueError, match="rows are on meta: give the host's"):
+    with pytest.raises(ValueError, match="rows are on meta: pass them on the host"):
         layout.local(torch.zeros(2, 6, device=META))
-    with pytest.raises(ValueError, match=re.escape("6 tokens in (6, 1), the layout has 8")):
+    with pytest.raises(ValueError, match=re.escape("6 tokens in (6, 1), but the layout has 8")):
         layout.to_rows(torch.zeros(6, 1))
     with pytest.raises(ValueError, match=re.escape("8 tokens in (8, 1), the layout has 6")):
         layout.to_ranks(torch.zeros(8, 1))
@@ -262,7 +262,7 @@ def test_missing_sharding_is_reported(method):
     layout = SequenceLayout.of_rows(8)
     argument = {"blocks": 0, "row_blocks": None}.get(method, torch.zeros(8))
     with pytest.raises(
-        ValueError, match=r"has no cut; make it by SequenceLayout\.make, on the host"
+        ValueError, match=r"is not sharded; make it with SequenceLayout\.make, on the host"
     ):
         getattr(layout, method)(argument)
 

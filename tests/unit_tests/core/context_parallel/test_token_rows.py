@@ -188,14 +188,14 @@ def test_documents_given_only_by_ids_are_refused():
 
 def test_tokens_that_do_not_fit_are_refused():
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 0, rows=2)
-    with pytest.raises(ValueError, match="3 rows of tokens, the layout is of 2"):
+    with pytest.raises(ValueError, match="3 rows of tokens, but the layout has 2"):
         layout.whole_rows(3)
     rows = layout.whole_rows(2)
     with pytest.raises(ValueError, match=r"pack: \(4, 2\) must begin with \(8, 2\)"):
         rows.pack(torch.ones(4, 2))
     with pytest.raises(ValueError, match=r"unpack: \(8, 2\) must begin with \(16,\)"):
         rows.unpack(torch.ones(8, 2))
-    with pytest.raises(ValueError, match="bounds end at 3, there are 2 tokens"):
+    with pytest.raises(ValueError, match="bounds end at 3, but there are 2 tokens"):
         PackedTokens(np.arange(2), [0, 3], length=2, batch=1)
 
 

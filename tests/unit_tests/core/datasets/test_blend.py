@@ -108,7 +108,7 @@ def test_a_longer_blend_keeps_samples_and_proportions(datasets):
 
 
 def test_impossible_blends_are_refused(datasets):
-    with pytest.raises(ValueError, match=r"draws 150 samples of .*1, which gives"):
+    with pytest.raises(ValueError, match=r"draws 150 samples of .*1, which has"):
         BlendedDataset(datasets, weights=[1, 3], num_samples=200)
     with pytest.raises(ValueError, match="1 blend weights for 2 data sets"):
         BlendedDataset(datasets, weights=[1], num_samples=2)

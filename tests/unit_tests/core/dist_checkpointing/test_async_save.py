@@ -275,7 +275,7 @@ def test_invalid_saves_are_refused_or_reported(tmp_path):
         replica_ranks=(0,),
         byte_stream=lambda: iter(()),
     )
-    with pytest.raises(ValueError, match="a comes in pieces"):
+    with pytest.raises(ValueError, match="a is streamed in pieces"):
         AsyncSaver(tmp_path, [streamed_chunk], coordinator=Solo())
     half = [
         TensorChunk(name="a", shape=(4,), offsets=(0,), tensor=torch.ones(2), replica_ranks=(0,))

@@ -71,7 +71,7 @@ def test_reader_reads_boxes_and_verifies_their_blocks(tmp_path: Path) -> None:
             reader.read([chunk(target, (row, 3))])
             assert torch.equal(target, VALUES[row : row + 1, 3:].double())
         assert 0 < reader.bytes_read < 2000
-        with pytest.raises(CheckpointError, match="v is not in it"):
+        with pytest.raises(CheckpointError, match="v is missing from"):
             reader.read(
                 [
                     TensorChunk(

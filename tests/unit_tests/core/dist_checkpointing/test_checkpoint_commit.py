@@ -123,11 +123,11 @@ def test_existing_step_is_never_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("tracker", "reason"),
     [
-        ("", "holds ''"),
-        ("garbage", "holds 'garbage'"),
-        ("-1", "holds '-1'"),
+        ("", "contains ''"),
+        ("garbage", "contains 'garbage'"),
+        ("-1", "contains '-1'"),
         ("9" * 5000, "not an iteration"),
-        ("7", "names iter_0000007, which is not there"),
+        ("7", "names iter_0000007, which does not exist"),
         ("1", "names iter_0000001; using"),
         (None, "does not exist"),
     ],
@@ -265,7 +265,7 @@ def test_lock_on_a_just_removed_file_is_refused(tmp_path, monkeypatch):
         lockf(descriptor, how)
 
     monkeypatch.setattr(run_folder_module.fcntl, "lockf", late)
-    with pytest.raises(CheckpointError, match=r"abandoned by another run .*: start again"):
+    with pytest.raises(CheckpointError, match=r"released by another run: start again"):
         SaveFolderLock(tmp_path)
 
 

@@ -342,7 +342,7 @@ INVALID_SETTINGS = (
     ({"gtp_reduce_scatter_per": "run"}, "gtp_reduce_scatter_per 'run': use microbatch or step"),
     (
         {"strategy": "optim_grads", "gtp_reduce_scatter_per": "step"},
-        "step keeps whole gradients, which optim_grads shards",
+        "step needs unsharded gradients, which optim_grads shards",
     ),
     ({"overlap_param_gather": True}, "overlap_param_gather has no effect with no_shard"),
 )
@@ -363,7 +363,7 @@ def build_mismatched_engine(rank: int, world: int) -> None:
     """Build an engine with a strategy that differs from the weight store's."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     model = SmallModel(groups, config=DataParallelConfig(strategy="optim_grads_params"))
-    with pytest.raises(ValueError, match=r"stored for strategy optim_grads_params .* is to carry "):
+    with pytest.raises(ValueError, match="stored for strategy optim_grads_params"):
         DataParallel(model.store, groups, config=DataParallelConfig(strategy="optim"))
 
 

@@ -112,7 +112,7 @@ def evaluations(groups: Groups, config: Config) -> None:
         evaluate()
     assert all(gatherer.counts.mismatches == 0 for gatherer in engine.gatherers)
     engine.begin_step()
-    with pytest.raises(ValueError, match="evaluation inside a step: finish"), engine.evaluation():
+    with pytest.raises(ValueError, match="inside a step: call finish"), engine.evaluation():
         pass
     engine.abort()
 

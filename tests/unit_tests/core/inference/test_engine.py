@@ -547,5 +547,5 @@ def test_memory_bytes_bound_the_cache() -> None:
     for size in (300_000, 2_000_000):
         engine = engine_of(model, num_blocks=None, memory_bytes=size)
         assert 0.9 * size < engine.cache.num_bytes <= size
-    with pytest.raises(ValueError, match="do not hold the states of 6 rows"):
+    with pytest.raises(ValueError, match="do not fit the states of 6 sequences"):
         engine_of(model, num_blocks=None, memory_bytes=shapes.state_bytes * 6)

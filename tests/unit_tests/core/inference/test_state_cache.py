@@ -44,7 +44,7 @@ def test_unallocated_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sequences, but 1 of 2 slots are free"):
         states.take(2)
     for invalid in (1 - slot, -1, 2):
-        with pytest.raises(ValueError, match=f"slot {invalid} of 2 is not taken"):
+        with pytest.raises(ValueError, match=f"slot {invalid} of 2 is not allocated"):
             states.release([invalid])
     assert states.free_slots == 1
 

@@ -220,9 +220,9 @@ def check_refusals(rank: int, world: int) -> None:
     layout = SequenceLayout.make(sharding, rank, rows=ROWS)
     local = [layout.local(x) for x in inputs]
     with trace(groups) as records:
-        with pytest.raises(ValueError, match="2 context parallel ranks need a layout with a cut"):
+        with pytest.raises(ValueError, match="2 context parallel ranks need a sharded layout"):
             model.loss(*inputs)
-        with pytest.raises(ValueError, match="16 tokens a row, the layout is of 8"):
+        with pytest.raises(ValueError, match="16 tokens per row, but the layout has 8"):
             model.loss(*inputs, layout=layout)
         with pytest.raises(ValueError, match=rf"is for rank {1 - rank} of 2, but this is rank"):
             model.loss(*local, layout=SequenceLayout.make(sharding, 1 - rank, rows=ROWS))
@@ -273,5 +273,5 @@ def test_layout_of_other_ranks_or_rows_is_refused():
     with pytest.raises(ValueError, match=r"for rank 1 of 2, but this is rank 0 of 1"):
         model(tokens, layout=layout)
     layout = SequenceLayout.make(SequenceSharding.of(LENGTH, 1), 0, rows=ROWS - 1)
-    with pytest.raises(ValueError, match=r"3 rows of tokens, the layout is of 2"):
+    with pytest.raises(ValueError, match=r"3 rows of tokens, but the layout has 2"):
         model(tokens, layout=layout)

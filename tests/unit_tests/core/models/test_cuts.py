@@ -182,7 +182,7 @@ def test_chunk_inputs_and_end_layers_are_checked():
         chunks.loss(tokens, tokens, torch.ones(tokens.shape))
     for split in (StageSplit(2, ((0, 2), (2, BLOCKS))), StageSplit(1, ((0, 4),))):
         with pytest.raises(
-            ValueError, match=r"the split cuts [46] blocks for [12] pipeline stages"
+            ValueError, match=r"the split assigns [46] blocks to [12] pipeline stages"
         ):
             GPTModel(UNTIED, SINGLE, split=split)
 

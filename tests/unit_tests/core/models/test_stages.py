@@ -152,7 +152,7 @@ def test_three_notations_yield_the_same_split():
             lambda: pattern_problems("*x|-", 3, ffn_pattern="-"),
             [
                 "'*x|-': 'x' at 2 is unknown: use '*' (attention)",
-                "has 2 parts for 3",
+                "has 2 stages for 3",
                 "must be '*-' for each of the 1",
             ],
         ),
@@ -214,7 +214,7 @@ def test_all_split_problems_are_reported_at_once(call, messages: list[str]):
 def test_invalid_splits_are_refused():
     with pytest.raises(ValueError, match=r"8 layers do not divide .* or write the boundaries"):
         StageSplit.even(8, 3)
-    with pytest.raises(ValueError, match=r"has 2 parts for 3 .*; layer pattern"):
+    with pytest.raises(ValueError, match=r"has 2 stages for 3 .*; layer pattern"):
         StageSplit.from_pattern("*-|-", 3, ffn_pattern="-")
     with pytest.raises(ValueError, match=r"has 0 E: .*; pipeline layout 'tL' has 1 t for 2 layers"):
         StageSplit.from_layout("tL", 1, num_layers=2)

@@ -299,7 +299,7 @@ def parse_action(text: str) -> Action:
     ("rank", "old", "new", "texts"),
     [
         (0, "F0.1", "", ["rank 0: F0.1 is missing"]),
-        (1, "B0.0", "B0.0 B0.0", ["rank 1: B0.0 is there 2 times"]),
+        (1, "B0.0", "B0.0 B0.0", ["rank 1: B0.0 is listed 2 times"]),
         (1, "B0.0", "I0.0", ["rank 1: W0.0 is missing"]),
         (
             1,
@@ -313,7 +313,7 @@ def parse_action(text: str) -> Action:
         (1, "F0.0 RF0.1", "RF0.1 F0.0", []),
         (0, "RB0.0 B0.0", "B0.0 RB0.0", ["rank 0: B0.0 comes before RB0.0"]),
         (0, "SF0.1 RB0.0", "RB0.0 SF0.1", []),
-        (1, "RF0.1", "RF0.1 RF0.1", ["rank 1: RF0.1 is there 2 times"]),
+        (1, "RF0.1", "RF0.1 RF0.1", ["rank 1: RF0.1 is listed 2 times"]),
         (0, "G0.0", "", ["rank 0: nothing for chunk 0 where G0.0 belongs"]),
         (0, "G0.0", "G0.1", ["rank 0: G0.1 for chunk 0 where G0.0 belongs"]),
         (0, "G0.0 F0.0", "F0.0 G0.0", ["rank 0: G0.0 is not right before F0.0"]),
@@ -342,7 +342,7 @@ def test_all_problems_are_reported_at_once():
     assert check(faulty) == [
         "rank 0: I0.1 is missing",
         "rank 0: RB0.1 receives a tensor that nothing uses",
-        "rank 1: SB0.2 is there 2 times",
+        "rank 1: SB0.2 is listed 2 times",
     ]
 
 

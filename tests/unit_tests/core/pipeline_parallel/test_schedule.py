@@ -162,7 +162,7 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
         ("1f1b", {"microbatches": 0}, "microbatches 0: use 1 or more"),
         ("1f1b", {"stages": 0, "chunks": 0}, "stages 0: use 1 or more; chunks 0: use 1 or more"),
         ("interleaved", {"chunks": 2, "group_size": 0}, "group size 0: use 1 or more"),
-        ("1f1b", {"chunks": 2}, "1f1b has one chunk per stage, not 2: take interleaved"),
+        ("1f1b", {"chunks": 2}, "1f1b has one chunk per stage, not 2: use interleaved"),
         (
             "zb-h1",
             {"group_size": 4},
@@ -182,7 +182,7 @@ def test_interleaved_accepts_only_group_sizes_without_waits(stages: int, chunks:
             "interleaved",
             {"chunks": 2, "microbatches": 9, "group_size": 4},
             "groups of 4 of 9 microbatches on 4 stages leave 1, fewer than the stages, for the "
-            "last group: take groups of 5, or other numbers of microbatches",
+            "last group: use groups of 5, or other numbers of microbatches",
         ),
         ("interleaved", {"chunks": 2, "group_size": 3}, "are too small: use groups of 4"),
         ("interleaved", {"chunks": 2, "group_size": 9}, "are too large: use groups of 8"),

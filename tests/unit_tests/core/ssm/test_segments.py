@@ -352,5 +352,5 @@ def test_layout_of_another_rank_is_refused():
     layout = SequenceLayout.make(SequenceSharding.of(8, 2), 1, rows=1)
     local_sequences = layout.local_sequences(1)
     x = torch.zeros(4, GROUPS, KEYS)
-    with pytest.raises(ValueError, match="rank 1 of 2, group cp is rank 0 of 1"):
+    with pytest.raises(ValueError, match="rank 1 of 2, but group cp is rank 0 of 1"):
         halo_rows(x, local_sequences, Group.single("cp"), width=3)

@@ -198,7 +198,7 @@ def test_frozen_experts_pass_gradients_on_and_save_nothing():
 def test_mismatched_shapes_are_named():
     _, handle, _ = build_store()
     for x, counts, message in (
-        (torch.ones(3, H), (1, 1, 0, 0), r"gate_up: runs of 2 rows of x \(3, 6\)"),
+        (torch.ones(3, H), (1, 1, 0, 0), r"gate_up: runs of 2 rows for x \(3, 6\)"),
         (torch.ones(2, H + 1), (1, 1, 0, 0), r"gate_up \[8, 5, 6\] must be \[4 · c, o/c, 7\]"),
         (torch.ones(2, H), (1, 1, 0), r"must be \[3 · c, o/c, 6\], one matrix for each of 3 runs"),
     ):

@@ -259,8 +259,8 @@ def change(plan: GatherPlan, index: int, **fields: tuple[int, ...]) -> GatherPla
     ("fault", "message"),
     [
         (lambda p: change(p, 1, all_gather=()), "block 2 is used but not gathered"),
-        (lambda p: change(p, 1, reshard=(0, 1)), "releases block 1 before it is used"),
-        (lambda p: change(p, 2, reshard=(1, 4)), "releases block 4, which is not gathered"),
+        (lambda p: change(p, 1, reshard=(0, 1)), "reshards block 1 before it is used"),
+        (lambda p: change(p, 2, reshard=(1, 4)), "reshards block 4, which is not gathered"),
         (lambda p: change(p, 1, all_gather=(2, 1)), "gathers block 1 again"),
         (lambda p: change(p, 1, reshard=()), "3 bytes are gathered, the budget is 2"),
         (lambda p: replace(p, peak_bytes=1), "the plan states 1 bytes"),

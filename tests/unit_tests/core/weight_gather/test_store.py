@@ -134,7 +134,7 @@ def test_invalid_declarations_are_refused():
     store.materialize()
     with pytest.raises(ValueError, match="already materialized"):
         store.materialize()
-    with pytest.raises(ValueError, match="norm: the store is materialised"):
+    with pytest.raises(ValueError, match="norm: the store is materialized"):
         store.declare(shardings()[1], NORMAL)
     with pytest.raises(ValueError, match="no weight 'tabel' to freeze"):
         store.freeze("tabel")

@@ -79,7 +79,7 @@ def test_invalid_bodies_are_refused(server: Served, body: bytes) -> None:
 )
 def test_duplicate_key_is_named(server: Served, body: bytes, key: str) -> None:
     error = error_of(server.http.post("/v1/completions", content=body))
-    assert "twice" in error["message"]
+    assert "duplicated" in error["message"]
     assert error["param"] == key
 
 

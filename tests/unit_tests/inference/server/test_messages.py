@@ -241,7 +241,7 @@ def test_reasoning_ends_at_its_budget(begun_by_prompt: bool) -> None:
 
 def test_thinking_budget_needs_a_reasoning_model() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
-    for changes, reason in (({}, "--reasoning-parser"), ({"stop_tokens": []}, "ends")):
+    for changes, reason in (({}, "--reasoning-parser"), ({"stop_tokens": []}, "stop token")):
         reasoning = {"tools": None, "reasoning": "qwen3" if changes else None}
         with served(formats=reasoning, **changes) as server:
             response = server.post("/v1/messages", **PLAIN, thinking=thinking)

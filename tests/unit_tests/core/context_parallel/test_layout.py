@@ -253,7 +253,7 @@ def test_tensors_of_wrong_length_are_reported():
         layout.local(torch.zeros(2, 6, device=META))
     with pytest.raises(ValueError, match=re.escape("6 tokens in (6, 1), but the layout has 8")):
         layout.to_rows(torch.zeros(6, 1))
-    with pytest.raises(ValueError, match=re.escape("8 tokens in (8, 1), the layout has 6")):
+    with pytest.raises(ValueError, match=re.escape("8 tokens in (8, 1), but the layout has 6")):
         layout.to_ranks(torch.zeros(8, 1))
 
 

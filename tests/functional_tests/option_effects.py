@@ -173,7 +173,7 @@ EFFECTS: dict[str, Effect] = {
     "mamba-dt-limit": Effect("plan", "0.001", "0.001 0.1", _MAMBA),
     "tokenizer-type": Effect("constructors", "null", "byte", "--vocab-size 300"),
     "tokenizer-hf-no-include-special-tokens": Effect(
-        "parts", base="--tokenizer-model {bos}", without="--vocab-size"
+        "constructors", base="--tokenizer-model {bos}", without="--vocab-size"
     ),
     "tiktoken-pattern": Effect("constructors", "v1", "v2", _TIKTOKEN, "--vocab-size"),
     "tiktoken-num-special-tokens": Effect("constructors", "", "5", _TIKTOKEN, "--vocab-size"),

@@ -62,7 +62,7 @@ def prefix(tmp_path_factory) -> Path:
             SINKS,
             4,
             f"{CP} --data-parallel-sharding-strategy optim_grads_params --overlap-param-gather",
-            "context parallel 2 by all_gather: least of what leaves a rank",
+            "context parallel 2 by all_gather: fewest bytes sent per rank and layer",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from tests.support.hf_converter import checkpoint_model, convert, tensors
 from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
 from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
-from tests.unit_tests.training.test_megatron_flags import TWELVE
+from tests.unit_tests.training.test_megatron_flags import NO_EFFECT_FLAGS
 from tests.unit_tests.training.test_upstream_scripts import REFUSED, THEN, flags_of
 
 #: The shape of Qwen2.5-0.5B in small: grouped queries, tied embeddings, a disabled window.
@@ -53,7 +53,7 @@ def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_pat
         convert("import", "--hf", source, "--save", tmp_path / "imported", "--verify")
         start = f"--load {tmp_path / 'imported'} --use-checkpoint-args"
         like = ("--like", source)  # a checkpoint without tokenizer does not name the folder
-    words = f"{start} {TRAINING} {TWELVE} --data-path {prefix} --save {saved}"
+    words = f"{start} {TRAINING} {NO_EFFECT_FLAGS} --data-path {prefix} --save {saved}"
     job = torchrun(words.split(), "--standalone", processes=4)
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
@@ -62,7 +62,7 @@ def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_pat
     assert loss_by_step[20] < 0.7 * loss_by_step[1], loss_by_step
     # One line of one rank names the twelve flags without effect.
     (line,) = (line for line in output.splitlines() if "no effect here: " in line)
-    flags = [word for word in TWELVE.split() if word.startswith("--")]
+    flags = [word for word in NO_EFFECT_FLAGS.split() if word.startswith("--")]
     assert len(flags) == 12
     assert all(flag in line for flag in flags)
 

@@ -146,7 +146,7 @@ def test_stopped_pipeline_run_resumes_on_one_process(prefix, tmp_path):
         outcomes = ranks.outcomes(timeout=60)
         text = ranks.log(1)
     assert [o.exit_code for o in outcomes] == [0, 0], text
-    match = re.search(r"stopped at iteration (\d+) as a signal asks", text)
+    match = re.search(r"stopped at iteration (\d+) because a signal asks", text)
     assert match, text
     end = int(match[1]) + 2
     assert latest_checkpoint(cut) == cut / f"iter_{end - 2:07d}"

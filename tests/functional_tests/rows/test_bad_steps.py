@@ -229,8 +229,9 @@ def test_consecutive_bad_steps_roll_back_past_their_data(prefix, tmp_path, monke
     assert load_folders == [str(tmp_path / "save")]
     out = capsys.readouterr().out
     assert "iteration 6: 2 bad steps in a row" in out
-    assert "rolled back to the weights of iteration 3, going on with the data behind sample 24" in (
-        out
+    assert (
+        "rolled back to the weights of iteration 3, continuing with the data after sample 24"
+        in (out)
     )
     saved = {n: tmp_path / "save" / f"iter_{n:07d}" for n in (3, 4, 6, 8)}
     assert digests(saved[6]) == digests(saved[3]) != digests(saved[4])

@@ -197,7 +197,7 @@ def test_newest_checkpoint_overrides_tracker_with_a_warning(prefix, cut, capsys,
 
 def test_run_refuses_save_folder_with_later_checkpoints(prefix, cut, capsys, tmp_path):
     """A run that resumes at an older iteration could not save the later iterations again."""
-    in_the_way = f"--save {cut}: it contains iter_0000004, later than iteration 2 that this run"
+    in_the_way = f"--save {cut}: it contains iter_0000004, later than iteration 2, from"
     argv = flags(prefix, f"{FOUR_ITERS} --save {cut} --load {cut / 'iter_0000002'}")
     assert run_in_process(argv) == ExitCode.USER_ERROR
     assert in_the_way in capsys.readouterr().err

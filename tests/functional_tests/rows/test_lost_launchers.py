@@ -26,7 +26,7 @@ def prefix(tmp_path):
 
 
 def _stopped_at(text: str) -> int:
-    match = re.search(r"stopped at iteration (\d+) as the launcher is gone", text)
+    match = re.search(r"stopped at iteration (\d+) because the launcher is gone", text)
     assert match, text
     return int(match[1])
 

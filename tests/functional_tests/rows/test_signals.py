@@ -38,7 +38,7 @@ def prefix(tmp_path):
 
 
 def _stopped_at(text: str) -> int:
-    match = re.search(r"stopped at iteration (\d+) as a signal asks", text)
+    match = re.search(r"stopped at iteration (\d+) because a signal asks", text)
     assert match, text
     return int(match[1])
 
@@ -309,5 +309,5 @@ def test_ranks_with_different_clocks_stop_together(prefix, tmp_path):
         outcomes = ranks.outcomes(timeout=60)
         text = ranks.log(1)
     assert [o.exit_code for o in outcomes] == [0, 0]
-    assert "stopped at iteration 5 as --exit-duration-in-mins asks" in text
+    assert "stopped at iteration 5 because --exit-duration-in-mins asks" in text
     assert latest_checkpoint(tmp_path / "save") == tmp_path / "save" / "iter_0000005"

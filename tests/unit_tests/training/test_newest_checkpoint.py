@@ -215,7 +215,7 @@ def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
 def test_start_before_existing_checkpoints_is_refused(root):
     reject_later_checkpoints(str(root), 3, resumes_newest=False, coordinator=Solo())
     for start, message in (
-        (2, "it contains iter_0000003, later than iteration 2"),
+        (2, "it contains iter_0000003, later than iteration 2, from"),
         (0, "it contains 3 checkpoints from iter_0000001 to iter_0000003, later"),
     ):
         with pytest.raises(ValueError, match=f"--save {root}: {message}.*move them away"):

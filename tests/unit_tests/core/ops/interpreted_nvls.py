@@ -323,7 +323,7 @@ def choose_backend(rank: int, world: int, folder: str, options: dict) -> tuple[s
         ({"problems": {1: "torch has none"}}, "torch.distributed", "rank 1: torch has none"),
         ({"fails": {0: "full"}}, "torch.distributed", "rank 0: no symmetric memory of 8,192 bytes"),
         ({"unmapped": "fd 7"}, "torch.distributed", "map each other's memory: fd 7"),
-        ({"broken": 1}, "torch.distributed", "rank 0: p2p: the probe's sum is not that of torch"),
+        ({"broken": 1}, "torch.distributed", "rank 0: p2p: the probe's sum differs from torch"),
         ({"deaf": 1}, "torch.distributed", "did not take part in the probe"),
         ({"multicast": {1: "no switch there"}}, "p2p", "rank 1: no switch there"),
         ({"multicast": {}}, "multimem", ""),
@@ -583,7 +583,7 @@ def test_spin_limit_names_missing_peer_and_oversized_message(tmp_path: Path) -> 
     (error, lines), (_, peer_lines) = run_ranks(run_with_limit, 2, str(tmp_path))
     assert "rank 1 did not reach a collective of p2p within 200 polls" in error
     assert len(lines) == 1
-    assert "over the 512 of the symmetric memory" in lines[0]
+    assert "exceeds the 512 bytes of symmetric memory" in lines[0]
     assert not peer_lines
 
 

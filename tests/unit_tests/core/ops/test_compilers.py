@@ -46,7 +46,7 @@ def test_broken_ptxas_is_a_one_line_error(monkeypatch, tmp_path):
     file = tmp_path / "ptxas"
     file.write_text("not a program")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(file))
-    with pytest.raises(ValueError, match=rf"TRITON_PTXAS_PATH is no program.*{file}.*unset it"):
+    with pytest.raises(ValueError, match=rf"TRITON_PTXAS_PATH is not a program.*{file}.*unset it"):
         backend_choice.ptxas_version(9)
     monkeypatch.delenv("TRITON_PTXAS_PATH")
     assert backend_choice.ptxas_version(9) is not None

@@ -195,7 +195,7 @@ BAD_CALLS = {
     "too long": ({"batch": lambda x: replace(x, max_context=19)}, "context of 20, over"),
     "too short": (
         {"batch": lambda x: replace(x, context_lengths=torch.tensor([2, 5]).int())},
-        "3 new tokens but a context of only 2: context_lengths count the new",
+        "3 new tokens but a context of only 2: context_lengths include the new",
     ),
     "bounds": (
         {"batch": lambda x: replace(x, query_bounds=torch.tensor([0, 3, 9]).int())},

@@ -102,7 +102,7 @@ def test_sweeps_match_loops_over_chunks(bounds, block, scales):
         ((), "give 0 and the end of each sequence"),
         ((0,), "give 0 and the end"),
         ((1, 4), r"cu_seqlens \[1, 4\]: give 0"),
-        ((0, 4, 3), "falls from 4 to 3 at sequence 1"),
+        ((0, 4, 3), "decreases from 4 to 3 at sequence 1"),
     ],
 )
 def test_malformed_bounds_are_refused(bounds, message):

@@ -310,7 +310,7 @@ def test_skip_connection_matches_formula(dtype):
     draw = maker()
     tensors = (draw(5, HEADS, VALUES), draw(5, HEADS, VALUES), draw(HEADS))
     compare(add_skip, lambda out, x, d: out + d[:, None] * x, tensors, dtype)
-    with pytest.raises(ValueError, match="one number per head"):
+    with pytest.raises(ValueError, match="a number for each head"):
         add_skip(*tensors[:2], tensors[2][:1])
 
 

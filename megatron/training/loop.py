@@ -108,39 +108,41 @@ class TrainingLoop:
 
     def _iterate(self, progress: Progress) -> None:
         training, checkpoint = self._run.config.training, self._run.config.checkpoint
-        evaluates = self._run.config.evaluation
+        evaluation = self._run.config.evaluation
         first_iteration = saved = progress.iteration
-        left_over = bool(progress.validation_pending)
-        if progress.iteration == 0 or left_over:
+        validation_was_pending = bool(progress.validation_pending)
+        if progress.iteration == 0 or validation_was_pending:
             self._validate(progress)
         while progress.iteration < self._run.train_iters:
             outcome = self._one_iteration(progress)
             iteration = progress.iteration
-            # The same on every rank, as the control_flags are summed over all ranks.
-            early = self._stop.reason(outcome.control_flags)
+            # The same on every rank, because the control flags are summed over all ranks.
+            early_stop_reason = self._stop.reason(outcome.control_flags)
             exits_by_interval = _is_multiple(iteration, training.exit_interval)
-            stopping = bool(early) or exits_by_interval or iteration == self._run.train_iters
+            stopping = (
+                bool(early_stop_reason) or exits_by_interval or iteration == self._run.train_iters
+            )
             # A stop at exit-interval leaves the last validation to the end of the run; an early
             # stop leaves a due validation to the next start.
             if (
-                _is_multiple(iteration, evaluates.eval_interval)
+                _is_multiple(iteration, evaluation.eval_interval)
                 or iteration == self._run.train_iters
             ):
-                if early:
+                if early_stop_reason:
                     progress.validation_pending = 1
                 else:
                     self._validate(progress)
             if self._saves and (stopping or _is_multiple(iteration, checkpoint.save_interval)):
                 (self._saves.finish if stopping else self._saves.begin)(progress)
                 saved = iteration
-            if stopping and (early or iteration != self._run.train_iters):
-                reason = early or "--exit-interval asks"
+            if stopping and (early_stop_reason or iteration != self._run.train_iters):
+                reason = early_stop_reason or "--exit-interval asks"
                 self._display.log(f"stopped at iteration {iteration} because {reason}")
                 self._stop.stopped(outcome.control_flags)
                 return
         if self._saves and saved != progress.iteration:
             self._saves.finish(progress)
-        if progress.iteration != first_iteration or left_over:
+        if progress.iteration != first_iteration or validation_was_pending:
             self._evaluate_at_end(progress)
 
     def _one_iteration(self, progress: Progress) -> StepOutcome:
@@ -204,8 +206,10 @@ class TrainingLoop:
     def _log(self, record: StepRecord) -> None:
         """Log and record one line, with the parts that hooks add."""
         log_parts = [log_part for hooks in self._hooks for log_part in hooks.log_parts()]
-        shows = self._run.config.logging.log_throughput
-        line = format_step(record, datetime.datetime.now(), throughput=shows, sections=log_parts)
+        throughput = self._run.config.logging.log_throughput
+        line = format_step(
+            record, datetime.datetime.now(), throughput=throughput, sections=log_parts
+        )
         self._display.log(line, record)
         values = asdict(record)
         iteration = values.pop("iteration")

@@ -19,7 +19,7 @@ from megatron.training.monitoring.describe import GatheredBytes, start_lines
 from megatron.training.monitoring.observation import Observation, observing
 from megatron.training.progress_state import Progress
 from megatron.training.run_inputs import RunInputs
-from megatron.training.saves import Saves, claimed_folder, saving
+from megatron.training.saves import Saves, locked_save_folder, saving
 from megatron.training.session import Session, build_session, open_steps, restore
 
 
@@ -35,7 +35,7 @@ def pretrain(run: ResolvedRun, context: DistributedContext, inputs: RunInputs) -
         ValueError: an option, a data file or a checkpoint that the user can fix.
         RunStopped: the run had to stop; the message says why.
     """
-    with claimed_folder(run.config.checkpoint.save, context.coordinator):
+    with locked_save_folder(run.config.checkpoint.save, context.coordinator):
         refuse_faulty_hosts(run.config.checkpoint.save, context.coordinator)
         data = build_data_sets(run, inputs.vocabulary, token_files=inputs.token_files)
         session = build_session(run, context, inputs.vocabulary, data)

@@ -164,12 +164,12 @@ class Saves(TrainingHooks):
         all ranks."""
         coordinator = self._session.context.coordinator
 
-        def see() -> None:
+        def check() -> None:
             if coordinator.rank == 0:
                 check_save_folder_lock(self._root)
 
-        coordinator.begin("looking at the save folder")
-        coordinator.agree("claim", see, lambda answers: None)
+        coordinator.begin("checking the lock of the save folder")
+        coordinator.agree("lock", check, lambda answers: None)
 
     def _extra(self, progress: Progress) -> dict[str, Any]:
         session = self._session
@@ -224,43 +224,43 @@ def retention(session: Session) -> dict[str, int | None] | None:
 
 
 @contextlib.contextmanager
-def claimed_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]:
+def locked_save_folder(save: str | None, coordinator: Coordinator) -> Iterator[None]:
     """Lock the save folder for this run, and check before the first step that it is writable. If a
     user error ends the run before anything is written, no trace of the lock remains.
 
     Raises:
         ValueError: the folder is not writable, or another run has locked it.
     """
-    claims: list[SaveFolderLock] = []
+    locks: list[SaveFolderLock] = []
 
-    def claim() -> None:
+    def lock() -> None:
         if coordinator.rank == 0 and save is not None:
-            claims.append(SaveFolderLock(save))
-            if removed_names := [path.name for path in claims[0].removed_paths]:
+            locks.append(SaveFolderLock(save))
+            if removed_names := [path.name for path in locks[0].removed_paths]:
                 coordinator.say(f"{save}: removed unfinished files: {', '.join(removed_names)}")
 
     if save is not None:
-        coordinator.begin("claiming the save folder")
+        coordinator.begin("locking the save folder")
         try:
-            coordinator.agree("claim", claim, lambda answers: None)
+            coordinator.agree("lock", lock, lambda answers: None)
         except CheckpointError as error:
             raise ValueError(f"--save {save}: {error}") from error
     try:
         yield
     except ValueError:
-        for save_claim in claims:
-            save_claim.abandon()
+        for folder_lock in locks:
+            folder_lock.abandon()
         raise
     finally:
-        for save_claim in claims:
-            save_claim.close()
+        for folder_lock in locks:
+            folder_lock.close()
 
 
 @contextlib.contextmanager
 def saving(
     session: Session, *, say: Callable[[str], None], metrics: Metrics
 ) -> Iterator[Saves | None]:
-    """Yield the saver of a session; None without --save. No save is in progress after a normal
+    """Yield the `Saves` of a session; None without --save. No save is in progress after a normal
     exit."""
     chosen, context = session.run.config.checkpoint, session.context
     if chosen.save is None:
@@ -271,9 +271,9 @@ def saving(
             "checkpoints are saved without optimizer state (--no-save-optim): resume from "
             "them with --no-load-optim"
         )
-    saves = partial(Saves, session, on_failure=chosen.on_failed_save, say=say, metrics=metrics)
+    open_saves = partial(Saves, session, on_failure=chosen.on_failed_save, say=say, metrics=metrics)
     if not chosen.async_save:
-        yield saves(None)
+        yield open_saves(None)
         return
     assert context.background is not None
     minutes = session.run.config.parallel.distributed_timeout_minutes
@@ -292,7 +292,7 @@ def saving(
     )
     session.step.before_update = saver.synchronize_staging
     try:
-        yield saves(saver)
+        yield open_saves(saver)
     except RunStopped as stopped:
         # All ranks stop here together, so the save in progress is given time to complete.
         lost = isinstance(stopped, PeerLost)

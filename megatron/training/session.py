@@ -123,15 +123,15 @@ def build_session(
 ) -> Session:
     """Build this rank's shard of the model, its engine and its optimizer."""
     config = run.config
-    shape, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
+    model_config, experiments = gpt_config(config, vocabulary.size), load_experiments(run)
     if config.checkpoint.use_checkpoint_args:
-        _check_checkpoint_model(config, shape, say=context.coordinator.say)
+        _check_checkpoint_model(config, model_config, say=context.coordinator.say)
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
     matmul = _cpu_matmul(config, context)
     model = GPTModel(
-        shape,
+        model_config,
         context.groups,
         sequence_parallel=config.parallel.sequence_parallel,
         seed=config.training.seed,
@@ -143,7 +143,7 @@ def build_session(
         split=split(config),
     )
     model.set_recompute(recompute(config))
-    _check_patterns(config, logical_weights(shape))
+    _check_patterns(config, logical_weights(model_config))
     engine = DataParallel(model.store, context.groups, config=data_parallel)
     optimizer = Optimizer(
         engine.owned(),
@@ -169,7 +169,7 @@ def build_session(
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
             memory=lambda: (memory_bytes(context.device), peak_memory_bytes(context.device)),
         ),
-        metadata=_metadata(run, vocabulary, data, model=shape, matmul=matmul),
+        metadata=_metadata(run, vocabulary, data, model=model_config, matmul=matmul),
         cpu_matmul=matmul,
         hooks=(ModelLog(model, balance), *(e.hooks(model, step) for e in experiments if e.hooks)),
     )
@@ -217,7 +217,7 @@ def _cpu_matmul(config: Config, context: DistributedContext) -> CpuMatmul | None
 
 
 def _check_checkpoint_model(
-    config: Config, shape: GPTConfig, *, say: Callable[[str], None]
+    config: Config, model_config: GPTConfig, *, say: Callable[[str], None]
 ) -> None:
     """Check, before allocating memory, that options read from a checkpoint describe the model whose
     weights it contains. Raises ValueError."""
@@ -234,8 +234,8 @@ def _check_checkpoint_model(
         raise ValueError(f"--use-checkpoint-args: {error}") from error
     if problem := options_problem(stored):
         raise ValueError(f"--use-checkpoint-args: {folder}: {problem}")
-    shapes = (function_of(model).to_json() for model in (stored, shape))
-    if differences := compare_architecture(*shapes):
+    architectures = (function_of(model).to_json() for model in (stored, model_config))
+    if differences := compare_architecture(*architectures):
         raise ValueError(
             f"--use-checkpoint-args: {folder} contains another model: {'; '.join(differences)}"
         )
@@ -339,7 +339,7 @@ def _step_runner(
     if context.groups["pp"].size > 1:
         order = pipeline_order(run.config)
         return PipelineForwardBackward(
-            model, engine, groups=context.groups, stage_bits=reruns.stage, **order
+            model, engine, groups=context.groups, stage_checksums=reruns.stage, **order
         )
     eager, chosen = ForwardBackward(model, engine), run.config.execution
     if chosen.cuda_graph_impl == "none":
@@ -382,8 +382,8 @@ def restore(session: Session) -> tuple[Progress, str]:
             fall_back=chosen.load_fallback,
         )
         if loaded is not None:
-            newest = flag == "--load" and not is_start and _is_saved_in(source, chosen.save)
-            return _clear(session, *loaded, resumes_newest=newest)
+            resumes_newest = flag == "--load" and not is_start and _is_saved_in(source, chosen.save)
+            return _start_from(session, *loaded, resumes_newest=resumes_newest)
         if flag == "--pretrained-checkpoint":
             raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
     if chosen.save is not None:
@@ -422,8 +422,8 @@ def load_session(
         return progress
     chunks = [(chunk.name.partition("/")[0], chunk) for chunk in hook_chunks(session)]
 
-    def union(names: list[list[str]]) -> list[str]:
-        return sorted({name for stored_chunks in names for name in stored_chunks})
+    def union(names_by_rank: list[list[str]]) -> list[str]:
+        return sorted({name for names in names_by_rank for name in names})
 
     # A rank may hold no chunk of some state, and still takes part in the load.
     coordinator.begin(f"experiments in {folder.name}")
@@ -456,7 +456,7 @@ def _is_saved_in(source: str, save: str | None) -> bool:
     return save is not None and Path(source).resolve() == Path(save).resolve()
 
 
-def _clear(
+def _start_from(
     session: Session, folder: Path, progress: Progress | None, *, resumes_newest: bool
 ) -> tuple[Progress, str]:
     """Check that the save folder contains no later checkpoint; return the progress to start from,
@@ -519,7 +519,8 @@ def microbatch(
 
     Args:
         layouts: determines this rank's tokens of the batch's rows.
-        depths: number of multi-token prediction depths, whose targets are computed from whole rows.
+        mtp_num_layers: number of multi-token prediction depths, whose targets are computed from
+            whole rows.
         share: share of the step's samples, see `Microbatch`.
     """
 
@@ -627,16 +628,14 @@ class SessionSteps:
             mtp_num_layers=self._mtp_num_layers,
             step_samples=None if division.is_even else samples,
         )
-        decoupled_schedule, state = self.decoupled_lr, self._session.model.step_state
+        decoupled_lr, state = self.decoupled_lr, self._session.model.step_state
         if state is not None:
             state.begin()
         report = self._session.step(
             microbatches,
             lr=self.lr.lr(update_samples),
             weight_decay=self.weight_decay.weight_decay(update_samples),
-            decoupled_lr=None
-            if decoupled_schedule is None
-            else decoupled_schedule.lr(update_samples),
+            decoupled_lr=None if decoupled_lr is None else decoupled_lr.lr(update_samples),
             control_flags=self._session.context.stop.control_flags(),
             loss_limit=loss_limit,
         )
@@ -658,12 +657,12 @@ class SessionSteps:
         if (data.validation if split == "validation" else data.test) is None:
             return None
         dp_group = context.groups["samples"]
-        fresh = validation_batches(data, run, dp_group=dp_group, split=split)
+        batches = validation_batches(data, run, dp_group=dp_group, split=split)
         at_a_time = run.evaluation.rounds  # the microbatches of one pipeline step
         count = run.config.evaluation.eval_iters * at_a_time
         microbatches = (
             microbatch(batch, context.device, layouts=self._layouts)
-            for batch in islice(fresh, count)
+            for batch in islice(batches, count)
         )
         return self._session.step.evaluate(microbatches, at_a_time=at_a_time)
 
@@ -760,8 +759,8 @@ def relative(tokens: Sequence[int]) -> list[float]:
 def layer_name(router: str) -> str:
     """Return the display name of a router: "layer 2", counted from 0, for
     `decoder.blocks.5.moe.router`; "mtp 1", counted from 1 like its loss, for `mtp.0.`."""
-    depth = re.match(r"mtp\.([0-9]+)\.", router)
-    if depth is not None:
-        return f"mtp {int(depth[1]) + 1}"
-    block = re.match(r"decoder\.blocks\.([0-9]+)\.", router)
-    return router if block is None else f"layer {int(block[1]) // 2}"
+    mtp_match = re.match(r"mtp\.([0-9]+)\.", router)
+    if mtp_match is not None:
+        return f"mtp {int(mtp_match[1]) + 1}"
+    block_match = re.match(r"decoder\.blocks\.([0-9]+)\.", router)
+    return router if block_match is None else f"layer {int(block_match[1]) // 2}"

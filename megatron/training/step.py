@@ -63,7 +63,8 @@ class Microbatch:
         loss_mask: fp32 [b, s]; 0 excludes a token from the loss.
         layout: positions, documents and, for dropout, sample numbers of these tokens. With context
             parallelism, s is s/cp in all tensors.
-        ahead: inputs and targets of multi-token prediction, its weights a mask; None without it.
+        mtp_targets: inputs and targets of multi-token prediction, with a mask as weights; None
+            without it.
         share: share of this microbatch in the step's samples if microbatches differ in size, else
             None.
     """
@@ -109,7 +110,7 @@ class LossModel(Protocol):
         """Return (sum of token_weights · nll, nll [b, s]).
 
         Args:
-            training: `aux_factor` and `ahead`, for models with additional losses.
+            training: `aux_factor` and `mtp_targets`, for models with additional losses.
         """
 
 
@@ -119,11 +120,12 @@ class StepReport:
 
     Args:
         loss: mean loss of the step.
-        applied: False if the loss or a gradient was not finite; nothing was changed then.
+        applied: False if the loss or a gradient was not finite, or if the step `spiked`; weights
+            and optimizer state are unchanged then.
         grad_norm: gradient norm before clipping.
         loss_scale: loss scale of the gradients.
         num_zeros: number of gradient elements that are exactly zero, if counted.
-        control_flags: sums of the ranks' control_flags.
+        control_flags: control flags, summed over all ranks.
         anomaly: the anomaly of the step's first computation; None if it was sound.
         spiked: whether the loss was above the limit, so that the step was skipped.
     """
@@ -204,8 +206,8 @@ def auxiliary_factors(
     if not model.has_auxiliary_losses:
         return [{} for _ in microbatches]
     counts = torch.stack([batch.loss_mask.sum(dtype=torch.float32) for batch in microbatches])
-    global_factors = all_reduce(counts, cp) * factors
-    return [{"aux_factor": factor} for factor in global_factors]
+    aux_factors = all_reduce(counts, cp) * factors
+    return [{"aux_factor": factor} for factor in aux_factors]
 
 
 class StepRunner(Protocol):
@@ -328,11 +330,11 @@ class TrainStep:
         if self.capacities is not None:
             numbers.append(self.capacities.count())
         loss, *sums = all_reduce(torch.cat(numbers), self.groups["world"]).tolist()
-        without_room = 0.0 if self.capacities is None else sums.pop()
+        over_capacity = 0.0 if self.capacities is None else sums.pop()
         computed = StepComputation(loss / scaler.scale, tuple(sums), total)
         if not math.isfinite(loss):  # the router may send NaN tokens anywhere
             return replace(computed, kind="nan")
-        if without_room and self.capacities is not None:
+        if over_capacity and self.capacities is not None:
             self.capacities.fail()
         if computed.loss > limit:
             return replace(computed, kind="spike")
@@ -346,8 +348,8 @@ class TrainStep:
         [microbatches]."""
         counts = torch.stack([m.loss_mask.sum(dtype=torch.float32) for m in microbatches])
         if self.per_token_loss:
-            everything = all_reduce(counts.sum(), self.groups["dense_dp"])
-            return (1.0 / everything.clamp(min=1.0)).expand(len(microbatches))
+            total_tokens = all_reduce(counts.sum(), self.groups["dense_dp"])
+            return (1.0 / total_tokens.clamp(min=1.0)).expand(len(microbatches))
         counts = all_reduce(counts, self.groups["cp"])
         factor = loss_factor(self.groups.grid, len(microbatches))
         microbatch_shares = [m.share for m in microbatches]
@@ -379,7 +381,6 @@ class TrainStep:
 
         Expert ranks use their training capacity, so that the host reads no token counts. If tokens
         exceed it, the microbatches are recomputed without a limit.
-        some have no room, the microbatches are computed again with all.
         """
         if self.capacities is not None:
             with self.capacities.evaluation():
@@ -401,8 +402,8 @@ class PipelineForwardBackward:
         weight_delay: maximum number of microbatches by which "zb-h1" defers weight gradients, equal
             on all stages. Use 0 with full recomputation, which keeps the inputs of W in both cases.
         observe: called before each action of this rank.
-        stage_bits: records the bits that each chunk of this rank receives and sends in a forward
-            pass.
+        stage_checksums: checksums of the activations that each chunk of this rank receives and
+            sends in a forward pass; None records none.
     """
 
     def __init__(
@@ -415,18 +416,18 @@ class PipelineForwardBackward:
         group_size: int | None = None,
         weight_delay: int | None = None,
         observe: Callable[[Action], None] | None = None,
-        stage_bits: StageChecksums | None = None,
+        stage_checksums: StageChecksums | None = None,
     ) -> None:
         self.model, self.engine, self.group = model, engine, groups["pp"]
         self.backward_group = groups["pp_backward"]
         self.name, self.group_size, self.observe = schedule, group_size, observe
-        self.weight_delay, self.stage_bits = weight_delay, stage_bits
-        self._cached_step = lru_cache(maxsize=8)(self._make_schedule)
+        self.weight_delay, self.stage_checksums = weight_delay, stage_checksums
+        self._cached_schedule = lru_cache(maxsize=8)(self._make_schedule)
         model.store.splits = schedule == "zb-h1"
 
     def schedule(self, microbatches: int, *, backward: bool = True) -> Schedule:
         """Return the schedules of all stages for a step of `microbatches` microbatches."""
-        return self._cached_step(microbatches, backward)
+        return self._cached_schedule(microbatches, backward)
 
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
         """Return the sum of the microbatches' contributions to the step's loss on this rank, an
@@ -442,8 +443,8 @@ class PipelineForwardBackward:
 
         def run(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
             output = compute(chunk, index, hidden_states)
-            if self.stage_bits is not None:
-                self.stage_bits.show(chunk, hidden_states, output)
+            if self.stage_checksums is not None:
+                self.stage_checksums.show(chunk, hidden_states, output)
             return output
 
         def compute(chunk: int, index: int, hidden_states: torch.Tensor | None) -> torch.Tensor:
@@ -481,7 +482,7 @@ class PipelineForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Return the sums of masked token losses and of masks of the given microbatches, fp64 [2];
+        """Return the sums of masked token losses and of masks of the microbatches, fp64 [2];
         zeros if the last stage is on another rank."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.store.device)
 
@@ -534,7 +535,7 @@ class PipelineForwardBackward:
         return self.model.holds_head and chunk == self.model.num_chunks - 1
 
     def _make_schedule(self, microbatches: int, backward: bool) -> Schedule:
-        compute = make_schedule(
+        compute_schedule = make_schedule(
             self.name if backward else "forward",
             stages=self.group.size,
             microbatches=microbatches,
@@ -544,7 +545,7 @@ class PipelineForwardBackward:
         )
         gathers, reduces = weight_traffic(self.engine)
         return with_weight_traffic(
-            with_transfers(compute),
+            with_transfers(compute_schedule),
             gathers=gathers,
             reduces=reduces if backward else "none",
         )
@@ -559,8 +560,8 @@ def weight_traffic(engine: DataParallel) -> tuple[str, str]:
     """
     if engine.groups["dense_dp"].size == engine.groups["expert_dp"].size == 1:
         return "none", "none"
-    ahead = [gatherer.reshards for gatherer in engine.gatherers if gatherer.prefetch]
-    gathers = "none" if not ahead else "each" if any(ahead) else "once"
+    reshards = [gatherer.reshards for gatherer in engine.gatherers if gatherer.prefetch]
+    gathers = "none" if not reshards else "each" if any(reshards) else "once"
     if engine.placement.gradient or any(bucket.every_microbatch for bucket in engine.buckets):
         return gathers, "each"
     return gathers, "once" if engine.config.overlap_grad_reduce else "none"

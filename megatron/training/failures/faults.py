@@ -351,7 +351,7 @@ class SuspectStepFile:
         coordinator: agreement of the ranks.
         say: prints one line.
         record: logs the result for a recorded step: the record, the verdict, the machines at fault
-            by rank, and `loss`, which is sound.
+            by rank, and the sound `loss`.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class SuspectStepFile:
 
         coordinator.begin("reading the record of a suspect step")
         self._hosts, recorded = coordinator.agree("note", socket.gethostname, decide)
-        self._noted = None if recorded is None else SuspectStep.from_json(recorded)
+        self._recorded = None if recorded is None else SuspectStep.from_json(recorded)
 
     def judge(self, current: SuspectStep) -> RunStopped:
         """Return how the run ends, equal on all ranks; record the step for the next start."""
@@ -393,10 +393,10 @@ class SuspectStepFile:
 
         Every rank calls this with the same step.
         """
-        recorded = self._noted
+        recorded = self._recorded
         if recorded is None or recorded.iteration != iteration:
             return
-        self._noted = None
+        self._recorded = None
         hosts = {int(rank): host for rank, host in recorded.hosts.items()}
         blamed = {rank: host for rank, host in hosts.items() if host not in self._hosts}
         sound = f"iteration {iteration} is sound now, with loss {loss:.6g}; on "

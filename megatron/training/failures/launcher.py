@@ -65,23 +65,23 @@ class LauncherWatch:
 
     def __init__(self, launch: Launch, pid: int | None, lose: Callable[[str], None]) -> None:
         self._launch, self._pid, self._lose = launch, pid, lose
-        self._process: int | None = None
+        self._pidfd: int | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         if pid is None:
             return
         try:
-            self._process = os.pidfd_open(pid)
+            self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._lose(self._named)
+            self._lose(self._process_text)
             return
         except (AttributeError, OSError):  # not Linux, or an old kernel
-            self._process = None
+            self._pidfd = None
         self._thread = threading.Thread(target=self._watch, name="launcher-watch", daemon=True)
         self._thread.start()
 
     @property
-    def _named(self) -> str:
+    def _process_text(self) -> str:
         return f"the launcher (process {self._pid} on {socket.gethostname()}) is gone"
 
     def watch_store(self, connection: socket.socket) -> None:
@@ -105,15 +105,15 @@ class LauncherWatch:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         self._launch.link.close()
-        if self._process is not None:
-            os.close(self._process)
-            self._process = None
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _watch(self) -> None:
         alive, link = True, self._launch.link
         while alive or link.connection is not None:
             poller = select.poll()
-            for descriptor in (self._process if alive else None, link.connection):
+            for descriptor in (self._pidfd if alive else None, link.connection):
                 if descriptor is not None:
                     poller.register(descriptor, select.POLLIN)
             poller.poll(1000.0 * POLL_SECONDS)
@@ -124,7 +124,7 @@ class LauncherWatch:
             # process closes its connections before it is gone.
             if alive and self._process_is_gone(EXIT_SECONDS if lost else 0.0):
                 alive = False
-                self._lose(self._named)
+                self._lose(self._process_text)
             if lost:
                 link.close()
                 address = f"{self._launch.address}:{self._launch.port}"
@@ -132,11 +132,11 @@ class LauncherWatch:
 
     def _process_is_gone(self, within_seconds: float) -> bool:
         assert self._pid is not None
-        if self._process is None:
+        if self._pidfd is None:
             return process_state(self._pid) == "dead"
-        ends = select.poll()
-        ends.register(self._process, select.POLLIN)
-        return bool(ends.poll(1000.0 * within_seconds))
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(1000.0 * within_seconds))
 
 
 def process_state(pid: int) -> str:

@@ -324,7 +324,9 @@ def _missing(states: Sequence[RankState]) -> list[str]:
             r for r in ranks if r in waits and (waits[r].group, waits[r].number) == (group, number)
         ]
         absent = [
-            r for r in ranks if r not in present and _come(states_by_rank.get(r), group) < number
+            r
+            for r in ranks
+            if r not in present and _num_entered(states_by_rank.get(r), group) < number
         ]
         if absent:
             verb = "waits" if len(present) == 1 else "wait"
@@ -335,7 +337,7 @@ def _missing(states: Sequence[RankState]) -> list[str]:
     return lines
 
 
-def _come(state: RankState | None, group: str) -> int:
+def _num_entered(state: RankState | None, group: str) -> int:
     """Return how many collectives of a group a rank has entered."""
     return (
         0

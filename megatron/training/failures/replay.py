@@ -68,7 +68,7 @@ class StageChecksums:
         self._chunks = [(Checksum(device), Checksum(device)) for _ in range(chunks)]
 
     def begin(self) -> None:
-        """Reset the checksum."""
+        """Reset the checksums."""
         for checksum in (checksum for pair in self._chunks for checksum in pair):
             checksum.begin()
 
@@ -120,8 +120,8 @@ class Evidence:
     def of(row: Sequence[float]) -> Evidence:
         """Parse a loss and the numbers of each `Checksum`."""
         numbers = iter(row[1:])
-        gradients, pairs = Digest.of(numbers), (len(row) - 4) // 6
-        chunks = tuple((Digest.of(numbers), Digest.of(numbers)) for _ in range(pairs))
+        gradients, num_chunks = Digest.of(numbers), (len(row) - 4) // 6
+        chunks = tuple((Digest.of(numbers), Digest.of(numbers)) for _ in range(num_chunks))
         return Evidence(row[0], gradients, chunks)
 
 
@@ -182,7 +182,7 @@ def anomalous_ranks(
 def narrow_to_stages(
     ranks: Sequence[int],
     pipelines: Sequence[Sequence[int]],
-    rows: EvidenceByRank,
+    evidence: EvidenceByRank,
     wrong: Callable[[int, int, int], bool],
 ) -> tuple[int, ...]:
     """Replace ranks of a pipeline by the stage where the error began, or by all of its stages.
@@ -191,7 +191,7 @@ def narrow_to_stages(
 
     Args:
         pipelines: the ranks of each pipeline, by stage; empty with one stage.
-        rows: evidence by rank.
+        evidence: evidence by rank.
         wrong: whether the activation that a chunk of a rank received (0) or sent (1) is wrong.
     """
     if not pipelines:
@@ -199,7 +199,9 @@ def narrow_to_stages(
     suspects: set[int] = set()
     for stages in (stages for stages in pipelines if {*stages} & {*ranks}):
         # (rank, chunk) in the order of the forward.
-        stage_chunks = [(r, chunk) for chunk in range(len(rows[stages[0]].chunks)) for r in stages]
+        stage_chunks = [
+            (r, chunk) for chunk in range(len(evidence[stages[0]].chunks)) for r in stages
+        ]
         first_wrong = next(
             (i for i, stage_chunk in enumerate(stage_chunks) if wrong(*stage_chunk, 1)), None
         )
@@ -419,18 +421,14 @@ def find_anomaly(
     if not kinds and len(computations) == 2:
         return None  # compared, and equal
     outlier = next(
-        (
-            i
-            for i, computation in enumerate(evidence[:-1])
-            if differing_ranks(computation, evidence[-1])
-        ),
+        (i for i, by_rank in enumerate(evidence[:-1]) if differing_ranks(by_rank, evidence[-1])),
         0,
     )
     ranks = differing_ranks(
         evidence[outlier], evidence[-1], pipelines=pipelines
     ) or anomalous_ranks(evidence[outlier], loss_share, pipelines=pipelines)
     has_majority = len(computations) == 2 or any(
-        not differing_ranks(computation, evidence[-1]) for computation in evidence[:-1]
+        not differing_ranks(by_rank, evidence[-1]) for by_rank in evidence[:-1]
     )
     verdict: Verdict = "transient" if has_majority else "undecided"
     return StepAnomaly(kinds[0] if kinds else "determinism", verdict, ranks, values, same=agrees)

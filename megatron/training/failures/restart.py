@@ -126,12 +126,9 @@ def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -
     try:
         keys.wait([f"number/{name}"], timedelta(seconds=timeout_seconds + ANSWER_SECONDS))
     except dist.DistStoreError:
-        text = (
-            f"rank 0 has not started within {timeout_seconds:g} seconds, or has not heard "
-            "from any rank"
-        )
         raise PeerLost(
-            f"{text} {launch.rank}: see its log, and its WORLD_SIZE ({launch.world_size} here)"
+            f"rank 0 has not started within {timeout_seconds:g} seconds, or has not heard from "
+            f"rank {launch.rank}: see its log, and its WORLD_SIZE ({launch.world_size} here)"
         ) from None
     message = json.loads(keys.get(f"number/{name}"))
     keys.set(f"knows/{message['number']}/{launch.rank}", "1")
@@ -146,9 +143,8 @@ def _receive_attempt(launch: Launch, keys: dist.Store, timeout_seconds: float) -
 def _missing(ranks: Sequence[int], world_size: int, seconds: float) -> str:
     """Return an error text about ranks that have not started."""
     rank_list = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    have = f"rank{'s' if len(ranks) > 1 else ''} {rank_list} of {world_size} ha"
-    have += "ve" if len(ranks) > 1 else "s"
+    noun, verb = ("ranks", "have") if len(ranks) > 1 else ("rank", "has")
     return (
-        f"{have} not started within {seconds:g} seconds: see why in their logs, and that WORLD_SIZE"
-        " is the number of processes started"
+        f"{noun} {rank_list} of {world_size} {verb} not started within {seconds:g} seconds: see "
+        "why in their logs, and that WORLD_SIZE is the number of processes started"
     )

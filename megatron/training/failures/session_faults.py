@@ -229,12 +229,12 @@ def _party(ranks: Sequence[int], host_of: Callable[[int], str] | None = None) ->
 
 
 def differences(
-    sets: Sequence[ReplicaSet], numbers: Mapping[int, Sequence[int]], starts: Mapping[int, int]
+    sets: Sequence[ReplicaSet], checksums: Mapping[int, Sequence[int]], starts: Mapping[int, int]
 ) -> list[Difference]:
     """Return the differences between the replicas of this rank's sets.
 
     Args:
-        numbers: checksums of each rank's tensors, in its order.
+        checksums: checksums of each rank's tensors, in its order.
         starts: index of the set's first tensor on each rank; for a single set.
     """
     names_by_parties: dict[tuple[tuple[int, ...], ...], list[str]] = {}
@@ -242,7 +242,7 @@ def differences(
         for i, chunk in enumerate(replicas):
             parties: dict[int, list[int]] = {}
             for rank in replicas.ranks:
-                parties.setdefault(numbers[rank][starts[rank] + i], []).append(rank)
+                parties.setdefault(checksums[rank][starts[rank] + i], []).append(rank)
             if len(parties) > 1:
                 order = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
                 names_by_parties.setdefault(tuple(map(tuple, order)), []).append(_named(chunk))
@@ -321,26 +321,30 @@ class ReplicaCheck:
             return
         self._complete()
         sets = replica_sets(self._chunks())
-        numbers = tensor_checksums([chunk.tensor for replicas in sets for chunk in replicas])
+        checksums = tensor_checksums([chunk.tensor for replicas in sets for chunk in replicas])
         self.compared += 1
         rows = self._gather(
-            [x for replicas in sets for x in _row(replicas, numbers)], self._max_sets * 3
+            [x for replicas in sets for x in _row(replicas, checksums)], self._max_sets * 3
         )
         # By set key: {rank: (digest of the set's checksums, index of its first tensor)}.
         values_by_set: dict[int, dict[int, tuple[int, int]]] = {}
         for rank, row in enumerate(rows):
-            for timestamp in range(0, len(row), 3):
-                key, value, start = row[timestamp : timestamp + 3]
+            for offset in range(0, len(row), 3):
+                key, value, start = row[offset : offset + 3]
                 if start >= 0:
                     values_by_set.setdefault(key, {})[rank] = (value, start)
         differing_keys = {
             key
-            for key, ranks in values_by_set.items()
-            if len({value for value, _ in ranks.values()}) > 1
+            for key, values_by_rank in values_by_set.items()
+            if len({value for value, _ in values_by_rank.values()}) > 1
         }
         if differing_keys:
             raise self._stop_for_differences(
-                iteration, sets, numbers, differing_keys=differing_keys, values_by_set=values_by_set
+                iteration,
+                sets,
+                checksums,
+                differing_keys=differing_keys,
+                values_by_set=values_by_set,
             )
 
     def _gather(self, numbers: Sequence[int], width: int) -> list[list[int]]:
@@ -354,13 +358,13 @@ class ReplicaCheck:
         self,
         iteration: int,
         sets: Sequence[ReplicaSet],
-        numbers: Sequence[int],
+        checksums: Sequence[int],
         *,
         differing_keys: set[int],
         values_by_set: Mapping[int, Mapping[int, tuple[int, int]]],
     ) -> RunStopped:
         """Find and record the differences; return how the run ends, equal on all ranks."""
-        rows = dict(enumerate(self._gather(numbers, self._max_chunks)))
+        checksums_by_rank = dict(enumerate(self._gather(checksums, self._max_chunks)))
         this_rank = self._world.ranks[self._world.rank]
 
         def local_differences() -> list[list[object]]:
@@ -370,7 +374,7 @@ class ReplicaCheck:
                 if replicas.key in differing_keys and replicas.ranks[0] == this_rank:
                     by_rank = values_by_set[replicas.key]
                     starts = {rank: start for rank, (_, start) in by_rank.items()}
-                    local += differences([replicas], rows, starts)
+                    local += differences([replicas], checksums_by_rank, starts)
             return [[difference.parties, difference.tensors] for difference in local]
 
         self._coordinator.begin(f"comparing replicas after iteration {iteration}")
@@ -394,10 +398,10 @@ class ReplicaCheck:
         return RunStopped(ExitCode.REPLICAS_DIFFER, text)
 
 
-def _row(replica_set: ReplicaSet, numbers: Sequence[int]) -> tuple[int, int, int]:
+def _row(replica_set: ReplicaSet, checksums: Sequence[int]) -> tuple[int, int, int]:
     """Return a rank's entry for one set: (key, digest of its checksums, start)."""
-    local_numbers = numbers[replica_set.start : replica_set.start + len(replica_set.chunks)]
-    return replica_set.key, digest_number(repr(local_numbers).encode()), replica_set.start
+    set_checksums = checksums[replica_set.start : replica_set.start + len(replica_set.chunks)]
+    return replica_set.key, digest_number(repr(set_checksums).encode()), replica_set.start
 
 
 def _describe_replicas(sets: Sequence[ReplicaSet]) -> dict[str, object]:
@@ -420,7 +424,8 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
     """Check that the ranks of each set list the same tensors; return the largest counts.
 
     Raises:
-        ValueError: the tensors differ, or some machines lack the package xxhash.
+        ValueError: some machines lack the package xxhash.
+        RuntimeError: the ranks of a set list different tensors.
     """
     if len({rank["kind"] for rank in ranks}) > 1:
         raise ValueError(
@@ -496,7 +501,7 @@ class WaitClock:
         self._waits.append((self._begun, self._record_event()))
 
     def begin_step(self) -> None:
-        """Record the begin of a step."""
+        """Record the start of a step."""
         self._in_step, self._step_begun = True, self._record_event()
 
     def end_step(self) -> None:
@@ -588,7 +593,7 @@ class StragglerReport(TrainingHooks):
         record: Callable[[int, dict[str, list[float]]], None],
         comparable_ranks: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._stage_ranks, self._record = comparable_ranks, record
+        self._comparable_ranks, self._record = comparable_ranks, record
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
@@ -608,10 +613,10 @@ class StragglerReport(TrainingHooks):
         )
         seconds = all_gather(local_seconds, self._world).tolist()
         if text := straggler_text(
-            seconds, self._factor, self._host_of, comparable_ranks=self._stage_ranks
+            seconds, self._factor, self._host_of, comparable_ranks=self._comparable_ranks
         ):
             self._say(text)
-            medians = slow_ranks(seconds, self._factor, comparable_ranks=self._stage_ranks)
+            medians = slow_ranks(seconds, self._factor, comparable_ranks=self._comparable_ranks)
             slow = {str(rank): [seconds[rank], median] for rank, median in medians.items()}
             self._record(self._iteration, slow)
 
@@ -645,21 +650,23 @@ def session_faults(
     config, context = session.run.config, session.context
     folder, log = config.checkpoint.save, fault_log(session, say=say, metrics=metrics)
 
-    def record(noted: SuspectStep, verdict: str, hosts: Mapping[int, str], *, loss: float) -> None:
-        values = (*noted.values, loss)
-        log.add(FaultRecord(noted.iteration, noted.kind, verdict, hosts, values=values))
+    def record(
+        suspect: SuspectStep, verdict: str, hosts: Mapping[int, str], *, loss: float
+    ) -> None:
+        values = (*suspect.values, loss)
+        log.add(FaultRecord(suspect.iteration, suspect.kind, verdict, hosts, values=values))
 
-    suspect = None
+    suspect_file = None
     if folder is not None:
-        suspect = SuspectStepFile(folder, context.coordinator, say=say, record=record)
+        suspect_file = SuspectStepFile(folder, context.coordinator, say=say, record=record)
     return Faults(
         config=config,
         say=say,
         log=log,
         host_of=host_names(session),
         save=None if saves is None else saves.finish,
-        judge=None if suspect is None else suspect.judge,
-        clear=(lambda iteration, loss: None) if suspect is None else suspect.clear,
+        judge=None if suspect_file is None else suspect_file.judge,
+        clear=(lambda iteration, loss: None) if suspect_file is None else suspect_file.clear,
         roll_back=lambda: roll_back(session, saves),
     )
 
@@ -728,11 +735,11 @@ def straggler_report(
         host_of=host_names(session),
         say=say,
         record=record,
-        comparable_ranks=_stage_ranks(context.groups.grid),
+        comparable_ranks=_comparable_ranks(context.groups.grid),
     )
 
 
-def _stage_ranks(grid: RankGrid) -> list[list[int]]:
+def _comparable_ranks(grid: RankGrid) -> list[list[int]]:
     """Return groups of ranks with equal work: the pipeline stages, if stages have several ranks."""
     stages = grid.ranks(tuple(axis for axis in DENSE_AXES if axis != "pp"))
     return stages if len(stages[0]) > 1 else [list(range(grid.world_size))]

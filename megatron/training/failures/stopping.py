@@ -117,20 +117,20 @@ def signals_to_thread(react: React, on_main: Callable[[], None]) -> Iterator[Lis
 
 def _listen(receiver: socket.socket, react: React) -> None:
     """Pass every signal to `react` until the sender is closed."""
-    limit: float | None = None
+    timeout: float | None = None
     number = int(signal.SIGTERM)
     try:
         while True:
-            ready, _, _ = select.select([receiver], [], [], limit)
+            ready, _, _ = select.select([receiver], [], [], timeout)
             if not ready:
-                limit = react(None)
+                timeout = react(None)
                 continue
             numbers = receiver.recv(64)
             if not numbers:
                 return
             for number in numbers:
                 if number == LAUNCHER_LOST or number in EXIT_CODES:
-                    limit = react(number)
+                    timeout = react(number)
     except BaseException:
         os._exit(exit_code_of(number))
 

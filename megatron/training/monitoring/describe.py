@@ -134,8 +134,7 @@ def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
     elif engine.placement != config.placement:
         raise ValueError(
             f"data parallelism shards {engine.placement} but {config.strategy} was requested, "
-            "which "
-            f"is {config.placement}"
+            f"which is {config.placement}"
         )
     else:
         scope = f"{config.strategy} over {_scope(engine)}"
@@ -509,14 +508,14 @@ def linear_lines(run: ResolvedRun) -> list[str]:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if cp == 1:
         return []
-    tokens = {
+    sizes = {
         "tokens": training.seq_length // cp,
         "rows": training.micro_batch_size,
         "element_bytes": weight_dtype(run.config).itemsize,
     }
     lines = []
     for name, config in recurrent_shapes(run.config).items():
-        shape = replace(linear_shape(config, tp), **tokens)
+        shape = replace(linear_shape(config, tp), **sizes)
         lines.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
     return lines
 

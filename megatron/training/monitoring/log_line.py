@@ -120,8 +120,8 @@ def format_step(
     if throughput and record.mfu is not None:
         fields.append(f" MFU: {record.mfu:.1%} |")
     if record.memory_bytes is not None and record.peak_memory_bytes is not None:
-        now_mb, peak_mb = record.memory_bytes / 1e6, record.peak_memory_bytes / 1e6
-        fields.append(f" memory (MB): {now_mb:,.0f} | peak memory (MB): {peak_mb:,.0f} |")
+        current_mb, peak_mb = record.memory_bytes / 1e6, record.peak_memory_bytes / 1e6
+        fields.append(f" memory (MB): {current_mb:,.0f} | peak memory (MB): {peak_mb:,.0f} |")
     fields += [f" {section.words} |" for section in sections]
     return "".join(fields)
 

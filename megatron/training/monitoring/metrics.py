@@ -2,9 +2,10 @@
 """Metrics writers: JSON lines, TensorBoard and experiment trackers. A failing writer stops no run.
 
 `metrics.jsonl` has one object per line, `{"kind": "train", "iteration": 100, "lm_loss": 3.2,
-...}`, where `kind` is `train`, `validation` or `test`. Only metrics.jsonl has tables: rows of
-numbers by name, such as the load of experts. When a run resumes at iteration n, lines after n are
-removed first, so that every iteration is recorded once.
+...}`, where `kind` is `train`, `validation` or `test`, or `start`, `save`, `fault`, `straggler`,
+`output` or `end` for other events. Only metrics.jsonl has tables: rows of numbers by name, such as
+the load of experts. When a run resumes at iteration n, lines after n are removed first, so that
+every iteration is recorded once.
 
 Every other writer runs in its own thread, so that a server or disk that does not answer delays no
 step. Events wait in a bounded queue. When the queue is full, new events are dropped and one warning
@@ -216,15 +217,15 @@ class JsonLines:
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        retained_lines = [
-            line
-            for line in _read_events(path)
-            if line["iteration"] < resume_iteration
-            or (line["iteration"] == resume_iteration and line.get("kind") not in rewritten_kinds)
+        retained = [
+            event
+            for event in _read_events(path)
+            if event["iteration"] < resume_iteration
+            or (event["iteration"] == resume_iteration and event.get("kind") not in rewritten_kinds)
         ]
         if resume_iteration == 0:
-            retained_lines = []
-        text = "".join(json.dumps(line) + "\n" for line in retained_lines)
+            retained = []
+        text = "".join(json.dumps(event) + "\n" for event in retained)
         replace_file(path, text)
         self._file = write_to(path, "a")
 

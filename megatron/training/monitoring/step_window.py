@@ -30,7 +30,7 @@ class StepOutcome(Protocol):
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated; False if a number was not finite."""
+        """Whether the weights were updated; False if a number was not finite or the loss spiked."""
 
     @property
     def grad_norm(self) -> float:

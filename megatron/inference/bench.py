@@ -140,7 +140,7 @@ def measure(
     engine, repeat = replicas.engine, Repeat()
     scheduler = engine.scheduler
     pending = list(zip(times, requests, strict=True))
-    arrived: dict[int, float] = {}
+    arrivals: dict[int, float] = {}  # request id -> arrival time
     progress: dict[int, tuple[int, float]] = {}  # request id -> tokens, time of the newest
     idle_seconds = engine.link.idle_seconds
     begin = time.perf_counter()
@@ -150,7 +150,7 @@ def measure(
             now = time_of_rank_0(now, group, engine.device)
         while pending and pending[0][0] <= now:
             arrival, request = pending.pop(0)
-            arrived[replicas.add(request)] = arrival
+            arrivals[replicas.add(request)] = arrival
         if not replicas.unfinished:
             time.sleep(max(0.0, pending[0][0] - now))
             continue
@@ -171,7 +171,7 @@ def measure(
                 new_tokens = count - previous_count
                 repeat.itl += [(end - begin - previous_time) / new_tokens] * new_tokens
             else:
-                repeat.ttft.append(end - begin - arrived[request_id])
+                repeat.ttft.append(end - begin - arrivals[request_id])
             progress[request_id] = count, end - begin
     repeat.seconds, repeat.idle_seconds = (
         time.perf_counter() - begin,

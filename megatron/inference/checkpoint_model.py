@@ -120,8 +120,8 @@ class CheckpointModel:
             max_num_batched_tokens: most tokens of a step.
 
         Raises:
-            ValueError: `--nvls require` where NVLink SHARP cannot be had, or `--weights-dtype`
-                where there is nothing to copy.
+            ValueError: `--nvls require` without NVLink SHARP, or `--weights-dtype` if no weight
+                can be copied.
         """
         if self.model.store.row_tiles:
             self._check_tile_invariance()
@@ -294,8 +294,8 @@ class _RankContext:
         source: parallel sizes of the model.
         launch: rank and world size of this process.
         device: device of this rank.
-        store: store of the launcher; None for a single process.
-        further: keep the layers of multi-token prediction (MTP).
+        store: the run's key-value store; None for a single process.
+        keep_mtp: keep the layers of multi-token prediction (MTP).
 
     Attributes:
         coordinator: reaches agreement between all ranks.
@@ -392,9 +392,10 @@ class _RankContext:
             ValueError: the files differ.
         """
         if self._store is not None:
-            files = {"the digest of the model's files": _folder_digest(folder)}
-            tokens = {"the tokenizer's digest": tokenizer.fingerprint[:16]}
-            check_same_start(self.coordinator, StartFacts(values={**files, **tokens}))
+            model_digest = {"the digest of the model's files": _folder_digest(folder)}
+            tokenizer_digest = {"the tokenizer's digest": tokenizer.fingerprint[:16]}
+            values = {**model_digest, **tokenizer_digest}
+            check_same_start(self.coordinator, StartFacts(values=values))
 
     def leave(self) -> None:
         """Wait for all ranks and destroy the process groups."""
@@ -552,9 +553,8 @@ def _load(folder: Path, source: ModelSource, context: _RankContext) -> Checkpoin
     manifest = read_together(folder, context.coordinator)
     config, extra = stored_model(folder, manifest), manifest.extra
     options, recorded = extra["config"], extra.get("tokenizer", {})
-    if (
-        extra.get("weights_only") is True
-    ):  # converted weights: trained elsewhere with special tokens
+    if extra.get("weights_only") is True:
+        # Converted weights were trained elsewhere, with special tokens.
         recorded = {"special_tokens": None, **recorded}
     without_special_tokens = source.tokenizer_hf_no_include_special_tokens
     tokenizer_choice = {
@@ -651,7 +651,7 @@ def _join_ranks(
 
 
 def weight_dtype(options: Mapping[str, Any]) -> torch.dtype:
-    """Return the compute dtype of a run with these options, by flag name."""
+    """Return the dtype of the weights of a run with these options, by flag name."""
     if options.get("bf16"):
         return torch.bfloat16
     return torch.float16 if options.get("fp16") else torch.float32

@@ -48,7 +48,7 @@ def write_json(path: str | Path, outputs: Sequence[TextOutput]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    lines = (json.dumps(r.to_json(), ensure_ascii=False) for r in outputs)
+    lines = (json.dumps(output.to_json(), ensure_ascii=False) for output in outputs)
     text = "[\n" + ",\n".join(lines) + "\n]"
     try:
         replace_file(Path(path), text + "\n")
@@ -69,7 +69,7 @@ def check_json_path(path: str | Path, flag: str = "--output-json") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{flag} {path}: cannot make the folder {path.parent}: {error.strerror}"
+            f"{flag} {path}: cannot create the folder {path.parent}: {error.strerror}"
         ) from None
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{flag} {path}: no permission to write in {path.parent}")
@@ -83,7 +83,7 @@ class OrderedPrinter:
 
     Args:
         texts: the prompts.
-        outputs: number of continuations per prompt.
+        num_outputs: number of continuations per prompt.
         out: where to print.
     """
 
@@ -202,12 +202,12 @@ class ResultWriter:
             self._file.close()
 
 
-def check_finite(output: TextOutput, prompt: int) -> None:
+def check_finite(output: TextOutput, prompt_index: int) -> None:
     """Raise ValueError for an output that ended because logits were not finite."""
     if output.finish_reason == "error":
         raise ValueError(
             f"the model's logits are not finite at token {len(output.ids) + 1} of prompt "
-            f"{prompt + 1}: its weights are damaged or its training has diverged; use an "
+            f"{prompt_index + 1}: its weights are damaged or its training has diverged; use an "
             "earlier checkpoint"
         )
 
@@ -226,12 +226,12 @@ def continue_prompts(
     outputs: dict[tuple[int, int], TextOutput] = {}
     with contextlib.closing(
         ResultWriter(config.output.output_jsonl if is_rank_0 else None)
-    ) as lines:
+    ) as writer:
         for delta in llm.stream(texts, params):
             if delta.output is not None:
                 check_finite(delta.output, delta.prompt)
                 outputs[delta.prompt, delta.index] = delta.output
-                lines.write(delta.output)
+                writer.write(delta.output)
             if display is not None:
                 display.update(delta)
     if is_rank_0 and config.output.output_json is not None:
@@ -260,7 +260,7 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
     num_tokens = 0
     with (
         contextlib.closing(template),
-        contextlib.closing(ResultWriter(config.output.output_jsonl if out else None)) as lines,
+        contextlib.closing(ResultWriter(config.output.output_jsonl if out else None)) as writer,
     ):
         for turn in turns:
             messages.append({"role": "user", "content": turn})
@@ -277,7 +277,7 @@ def converse(llm: LLM, turns: Iterator[str], config: GenerateConfig, *, out: Tex
                 if delta.output is not None:
                     check_finite(delta.output, len(messages) // 2)
                     num_tokens += len(delta.output.ids)
-                    lines.write(delta.output)
+                    writer.write(delta.output)
             if out is not None:
                 print(file=out, flush=True)
             messages.append({"role": "assistant", "content": answer})

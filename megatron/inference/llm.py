@@ -61,7 +61,7 @@ DEFAULT_MAX_LENGTH = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TextParams:
-    """Parameters of the generation from texts.
+    """Parameters of text generation.
 
     Args:
         max_new_tokens: most tokens to generate for an output.
@@ -193,9 +193,9 @@ class LLM:
         )
         self.loaded = loaded
         plan_group = loaded.model.groups["tp"] if options.check_plans else None
-        recorder = graph_recorder(loaded, options)
+        make_recorder = graph_recorder(loaded, options)
         self.engine = speculating_engine(
-            loaded, config, check_plans=plan_group, make_recorder=recorder
+            loaded, config, check_plans=plan_group, make_recorder=make_recorder
         )
         self.replicas = Replicas(self.engine, loaded.host_group("dp"))
 
@@ -214,7 +214,7 @@ class LLM:
             load: a folder of checkpoints, one `iter_` folder, or a Hugging Face folder.
             inference: sizes and options of the engine.
             speculation: options of speculative decoding; None for no drafts.
-            source: fields of `ModelSource`, such as tensor_model_parallel_size.
+            source: other fields of `ModelSource`, such as tensor_model_parallel_size.
         """
         from megatron.inference.checkpoint_model import load_checkpoint_model
 
@@ -456,11 +456,11 @@ def split_cache_memory(
                 1 if block_bytes else 2
             )
     free_bytes -= sum(snapshot_bytes)
-    draft_token_memory = free_bytes * token_bytes[1] // max(1, sum(token_bytes))
-    draft_memory = state_bytes[1] + snapshot_bytes[1] + draft_token_memory
+    draft_cache_bytes = free_bytes * token_bytes[1] // max(1, sum(token_bytes))
+    draft_bytes = state_bytes[1] + snapshot_bytes[1] + draft_cache_bytes
     return (
-        dataclasses.replace(config, memory_bytes=memory_bytes - draft_memory),
-        dataclasses.replace(draft_config, memory_bytes=draft_memory),
+        dataclasses.replace(config, memory_bytes=memory_bytes - draft_bytes),
+        dataclasses.replace(draft_config, memory_bytes=draft_bytes),
     )
 
 

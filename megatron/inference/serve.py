@@ -358,12 +358,12 @@ def serve(
             control=EngineControl(replicas, loaded),
         )
 
-        def end(signal_number: int, stack: object) -> None:
+        def end(signal_number: int, stack_frame: object) -> None:
             loop.drain()
             signal.signal(signal_number, signal.SIG_DFL)
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            # Only rank 0 handles the signal; it sends the end to the other ranks.
+            # Only rank 0 handles the signal; its loop sends the end to the other ranks.
             signal.signal(signal_number, end if link is not None else signal.SIG_IGN)
         for service_name, (host, port) in zip(
             (str(loaded.folder), "administration"), addresses, strict=False

@@ -14,7 +14,7 @@ from megatron.inference.server.parameter_values import value_types
 from megatron.inference.server.structured import WHITE_SPACE, BadGrammar, lark_grammar
 
 # Keywords of schemas that the grammar of XML parameters can enforce. Annotations are ignored.
-_NOTES = {"title", "description", "$schema", "$comment", "examples", "default", "deprecated"}
+_ANNOTATIONS = {"title", "description", "$schema", "$comment", "examples", "default", "deprecated"}
 _XML_OBJECT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _XML_STRING = {"type", "enum", "const", "minLength", "maxLength"}
 _SPACE = r"/[ \n\t]{1,8}/"
@@ -161,8 +161,8 @@ class _Rules:
         return self._rule(f"call{index}", f"{head} {arguments} {self._literals(tool_format.tail)}")
 
     def _json(self, name: str, schema: Mapping[str, Any]) -> str:
-        shape = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-        return self._rule(name, f"%json {json.dumps(shape)}")
+        guided_schema = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+        return self._rule(name, f"%json {json.dumps(guided_schema)}")
 
     def _xml(self, name: str, tool: str, schema: Mapping[str, Any]) -> str:
         """Add the rule of XML parameters, in the order of their schema; return its name."""
@@ -172,30 +172,30 @@ class _Rules:
         for key in required:
             properties.setdefault(key, {})
         parameters = []
-        for index, (key, shape) in enumerate(properties.items()):
+        for index, (key, value_schema) in enumerate(properties.items()):
             if re.search(r"[<>\n]", key):
                 raise BadGrammar(f"the parameter {key!r:.100} of {tool} cannot be written in XML")
-            value = self._xml_value(f"{name}_{index}", f"{key} of {tool}", shape, schema)
+            value = self._xml_value(f"{name}_{index}", f"{key} of {tool}", value_schema, schema)
             parameter = f"({_quoted(f'<parameter={key}>' + chr(10))} {value})"
             parameters.append(parameter if key in required else f"{parameter}?")
         return self._rule(name, " ".join(['"\\n"', *parameters]))
 
     def _xml_value(
-        self, name: str, subject: str, shape: Any, root_schema: Mapping[str, Any]
+        self, name: str, subject: str, schema: Any, root_schema: Mapping[str, Any]
     ) -> str:
         end = "\n</parameter>\n"
-        if value_types(shape) != {"string"}:
+        if value_types(schema) != {"string"}:
             defined = {k: root_schema[k] for k in ("$defs", "definitions") if k in root_schema}
-            shape = {**shape, **defined} if isinstance(shape, Mapping) else shape
-            return f"{self._json(name, _as_object(shape))} {_quoted(end)}"
-        _check_keywords(shape, _XML_STRING, subject)
-        values = shape.get("enum", [shape["const"]] if "const" in shape else None)
+            schema = {**schema, **defined} if isinstance(schema, Mapping) else schema
+            return f"{self._json(name, _as_object(schema))} {_quoted(end)}"
+        _check_keywords(schema, _XML_STRING, subject)
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             if any(re.search(_XML_ENDS, value) for value in values):
                 raise BadGrammar(f"{subject}: a value contains a delimiter of this model's format")
             texts = " | ".join(_quoted(value + end) for value in values)
             return self._rule(name, texts)
-        min_length, max_length = shape.get("minLength", 0), shape.get("maxLength", "")
+        min_length, max_length = schema.get("minLength", 0), schema.get("maxLength", "")
         text = f"/(?s:.){{{min_length},{max_length}}}/ & {_without(_XML_ENDS)}"
         terminal = name.upper()
         self._lines.append(f"{terminal}: ({text}) {_quoted(end)}")
@@ -233,7 +233,7 @@ def _without(pattern: str) -> str:
 def _check_keywords(schema: Mapping[str, Any], supported: set[str], subject: str) -> None:
     """Raise BadGrammar for a keyword of a schema that the XML grammar cannot enforce."""
     for keyword in schema:
-        if keyword not in supported and keyword not in _NOTES:
+        if keyword not in supported and keyword not in _ANNOTATIONS:
             raise BadGrammar(
                 f"{subject}: {keyword!r:.100} cannot be enforced in this model's format"
             )

@@ -97,7 +97,7 @@ class AnswerParser:
         """Return the parts of new text.
 
         Args:
-            text: text that follows the earlier calls' text.
+            text: text that follows the text of earlier `push` calls.
             finished: whether the answer has ended.
             cut_off: whether the answer ended at a limit; incomplete arguments then stay open.
         """

@@ -144,9 +144,9 @@ class Conversations:
             )
         self._check(conversation, self._template.source)
         # With tool_choice "none" the prompt does not list the tools.
-        callable_tools = [] if conversation.choice == "none" else conversation.tools
+        listed_tools = [] if conversation.choice == "none" else conversation.tools
         messages = [self._message(turn) for turn in conversation.turns]
-        tools = [_tool_json(tool) for tool in callable_tools]
+        tools = [_tool_json(tool) for tool in listed_tools]
         _check_marks(messages, "messages")
         _check_marks([tools, conversation.variables], "tools")
         try:

@@ -109,7 +109,7 @@ class Embedder:
         self._model, self._pooling, self._device = model, pooling, device
         self.max_tokens, self._multiple = max_tokens, token_multiple
 
-    def batch(self, lengths: Sequence[int]) -> int:
+    def batch_size(self, lengths: Sequence[int]) -> int:
         """Return how many of the first texts fit one forward pass, at least one."""
         count = 1
         while count < len(lengths) and max(lengths[: count + 1]) * (count + 1) <= self.max_tokens:

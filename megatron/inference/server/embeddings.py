@@ -90,9 +90,9 @@ async def _collected(outputs: Outputs) -> dict[int, Sequence[float]]:
     return vectors
 
 
-def _encoded(vector: Sequence[float], form: str | None) -> Any:
+def _encoded(vector: Sequence[float], encoding_format: str | None) -> Any:
     """Return a vector as JSON numbers, or as base64 of little-endian fp32."""
-    if form != "base64":
+    if encoding_format != "base64":
         return list(vector)
     numbers = array.array("f", vector)
     if sys.byteorder == "big":

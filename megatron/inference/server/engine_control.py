@@ -79,11 +79,11 @@ class EngineControl:
         from megatron.inference.replace_weights import copy_received_weights
 
         assert self._receiving is not None
-        work, self._receiving = self._receiving, None
+        transfer, self._receiving = self._receiving, None
         if error:
             raise ValueError(error)
         self._check_replaceable()
-        received, nbytes = work.result()
+        received, nbytes = transfer.result()
         with self._replacing():
             copy_received_weights(self._model(), received)
         return {**self._state(), "received_bytes": nbytes}

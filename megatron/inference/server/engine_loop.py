@@ -47,7 +47,7 @@ class EngineLoop:
     Args:
         replicas: the engines of all data-parallel ranks.
         link: socket to the HTTP process; None on all ranks but 0.
-        hosts: group of all ranks for CPU tensors; its collectives may overlap with a step (see
+        host_group: group of all ranks for CPU tensors; its collectives may overlap with a step (see
             `ProcessGroupCollection.host_group`).
         grammars: grammars of structured output; None if the tokenizer does not support them.
         embedder: embedder of texts; None if the model has no pooling.
@@ -59,7 +59,7 @@ class EngineLoop:
         self,
         replicas: Replicas,
         link: socket.socket | None,
-        hosts: Group,
+        host_group: Group,
         *,
         grammars: Grammars | None,
         embedder: Embedder | None = None,
@@ -68,7 +68,7 @@ class EngineLoop:
     ) -> None:
         self._model_facts, self._control = model_facts or {}, control or EngineControl(replicas)
         self._replicas, self._engine = replicas, replicas.engine
-        self._link, self._hosts = link, hosts
+        self._link, self._host_group = link, host_group
         self._grammars, self._embedder = grammars, embedder
         self._embedding_requests: dict[int, EngineRequest] = {}  # by request id
         self._compiler = ThreadPoolExecutor(1)
@@ -122,8 +122,8 @@ class EngineLoop:
         Once all ranks have finished receiving weights, it inserts a message "received": to install
         the weights, or with the error of a rank.
         """
-        own_state = [list(messages), self._control.received]
-        gathered = all_gather_json(own_state, self._hosts)
+        messages_and_error = [list(messages), self._control.received]
+        gathered = all_gather_json(messages_and_error, self._host_group)
         errors = [error for _, error in gathered if error is not None]
         if len(errors) == len(gathered):
             gathered[0][0].insert(
@@ -170,8 +170,10 @@ class EngineLoop:
                 self._compiling[message["id"]] = (message, work)
             elif message["kind"] != "abort" or self._compiling.pop(message["id"], None) is None:
                 ready.append(message)
-        compiled = [request_id for request_id, (_, work) in self._compiling.items() if work.done()]
-        return ready + [self._compiling.pop(request_id)[0] for request_id in compiled]
+        compiled_ids = [
+            request_id for request_id, (_, work) in self._compiling.items() if work.done()
+        ]
+        return ready + [self._compiling.pop(request_id)[0] for request_id in compiled_ids]
 
     def _add(self, request: EngineRequest) -> None:
         if request.embed:
@@ -267,7 +269,9 @@ class EngineLoop:
             return []
         assert self._embedder is not None
         requests = list(self._embedding_requests.values())
-        requests = requests[: self._embedder.batch([len(request.prompt) for request in requests])]
+        requests = requests[
+            : self._embedder.batch_size([len(request.prompt) for request in requests])
+        ]
         if self._engine.config.asynchronous:
             # Collectives of a step in flight must precede those of the forward pass.
             self._engine.drain()

@@ -292,9 +292,9 @@ class Generation:
             *_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
         ]
 
-    def _measure(self, index: int, tokens: int, reason: str) -> None:
+    def _measure(self, index: int, num_tokens: int, reason: str) -> None:
         now = time.perf_counter()
-        self._metrics.note_tokens(tokens)
+        self._metrics.note_tokens(num_tokens)
         if index in self._last_token_time:
             self._metrics.inter_token.observe(now - self._last_token_time[index])
         else:

@@ -205,7 +205,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, until they end, the client disconnects, or its reading stalls.
+    """Server-sent events, until they end, the client disconnects, or it stops reading.
 
     Args:
         events: data of each event, one line; or an object whose `type` names the event.

@@ -159,14 +159,16 @@ def first_message(link: socket.socket) -> dict[str, Any] | None:
 
 def main() -> None:
     """Read the settings and serve."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     go_on_without_streams("serve")  # a full log disk must not fail an answer or a drain
-    link, listener, *admin = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    link, listener, *admin_listeners = (
+        socket.socket(fileno=int(number)) for number in sys.argv[1:]
+    )
     settings = first_message(link)
     if settings is not None:
         set_up_log(settings["log_format"], answers=settings["log_answers"])
-        asyncio.run(serve(link, listener, settings, admin=next(iter(admin), None)))
+        asyncio.run(serve(link, listener, settings, admin=next(iter(admin_listeners), None)))
 
 
 if __name__ == "__main__":

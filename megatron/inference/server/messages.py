@@ -257,9 +257,11 @@ class MessagesBody(CountBody):
 
     def generation(self) -> GenerationBody:
         """Return the sampling fields and the format."""
-        shape = None if self.output_config is None else self.output_config.format
+        output_format = None if self.output_config is None else self.output_config.format
         return GenerationBody(
-            response_format=None if shape is None else schema_format(shape.json_schema),
+            response_format=None
+            if output_format is None
+            else schema_format(output_format.json_schema),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,

@@ -59,18 +59,20 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineStats(stats))
 
-        def seconds(name: str, text: str) -> Histogram:
+        def histogram(name: str, text: str) -> Histogram:
             return Histogram(
                 f"megatron:{name}_seconds", text, buckets=_SECONDS, registry=self._registry
             )
 
-        self.time_to_first_token = seconds(
+        self.time_to_first_token = histogram(
             "time_to_first_token", "Time to the first token of an output, in seconds."
         )
-        self.inter_token = seconds(
+        self.inter_token = histogram(
             "inter_token_latency", "Time between the tokens of an output, in seconds."
         )
-        self._whole = seconds("e2e_request_latency", "Time to the end of an output, in seconds.")
+        self._request_latency = histogram(
+            "e2e_request_latency", "Time to the end of an output, in seconds."
+        )
         self._tokens = Counter(
             "megatron:generation_tokens", "Tokens generated.", registry=self._registry
         )
@@ -101,7 +103,7 @@ class ServerMetrics:
     def note_end(self, reason: str, seconds: float) -> None:
         """Count a finished output and its latency."""
         self._ends.labels(reason).inc()
-        self._whole.observe(seconds)
+        self._request_latency.observe(seconds)
 
     def note_answer(self, status: int) -> None:
         """Count an HTTP answer."""

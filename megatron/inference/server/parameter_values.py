@@ -72,12 +72,12 @@ def parameter_json(text: str, types: set[str] | None) -> str:
         text: text of the model.
         types: JSON types that the schema allows; None for any type.
     """
-    written = text.strip()
-    for candidate in (written, _python_as_json(written)):
+    stripped = text.strip()
+    for candidate in (stripped, _python_as_json(stripped)):
         if candidate is not None and _allows(types, _json_type(candidate)):
             return candidate
     if types is not None and "string" not in types:
-        respelled = _respelled(written.lower(), types)
+        respelled = _respelled(stripped.lower(), types)
         if respelled is not None:
             return respelled
     return json.dumps(text, ensure_ascii=False)
@@ -127,7 +127,8 @@ def _allows(types: set[str] | None, kind: str | None) -> bool:
 
 
 def _respelled(text: str, types: set[str]) -> str | None:
-    """Return the JSON of a lower-case word or number that JSON spells differently; None if none."""
+    """Return the JSON of a lower-case word or number that JSON spells differently; None
+    for other text."""
     if text in ("null", "none"):
         return "null"
     if text in ("true", "false") and "boolean" in types:

@@ -266,11 +266,12 @@ class Server:
 def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
     """Return the maker of each grammar that a body requests."""
     all_makers: list[GrammarMaker] = []
-    structured, shape = body.structured_outputs, body.response_format
-    if isinstance(shape, JsonFormat):
+    structured, response_format = body.structured_outputs, body.response_format
+    if isinstance(response_format, JsonFormat):
         all_makers.append(("response_format", partial(json_grammar, {"type": "object"})))
-    elif isinstance(shape, JsonSchemaFormat):
-        all_makers.append(("response_format", partial(json_grammar, shape.json_schema.json_schema)))
+    elif isinstance(response_format, JsonSchemaFormat):
+        schema = response_format.json_schema.json_schema
+        all_makers.append(("response_format", partial(json_grammar, schema)))
     if structured is not None:
         makers = (
             (structured.json_schema, json_grammar),

@@ -223,10 +223,12 @@ class ResponseBody(Body):
 
     def generation(self) -> GenerationBody:
         """Return the sampling fields and the format."""
-        shape: Any = None if self.text is None else self.text.format
-        if isinstance(shape, NamedSchema):
-            shape = schema_format(shape.json_schema)
-        return GenerationBody(temperature=self.temperature, top_p=self.top_p, response_format=shape)
+        text_format: Any = None if self.text is None else self.text.format
+        if isinstance(text_format, NamedSchema):
+            text_format = schema_format(text_format.json_schema)
+        return GenerationBody(
+            temperature=self.temperature, top_p=self.top_p, response_format=text_format
+        )
 
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of the request that a response repeats."""
@@ -305,16 +307,16 @@ class ResponseView:
         """Return the response so far, after an optional change of its status."""
         if status is not None:
             self._fields |= {"status": status, **fields}
-        used, written = self._usage.prompt_tokens, self._usage.completion_tokens
+        input_tokens, output_tokens = self._usage.prompt_tokens, self._usage.completion_tokens
         usage = {
-            "input_tokens": used,
+            "input_tokens": input_tokens,
             "input_tokens_details": {
                 "cached_tokens": self._usage.cached_tokens,
                 "cache_write_tokens": 0,
             },
-            "output_tokens": written,
+            "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": used + written,
+            "total_tokens": input_tokens + output_tokens,
         }
         has_ended = self._fields["status"] != "in_progress"
         return {**self._fields, "output": self._output[:], "usage": usage if has_ended else None}
@@ -377,16 +379,16 @@ class ResponseView:
             self._output[-1]["arguments"] += answer_part.text
             return [self._item_event("function_call_arguments.delta", delta=answer_part.text)]
         events: list[dict[str, Any]] = []
-        kind, text, name = "message", "output_text", "output_text"
+        kind, content_type = "message", "output_text"
         if answer_part.kind == "reasoning":
-            kind, text, name = "reasoning", "reasoning_text", "reasoning_text"
+            kind, content_type = "reasoning", "reasoning_text"
         if self._kind != kind:
             events += self._end()
             item = {"role": "assistant"} if kind == "message" else {"summary": []}
             events.append(
                 self._start(kind, "msg" if kind == "message" else "rs", **item, content=[])
             )
-            content: dict[str, Any] = {"type": text, "text": ""}
+            content: dict[str, Any] = {"type": content_type, "text": ""}
             content |= {"annotations": [], "logprobs": []} if kind == "message" else {}
             self._output[-1]["content"].append(content)
             added = {**content}
@@ -394,7 +396,7 @@ class ResponseView:
         self._output[-1]["content"][0]["text"] += answer_part.text
         extra_fields = {"logprobs": []} if kind == "message" else {}
         delta = self._item_event(
-            f"{name}.delta", content_index=0, delta=answer_part.text, **extra_fields
+            f"{content_type}.delta", content_index=0, delta=answer_part.text, **extra_fields
         )
         return [*events, delta]
 
@@ -421,9 +423,9 @@ class ResponseView:
             events.append(self._item_event("function_call_arguments.done", **call_fields))
         else:
             (content_part,) = item["content"]
-            text = {"content_index": 0, "text": content_part["text"]}
-            text |= {"logprobs": []} if kind == "message" else {}
-            events.append(self._item_event(f"{content_part['type']}.done", **text))
+            text_fields = {"content_index": 0, "text": content_part["text"]}
+            text_fields |= {"logprobs": []} if kind == "message" else {}
+            events.append(self._item_event(f"{content_part['type']}.done", **text_fields))
             events.append(
                 self._item_event("content_part.done", content_index=0, part={**content_part})
             )
@@ -478,8 +480,8 @@ async def create_response(server: Server, request: Request) -> Response:
 
 async def cancel_response(server: Server, request: Request) -> Response:
     """Answer `POST /v1/responses/{response_id}/cancel`: end a response and its stream."""
-    name = request.path_params["response_id"]
-    cancel = server.running.get(name)
+    response_id = request.path_params["response_id"]
+    cancel = server.running.get(response_id)
     if cancel is None:
         raise ApiError(404, "there is no running response with this id")
     return JSONResponse(cancel())

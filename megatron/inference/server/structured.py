@@ -62,14 +62,14 @@ class _Table:
 
     Args:
         tokenizer: tokenizer of the model.
-        end: id of a stop token.
+        stop_token: id of a stop token.
     """
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_token: int) -> None:
         assert isinstance(tokenizer, ByteTable)
-        self._tokenizer, self.eos_token_id = tokenizer, end
+        self._tokenizer, self.eos_token_id = tokenizer, stop_token
         table = tokenizer.token_bytes()
         self.special_token_ids = [
             token for token, token_bytes in enumerate(table) if token_bytes is None
@@ -82,7 +82,7 @@ class _Table:
         for token, token_bytes in enumerate(table):
             if token_bytes:
                 self._ids.setdefault(token_bytes, token)
-        self._longest = max(map(len, self._ids), default=0)
+        self._max_token_bytes = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
         """Return the token ids of a part of a text.
@@ -97,7 +97,7 @@ class _Table:
         ids: list[int] = []
         position = 0
         while position < len(text):
-            ends = range(min(position + self._longest, len(text)), position, -1)
+            ends = range(min(position + self._max_token_bytes, len(text)), position, -1)
             end = next((end for end in ends if text[position:end] in self._ids), None)
             if end is None:  # no token matches here
                 break

@@ -32,8 +32,8 @@ class RecordingEmbedder:
         self.pooling = Pooling(tokens="mean", normalize=True)
         self.max_tokens, self.passes = 60, 0
 
-    def batch(self, lengths: list[int]) -> int:
-        return self.embedder.batch(lengths)
+    def batch_size(self, lengths: list[int]) -> int:
+        return self.embedder.batch_size(lengths)
 
     @property
     def embedder(self) -> Embedder:

@@ -265,7 +265,7 @@ _LATENT: tuple[AnyEntry, ...] = (
         inner="k",
     ),
 )
-_MORE_EXPERTS = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
+_BIAS_AND_SHARED_EXPERT = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
 
 #: An MTP layer's copies of the embedding and of the head, which MTP layers share here.
 MTP_COPIES = (
@@ -375,9 +375,9 @@ DEEPSEEK_V3 = Architecture(
     blocks={
         LATENT: _LATENT,
         DENSE: MLP,
-        EXPERTS: experts("mlp", PROJECTIONS, *_MORE_EXPERTS),
+        EXPERTS: experts("mlp", PROJECTIONS, *_BIAS_AND_SHARED_EXPERT),
     },
-    fused={EXPERTS: fused_experts(*_MORE_EXPERTS)},
+    fused={EXPERTS: fused_experts(*_BIAS_AND_SHARED_EXPERT)},
     ends=ENDS,
     mtp_entries=_MTP_ENTRIES,
     fields=frozenset(

@@ -74,14 +74,14 @@ def read_blocks(kind: Architecture, fields: Fields) -> str:
         blocks = _nemotron(fields)
         _check_size(fields, len(blocks), "layers_block_type")
         return blocks
-    layers = fields.count("num_hidden_layers")
-    _check_size(fields, layers, "num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
+    _check_size(fields, num_layers, "num_hidden_layers")
     if kind is MAMBA2:
-        return MAMBA * layers
-    ffn = _ffn(kind, fields, layers)
-    mixers = (LATENT if LATENT in kind.blocks else ATTENTION) * layers
+        return MAMBA * num_layers
+    ffn = _ffn(kind, fields, num_layers)
+    mixers = (LATENT if LATENT in kind.blocks else ATTENTION) * num_layers
     if kind is QWEN3_NEXT:
-        mixers = _mixers(fields, layers)
+        mixers = _mixers(fields, num_layers)
     return "".join(mixer + ffn_symbol for mixer, ffn_symbol in zip(mixers, ffn, strict=True))
 
 
@@ -102,41 +102,47 @@ def first_experts(config: GPTConfig, _: GPTConfig) -> int:
     return config.num_layers if first_layer < 0 else first_layer
 
 
-def _check_size(fields: Fields, layers: int, name: str) -> None:
+def _check_size(fields: Fields, num_layers: int, name: str) -> None:
     """Reject too many layers, given by the field `name`, or too many heads or experts in total."""
-    if layers > MAX_LAYERS:
+    if num_layers > MAX_LAYERS:
         fields.refuse(name, f"more than {MAX_LAYERS}")
-    for count in _COUNTS:
-        if fields.find(count) is not None and fields.count(count) * layers > MAX_HEADS_OR_EXPERTS:
+    for field in _COUNTS:
+        if (
+            fields.find(field) is not None
+            and fields.count(field) * num_layers > MAX_HEADS_OR_EXPERTS
+        ):
             fields.refuse(
-                count, f"with {layers} layers that is more than {MAX_HEADS_OR_EXPERTS} in total"
+                field,
+                f"with {num_layers} layers that is more than {MAX_HEADS_OR_EXPERTS} in total",
             )
 
 
-def _ffn(kind: Architecture, fields: Fields, layers: int) -> str:
+def _ffn(kind: Architecture, fields: Fields, num_layers: int) -> str:
     """Return the symbol of each layer's MLP or experts."""
     if kind is MIXTRAL:
-        return EXPERTS * layers
+        return EXPERTS * num_layers
     if LATENT in kind.blocks:
-        dense = min(layers, fields.count("first_k_dense_replace", minimum=0))
-        return DENSE * dense + EXPERTS * (layers - dense)
+        dense = min(num_layers, fields.count("first_k_dense_replace", minimum=0))
+        return DENSE * dense + EXPERTS * (num_layers - dense)
     if kind not in (QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT):
-        return DENSE * layers
+        return DENSE * num_layers
     step = fields.count("decoder_sparse_step", 1)
-    without = fields.find("mlp_only_layers") or []
-    if not isinstance(without, list) or not all(type(layer) is int for layer in without):
+    mlp_only = fields.find("mlp_only_layers") or []
+    if not isinstance(mlp_only, list) or not all(type(layer) is int for layer in mlp_only):
         fields.refuse("mlp_only_layers", "expected numbers of layers")
     return "".join(
-        DENSE if layer in without or (layer + 1) % step else EXPERTS for layer in range(layers)
+        DENSE if layer in mlp_only or (layer + 1) % step else EXPERTS for layer in range(num_layers)
     )
 
 
-def _mixers(fields: Fields, layers: int) -> str:
+def _mixers(fields: Fields, num_layers: int) -> str:
     """Return the symbol of each layer's mixer in Qwen3-Next."""
     if fields.find("layer_types") is not None:
-        return _symbols(fields, "layer_types", _MIXER_TYPES, layers)
+        return _symbols(fields, "layer_types", _MIXER_TYPES, num_layers)
     interval = fields.count("full_attention_interval")
-    return "".join(DELTA_NET if layer % interval else ATTENTION for layer in range(1, layers + 1))
+    return "".join(
+        DELTA_NET if layer % interval else ATTENTION for layer in range(1, num_layers + 1)
+    )
 
 
 def _nemotron(fields: Fields) -> str:
@@ -147,9 +153,9 @@ def _nemotron(fields: Fields) -> str:
             patterns[name] = _symbols(fields, name, _BLOCK_TYPES)
     pattern = fields.find(_PATTERN)
     if pattern is not None:
-        symbols_known = set(_BLOCK_TYPES.values())
-        if not isinstance(pattern, str) or not pattern or set(pattern) - symbols_known:
-            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(symbols_known))}")
+        known_symbols = set(_BLOCK_TYPES.values())
+        if not isinstance(pattern, str) or not pattern or set(pattern) - known_symbols:
+            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(known_symbols))}")
         patterns[_PATTERN] = pattern
     if not patterns:
         fields.refuse(_PATTERN, "it specifies the layers: give it, or layers_block_type")

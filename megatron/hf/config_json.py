@@ -191,9 +191,9 @@ def architecture_of(config: GPTConfig, base: Mapping[str, Any] | None = None) ->
         base: config.json that the model was imported from; its architecture is preferred if it
             still describes the model.
     """
-    named = None if base is None else base.get("model_type")
-    if isinstance(named, str) and named in ARCHITECTURES:
-        kind = ARCHITECTURES[named]
+    model_type = None if base is None else base.get("model_type")
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        kind = ARCHITECTURES[model_type]
         if _describes(_described(kind, config), config):
             return kind
     attention, kinds = config.attention, set(config.blocks)
@@ -361,7 +361,7 @@ def write_config(
         reread = read_model(fields, where="config.json", with_mtp=config.mtp_num_layers > 0)
         problems, fix = differences(reread.config, config), ""
         if flags_of is not None:
-            fix = _flags_of_other(reread, config, flags_of)
+            fix = _flag_changes(reread, config, flags_of)
     except ValueError as error:
         problems, fix = [str(error)], ""
     if problems:
@@ -371,8 +371,8 @@ def write_config(
     return fields
 
 
-def _flags_of_other(reread: HuggingFaceModel, config: GPTConfig, flags_of: FlagsOf) -> str:
-    """Return, for an error, the training flags that give the model that was read back."""
+def _flag_changes(reread: HuggingFaceModel, config: GPTConfig, flags_of: FlagsOf) -> str:
+    """Return the end of an error: the flags to change so that training gives the exported model."""
     hf_flags, mcore_flags = (flags_of(function_of(model)) for model in (reread.config, config))
     flags = []
     for name in dict.fromkeys([*hf_flags, *mcore_flags]):
@@ -416,12 +416,11 @@ def _read_back(fields: Mapping[str, Any], config: GPTConfig) -> GPTConfig:
 
 def differences(hf_config: GPTConfig, mcore_config: GPTConfig) -> list[str]:
     """Return one message per field in which the functions of two models differ."""
-    before, after = (
-        flatten(function_of(hf_config).to_json()),
-        flatten(function_of(mcore_config).to_json()),
+    hf_fields, mcore_fields = (
+        flatten(function_of(model_config).to_json()) for model_config in (hf_config, mcore_config)
     )
     return [
-        f"{name} is {after.get(name)!r}, there {before.get(name)!r}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
+        f"{name} is {mcore_fields.get(name)!r}, there {hf_fields.get(name)!r}"
+        for name in sorted(hf_fields.keys() | mcore_fields.keys())
+        if hf_fields.get(name) != mcore_fields.get(name)
     ]

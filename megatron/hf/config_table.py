@@ -89,17 +89,17 @@ class ModelFields(Fields):
     @property
     def scaling(self) -> Fields:
         """The object with the RoPE scaling; it may be empty."""
-        chosen = self.inner("rope_scaling") or self.inner("rope_parameters")
-        return chosen or Fields({}, self.where, prefix="rope_parameters.")
+        scaling = self.inner("rope_scaling") or self.inner("rope_parameters")
+        return scaling or Fields({}, self.where, prefix="rope_parameters.")
 
     @property
     def scaling_kind(self) -> str:
         """The type of RoPE scaling. Raises ValueError."""
-        chosen = self.scaling
-        name = "rope_type" if "rope_type" in chosen.raw else "type"
-        kind = chosen.raw.get(name, "default")
+        scaling = self.scaling
+        name = "rope_type" if "rope_type" in scaling.raw else "type"
+        kind = scaling.raw.get(name, "default")
         if kind not in ("default", "linear", "llama3", "yarn"):
-            chosen.refuse(name, "supported are default, linear, llama3, yarn")
+            scaling.refuse(name, "supported are default, linear, llama3, yarn")
         return str(kind)
 
 
@@ -139,10 +139,10 @@ def _mtp_num_layers(fields: ModelFields, name: str) -> int:
     if not fields.has_mtp:
         return 0
     name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else name
-    depth = fields.count(name, 0, minimum=0)
-    if depth > MAX_MTP_LAYERS:
+    num_layers = fields.count(name, 0, minimum=0)
+    if num_layers > MAX_MTP_LAYERS:
         fields.refuse(name, f"more than {MAX_MTP_LAYERS}")
-    return depth
+    return num_layers
 
 
 def _is_null(fields: ModelFields, name: str) -> bool:
@@ -187,11 +187,11 @@ def _switched_window(fields: ModelFields, name: str) -> int | None:
     sliding = max(0, layers - first_windowed_layer) if size else 0
     if types is not None:
         sliding = types.count(SLIDING)
-    decides = "max_window_layers" if types is None else "layer_types"
+    deciding_field = "max_window_layers" if types is None else "layer_types"
     if sliding not in (0, layers):
-        fields.refuse(decides, "supported is one window for all layers, or for none")
+        fields.refuse(deciding_field, "supported is one window for all layers, or for none")
     if sliding and size is None:
-        fields.refuse(decides, f"there is no window: give {name} and use_sliding_window")
+        fields.refuse(deciding_field, f"there is no window: give {name} and use_sliding_window")
     return size if sliding else None
 
 
@@ -211,10 +211,10 @@ def _rotary_fraction(default: float | None) -> Callable[[ModelFields, str], floa
                 source.refuse(name, "supported is 1")
         if default is None or not sources:
             return default or 1.0
-        share = sources[0].number(name)
-        if share > 1.0:
+        fraction = sources[0].number(name)
+        if fraction > 1.0:
             sources[0].refuse(name, "expected at most 1")
-        return share
+        return fraction
 
     return read
 
@@ -237,26 +237,26 @@ def _yarn_factor(fields: ModelFields, name: str) -> float:
 
 
 def _yarn_attention(fields: ModelFields, name: str) -> float | None:
-    chosen = fields.scaling
-    if chosen.raw.get("attention_factor") is not None:
-        return chosen.number("attention_factor")
-    if not (chosen.raw.get("mscale") and chosen.raw.get("mscale_all_dim")):
+    scaling = fields.scaling
+    if scaling.raw.get("attention_factor") is not None:
+        return scaling.number("attention_factor")
+    if not (scaling.raw.get("mscale") and scaling.raw.get("mscale_all_dim")):
         return None
     factor = _yarn_factor(fields, name)
-    grown, all_grown = (
-        yarn_magnitude(factor, chosen.number(weight)) for weight in ("mscale", "mscale_all_dim")
+    magnitude, all_dim_magnitude = (
+        yarn_magnitude(factor, scaling.number(weight)) for weight in ("mscale", "mscale_all_dim")
     )
-    return grown / all_grown
+    return magnitude / all_dim_magnitude
 
 
 def _scale_factor(fields: ModelFields, name: str) -> float:
     """Return the factor of the softmax scale: the square of YaRN's mscale_all_dim magnitude."""
-    chosen, kind = fields.scaling, fields.scaling_kind
-    if kind == "default" or not chosen.raw.get("mscale_all_dim"):
+    scaling, kind = fields.scaling, fields.scaling_kind
+    if kind == "default" or not scaling.raw.get("mscale_all_dim"):
         return 1.0
     if kind != "yarn":
-        chosen.refuse("mscale_all_dim", "supported is yarn's")
-    return yarn_magnitude(chosen.number("factor"), chosen.number("mscale_all_dim")) ** 2
+        scaling.refuse("mscale_all_dim", "supported is yarn's")
+    return yarn_magnitude(scaling.number("factor"), scaling.number("mscale_all_dim")) ** 2
 
 
 def _scale_weight(scale_factor: float, config: GPTConfig) -> Any:
@@ -307,11 +307,11 @@ def _dt_limits(fields: ModelFields, name: str) -> tuple[float, float]:
     value = fields.find(name)
     if value is None:
         return 0.0, math.inf
-    ends = value if isinstance(value, list | tuple) else []
-    ends = [math.inf if end == {"__float__": "Infinity"} else end for end in ends]
-    if len(ends) != 2 or any(type(end) not in (int, float) for end in ends):
+    bounds = value if isinstance(value, list | tuple) else []
+    bounds = [math.inf if bound == {"__float__": "Infinity"} else bound for bound in bounds]
+    if len(bounds) != 2 or any(type(bound) not in (int, float) for bound in bounds):
         fields.refuse(name, "expected the smallest and the largest dt")
-    minimum, maximum = map(float, ends)
+    minimum, maximum = map(float, bounds)
     if not 0.0 <= minimum < maximum:
         fields.refuse(name, "expected 0 <= smallest < largest")
     return minimum, maximum

@@ -194,9 +194,10 @@ class BlockFP8(Quantization):
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
         """Return a box of a matrix in fp32. Raises ValueError for a scale that is not positive."""
-        low = tuple(at // b for at, b in zip(box.offsets, self.block, strict=True))
+        low = tuple(offset // b for offset, b in zip(box.offsets, self.block, strict=True))
         high = tuple(
-            -(-(at + n) // b) for at, n, b in zip(box.offsets, box.sizes, self.block, strict=True)
+            -(-(offset + n) // b)
+            for offset, n, b in zip(box.offsets, box.sizes, self.block, strict=True)
         )
         factors = torch.empty([b - a for a, b in zip(low, high, strict=True)])
         files[tensor.scales].read_box(tensor.scales, Box(low, tuple(factors.shape)), factors)
@@ -208,8 +209,8 @@ class BlockFP8(Quantization):
         stored = torch.empty(box.sizes, dtype=torch.float8_e4m3fn)
         files[tensor.values].read_box(tensor.values, box, stored)
         for dim in (0, 1):
-            at = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-            factors = factors.index_select(dim, at // self.block[dim] - low[dim])
+            index = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
+            factors = factors.index_select(dim, index // self.block[dim] - low[dim])
         return stored.float().mul_(factors)  # [r, c]
 
 
@@ -271,9 +272,9 @@ class MXFP4(Quantization):
                 f"{GROUP_BYTES} bytes of {GROUP} elements"
             ]
         problems = [
-            f"{base}{suffix} has dtype {side.dtype}: supported is U8"
-            for suffix, side in ((self.values, tensor), (self.scales, scales))
-            if side.dtype != "U8"
+            f"{base}{suffix} has dtype {tensor_info.dtype}: supported is U8"
+            for suffix, tensor_info in ((self.values, tensor), (self.scales, scales))
+            if tensor_info.dtype != "U8"
         ]
         if scales.shape != tensor.shape[:-1]:
             problems.append(
@@ -290,16 +291,16 @@ class MXFP4(Quantization):
         first_group, end_group = begin // GROUP, -(-(begin + size) // GROUP)
         groups = Box((*box.offsets[:-1], first_group), (*box.sizes[:-1], end_group - first_group))
         stored = torch.empty((*groups.sizes, GROUP_BYTES), dtype=torch.uint8)
-        pairs = Box((*groups.offsets, 0), tuple(stored.shape))
-        files[tensor.values].read_box(tensor.values, pairs, stored)
+        byte_box = Box((*groups.offsets, 0), tuple(stored.shape))
+        files[tensor.values].read_box(tensor.values, byte_box, stored)
         scales = torch.empty(groups.sizes, dtype=torch.uint8)
         files[tensor.scales].read_box(tensor.scales, groups, scales)
-        codes = torch.tensor((*_E2M1, *(-value for value in _E2M1)))  # [16]
-        byte_values = torch.arange(256)
+        code_values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))  # [16]
+        all_bytes = torch.arange(256)
         # One lookup per byte: its two fp32 elements are gathered as one 64-bit integer.
-        table = torch.stack((codes[byte_values & 15], codes[byte_values >> 4]), dim=-1).view(
-            torch.int64
-        )
+        table = torch.stack(
+            (code_values[all_bytes & 15], code_values[all_bytes >> 4]), dim=-1
+        ).view(torch.int64)
         values = table.view(-1).index_select(0, stored.view(-1).int()).view(torch.float32)
         values = values.view(*groups.sizes, GROUP)
         values = torch.ldexp(values, scales.int()[..., None] - _E8M0_BIAS).flatten(-2)

@@ -40,8 +40,8 @@ def check_tensors(
     """
     if model.config.num_layers > len(opened):
         raise ValueError(
-            f"{folder.path} does not contain the weights of its config.json: that has "
-            f"{model.config.num_layers} layers, the files {len(opened)} tensors"
+            f"{folder.path} does not contain the weights of its config.json: it "
+            f"specifies {model.config.num_layers} layers, the files contain {len(opened)} tensors"
         )
     max_tensors = len(opened) + MAX_MISSING
     try:
@@ -52,12 +52,12 @@ def check_tensors(
             f"contain {len(opened)} tensors"
         ) from None
     problems = _problems(mapped, opened, model)
-    named = list(islice(problems, MAX_PROBLEMS))
-    if named:
+    first_problems = list(islice(problems, MAX_PROBLEMS))
+    if first_problems:
         num_others = sum(1 for _ in problems)
         raise ValueError(
             f"{folder.path} does not contain the weights of its config.json: "
-            f"{'; '.join(named)}{f'; and {num_others} more' if num_others else ''}"
+            f"{'; '.join(first_problems)}{f'; and {num_others} more' if num_others else ''}"
         )
     return mapped
 
@@ -75,8 +75,8 @@ def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -
         if tensor_info.dtype not in _FLOATS:
             yield f"{name} has dtype {tensor_info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
-        skipped_prefix = _DERIVED.fullmatch(name) or _is_left_out(name, model)
-        if name not in mapped.hf_tensors and not skipped_prefix:
+        is_ignored = _DERIVED.fullmatch(name) or _is_left_out(name, model)
+        if name not in mapped.hf_tensors and not is_ignored:
             yield f"{name} does not belong to the model"
 
 
@@ -172,20 +172,20 @@ def read_weights(
     Raises:
         ValueError: on every rank: the folder is corrupt or contains another model.
     """
-    counts: list[int] = []
+    bytes_read: list[int] = []
 
     def read() -> None:
         with folder.open_tensors() as opened:
             mapped = check_tensors(folder, opened, model)
-            reads = [read for chunk in chunks for read in _reads(mapped, chunk)]
+            reads = [box_read for chunk in chunks for box_read in _reads(mapped, chunk)]
             for name, box, target in sorted(reads, key=lambda r: opened.find(r.name).begin):
                 opened.read_box(name, box, target)
             check_copies(folder, opened, mapped, chunks=chunks)
-            counts.append(opened.bytes_read)
+            bytes_read.append(opened.bytes_read)
 
     coordinator.begin(f"reading {folder.path.name}")
     try:
         coordinator.agree("read", read, lambda answers: None)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    return counts[0]
+    return bytes_read[0]

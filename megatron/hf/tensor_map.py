@@ -299,7 +299,7 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         "use_bias": mamba is not None and mamba.bias,
         "use_conv_bias": mamba is not None and mamba.conv_bias,
     }
-    return frozenset(name for name, has in features.items() if has)
+    return frozenset(name for name, is_present in features.items() if is_present)
 
 
 class _Mapping:
@@ -310,9 +310,9 @@ class _Mapping:
         sizes: Mapping[str, int],
         features: frozenset[str],
         prefix: tuple[str, str] | None,
-        empty: TensorMap,
+        tensor_map: TensorMap,
     ) -> None:
-        self.map = empty
+        self.map = tensor_map
         self._sizes, self._features, self._prefix = sizes, features, prefix
 
     def add_all(self, entries: Iterable[AnyEntry], words: Mapping[str, str]) -> None:
@@ -368,7 +368,7 @@ class _Mapping:
         *,
         stacked: bool,
     ) -> None:
-        whole = sum(rows for _, rows in runs)
+        num_rows = sum(rows for _, rows in runs)
 
         def shape(rows: int) -> tuple[int, ...]:
             return (groups, rows, *inner) if stacked else (groups * rows, *inner)
@@ -380,11 +380,11 @@ class _Mapping:
         for group in range(groups):
             row = 0
             for mcore_name, rows in runs:
-                hf_offsets = offsets(group, whole, row)
+                hf_offsets = offsets(group, num_rows, row)
                 tensor_slice = TensorSlice(
                     hf_name, hf_offsets, mcore_name, offsets(group, rows, 0), (rows, *inner)
                 )
-                self._add(tensor_slice, shape(whole), shape(rows))
+                self._add(tensor_slice, shape(num_rows), shape(rows))
                 row += rows
 
     def _add(

@@ -373,23 +373,25 @@ def read_flags(
     suggested = _Suggestions([*spellings], [] if strict else [option.name for option in harmless])
     spellings.update(_spellings(harmless))
     values: dict[str, Any] = {}
-    before: dict[str, _Word] = {}
+    last_words: dict[str, _Word] = {}  # by option name
     problems: list[str] = []
     for word in _words(argv):
         try:
             option, value = _read(word, spellings, suggested)
-            earlier = before.get(option.name)
+            earlier = last_words.get(option.name)
             if earlier is not None and values[option.name] != value:
                 # An alias and its option are two flags in Megatron: neither overrides the other.
-                two = earlier.name != word.name and {earlier.name, word.name} & ALIASES.keys()
-                if strict or two:
+                contradicts = (
+                    earlier.name != word.name and {earlier.name, word.name} & ALIASES.keys()
+                )
+                if strict or contradicts:
                     raise ValueError(f"{earlier} and {word} contradict: keep one")
                 say(f"{word} overrides {earlier}, which precedes it")
         except ValueError as error:
             problems.append(str(error))
             continue
         values[option.name] = value
-        before[option.name] = word
+        last_words[option.name] = word
     if problems:
         raise ValueError("; ".join(problems))
     return values

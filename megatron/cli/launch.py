@@ -91,8 +91,8 @@ class Launch:
                 another launcher has started several processes.
         """
         # MASTER_ADDR alone does not mean several processes: it is often set for a whole machine.
-        telling = [n for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if n in environment]
-        if not telling:
+        launch_variables = [n for n in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if n in environment]
+        if not launch_variables:
             if (launcher := other_launcher(environment)) is not None:
                 raise ValueError(launcher.refusal)
             return Launch()
@@ -100,8 +100,8 @@ class Launch:
         missing = [name for name in needed if name not in environment]
         if missing:
             raise ValueError(
-                f"{telling[0]} is set but {', '.join(missing)} not: start the run with torchrun, "
-                "or unset it"
+                f"{launch_variables[0]} is set but {', '.join(missing)} not: "
+                "start the run with torchrun, or unset it"
             )
         numbers = {name: _number(environment, name) for name in needed if name != "MASTER_ADDR"}
         _check_ranks(numbers)
@@ -133,20 +133,20 @@ class Launch:
         if of_job:
             return self.job_keys(store)
         if self.rank0_store is None:
-            return self.own_keys(store)
+            return self.attempt_keys(store)
         import torch.distributed as dist
 
         address, port = self.rank0_store
 
         def mirror() -> dist.Store:
             limit = timedelta(seconds=timeout_seconds)
-            return self.own_keys(
+            return self.attempt_keys(
                 dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
             )
 
         from megatron.cli.run_store import RunStore
 
-        return RunStore(self.own_keys(store), mirror, lost=self.link.is_lost)
+        return RunStore(self.attempt_keys(store), mirror, lost=self.link.is_lost)
 
     def connect(self, *, timeout_seconds: float, is_first_client: bool = False) -> dist.Store:
         """Connect a client to the store, without a prefix for its keys.
@@ -224,8 +224,7 @@ class Launch:
         why = _cause(errors[0]) if errors else f"no answer within {seconds:g} seconds"
         raise ValueError(
             f"the listener at MASTER_PORT {self.port} of MASTER_ADDR {self.address} is not the "
-            "store "
-            f"of a run ({why}): give all ranks address and port of rank 0's machine"
+            f"store of a run ({why}): give all ranks address and port of rank 0's machine"
         )
 
     def reach(self, *, timeout_seconds: float) -> socket.socket:
@@ -240,16 +239,16 @@ class Launch:
             min(LAUNCHER_SECONDS, timeout_seconds) if self.launcher_serves else timeout_seconds
         )
         while True:
-            late = time.monotonic() - begun
+            elapsed = time.monotonic() - begun
             try:
                 return socket.create_connection(
-                    (self.address, self.port), timeout=max(1.0, seconds - late)
+                    (self.address, self.port), timeout=max(1.0, seconds - elapsed)
                 )
             except socket.gaierror as error:
-                if late > min(RESOLVE_SECONDS, timeout_seconds):
+                if elapsed > min(RESOLVE_SECONDS, timeout_seconds):
                     raise self._no_address(error) from None
             except OSError as error:
-                if late > seconds:
+                if elapsed > seconds:
                     raise self._no_listener(seconds, error) from None
             time.sleep(0.1)
 
@@ -289,7 +288,7 @@ class Launch:
             store.port,
         ), store
 
-    def own_keys(self, store: dist.Store) -> dist.Store:
+    def attempt_keys(self, store: dist.Store) -> dist.Store:
         """Return a view of a client with keys that only this attempt uses."""
         import torch.distributed as dist
 
@@ -313,8 +312,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     except ValueError:
         raise ValueError(
             f"{name} is {environment[name]!r}, which is not a number: start the run with torchrun, "
-            "or "
-            "correct it"
+            "or correct it"
         ) from None
 
 

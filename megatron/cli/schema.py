@@ -113,8 +113,7 @@ class Option:
         if _PASSWORD.search(text):
             raise ValueError(
                 f"{where} contains a user and a password, and options are logged and saved: set "
-                "them "
-                "in the environment variables of that service"
+                "them in the environment variables of that service"
             )
         return text
 

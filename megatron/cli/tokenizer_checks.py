@@ -4,7 +4,7 @@ it.
 
 The library `tokenizers` is Rust code. If a file violates its assumptions, it panics, which is not
 an Exception in Python and prints its own lines, or it kills the process. Files that would kill the
-process are rejected before; a panic becomes a ValueError.
+process are rejected before they are parsed; a panic becomes a ValueError.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def check_description(path: Path, content: bytes) -> None:
     """Check that a tokenizer.json does not crash the process that parses it.
 
     Raises:
-        ValueError: it would.
+        ValueError: the file would crash the process.
     """
     if not _FIELDS.search(content):
         return
     try:
-        described = parse_json(content)
-        model = described["model"]
+        tokenizer_json = parse_json(content)
+        model = tokenizer_json["model"]
         prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
-        maps = list(_charsmaps(described.get("normalizer")))
+        maps = list(_charsmaps(tokenizer_json.get("normalizer")))
     except (json.JSONDecodeError, TypeError, KeyError, AttributeError):
         return  # the library reports the error
     except ValueError as error:
@@ -160,7 +160,7 @@ def check_growth(path: Path, tokenizer: Any) -> None:
         tokenizer: a `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: they exceed the limit.
+        ValueError: the steps of a component exceed the limit.
     """
     for component_name in ("normalizer", "post_processor", "decoder"):
         component = getattr(tokenizer, component_name)

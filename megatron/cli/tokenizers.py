@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers by one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
+"""Tokenizers behind one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers.
 
-This is the one module that imports the library `tokenizers`.
-
-SentencePiece `.model` files; the one module that imports the library `sentencepiece`.
-
-Vocabularies of tiktoken; the one module that imports the library `tiktoken`.
+Only this module imports the libraries `tokenizers`, `sentencepiece` and `tiktoken`.
 """
 
 from __future__ import annotations
@@ -38,12 +34,12 @@ from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LONG_RUN = re.compile(r"\S{513,}|\s{513,}")
-# What other tokenizers call the end of a document, the likeliest first.
+# Names of the end-of-document token in common tokenizers, in order of preference.
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
-# Byte-level BPE in two files, the classes of transformers that cut texts in a way known here, and
-# where that of Qwen2 cuts them.
-_VOCABULARY, _MERGES = "vocab.json", "merges.txt"  # the ends of names, gpt2-vocab.json
+# Byte-level BPE in two files: suffixes of the file names (as in gpt2-vocab.json), the supported
+# tokenizer classes of transformers, and the pre-tokenizer pattern of Qwen2.
+_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _BPE_CLASSES = ("GPT2Tokenizer", "Qwen2Tokenizer")
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -53,13 +49,14 @@ _TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 _SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 
-# A text to see what is added around it, and texts that show whether the library panics.
+# A text that shows which special tokens are added around it, and texts that show whether the
+# library panics.
 _PROBE = "a"
 _PROBES = ("a", "b é\n", "日本 1")
 
-# What decoding puts in place of bytes that are no character; pieces that stand for a byte; and the
-# characters that stand for bytes in byte-level BPE (Radford et al. 2019): visible ones for
-# themselves, and those from U+0100 on for the others, in their order.
+# The replacement character of invalid UTF-8; pieces that stand for a byte; and the characters that
+# stand for bytes in byte-level BPE (Radford et al. 2019): a printable character stands for its own
+# byte, and the characters from U+0100 on stand for the remaining bytes, in order.
 _REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -71,7 +68,8 @@ _BYTE_LEVEL: Mapping[str, int] = MappingProxyType(
 
 TokenizerType = Literal["hf", "sentencepiece", "tiktoken", "byte", "null"]
 
-# Where tiktoken cuts texts before it merges bytes: Megatron's v1 and v2, and Llama 3 as GPT-4.
+# Patterns that split a text before tiktoken merges bytes: Megatron's v1 and v2, and the pattern of
+# Llama 3 and GPT-4.
 TiktokenPattern = Literal["v1", "v2", "llama3"]
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATTERNS: Mapping[TiktokenPattern, str] = {
@@ -85,11 +83,11 @@ _PATTERNS: Mapping[TiktokenPattern, str] = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Of a vocabulary JSON: its special tokens, how many ids they have, and all ids.
+# Defaults of a vocabulary JSON: special tokens, number of ids reserved for them, vocabulary size.
 _SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _NUM_SPECIALS, _MAX_SPECIALS = 1000, 100_000
 _TIKTOKEN_VOCABULARY = 1 << 17
-# Longest run of blanks, or without one, that the library is given: its regex engine has a limit.
+# Longest run of blanks, or of other characters, that the regex engine of the library accepts.
 _LONGEST_RUN = 100_000
 
 
@@ -99,18 +97,18 @@ class SpecialTokens:
 
     Args:
         before: ids in front of the text.
-        after: ids that follow it.
+        after: ids that follow the text.
     """
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return whether any are added."""
+        """Return whether any special tokens are added."""
         return bool(self.before or self.after)
 
     def __str__(self) -> str:
-        """Return them in words, for messages."""
+        """Return the special tokens as text, for messages."""
         if not self:
             return "no special tokens"
         ids_by_position = (("before", self.before), ("after", self.after))
@@ -130,11 +128,11 @@ class SpecialTokens:
         """Parse the JSON form.
 
         Args:
-            recorded: None where there is no record: it was written before there was one, and
-                texts were encoded without special tokens then.
+            recorded: the JSON form; None in files that are older than this record, whose texts
+                were encoded without special tokens.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: `recorded` is invalid.
         """
         if recorded is None:
             return cls()
@@ -143,7 +141,7 @@ class SpecialTokens:
         except (KeyError, TypeError):
             before, after = (None,), ()
         if not all(type(number) is int for number in (*before, *after)):
-            raise ValueError(f"{recorded!r:.80} are no special tokens")
+            raise ValueError(f"{recorded!r:.80} is not a record of special tokens")
         return cls(before=before, after=after)
 
 
@@ -160,7 +158,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers of equal files: their ids are equal but for special tokens."""
+        """Equal fingerprints mean equal ids, except for special tokens."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -182,15 +180,15 @@ class Tokenizer(Protocol):
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token within a text, which may be a part of a character; None for
-        special tokens, ids that are none, and where they are not known."""
+        special tokens, invalid ids, and tokens whose bytes are unknown."""
 
     def name_of(self, token: int) -> str | None:
-        """Return what the vocabulary calls a token; None if it has no name."""
+        """Return the name of a token in the vocabulary; None if it has no name."""
 
 
 @runtime_checkable
 class ArrayTokenizer(Protocol):
-    """A tokenizer that need not make a Python number of every token."""
+    """A tokenizer that returns arrays, without a Python int for every token."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of several texts, with special tokens, each [t], of any integer type."""
@@ -198,7 +196,7 @@ class ArrayTokenizer(Protocol):
 
 @runtime_checkable
 class ByteTable(Protocol):
-    """A tokenizer that says the bytes of each token."""
+    """A tokenizer with a table of the bytes of each token."""
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each id in a text, None for special tokens."""
@@ -207,42 +205,43 @@ class ByteTable(Protocol):
 class HuggingFaceTokenizer:
     """A `tokenizer.json` file, run by the library `tokenizers` with its own threads.
 
-    A `vocab.json` with a `merges.txt` beside it, or a `gpt2-vocab.json` with a `gpt2-merges.txt`,
-    is taken too: byte-level BPE as GPT-2 or Qwen2 cut texts, which `tokenizer_class` of
-    `tokenizer_config.json` says. Where there is none, a file that is named itself is GPT-2's.
+    A `vocab.json` next to a `merges.txt`, or a `gpt2-vocab.json` next to a `gpt2-merges.txt`, is
+    also accepted: byte-level BPE with the pre-tokenizer of GPT-2 or Qwen2, selected by
+    `tokenizer_class` in `tokenizer_config.json`. Without this file, a `path` to the vocabulary
+    itself selects GPT-2.
 
-    A `tokenizer_config.json` beside it says which token ends a document (`eos_token`); without one
-    it is the first of the usual names that is there. Which special tokens stand around a text says
-    the post-processor of the file, as in `transformers`.
+    `eos_token` in a `tokenizer_config.json` in the same folder is the end-of-document token; the
+    default is the first of the common names that the vocabulary contains. The post-processor of the
+    file specifies the special tokens around a text, as in `transformers`.
 
     Args:
-        path: the file, or a folder that holds it.
-        add_special_tokens: False leaves them out of every text.
+        path: path of the file, or of its folder.
+        add_special_tokens: False adds no special tokens to texts.
 
     Raises:
-        ValueError: there is no such file, or it is none.
+        ValueError: the file does not exist or is invalid.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
         import tokenizers
 
         path = Path(path)
-        named = not os.path.isdir(path)
-        path = path if named else _in_folder(path)
+        is_file_path = not os.path.isdir(path)
+        path = path if is_file_path else _in_folder(path)
         merges = None
         try:
-            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
+            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=is_file_path)
             if (merges_path := merges_of(path)) is not None:
-                merges = read_regular(merges_path, MAX_TOKENIZER_BYTES)  # found, not named
+                merges = read_regular(merges_path, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a tokenizer.json"
             ) from None
         self._tokenizer: Any
         if merges is not None:
-            default = "GPT2Tokenizer" if named else None
+            default = "GPT2Tokenizer" if is_file_path else None
             self._tokenizer, config_fields = _byte_level_bpe(path, content, merges, default=default)
-            # Of the bytes, not of the library's JSON, which another release may write otherwise.
+            # A digest of the files, because the library's JSON may differ between releases.
             inputs = (content, merges, json.dumps(config_fields, sort_keys=True).encode())
             content = b"".join(hashlib.sha256(input_bytes).digest() for input_bytes in inputs)
         else:
@@ -252,8 +251,8 @@ class HuggingFaceTokenizer:
                     self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             except Exception as error:  # the library raises plain Exception
                 fix = "--tokenizer-type tiktoken reads it" if is_tiktoken(content) else error
-                raise ValueError(f"tokenizer {path} is no tokenizer.json: {fix}") from None
-        # What the file says of cutting and filling texts is for other uses than ours.
+                raise ValueError(f"tokenizer {path} is not a tokenizer.json: {fix}") from None
+        # A file may request truncation and padding, which would change the token ids of texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         check_growth(path, self._tokenizer)
@@ -281,7 +280,7 @@ class HuggingFaceTokenizer:
                 self._tokenizer.decode(encoding.ids, skip_special_tokens=True)
 
     def _added_special_tokens(self) -> SpecialTokens:
-        """Return what the post-processor puts around a text."""
+        """Return the special tokens that the post-processor adds around a text."""
         if self._tokenizer.num_special_tokens_to_add(False) == 0:
             return SpecialTokens()
         with self._library_errors():
@@ -339,7 +338,7 @@ class HuggingFaceTokenizer:
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text and the (first, last + 1) characters that each covers.
 
-        Special tokens are not added: the text is a part, or holds them itself.
+        Special tokens are not added: the text is a segment, or contains them.
         """
         with self._library_errors():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -373,7 +372,7 @@ class HuggingFaceTokenizer:
         return None if None in codes else bytes(code for code in codes if code is not None)
 
     def name_of(self, token: int) -> str | None:
-        """Return a token as the file writes it."""
+        """Return the name of a token in the file."""
         return self._tokenizer.id_to_token(token)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -385,13 +384,13 @@ class HuggingFaceTokenizer:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the file that a folder's tokenizer is made of, or would be if it were there."""
+    """Return the path of a folder's tokenizer.json, or of its vocab.json next to a merges.txt."""
     has_json = (folder / "tokenizer.json").exists() or not (folder / _MERGES).exists()
     return folder / ("tokenizer.json" if has_json else _VOCABULARY)
 
 
 def merges_of(vocabulary: Path) -> Path | None:
-    """Return where the merges of a byte-level BPE vocabulary are; None for other files."""
+    """Return the path of the merges of a byte-level BPE vocabulary; None for other files."""
     if not vocabulary.name.endswith(_VOCABULARY):
         return None
     return vocabulary.with_name(vocabulary.name.removesuffix(_VOCABULARY) + _MERGES)
@@ -400,7 +399,7 @@ def merges_of(vocabulary: Path) -> Path | None:
 def merge_file_problem(model: str | None, merge_file: str | None) -> str | None:
     """Return the problem with `--merge-file` for a `--tokenizer-model`; None without one.
 
-    One path names a tokenizer in checkpoints and token files, so the merges are beside it.
+    Checkpoints and token files record one path, so the merges must be in the vocabulary's folder.
     """
     if merge_file is None:
         return None
@@ -419,7 +418,7 @@ def _byte_level_bpe(
     and the config fields that its ids depend on, as JSON.
 
     Args:
-        default: the class where there is no `tokenizer_config.json`.
+        default: the tokenizer class without a `tokenizer_config.json`.
 
     Raises:
         ValueError: the files do not match, or `tokenizer_config.json` has an unsupported value.
@@ -427,18 +426,18 @@ def _byte_level_bpe(
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    described = path.with_name("tokenizer_config.json")
-    has_config = described.exists() or described.is_symlink()
-    kind = config_field(described, "tokenizer_class") if has_config else default
+    config_path = path.with_name("tokenizer_config.json")
+    has_config = config_path.exists() or config_path.is_symlink()
+    kind = config_field(config_path, "tokenizer_class") if has_config else default
     family = kind.removesuffix("Fast") if isinstance(kind, str) else None
     if family not in _BPE_CLASSES:
         raise ValueError(
-            f"{described}: tokenizer_class is {kind!r}: with {_VOCABULARY} and {_MERGES} supported "
-            f"are {' and '.join(_BPE_CLASSES)}; of others give a tokenizer.json"
+            f"{config_path}: tokenizer_class is {kind!r}: with {_VOCABULARY} and {_MERGES} "
+            f"supported are {' and '.join(_BPE_CLASSES)}; for other classes give a tokenizer.json"
         )
     for name in ("add_bos_token", "add_eos_token", "add_prefix_space"):
-        if config_field(described, name):
-            raise ValueError(f"{described}: {name} is not supported without a tokenizer.json")
+        if config_field(config_path, name):
+            raise ValueError(f"{config_path}: {name} is not supported without a tokenizer.json")
     try:
         ids = parse_json(vocabulary)
         lines = merges.decode().split("\n")
@@ -452,31 +451,33 @@ def _byte_level_bpe(
     if family == "Qwen2Tokenizer":
         tokenizer.normalizer = normalizers.NFC()
         split = Split(Regex(_QWEN2_WORDS), behavior="isolated")
-    bytes_of = ByteLevel(add_prefix_space=False, use_regex=split is None)
-    tokenizer.pre_tokenizer = Sequence([split, bytes_of]) if split is not None else bytes_of
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=split is None)
+    tokenizer.pre_tokenizer = Sequence([split, byte_level]) if split is not None else byte_level
     tokenizer.decoder = decoders.ByteLevel()
-    added = _added_tokens(described)
+    added = _added_tokens(config_path)
     config_fields = [family, [[number, dict(token)] for number, token in added]]
     for number, token in added:
         content, options = token.pop("content"), {k: token[k] for k in _TOKEN_FLAGS if k in token}
         tokenizer.add_tokens([AddedToken(content, **options)])
         if tokenizer.token_to_id(content) != number:
-            raise ValueError(f"{described}: {content!r} cannot have the id {number} beside {path}")
+            raise ValueError(
+                f"{config_path}: {content!r} cannot have the id {number} with the vocabulary {path}"
+            )
     for name in (*_SPECIAL_NAMES, None):
-        special_token = END_OF_DOCUMENT if name is None else config_field(described, name)
+        special_token = END_OF_DOCUMENT if name is None else config_field(config_path, name)
         content = special_token.get("content") if isinstance(special_token, dict) else special_token
         if isinstance(content, str) and tokenizer.token_to_id(content) is not None:
             tokenizer.add_special_tokens([content])
     return tokenizer, config_fields
 
 
-def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:
+def _added_tokens(config_path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the tokens that `tokenizer_config.json` adds, by id. Raises ValueError."""
-    entries = config_field(described, "added_tokens_decoder")
+    entries = config_field(config_path, "added_tokens_decoder")
     if entries is None:
-        if described.with_name("added_tokens.json").exists():
+        if config_path.with_name("added_tokens.json").exists():
             raise ValueError(
-                f"{described} has no added_tokens_decoder: added_tokens.json alone does not say "
+                f"{config_path} has no added_tokens_decoder: added_tokens.json alone does not say "
                 "which tokens are special; save the tokenizer as a tokenizer.json"
             )
         return []
@@ -485,7 +486,7 @@ def _added_tokens(described: Path) -> list[tuple[int, dict[str, Any]]]:
     except (AttributeError, TypeError, ValueError):
         listed = [(0, {})]
     if any(not isinstance(token.get("content"), str) for _, token in listed):
-        raise ValueError(f"{described}: added_tokens_decoder must give each id a token's content")
+        raise ValueError(f"{config_path}: each entry of added_tokens_decoder needs a content")
     return listed
 
 
@@ -504,7 +505,7 @@ def config_field(path: Path, name: str) -> Any:
 
 
 def _eos_token_of(path: Path) -> str | None:
-    """Return the `eos_token` of a `tokenizer_config.json`, if there is the file and it has one."""
+    """Return the `eos_token` of a `tokenizer_config.json`, if the file exists and has one."""
     token = config_field(path, "eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
@@ -570,7 +571,7 @@ class NullTokenizer:
         """Return the numbers of a text.
 
         Raises:
-            ValueError: a word is no number, or a number is no id.
+            ValueError: a word is not a number, or a number is not a valid id.
         """
         try:
             ids = [int(word) for word in text.split()]
@@ -599,7 +600,7 @@ class NullTokenizer:
 
 
 def guess_type(model: str | Path | None) -> TokenizerType:
-    """Return the kind of tokenizer that a file is, by the end of its name; hf for all but two."""
+    """Return the type of a tokenizer file by its suffix: hf, unless it is .model or .tiktoken."""
     kinds: dict[str, TokenizerType] = {".model": "sentencepiece", ".tiktoken": "tiktoken"}
     return "hf" if model is None else kinds.get(Path(model).suffix, "hf")
 
@@ -612,17 +613,17 @@ def build_tokenizer(
     add_special_tokens: bool = True,
     tiktoken: TiktokenOptions | None = None,
 ) -> Tokenizer:
-    """Make the tokenizer that some flags describe.
+    """Build the tokenizer that the flags specify.
 
     Args:
         kind: `--tokenizer-type`.
         model: `--tokenizer-model`, for hf, sentencepiece and tiktoken.
-        vocab_size: `--vocab-size`, for null; for tiktoken where its options do not say it.
+        vocab_size: `--vocab-size`, for null, and for tiktoken if its options have no size.
         add_special_tokens: False for `--tokenizer-hf-no-include-special-tokens`.
         tiktoken: options of a tiktoken vocabulary; None: the defaults.
 
     Raises:
-        ValueError: what the kind needs is missing.
+        ValueError: an argument that the kind needs is missing, or the file is invalid.
     """
     if kind == "hf":
         if model is None:
@@ -654,21 +655,21 @@ def train_bpe(
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE tokenizer with an end-of-document token.
 
-    All 256 bytes are tokens, so any text can be encoded and comes back unchanged. Of a run of more
-    than 512 characters without a blank, or of blanks, only the first 512 teach anything: the time
-    to learn from a word grows with the square of its length.
+    All 256 bytes are tokens, so every text survives encoding and decoding unchanged. Runs of
+    blanks, or of other characters, are truncated to 512 characters, because the training time of a
+    word grows with the square of its length.
 
     Args:
-        texts: documents; read once, in order, which makes the result repeatable.
+        texts: documents, read once; the same documents in the same order give the same tokenizer.
         vocab_size: number of ids, end of document included; at least 257.
         output: the `tokenizer.json` to write.
-        show_progress: whether the library draws bars on stderr while it counts and merges.
+        show_progress: whether the library draws progress bars on stderr.
 
     Returns:
-        The tokenizer read back from the file. It has fewer ids if the texts have too few pairs.
+        The tokenizer, loaded from the file. It has fewer ids if the texts contain too few pairs.
 
     Raises:
-        ValueError: the vocabulary cannot hold all bytes.
+        ValueError: the vocabulary size is too small for all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -689,27 +690,27 @@ def train_bpe(
         initial_alphabet=alphabet,
         show_progress=show_progress,
     )
-    cut = (_LONG_RUN.sub(lambda run: run[0][:512], text) for text in texts)
-    tokenizer.train_from_iterator(cut, trainer)
+    truncated = (_LONG_RUN.sub(lambda run: run[0][:512], text) for text in texts)
+    tokenizer.train_from_iterator(truncated, trainer)
     with atomic_write(Path(output)) as stream:
-        described = json.loads(tokenizer.to_str())
-        stream.write(json.dumps(described, ensure_ascii=False, indent=1).encode())
+        tokenizer_json = json.loads(tokenizer.to_str())
+        stream.write(json.dumps(tokenizer_json, ensure_ascii=False, indent=1).encode())
     return HuggingFaceTokenizer(output)
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model, run by the library `sentencepiece`.
 
-    Most models normalise text: runs of blanks may come back as one. A text gets no special tokens,
-    unless a `tokenizer_config.json` beside the file asks for them (`add_bos_token`,
-    `add_eos_token`), as in `transformers`.
+    Most models normalise text: a run of blanks may be decoded as one blank. Special tokens are
+    added to a text only if a `tokenizer_config.json` in the same folder enables them
+    (`add_bos_token`, `add_eos_token`), as in `transformers`.
 
     Args:
-        path: a `.model` file, or a folder that holds `tokenizer.model`.
-        add_special_tokens: False leaves them out of every text.
+        path: a `.model` file, or a folder that contains `tokenizer.model`.
+        add_special_tokens: False adds no special tokens to texts.
 
     Raises:
-        ValueError: the library is not installed, there is no such file, or it is none.
+        ValueError: the library is not installed, or the file does not exist or is invalid.
     """
 
     def __init__(self, path: str | Path, *, add_special_tokens: bool = True) -> None:
@@ -721,10 +722,10 @@ class SentencePieceTokenizer:
                 "sentencepiece"
             ) from None
         path = Path(path)
-        named = not os.path.isdir(path)
-        path = path if named else path / "tokenizer.model"
+        is_file_path = not os.path.isdir(path)
+        path = path if is_file_path else path / "tokenizer.model"
         try:
-            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=named)
+            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=is_file_path)
         except OSError as error:
             raise ValueError(
                 f"tokenizer {path}: {error.strerror}; give --tokenizer-model a SentencePiece .model"
@@ -742,7 +743,7 @@ class SentencePieceTokenizer:
         self._special = self._special_tokens_of(path) if add_special_tokens else SpecialTokens()
 
     def _special_tokens_of(self, path: Path) -> SpecialTokens:
-        """Return the special tokens that the file beside the model asks for."""
+        """Return the special tokens that `tokenizer_config.json` enables."""
         config_path = path.with_name("tokenizer_config.json")
 
         def ids_if_enabled(name: str, number: int) -> tuple[int, ...]:
@@ -800,7 +801,7 @@ class SentencePieceTokenizer:
         return name.replace("\u2581", " ").encode()
 
     def name_of(self, token: int) -> str | None:
-        """Return a piece as the model writes it."""
+        """Return the name of a piece in the model."""
         return self._processor.id_to_piece(token) if token < self._size else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -827,15 +828,15 @@ class TiktokenOptions:
 
     Args:
         pattern: `--tiktoken-pattern`; None = v2 for a vocabulary JSON, llama3 for ranks by line.
-        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, as
-            many as are named for ranks by line.
+        num_special_tokens: `--tiktoken-num-special-tokens`; None = 1000 for a vocabulary JSON, the
+            number of special tokens for ranks by line.
         special_tokens: `--tiktoken-special-tokens`; None = Megatron's tokens for a vocabulary
             JSON, none for ranks by line.
-        vocab_size: ids at most, special tokens counted: a vocabulary JSON has the ranks that are
-            left; None = 131072.
+        vocab_size: maximum number of ids, special tokens included; further ranks of a vocabulary
+            JSON are dropped. None = 131072. Ranks by line ignore it.
 
     Raises:
-        ValueError: they are impossible.
+        ValueError: the options contradict each other or are out of range.
     """
 
     pattern: TiktokenPattern | None = None
@@ -844,7 +845,7 @@ class TiktokenOptions:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the file."""
+        """Check the options, as far as possible without the file."""
         names, number = self.special_tokens or (), self.num_special_tokens
         if self.pattern is not None and self.pattern not in _PATTERNS:
             patterns = ", ".join(_PATTERNS)
@@ -872,7 +873,7 @@ class TiktokenOptions:
         """Parse the JSON form; None gives the defaults.
 
         Raises:
-            ValueError: it is no such record.
+            ValueError: `recorded` is invalid.
         """
         recorded_fields = {} if recorded is None else recorded
         numbers = ("num_special_tokens", "vocab_size")
@@ -883,12 +884,12 @@ class TiktokenOptions:
             names = fields["special_tokens"]
             fields["special_tokens"] = None if names is None else tuple(names)
         except (AttributeError, TypeError):
-            raise ValueError(f"{recorded!r:.80} are no options of tiktoken") from None
+            raise ValueError(f"{recorded!r:.80} is not a record of tiktoken options") from None
         words = (fields["pattern"] or "", *(fields["special_tokens"] or ()))
         if not all(isinstance(word, str) for word in words) or not all(
             fields[name] is None or type(fields[name]) is int for name in numbers
         ):
-            raise ValueError(f"{recorded!r:.80} are no options of tiktoken")
+            raise ValueError(f"{recorded!r:.80} is not a record of tiktoken options")
         return cls(**fields)
 
 
@@ -897,8 +898,8 @@ class TiktokenTokenizer:
 
     Two kinds of files. A vocabulary JSON of Megatron, a list of objects with `rank`, `token_bytes`
     (base64) and `token_str`: special tokens have the first ids, and the ranks follow them. Ranks
-    by line as OpenAI and Llama 3 publish them, base64 and rank: special tokens have the ids that
-    follow. Ids that are kept for special tokens and have no name are called `<SPECIAL_id>`.
+    by line, as published by OpenAI and Llama 3, base64 and rank: special tokens have the ids after
+    the ranks. Special tokens without a name are called `<SPECIAL_i>`, where i is their index.
 
     No special tokens are added to a text. Special tokens spelled in a text are encoded as plain
     text, unless `add_special_tokens` is False, which means that the text contains them.
@@ -908,8 +909,8 @@ class TiktokenTokenizer:
         options: options that the file does not specify.
 
     Raises:
-        ValueError: the library is not installed, there is no such file, or it is none, or the
-            options do not fit it.
+        ValueError: the library is not installed, the file does not exist or is invalid, or the
+            options do not fit the file.
     """
 
     special_tokens = SpecialTokens()
@@ -949,8 +950,8 @@ class TiktokenTokenizer:
                     "--vocab-size"
                 ) from None
         special_begin = 0 if is_json else len(tokens)
-        fill = [f"<SPECIAL_{i}>" for i in range(len(names), number)]
-        special = {name: special_begin + i for i, name in enumerate((*names, *fill))}
+        unnamed = [f"<SPECIAL_{i}>" for i in range(len(names), number)]
+        special = {name: special_begin + i for i, name in enumerate((*names, *unnamed))}
         self._first_rank_id = number if is_json else 0
         self._end = self._first_rank_id + len(tokens)
         self._encoding: Any = tiktoken.Encoding(
@@ -970,7 +971,7 @@ class TiktokenTokenizer:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 
-        A run of more than 100,000 characters without a blank, or of blanks, is cut after so many.
+        A run of more than 100,000 blanks, or other characters, is split every 100,000 characters.
         """
         encode = self._encoding.encode_ordinary
         if not add_special_tokens:
@@ -995,7 +996,7 @@ class TiktokenTokenizer:
         return self._encoding.decode_single_token_bytes(token)
 
     def name_of(self, token: int) -> str | None:
-        """Return a special token, or the bytes of another one as a text."""
+        """Return the name of a special token, or the text of another token."""
         if token >= self.vocab_size:
             return None
         return self._encoding.decode_single_token_bytes(token).decode(errors="replace")
@@ -1006,7 +1007,7 @@ class TiktokenTokenizer:
 
 
 def tiktoken_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the record of a tokenizer has beside the rest if it is one of tiktoken."""
+    """Return the additional fields of the record of a tiktoken tokenizer; empty for others."""
     if not isinstance(tokenizer, TiktokenTokenizer):
         return {}
     return {"tiktoken": tokenizer.options.to_json()}
@@ -1020,7 +1021,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def is_tiktoken_file(path: str | Path) -> bool:
-    """Return whether there is a file that looks like a vocabulary of tiktoken."""
+    """Return whether the file exists and looks like a vocabulary of tiktoken."""
     try:
         return is_tiktoken(read_regular(Path(path), MAX_TOKENIZER_BYTES, follow_links=True))
     except (OSError, ValueError):
@@ -1028,7 +1029,7 @@ def is_tiktoken_file(path: str | Path) -> bool:
 
 
 def _derived(options: TiktokenOptions, *, is_json: bool, num_ranks: int) -> TiktokenOptions:
-    """Return the options with what follows from the kind of the file. Raises ValueError."""
+    """Return the options with the defaults for the kind of the file. Raises ValueError."""
     names = options.special_tokens
     if names is None:
         names = _SPECIALS if is_json else ()
@@ -1074,7 +1075,8 @@ def _line_tokens(content: bytes) -> list[bytes]:
 
 
 def _check_bytes(tokens: Sequence[bytes]) -> None:
-    """Raise ValueError unless every byte is a token: the library panics on a text with another."""
+    """Raise ValueError unless every byte is a token: the library panics on a text with any other
+    byte."""
     if missing := 256 - len({token for token in tokens if len(token) == 1}):
         raise ValueError(f"{missing} of the 256 bytes are not tokens")
 
@@ -1091,14 +1093,14 @@ def _from_base64(text: str | bytes) -> bytes:
 
 
 def _distinct(tokens: list[bytes]) -> list[bytes]:
-    """Return tokens that differ from each other. Raises ValueError."""
+    """Return the tokens. Raises ValueError for duplicates."""
     if len(set(tokens)) < len(tokens):
         raise ValueError("a token has two ranks")
     return tokens
 
 
 def _cut(text: str) -> list[str]:
-    """Cut a text into parts that have no run longer than the library takes."""
+    """Split a text so that no run is longer than `_LONGEST_RUN`."""
     cuts = [0]
     for run in re.finditer(r"\S+|\s+", text):
         cuts += range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN)

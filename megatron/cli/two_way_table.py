@@ -130,8 +130,8 @@ def build(table: Table, source: Any, *, at: str = "") -> Any:
         parent, _, target = inner.rpartition(".")
         if parent == at:
             fields[target] = build(table, source, at=inner)
-    module, _, name = section.kind.partition(":")
-    return getattr(importlib.import_module(f"megatron.core.{module}"), name)(**fields)
+    module, _, class_name = section.kind.partition(":")
+    return getattr(importlib.import_module(f"megatron.core.{module}"), class_name)(**fields)
 
 
 def describe(table: Table, config: Any) -> dict[str, Any]:

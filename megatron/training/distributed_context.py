@@ -315,7 +315,9 @@ def _init_process_group(launch: Launch, device: torch.device, seconds: float) ->
         enable_flight_recorder(os.environ)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("groups", launch.own_keys(launch.connect(timeout_seconds=seconds))),
+        store=dist.PrefixStore(
+            "groups", launch.attempt_keys(launch.connect(timeout_seconds=seconds))
+        ),
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=seconds),

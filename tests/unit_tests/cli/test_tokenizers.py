@@ -233,7 +233,10 @@ def test_tokenizers_are_built_from_flags(bpe, tmp_path):
     for arguments, message in [
         ({"kind": "hf"}, "needs --tokenizer-model"),
         ({"kind": "hf", "model": tmp_path / "none.json"}, r"none\.json: No such file"),
-        ({"kind": "hf", "model": tmp_path / "broken.json"}, r"broken\.json is no tokenizer\.json"),
+        (
+            {"kind": "hf", "model": tmp_path / "broken.json"},
+            r"broken\.json is not a tokenizer\.json",
+        ),
         ({"kind": "null"}, "needs --vocab-size"),
         ({"kind": "null", "vocab_size": 0}, "must be 1 or more"),
         ({"kind": "bpe"}, "use one of hf, sentencepiece, tiktoken, byte, null"),

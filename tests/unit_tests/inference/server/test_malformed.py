@@ -333,7 +333,7 @@ class ConstantEmbedder:
 
     max_tokens = 60
 
-    def batch(self, lengths: list[int]) -> int:
+    def batch_size(self, lengths: list[int]) -> int:
         return len(lengths)
 
     def __call__(self, texts: list[list[int]]) -> list[list[float]]:

@@ -108,6 +108,7 @@ def _start_single(message: P2PMessage, group: Group) -> Pending:
 
 def poison_and_replace(tensor: torch.Tensor) -> torch.Tensor:
     """Poison `tensor` and return an uninitialised tensor like it, to receive the message."""
+    # The caller must not see the message in `tensor` before the wait copies it there.
     poison_(tensor)
     return torch.empty_like(tensor)
 

@@ -20,7 +20,7 @@ from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_f
 from tests.support.inputs import generator, one_thread
 from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
 from tests.unit_tests.training.test_megatron_flags import NO_EFFECT_FLAGS
-from tests.unit_tests.training.test_upstream_scripts import REFUSED, THEN, flags_of
+from tests.unit_tests.training.test_upstream_scripts import REFUSED, SECOND_FIXES, read_script
 
 #: The shape of Qwen2.5-0.5B in small: grouped queries, tied embeddings, a disabled window.
 QWEN25 = {
@@ -100,8 +100,8 @@ def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_pat
 def test_upstream_script_prints_its_configuration(
     script: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world, script_flags = flags_of(script)
-    removed = {*REFUSED[script], *THEN.get(script, {})}
+    world, script_flags = read_script(script)
+    removed = {*REFUSED[script], *SECOND_FIXES.get(script, {})}
     words = [word for flag in script_flags if flag[0] not in removed for word in flag]
     launch = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -76,8 +76,8 @@ class GuardedFile(io.RawIOBase):
 
 
 def _hold_descriptors() -> set[int]:
-    """Open those of the three standard descriptors that are closed, and return them. Otherwise the
-    next open file would get the descriptor of stdout, and libraries would print into it."""
+    """Open the standard descriptors that are closed, and return them. Otherwise the next open file
+    would get the descriptor of stdout, and libraries would print into it."""
     closed = set()
     for fd in range(3):
         try:

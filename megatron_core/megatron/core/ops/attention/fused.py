@@ -88,7 +88,7 @@ def options_of(
     ahead = shift + queries - keys
     has_empty_rows = mask.causal and shift < 0
     has_empty_rows = has_empty_rows or (mask.window is not None and mask.window <= ahead)
-    features = {
+    options = {
         "rows without keys": not query.numel() or not key.numel() or has_empty_rows,
         "sinks": sinks is not None,
         "attention dropout": dropout is not None,
@@ -97,13 +97,13 @@ def options_of(
         "documents": documents and not by_ids,
         "queries among more keys": mask.causal and not aligned,
     }
-    return [name for name, present in features.items() if present]
+    return [name for name, present in options.items() if present]
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, mask: Mask, **options: object) -> str | None:
     """Return the fused kernel of an attention, or None; arguments as for `options_of`."""
-    named = options_of(query, key, mask, **options)
-    return kernel_name(refusals(query.device, query.dtype, query.shape[-1], options=named))
+    names = options_of(query, key, mask, **options)
+    return kernel_name(refusals(query.device, query.dtype, query.shape[-1], options=names))
 
 
 def _common_refusal(

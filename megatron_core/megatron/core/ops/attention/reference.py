@@ -150,9 +150,9 @@ def chunked_forward(
             weights.masked_fill_(hidden, -math.inf)
         peak = weights.amax(-1, keepdim=True)
         # A row without a visible key has peak -inf: subtract 0, because -inf - -inf is NaN.
-        shift = peak.masked_fill(peak == -math.inf, 0)
-        denominator = weights.sub_(shift).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
-        lse[:, :, slice(*rows)] = (shift + denominator.log())[..., 0]
+        offset = peak.masked_fill(peak == -math.inf, 0)
+        denominator = weights.sub_(offset).exp_().sum(-1, keepdim=True)  # [b, n, c, 1]
+        lse[:, :, slice(*rows)] = (offset + denominator.log())[..., 0]
         if dropout is not None:
             _drop_(weights, dropout, rows, columns, _starts(mask, queries, key.shape[0]))
         chunk_out = torch.bmm(logits, values[:, slice(*columns)]).view(batch, heads, -1, features)
@@ -202,17 +202,18 @@ def chunked_backward(
         # A row without a visible key has lse -inf: any finite offset leaves its weights 0.
         offset = offset.masked_fill(offset == -math.inf, 0).neg_()
         weights = torch.baddbmm(offset, chunk, keys[:, key_slice].transpose(1, 2))
-        shaped = weights.view(batch, heads, rows[1] - rows[0], -1)  # [b, n, c, k], same storage
+        # A view [b, n, c, k] of the weights.
+        head_weights = weights.view(batch, heads, rows[1] - rows[0], -1)
         if hidden is not None:
-            shaped.masked_fill_(hidden, -math.inf)
-        shaped.exp_()
+            head_weights.masked_fill_(hidden, -math.inf)
+        head_weights.exp_()
         grad_weights = torch.bmm(grad, values[:, key_slice].transpose(1, 2))
         dropped = weights
         if dropout is not None:
             starts = _starts(mask, queries, key.shape[0])
             dropped = weights.clone()
-            _drop_(dropped.view_as(shaped), dropout, rows, columns, starts)
-            _drop_(grad_weights.view_as(shaped), dropout, rows, columns, starts)
+            _drop_(dropped.view_as(head_weights), dropout, rows, columns, starts)
+            _drop_(grad_weights.view_as(head_weights), dropout, rows, columns, starts)
         grad_values[:, key_slice].baddbmm_(dropped.transpose(1, 2), grad)
         grad_logits = grad_weights.sub_(delta).mul_(weights)
         grad_keys[:, key_slice].baddbmm_(grad_logits.transpose(1, 2), chunk)

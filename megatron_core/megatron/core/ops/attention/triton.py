@@ -131,14 +131,14 @@ def row_dots(
         lse: fp32 [b, n, s_q].
     """
     queries, batch, heads, features = out.shape
-    dots, log2 = torch.empty_like(lse), torch.empty_like(lse)
+    dots, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
     constants = {"FEATURES": max(16, next_power_of_2(features)), **ROW_DOTS.pick(out)}
     if dots.numel():
         row_dots_kernel[(cdiv(dots.numel(), constants["ROWS"]),)](
-            grad_out, out.contiguous(), lse, dots, log2, queries, batch, heads, features,
+            grad_out, out.contiguous(), lse, dots, lse_log2, queries, batch, heads, features,
             **constants,
         )  # fmt: skip
-    return dots, log2
+    return dots, lse_log2
 
 
 def attention_forward(

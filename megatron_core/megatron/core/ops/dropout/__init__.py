@@ -59,13 +59,13 @@ def dropout(
     if choose(implementation, x, "dropout") == "triton":
         from megatron.core.ops.dropout import triton as kernels
 
-        values = kernels.dropout_values
+        values_fn = kernels.dropout_values
     else:
-        values = reference.dropout_values
-    site = rate, key, sample_ids, position_ids, feature_offset
+        values_fn = reference.dropout_values
+    arguments = rate, key, sample_ids, position_ids, feature_offset
     if torch.is_grad_enabled():
-        return reference.Dropout.apply(x, *site, values)
-    return values(x, *site)
+        return reference.Dropout.apply(x, *arguments, values_fn)
+    return values_fn(x, *arguments)
 
 
 def _check_rate(op: str, rate: float) -> None:

@@ -201,21 +201,21 @@ class AttentionDropout:
 class Dropout(torch.autograd.Function):
     """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask.
 
-    `values` is `dropout_values` of this module or of `triton`.
+    `values_fn` is `dropout_values` of this module or of `triton`.
     """
 
     @staticmethod
-    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset, values):
+    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset, values_fn):
         ctx.save_for_backward(sample_ids, position_ids)
         ctx.site = (rate, key, feature_offset)
-        ctx.values = values
-        return values(x, rate, key, sample_ids, position_ids, feature_offset)
+        ctx.values_fn = values_fn
+        return values_fn(x, rate, key, sample_ids, position_ids, feature_offset)
 
     @staticmethod
     def backward(ctx, grad):
         sample_ids, position_ids = ctx.saved_tensors
         rate, key, feature_offset = ctx.site
-        d_x = ctx.values(grad, rate, key, sample_ids, position_ids, feature_offset)
+        d_x = ctx.values_fn(grad, rate, key, sample_ids, position_ids, feature_offset)
         return d_x, None, None, None, None, None, None
 
 

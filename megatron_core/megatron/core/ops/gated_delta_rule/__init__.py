@@ -100,8 +100,8 @@ def gated_delta_rule(
 
     Per value head, with state S [K, V], token after token:
     S <- exp(decay) S;  S <- S + key (beta (value - S^T key))^T;  out = S^T query / sqrt(K).
-    Key head h serves value heads h r ... h r + r - 1, r = Hv / Hk. For another scale
-    `recur` over a `delta_recurrence`.
+    Key head h serves value heads h r ... h r + r - 1, r = Hv / Hk. For another scale,
+    call `recur` with a `delta_recurrence`.
 
     Args:
         query, key: [t, Hk, K], of length 1 (`l2norm`).

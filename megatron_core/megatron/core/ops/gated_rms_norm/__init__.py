@@ -48,7 +48,8 @@ def gated_rms_norm(
         x: [..., n], or [t, ..., n] with `row_index`; slices are read in place.
         gate: [..., n], or [rows, ..., n] with `row_index`; the gradient of a `ProjectionSlice` is
             written into the gradient of its projection.
-        weight: [n], or [u, n] for x and gate [..., u, n]; a stored weight's gradient is put flat.
+        weight: [n], or [u, n] for x and gate [..., u, n]; the gradient of a stored
+            weight is accumulated flat.
         eps: added to the mean square.
         order: "norm_first" or "gate_first".
         group_size: features of a norm group; None is n.

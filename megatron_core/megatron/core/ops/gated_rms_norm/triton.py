@@ -208,7 +208,7 @@ class NormCall:
         eps, gate_first: see `gated_rms_norm`.
         size: features of a norm group.
         gradient: the destination of the gate's gradient; None allocates a tensor.
-        stored: the weight as stored by the weight gatherer; None for a plain tensor.
+        stored: the weight in its storage; None for a plain tensor.
     """
 
     eps: float
@@ -306,7 +306,7 @@ class GatedRmsNorm(torch.autograd.Function):
 
 
 def _weight_gradient(ctx, weight: torch.Tensor, addends: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight's gradient from its addends [programs, n]; None if it was put to store."""
+    """Return the weight's gradient from its addends [programs, n]; None for a stored weight."""
     stored = ctx.call.stored
     if stored is None:
         return addends.sum(0).view(weight.shape).to(weight.dtype)

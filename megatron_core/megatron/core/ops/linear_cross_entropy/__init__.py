@@ -130,8 +130,8 @@ def fused_gradient_(
 
 def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:
     """Return the number of tokens in a chunk of fp32 logits, a multiple of 64."""
-    size = GPU_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
-    tokens = size // (4 * max(vocabulary, 1))
+    chunk_bytes = GPU_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
+    tokens = chunk_bytes // (4 * max(vocabulary, 1))
     return max(64, tokens // 64 * 64)
 
 

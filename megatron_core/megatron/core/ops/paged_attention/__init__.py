@@ -165,11 +165,11 @@ def write_and_attend(
             f"{tuple(pages.pages.shape)}"
         )
     if query.is_cpu or choose(None, query, "write_and_attend") == "reference":
-        step = reference.decode_step(
+        out = reference.decode_step(
             query, key_value, pages, batch, slot_mapping, scale, window, sinks
         )
-        if step is not None:
-            return step
+        if out is not None:
+            return out
     (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
     write_to_pages(
         key,
@@ -323,7 +323,7 @@ def write_latents_to_pages(
     if choose(implementation, latent, "write_latents_to_pages") == "triton":
         from megatron.core.ops.paged_attention import triton as kernels
 
-        rows, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # rows head
+        rows, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # one head
         kernels.write_to_pages(rows, rows, cache, cache, slot_mapping)
     else:
         reference.write_rows((latent,), (latent_cache,), slot_mapping, recorded=recorded)

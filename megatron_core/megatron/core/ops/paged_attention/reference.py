@@ -276,7 +276,7 @@ def paged_attention(
     if decoding:
         decodes_all = decoding == query.shape[0]
         keys, *values = [_gather_slots(cache, indices) for cache in caches]  # [d, k, g, d]
-        step = _decode(
+        out_and_lse = _decode(
             query if decodes_all else query[:decoding],
             keys,
             values[0] if values else keys,
@@ -286,7 +286,7 @@ def paged_attention(
             dtype,
         )
         if decodes_all:
-            return _without_padding(batch, *step)
+            return _without_padding(batch, *out_and_lse)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(
         query.shape[:2],
@@ -295,7 +295,7 @@ def paged_attention(
         device=query.device,
     )
     if decoding:
-        out[:decoding], lse[:decoding] = step
+        out[:decoding], lse[:decoding] = out_and_lse
     for row in range(indices.rows, len(indices.contexts)):
         context, tokens = indices.contexts[row], slice(indices.bounds[row], indices.bounds[row + 1])
         queries = tokens.stop - tokens.start

@@ -290,7 +290,7 @@ def paged_attention_kernel(
             PAGE,
             BLOCK,
         )
-    empty = denominator == 0.0  # padding, or a split_size past the context: output 0, lse -inf
+    empty = denominator == 0.0  # padding, or a split past the context: output 0, lse -inf
     denominator = tl.where(empty, 1.0, denominator)
     lse = tl.where(empty, float("-inf"), maximum * LN_2 + tl.log(denominator))
     dense = query_token * heads + head
@@ -408,14 +408,14 @@ MIN_RELATIVE_OCCUPANCY = 0.85
 def num_splits(programs: int, context: int, resident_programs: int) -> int:
     """Choose the number of splits of the contexts.
 
-    Programs run in waves of `resident`; the last wave is not full. More splits make finer waves and
-    more work to merge, so the smallest number with nearly the best occupancy is chosen. Only bounds
-    known to the host decide, so the number is the same for every batch of a CUDA graph.
+    Programs run in waves of `resident_programs`; the last wave is not full. More splits make finer
+    waves and more work to merge, so the smallest number with nearly the best occupancy is chosen.
+    Only bounds known to the host decide, so the number is the same for every batch of a CUDA graph.
 
     Args:
         programs: number of programs without splits.
         context: largest number of visible tokens of a row.
-        resident: programs that the device runs at once.
+        resident_programs: programs that the device runs at once.
 
     Returns:
         The number of splits, at least 1.
@@ -764,7 +764,7 @@ def paged_latent_attention_kernel(
         acc = tl.dot(tl.trans(c), weights.to(c.dtype), acc, input_precision="ieee")
         denominator = denominator * decay + tl.sum(weights, 0)
         maximum = new_maximum
-    empty = denominator == 0.0  # padding, or a split_size past the context: output 0, lse -inf
+    empty = denominator == 0.0  # padding, or a split past the context: output 0, lse -inf
     denominator = tl.where(empty, 1.0, denominator)
     lse = tl.where(empty, float("-inf"), maximum * LN_2 + tl.log(denominator))
     dense = query_token * heads + head

@@ -101,8 +101,8 @@ def take_rows(
         return apply_function(
             TakeRows, x, sources, slots, kernels.gather_copies, kernels.sum_copies
         )
-    back = partial(sum_copies, has_missing=True) if permutation.padded else sum_copies
-    return apply_function(TakeRows, x, sources, slots, gather_copies, back)
+    sum_fn = partial(sum_copies, has_missing=True) if permutation.padded else sum_copies
+    return apply_function(TakeRows, x, sources, slots, gather_copies, sum_fn)
 
 
 def sum_rows(

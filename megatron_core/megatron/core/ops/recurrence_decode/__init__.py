@@ -143,10 +143,11 @@ def _check_norm(source: torch.Tensor, unit: UnitLayout, norm: OutputNorm) -> Non
     width = unit.heads * unit.value_channels
     if norm.gate.shape != (rows, units, width):
         raise ValueError(f"{op}: gate {tuple(norm.gate.shape)} must be {(rows, units, width)}")
-    lengths = {(unit.value_channels,), (units * width,)}
-    if norm.weight.shape not in lengths:
+    valid_shapes = {(unit.value_channels,), (units * width,)}
+    if norm.weight.shape not in valid_shapes:
         raise ValueError(
-            f"{op}: the norm's weight {tuple(norm.weight.shape)} must be one of {sorted(lengths)}"
+            f"{op}: the norm's weight {tuple(norm.weight.shape)} must be one of "
+            f"{sorted(valid_shapes)}"
         )
     features = len(norm.weight)
     size = features if norm.group_size is None else norm.group_size

@@ -119,6 +119,7 @@ class _PrologueCall:
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the row, the position and the sequence of each token, [t] each."""
         metadata = SequenceMetadata.of(self.sequences)
+        # Without packing the kernels do not read the rows: positions are a placeholder.
         rows = metadata.positions if self.packing is None else self.packing.rows
         return rows, metadata.positions, metadata.sequence_ids
 
@@ -134,7 +135,7 @@ class _PrologueCall:
         )
 
     def key(self, source: torch.Tensor) -> str:
-        """Return the key under which the best launch options are tuned."""
+        """Return the key of the measured launch options, see `Launches.pick`."""
         return f"{block_of(self.unit)} {self.unit.qk_l2norm} {source.dtype}"
 
     def conv_state(self, source: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:

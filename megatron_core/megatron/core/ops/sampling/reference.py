@@ -141,7 +141,7 @@ def choose_tokens(
     num_top: Sequence[int],
 ) -> TokenChoice:
     """Choose a token of each row; see `ops.sampling.choose_tokens`."""
-    sampled_rows = [n for n, row in enumerate(filters) if row.temperature != 0]
+    sampled_rows = [n for n, p in enumerate(filters) if p.temperature != 0]
     if len(sampled_rows) < len(filters):
         tokens = scores.argmax(dim=-1)
     else:

@@ -97,9 +97,9 @@ def change_scores_(scores: torch.Tensor, changes: Mapping[int, ScoreChange]) -> 
         len(penalties) + len(values) + len(integers), pin_memory=device.type == "cuda"
     )
     sizes = (len(penalties), len(values), len(integers))
-    for buffer, kind in zip(host.split(sizes), (penalties, values, integers), strict=True):
-        dtype = torch.int32 if kind is integers else torch.float32
-        buffer.view(dtype).copy_(torch.tensor(kind, dtype=dtype))
+    for buffer, numbers in zip(host.split(sizes), (penalties, values, integers), strict=True):
+        dtype = torch.int32 if numbers is integers else torch.float32
+        buffer.view(dtype).copy_(torch.tensor(numbers, dtype=dtype))
     penalties, values, integers = host.to(device, non_blocking=True).split(sizes)
     rows, bounds, tokens = integers.view(torch.int32).split(
         (len(all_changes), len(lengths) + 1, len(tokens))

@@ -61,6 +61,7 @@ class RowNorm:
 
     Args:
         weight: [h].
+        epsilon: added to the mean square.
         offset: 1 if the stored weight is the scale minus one, else 0.
     """
 

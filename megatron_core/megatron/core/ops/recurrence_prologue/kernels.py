@@ -117,7 +117,7 @@ def limited(x, low, high):
 @triton.jit
 def write_gates(
     source_ptr,
-    weights,
+    inputs,
     gates,
     sizes,
     dt_limit,
@@ -131,7 +131,7 @@ def write_gates(
     GATE_T: tl.constexpr,
 ):
     """Write decay and beta of BLOCK_T tokens of a unit."""
-    a_log_ptr, dt_bias_ptr, rows_ptr = weights
+    a_log_ptr, dt_bias_ptr, rows_ptr = inputs
     decay_ptr, beta_ptr = gates
     start, unit, tokens, units, stride = sizes
     low, high = dt_limit
@@ -161,7 +161,7 @@ def write_gates(
 @triton.jit
 def differentiate_gates(
     source_ptr,
-    weights,
+    inputs,
     grads,
     outputs,
     partial_ptr,
@@ -177,7 +177,7 @@ def differentiate_gates(
 ):
     """Write the gradients of the gate columns for a share of the tokens, and the share's partial
     gradients of A_log and dt_bias."""
-    a_log_ptr, dt_bias_ptr, rows_ptr = weights
+    a_log_ptr, dt_bias_ptr, rows_ptr = inputs
     d_decay_ptr, d_beta_ptr = grads
     d_source_ptr, d_stride = outputs
     share, shares, unit, tokens, units, stride = sizes

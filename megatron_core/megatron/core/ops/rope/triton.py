@@ -208,20 +208,20 @@ def join_heads_kernel(
         in_table = (token < tokens) & (pair < pairs)
         cos = tl.load(cos_ptr + table_row + pair, mask=in_table, other=0.0)
         sin = -tl.load(sin_ptr + table_row + pair, mask=in_table, other=0.0)
-    part_index = tl.program_id(1)
-    if part_index == 0:
+    tensor_index = tl.program_id(1)
+    if tensor_index == 0:
         join_tile(
             query_ptr, out_ptr, cos, sin, token, tokens, batch, heads, features, pairs, row,
             query_stride_s, query_stride_b, query_stride_n,
             ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
-    elif part_index == 1:
+    elif tensor_index == 1:
         join_tile(
             key_ptr, out_ptr + heads * features, cos, sin, token, tokens, batch, groups, features,
             pairs, row, key_stride_s, key_stride_b, key_stride_n,
             ROTATES, INTERLEAVED, TOKENS, HEADS, PAIRS, TAIL, FEATURES,
         )  # fmt: skip
-    elif part_index == 2:
+    elif tensor_index == 2:
         join_tile(
             value_ptr, out_ptr + (heads + groups) * features, cos, sin, token, tokens, batch,
             groups, features, pairs, row, value_stride_s, value_stride_b, value_stride_n,
@@ -292,7 +292,7 @@ def join_heads(
         interleaved: see `rotate`.
     """
     grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-    sequence, batch, row, features = joint.shape
+    sequence, batch, joint_heads, features = joint.shape
     heads, groups = grads[0].shape[2], grads[1].shape[2]
     pairs = 0 if cos is None else cos.shape[-1]
     launch = ROTATE.pick(joint, launch_key(grads[0], pairs))
@@ -306,7 +306,7 @@ def join_heads(
         batch,
         heads,
         groups,
-        row * features,
+        joint_heads * features,
         features,
         pairs,
         *(stride for tensor in tensors for stride in tensor.stride()[:3]),
@@ -335,8 +335,8 @@ def head_tile(elements: int, heads: int, features: int, pairs: int) -> Mapping[s
         "PAIRS": next_power_of_2(max(pairs, 1)),
         "TAIL": next_power_of_2(tail) if tail else 0,
     }
-    token = shape["HEADS"] * (2 * shape["PAIRS"] + shape["TAIL"])
-    return {"TOKENS": 1 << (max(1, elements // token).bit_length() - 1), **shape}
+    token_elements = shape["HEADS"] * (2 * shape["PAIRS"] + shape["TAIL"])
+    return {"TOKENS": 1 << (max(1, elements // token_elements).bit_length() - 1), **shape}
 
 
 def launch_key(x: torch.Tensor, pairs: int) -> str:

@@ -447,7 +447,7 @@ def most_probable_kernel(
 def most_probable(
     logits: torch.Tensor, normalizers: torch.Tensor, num_top: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return ids and log-probabilities as `ops.sampling.most_probable` does.
+    """Return ids and log-probabilities as `sampling.reference.most_probable` does.
 
     Args:
         logits: fp32 [r, V].

@@ -31,9 +31,9 @@ def activation_and_slope(gate, GELU: tl.constexpr):
     if GELU:
         # gelu(x) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), as tanh(u) = 2 sig(2u) - 1
         double_u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        slope_u = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+        double_u_slope = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
         sigmoid = tl.sigmoid(double_u)
-        return gate * sigmoid, sigmoid + gate * sigmoid * (1 - sigmoid) * slope_u
+        return gate * sigmoid, sigmoid + gate * sigmoid * (1 - sigmoid) * double_u_slope
     else:
         sigmoid = tl.sigmoid(gate)
         return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))

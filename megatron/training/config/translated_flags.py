@@ -35,7 +35,7 @@ def _flag(name: str, kind: type, *choices: str) -> Option:
 TRANSLATED: Mapping[Option, str] = types.MappingProxyType(
     {
         _flag("rope-type", str, "rope", "yarn"): "`--position-embedding-type` of "
-        "`--multi-latent-attention`; without it that is yarn, whatever else is given",
+        "`--multi-latent-attention`; without this flag it is yarn, whatever other flags are set",
         _flag("rotary-scaling-factor", float): "`--yarn-rotary-scaling-factor` of "
         "`--multi-latent-attention`, which is 40 without it",
         _flag("checkpoint-activations", bool): "`--recompute-granularity full --recompute-method "
@@ -58,9 +58,9 @@ def translate(flags: Values, file: Values) -> list[str]:
 
     Args:
         flags: option values of the command line by name; modified in place.
-            file: option values of `--config` by name; modified in place.
+        file: option values of `--config` by name; modified in place.
 
-        Returns lines to print at the start of the run.
+    Returns lines to print at the start of the run.
 
     Raises:
         ValueError: flags contradict each other, or have no translation; all problems in one line.

@@ -84,9 +84,9 @@ def anomaly_text(
         "inf_norm": "NaN or Inf gradient norm",
         "spike": (
             f"loss {anomaly.values[0]:.4g} is above {limit:.4g}, the limit of "
-            "--loss-spike-factor, with a part"
+            "--loss-spike-factor, with a large contribution"
         ),
-        "determinism": "one of three computations of the step has other bits: that",
+        "determinism": "one of three computations of the step differs bitwise in the result",
     }[anomaly.kind]
     outcome_text = "yields it again" + ("" if anomaly.same else ", with other bits")
     ending = {
@@ -98,14 +98,14 @@ def anomaly_text(
         + ("" if stops else ", the step was skipped"),
         "unchecked": "the step was skipped",
         "undecided": (
-            "all three computations differ, and the last one was used: undecided; "
+            "the last computation was used: undecided; "
             "--deterministic-mode avoids kernels that add in a varying order"
         ),
     }[anomaly.verdict]
     if anomaly.kind == "determinism" and anomaly.verdict == "transient":
-        ending = "the two others are equal and were used: a transient fault; watch that machine"
+        ending = "the other two are equal and were used: a transient fault; watch that machine"
     elif anomaly.verdict == "undecided":
-        description = "the result of the step changes with every computation, that"
+        description = "all three computations of the step differ in the result"
     return f"iteration {iteration}: {description} {ranks}; {ending}"
 
 

@@ -116,7 +116,7 @@ def test_transient_bit_flip_is_detected_and_leaves_same_weights(
     outcomes, logs = run_with(partial(plant_fault, "activation@3:1"), argv, timeout=100)
     assert [outcome.exit_code for outcome in outcomes] == [0] * 2, logs
     text = logs[-1]
-    assert "iteration 3: one of three computations of the step has other bits: that of " in text
+    assert "iteration 3: one of three computations of the step differs bitwise in the " in text
     assert "determinism: 6 steps were computed twice, 1 differed" in text
     (fault,) = faults_of(flipped)
     assert (fault["iteration"], fault["kind"], fault["verdict"]) == (3, "determinism", "transient")

@@ -160,9 +160,9 @@ def _with_flags(name: str, command: Command, words: Sequence[str]) -> list[str]:
 
 def _value_of(flag: str, words: Sequence[str]) -> str | None:
     """Return the value of a flag in unparsed arguments; None without the flag."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
         if word == flag:
-            return after
+            return next_word
         if word.startswith(f"{flag}="):
             return word.removeprefix(f"{flag}=")
     return None

@@ -4,6 +4,7 @@
 Tensors have logical names: `WEIGHT` for weights, `optimizer.KIND/WEIGHT` for optimizer state. The
 manifest's `extra` holds JSON:
 
+    format       version of `extra`
     model        fields of the model config, compared when loading
     config       every option of the run, by flag name
     tokenizer    how to rebuild the tokenizer
@@ -154,7 +155,7 @@ def load_run(
     extra = manifest.extra
     if extra.get("weights_only") is True:
         with_optimizer = with_progress = False
-    _check_parts(folder, extra)
+    _check_fields(folder, extra)
     stored_model(folder, manifest)
     progress = _progress(folder, extra) if with_progress else None
     require_all(
@@ -250,10 +251,10 @@ def _order_lengths(saved: Mapping[str, Any]) -> dict[str, int]:
     training = TrainingConfig(**sections["training"])
     evaluation = EvaluationConfig(**sections["evaluation"])
     sizes = training.batch_sizes(1)
-    evaluated = evaluation.eval_iters if evaluation.eval_interval else 0
-    evaluated *= evaluation.eval_global_batch_size or sizes.sizes[-1]
+    eval_samples = evaluation.eval_iters if evaluation.eval_interval else 0
+    eval_samples *= evaluation.eval_global_batch_size or sizes.sizes[-1]
     train = training.train_samples or sizes.samples(training.train_iters or 0)
-    return {"train": train, "valid": evaluated, "test": evaluated}
+    return {"train": train, "valid": eval_samples, "test": eval_samples}
 
 
 def _steps(extra: Mapping[str, Any]) -> int:
@@ -269,7 +270,7 @@ def _invalid_run_state(folder: Path, error: Exception) -> DamagedCheckpointError
     return DamagedCheckpointError(f"{folder} cannot be used: cannot parse its run state ({reason})")
 
 
-def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+def _architecture(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the model's function depends on; other fields may change between runs,
     and older checkpoints lack some. Raises ValueError for unknown fields."""
     try:
@@ -278,7 +279,7 @@ def _shape(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder} contains another model: {error}") from None
 
 
-def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
+def _check_fields(folder: Path, extra: Mapping[str, Any]) -> None:
     """Check that a checkpoint belongs to a run, or was imported, and can be read. Raises
     ValueError."""
     needed = {"format", "model", "config"}
@@ -300,8 +301,8 @@ def _check_parts(folder: Path, extra: Mapping[str, Any]) -> None:
 
 def _check_model(folder: Path, extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None:
     """Compare the model of a checkpoint with this run's, field by field. Raises ValueError."""
-    shapes = (_shape(folder, model) for model in (extra["model"], metadata.model))
-    if differences := compare_architecture(*shapes):
+    architectures = (_architecture(folder, model) for model in (extra["model"], metadata.model))
+    if differences := compare_architecture(*architectures):
         raise ValueError(f"{folder} contains another model: {'; '.join(differences)}")
 
 
@@ -340,26 +341,25 @@ def _check_batch(extra: Mapping[str, Any], metadata: CheckpointMetadata) -> None
 
 def _check_amax_history(folder: Path, manifest: Manifest, metadata: CheckpointMetadata) -> None:
     """Compare the length of the amax history of delayed scaling. Raises ValueError."""
-    now, flag = metadata.config, "fp8-amax-history-len"
-    delayed = now.get("fp8-format") is not None and now.get("fp8-recipe") == "delayed"
+    current, flag = metadata.config, "fp8-amax-history-len"
+    delayed = current.get("fp8-format") is not None and current.get("fp8-recipe") == "delayed"
     stored = {
         tensor.shape[0]
         for name, tensor in manifest.tensors.items()
         if name.endswith(".fp8_amax_history")
     }
     for length in stored if delayed else ():
-        if length != now[flag]:
+        if length != current[flag]:
             raise ValueError(
-                f"{folder} has an amax history of {length} steps, and --{flag} is {now[flag]}: "
-                "give "
-                f"--{flag} {length}"
+                f"{folder} has an amax history of {length} steps, and --{flag} is "
+                f"{current[flag]}: give --{flag} {length}"
             )
 
 
 def _check_state(
     folder: Path, manifest: Manifest, state: list[TensorChunk], coordinator: Coordinator
 ) -> None:
-    """Check that a checkpoint contains all optimizer state of any rank.
+    """Check that a checkpoint contains the optimizer state of every rank.
 
     Raises:
         DamagedCheckpointError: a moment of some weight is missing.

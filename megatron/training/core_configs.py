@@ -231,11 +231,11 @@ def decoupled_schedule(run: ResolvedRun) -> LearningRateSchedule | None:
     schedule = run.config.schedule
     if schedule.decoupled_lr is None:
         return None
-    least = schedule.decoupled_min_lr
+    min_lr = schedule.decoupled_min_lr
     return replace(
         learning_rate_schedule(run),
         max_lr=schedule.decoupled_lr,
-        min_lr=schedule.min_lr if least is None else least,
+        min_lr=schedule.min_lr if min_lr is None else min_lr,
     )
 
 

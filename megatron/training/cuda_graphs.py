@@ -3,8 +3,7 @@
 
     steps 1 … n     eager: kernels are compiled, communicators created, the gather plan is made
     step n + 1      captured, then replayed
-    later steps     inputs are copied to the captured addresses, and one call launches
-    everything
+    later steps     inputs are copied to the captured addresses, and one call launches everything
 
 The graph contains every gather and reduction between `begin_step` and `finish`. Outside of it
 remain the optimizer, evaluation, checkpoints, logs, and whatever needs a number on the host:
@@ -160,8 +159,10 @@ def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
     tensors = _tensors(batch)
     if batch.mtp_targets is not None:
         tensors |= {f"mtp_targets.{name}": x for name, x in _tensors(batch.mtp_targets).items()}
-    inside = _tensors(batch.layout)
-    return tensors | {f"layout.{name}": inside[name] for name in _LAYOUT_TENSORS if name in inside}
+    layout_tensors = _tensors(batch.layout)
+    return tensors | {
+        f"layout.{name}": layout_tensors[name] for name in _LAYOUT_TENSORS if name in layout_tensors
+    }
 
 
 def _copied(batch: Microbatch) -> Microbatch:

@@ -108,12 +108,12 @@ class CollectiveCheck:
                         f"{failure.text}; the others wait in {local_text}",
                         is_reported=failure.is_reported,
                     ) from None
-            other_ranks = self._late_ranks(keys, record)
-            stuck = any(waits for _, waits in other_ranks.values())
-            if other_ranks and (stuck or self._now() > deadline):
+            late_ranks = self._late_ranks(keys, record)
+            stuck = any(waits for _, waits in late_ranks.values())
+            if late_ranks and (stuck or self._now() > deadline):
                 where = {
                     self._rank: local_text,
-                    **{rank: text for rank, (text, _) in other_ranks.items()},
+                    **{rank: text for rank, (text, _) in late_ranks.items()},
                 }
                 ranks_text = "; ".join(f"rank {rank}: {where[rank]}" for rank in sorted(where))
                 end = "they wait for each other" if stuck else "the timeout has expired"
@@ -125,7 +125,7 @@ class CollectiveCheck:
     def _late_ranks(self, keys: list[str], record: CollectiveRecord) -> dict[int, tuple[str, bool]]:
         """Return the last collective of each rank that has not arrived, and whether that collective
         includes this rank: then the two ranks wait for each other forever."""
-        other_ranks = {}
+        late_ranks = {}
         for rank, key in zip(record.ranks, keys, strict=True):
             if self._store.check([key]):
                 continue
@@ -134,18 +134,18 @@ class CollectiveCheck:
                 group, number, text = json.loads(self._store.get(_key("at", rank)))
                 members = group.rpartition("/")[2].split("-")
                 waits = str(self._rank) in members and self._counts.get(group, 0) < number
-            other_ranks[rank] = (text, waits)
-        return other_ranks
+            late_ranks[rank] = (text, waits)
+        return late_ranks
 
 
 def _difference(record: CollectiveRecord, number: int, texts: list[str]) -> str:
     """Describe the different collectives, with the ranks that are about to enter each."""
-    ranks: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in zip(record.ranks, texts, strict=True):
-        ranks.setdefault(text, []).append(rank)
+        ranks_by_text.setdefault(text, []).append(rank)
     rank_texts = [
         f"rank{'s' * (len(text_ranks) > 1)} {', '.join(map(str, text_ranks))}: {text}"
-        for text, text_ranks in sorted(ranks.items(), key=lambda item: item[1])
+        for text, text_ranks in sorted(ranks_by_text.items(), key=lambda item: item[1])
     ]
     return f"ranks differ in collective {number} over {record.group}: {'; '.join(rank_texts)}"
 
@@ -189,12 +189,12 @@ class DistributedContext:
 
 def rank_grid(run: ResolvedRun) -> RankGrid:
     """Return the rank layout of a run's parallel sizes."""
-    parallel, experts = run.config.parallel, run.config.experts.num_experts is not None
+    parallel, has_experts = run.config.parallel, run.config.experts.num_experts is not None
     return RankGrid(
         world_size=run.world_size,
-        etp=parallel.expert_tensor_parallel_size if experts else None,
+        etp=parallel.expert_tensor_parallel_size if has_experts else None,
         ep=parallel.expert_model_parallel_size,
-        egtp=parallel.expert_gtp_size if experts else 1,
+        egtp=parallel.expert_gtp_size if has_experts else 1,
         tp=parallel.tensor_model_parallel_size,
         gtp=parallel.gtp_size,
         cp=parallel.context_parallel_size,
@@ -266,8 +266,10 @@ def join_run(
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:
         stage = groups.coordinates["pp"]
-        alike = [r for r in range(run.world_size) if groups.grid.coordinates(r)["pp"] == stage]
-        watch.join_pipeline(groups["pp"].ranks, alike)
+        stage_ranks = [
+            r for r in range(run.world_size) if groups.grid.coordinates(r)["pp"] == stage
+        ]
+        watch.join_pipeline(groups["pp"].ranks, stage_ranks)
     if run.config.failures.check_collectives:
         store = launch.open_store(timeout_seconds=seconds)
         check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)

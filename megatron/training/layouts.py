@@ -70,7 +70,7 @@ class PackedCuts:
     Args:
         kind: "row", "documents" or "auto", which takes the split with the faster slowest rank.
         size: context parallel size.
-        costs: of the model's attention.
+        costs: FLOPs of the model per token, token pair and sub-sequence.
         window: attention window, in tokens; None is unlimited.
         multiple: the number of tokens per rank is a multiple of this.
         by_heads: attention is split by heads: each rank has all token pairs of some heads.
@@ -117,8 +117,8 @@ class PackedCuts:
         """Return the split that this rank would choose on its own, and the work of both splits."""
         by_document = shard_documents(documents, self.size, multiple=self._multiple)
         works = self._attention_work(documents, by_document)
-        row, by_document_cost = self._costs(*works)
-        return Choice(*works, by_document if by_document_cost < row else None)
+        row_cost, by_document_cost = self._costs(*works)
+        return Choice(*works, by_document if by_document_cost < row_cost else None)
 
     def _attention_work(
         self, documents: Documents, by_document: SequenceSharding
@@ -167,7 +167,7 @@ def packed_cuts(
 
 
 def costs_of(model: GPTConfig, tp: int) -> Costs:
-    """Return the cost of a token, a token pair and a sequence piece on each of tp ranks, in FLOPs.
+    """Return the cost of a token, a token pair and a sub-sequence on each of tp ranks, in FLOPs.
 
     A causal square of n^2 has n (n + 1) / 2 pairs, half of its area; hence the factor of 2.
     """
@@ -297,14 +297,14 @@ class Layouts:
         samples, length = ids.shape
         if positions is None:
             positions = torch.arange(length).expand(samples, -1)
-        before = (ids[:, -1] + 1).cumsum(0).roll(1)  # documents of earlier samples
-        before[0] = 0
+        num_earlier = (ids[:, -1] + 1).cumsum(0).roll(1)  # documents of earlier samples
+        num_earlier[0] = 0
         return SequenceLayout.make(
             cut,
             self._context.rank,
             rows=1,
             positions=positions.reshape(1, -1),
-            document_ids=(ids + before.unsqueeze(1)).view(1, -1),
+            document_ids=(ids + num_earlier.unsqueeze(1)).view(1, -1),
             device=self._device,
         ).holding_samples(length)
 

@@ -142,7 +142,7 @@ class _Search:
         self._coordinator.begin(f"looking for a checkpoint in {self._path}")
         try:
             name = self._coordinator.agree(
-                "find", lambda: self._find(read_locks), lambda all: all[0]
+                "find", lambda: self._find(read_locks), lambda names: names[0]
             )
         except CheckpointError as error:
             raise ValueError("; ".join([str(error), *self._damages])) from error

@@ -181,8 +181,8 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
         for column, value in enumerate(values):
             row.append(_cell(value, values[0] if column else None))
         table.append(row)
-    lasts_at = [max(c.steps[-1] for c in run.curves.values()) for run in runs]
-    table.append(["iteration", *map(str, lasts_at)])
+    last_iterations = [max(c.steps[-1] for c in run.curves.values()) for run in runs]
+    table.append(["iteration", *map(str, last_iterations)])
     return table
 
 

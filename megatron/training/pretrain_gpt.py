@@ -97,16 +97,16 @@ def read_run(
     config, matrices = with_checkpoint_matrices(config)
     problems = list(program.problems(config)) or check(config, launch.world_size)
     problems = problems or check_experiments(config.experiments)
-    lacks = list(machine_problems(config))
+    unmet_requirements = list(machine_problems(config))
     if not line.invocation.print_config:
-        problems += lacks
+        problems += unmet_requirements
     if problems:
         raise ValueError("; ".join(problems))
     run = resolve(config, launch.world_size)
     unused = without_effect(config, run.config)
     if unused and line.invocation.strict_flags:
         raise ValueError(f"--strict-flags: {'; '.join(unused)}")
-    start_lines = (*line.notes, *unused, *overridden, *matrices, *lacks)
+    start_lines = (*line.notes, *unused, *overridden, *matrices, *unmet_requirements)
     for note in start_lines if launch.rank == 0 else ():
         print(f"{program.name}: {note}", file=sys.stderr, flush=True)
     notes = {

@@ -77,10 +77,10 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
     context = session.context
     with (
         open_steps(session, consumed_samples=progress.consumed_samples) as steps,
-        observing(session, progress) as watching,
-        saving(session, say=watching.display.log, metrics=watching.metrics) as saves,
+        observing(session, progress) as observation,
+        saving(session, say=observation.display.log, metrics=observation.metrics) as saves,
     ):
-        display, metrics = watching.display, watching.metrics
+        display, metrics = observation.display, observation.metrics
         for line in (*start_lines(session, consumed_samples=progress.consumed_samples), start):
             display.log(line)
         if context.attempt:
@@ -90,7 +90,7 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         loop = TrainingLoop(
             session.run,
             steps,
-            hooks=hooks_of(session, watching, saves),
+            hooks=hooks_of(session, observation, saves),
             saves=saves,
             stop=context.stop,
             display=display,
@@ -99,11 +99,13 @@ def run_loop(session: Session, progress: Progress, start: str) -> None:
         loop.train(progress)
 
 
-def hooks_of(session: Session, watching: Observation, saves: Saves | None) -> list[TrainingHooks]:
+def hooks_of(
+    session: Session, observation: Observation, saves: Saves | None
+) -> list[TrainingHooks]:
     """Return the hooks of a run, in the order in which the loop calls them."""
-    say, metrics = watching.display.log, watching.metrics
+    say, metrics = observation.display.log, observation.metrics
     return [
-        watching.hooks,
+        observation.hooks,
         GatheredBytes(session.step.engine, say),
         *failure_hooks(session, say=say, metrics=metrics, saves=saves),
         *session.hooks,

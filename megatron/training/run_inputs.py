@@ -57,14 +57,14 @@ class RunInputs:
 
     def start_facts(self, run: ResolvedRun) -> StartFacts:
         """Return the values that must be equal on all ranks of a run."""
-        before = run.config if run.unresolved is None else run.unresolved
+        unresolved = run.config if run.unresolved is None else run.unresolved
         return StartFacts(
             values={
                 **option_values(run.config, leave_out=MAY_DIFFER),
                 **self._data_values(sft=run.config.data.sft),
                 **versions(),
             },
-            before_resolving=option_values(before, leave_out=MAY_DIFFER),
+            before_resolving=option_values(unresolved, leave_out=MAY_DIFFER),
         )
 
     def _data_values(self, *, sft: bool) -> dict[str, str]:

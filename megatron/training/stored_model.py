@@ -57,10 +57,10 @@ def check_counts(folder: Path, described: Mapping[str, Any], manifest: Manifest)
     """
     shapes = [tensor.shape for tensor in manifest.tensors.values()]
     largest = max((size for shape in shapes for size in shape), default=0)
-    layers = min(max(len(shapes), 1), _MAX_LAYERS)
-    sizes = max(largest, len(shapes), _MAX_COUNT_SIZE)
+    max_layers = min(max(len(shapes), 1), _MAX_LAYERS)
+    max_size = max(largest, len(shapes), _MAX_COUNT_SIZE)
     for name, value in _counts(described):
-        limit = layers if name in _LAYERS else sizes
+        limit = max_layers if name in _LAYERS else max_size
         if abs(value) > limit:
             raise DamagedCheckpointError(
                 f"{folder} cannot be used: {name} is {str(value)[:40]}, its {len(shapes)} tensors "
@@ -164,9 +164,9 @@ def _shapes(config: GPTConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tu
     )
     shardings = (handle.sharding for handle in model.store.handles.values())
     weights = {
-        segment.name: tuple(segment.shape)
+        sub_weight.name: tuple(sub_weight.shape)
         for sharding in shardings
-        for segment in sharding.sub_weights
+        for sub_weight in sharding.sub_weights
     }
     return weights, {name: tuple(tensor.shape) for name, tensor in model.store.states.items()}
 

@@ -124,14 +124,14 @@ def upcycle(config: UpcycleConfig) -> Path:
 
     def convert(source: Path) -> Path:
         with CheckpointReader(source) as reader:
-            extra = reader.manifest.extra
+            dense_extra = reader.manifest.extra
             model = with_experts(stored_model(source, reader.manifest), config)
             chunks = [
                 _chunk(reader, name, shape, model=model, seed=config.seed)
                 for name, shape in logical_weights(model).items()
             ]
-            described = _extra(extra, model, config)
-            return save_checkpoint(Path(config.save), 0, chunks, described, coordinator=Solo())
+            extra = _extra(dense_extra, model, config)
+            return save_checkpoint(Path(config.save), 0, chunks, extra, coordinator=Solo())
 
     try:
         converted = load_newest(config.load, convert, Solo())

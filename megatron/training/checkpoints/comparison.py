@@ -179,7 +179,7 @@ def judge(
         manifests: manifests of the two checkpoints.
         tolerance: see `CompareConfig`.
     """
-    zero = _zero_gradients(differences, tolerance)
+    zero_gradients = _zero_gradients(differences, tolerance)
     drift = 2 * max(_lr_steps(manifest) for manifest in manifests)
     verdicts = {}
     for name, difference in differences.items():
@@ -188,7 +188,7 @@ def judge(
             continue
         kind, _, weight = name.rpartition("/")
         is_moment = kind.removeprefix("optimizer.") in _MOMENTS
-        is_rounding = difference.comparable and weight in zero
+        is_rounding = difference.comparable and weight in zero_gradients
         if is_rounding and not is_moment:  # one Adam step moves a weight by about the learning rate
             is_rounding = name in (weight, _MASTER + weight) and difference.largest <= drift
         verdicts[name] = Verdict.ROUNDING if is_rounding else Verdict.DIFFERENT

@@ -115,26 +115,26 @@ def shape_of_folder(tensors: Tensors) -> dict[str, object]:
     layers = {int(match[1]) for n in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", n))}
     shapes = {re.sub(r"\.layers\.\d+\.", ".layers.", n): t.shape for n, t in tensors.items()}
     stacked = [t.shape[0] for n, t in tensors.items() if re.match(r"decoder\.layers\.[a-z]", n)]
-    facts: dict[str, object] = {
+    properties: dict[str, object] = {
         "num-layers": max(layers) + 1 if layers else max(stacked, default=0)
     }
     up, down = (shapes.get(f"{_LAYERS}.mlp.linear_{n}.weight") for n in ("fc1", "fc2"))
     if _FINAL in shapes:
-        facts["hidden-size"] = shapes[_FINAL][-1]
+        properties["hidden-size"] = shapes[_FINAL][-1]
     if up and down:
-        facts["ffn-hidden-size"] = down[-1]
-        facts["swiglu"] = up[-2] == 2 * down[-1]
-    facts["normalization"] = "LayerNorm" if f"{_FINAL[:-6]}bias" in shapes else "RMSNorm"
-    facts["untie-embeddings-and-output-weights"] = _HEAD in shapes
-    facts["learned positions"] = shapes[_POSITIONS][0] if _POSITIONS in shapes else None
-    facts["qk-layernorm"] = f"{_LAYERS}.self_attention.q_layernorm.weight" in shapes
+        properties["ffn-hidden-size"] = down[-1]
+        properties["swiglu"] = up[-2] == 2 * down[-1]
+    properties["normalization"] = "LayerNorm" if f"{_FINAL[:-6]}bias" in shapes else "RMSNorm"
+    properties["untie-embeddings-and-output-weights"] = _HEAD in shapes
+    properties["learned positions"] = shapes[_POSITIONS][0] if _POSITIONS in shapes else None
+    properties["qk-layernorm"] = f"{_LAYERS}.self_attention.q_layernorm.weight" in shapes
     for flag, name in (
         ("bias of queries, keys and values", "self_attention.linear_qkv"),
         ("bias of attention's output", "self_attention.linear_proj"),
         ("bias of the MLP", "mlp.linear_fc2"),
     ):
-        facts[flag] = f"{_LAYERS}.{name}.bias" in shapes
-    return facts
+        properties[flag] = f"{_LAYERS}.{name}.bias" in shapes
+    return properties
 
 
 def shape_of_model(config: GPTConfig) -> dict[str, object]:
@@ -227,19 +227,19 @@ class _Map:
     def _runs(self, inside: str, kind: str) -> list[tuple[str, int]]:
         """Return the row ranges of queries, keys and values, group by group."""
         attention = self._attention
-        heads = attention.num_attention_heads // attention.num_query_groups
-        of_a_group = [("query", heads), ("key", 1), ("value", 1)]
+        query_heads = attention.num_attention_heads // attention.num_query_groups
+        heads_per_group = [("query", query_heads), ("key", 1), ("value", 1)]
         return [
             (f"{inside}.{name}.{kind}", count * attention.kv_channels)
             for _ in range(attention.num_query_groups)
-            for name, count in of_a_group
+            for name, count in heads_per_group
         ]
 
     def _add_norm(self, layer: int, fused: str, plain: str, block: str) -> None:
         """Add a norm; upstream names a fused norm after the linear layer that follows it."""
         for kind in self._norm_kinds():
-            named = self._upstream_name(layer, f"{fused}{kind}")[0] in self._tensors
-            upstream = f"{fused}{kind}" if named else f"{plain}{kind}"
+            is_fused = self._upstream_name(layer, f"{fused}{kind}")[0] in self._tensors
+            upstream = f"{fused}{kind}" if is_fused else f"{plain}{kind}"
             self._whole(layer, upstream, f"{block}.norm.{kind}", (self._config.hidden_size,))
 
     def _whole(self, layer: int, upstream: str, mcore: str, shape: tuple[int, ...]) -> None:
@@ -535,11 +535,11 @@ def foreign_folder(text: str, kind: str) -> Path:
     except OSError:
         latest = ""
     latest = latest.strip()
-    named = "release" if latest == "release" else ""
+    name = "release" if latest == "release" else ""
     if latest.isascii() and latest.isdigit() and len(latest) < 18:
-        named = f"iter_{int(latest):07d}"
-    if named and (path / named / METADATA_NAME).is_file():
-        return path / named
+        name = f"iter_{int(latest):07d}"
+    if name and (path / name / METADATA_NAME).is_file():
+        return path / name
     raise ValueError(f"{path} contains no {METADATA_NAME}: it is not a {kind} checkpoint")
 
 
@@ -595,8 +595,8 @@ def _native_map(config: GPTConfig) -> TensorMap:
         device="meta",
         storage=Storage(initialize=False),
     )
-    segments = [s for h in model.store.handles.values() for s in h.sharding.sub_weights]
-    shapes = [(segment.name, segment.shape, False) for segment in segments]
+    sub_weights = [s for h in model.store.handles.values() for s in h.sharding.sub_weights]
+    shapes = [(sub_weight.name, sub_weight.shape, False) for sub_weight in sub_weights]
     shapes += [(name, tuple(state.shape), True) for name, state in model.store.states.items()]
     for name, shape, fp32 in shapes:
         zeros = (0,) * len(shape)

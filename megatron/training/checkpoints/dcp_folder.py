@@ -395,7 +395,7 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
         members_bytes[name] = read(member.begin, member.size)
     if members_bytes.get("byteorder", b"little") != b"little":
         _refuse(where, "its bytes are not in little-endian order")
-    tensor = _described(
+    tensor = _saved_tensor(
         read_pickle(members_bytes["data.pkl"], TENSOR_GLOBALS, where), inside, where
     )
     # After parsing: a description that asks to run code must be reported as such.
@@ -408,16 +408,16 @@ def find_tensor(read: Read, length: int, where: str, *, checksums: bool) -> Save
     return tensor
 
 
-def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
+def _saved_tensor(value: Any, members: Mapping[str, _Member], where: str) -> SavedTensor:
     """Return the tensor that the pickle of an archive describes."""
     if not isinstance(value, PickledObject) or value.name not in (_REBUILD_V2, _REBUILD_V3):
         _refuse(where, "it contains an object that is not a tensor")
-    third = value.name == _REBUILD_V3
+    is_v3 = value.name == _REBUILD_V3
     try:
         storage, offset, shape, strides = value.args[:4]
-        mark, kind, key, _, count = storage.value
-        dtype = _TENSOR_DTYPES[value.args[6].text] if third else _STORAGES[kind.text]
-        is_valid = isinstance(storage, Persistent) and isinstance(kind, Name) and mark == "storage"
+        tag, kind, key, _, count = storage.value
+        dtype = _TENSOR_DTYPES[value.args[6].text] if is_v3 else _STORAGES[kind.text]
+        is_valid = isinstance(storage, Persistent) and isinstance(kind, Name) and tag == "storage"
         member = members["data/" + key]
         numbers = (offset, count, *shape, *strides)
         # Before any multiplication: integers with thousands of digits take time.
@@ -430,7 +430,7 @@ def _described(value: Any, members: Mapping[str, _Member], where: str) -> SavedT
     itemsize = DTYPES[dtype].itemsize
     last_element = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     needed = (offset + last_element + 1) * itemsize if math.prod(shape) else 0
-    stored = count if third else count * itemsize
+    stored = count if is_v3 else count * itemsize
     if stored != member.size or needed > member.size:
         _refuse(where, f"a tensor of {dtype} {list(shape)} does not fit in {member.size} bytes")
     return SavedTensor(

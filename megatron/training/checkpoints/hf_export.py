@@ -108,8 +108,8 @@ def export_folder(
             config = described_config(checkpoint, reader.manifest)
             check_exportable(config, flags_of=model_options)
             carried = carried_folder(checkpoint, extra, like)
-            described = inside(carried, CONFIG) if carried is not None else None
-            base = read_object(described) if described is not None else None
+            config_path = inside(carried, CONFIG) if carried is not None else None
+            base = read_object(config_path) if config_path is not None else None
             planned = _plan(reader, tensor_map(architecture_of(config, base), config), dtype)
             temporary.mkdir(parents=True)
             _write_texts(temporary, config, planned, extra, carried=carried, base=base)
@@ -121,7 +121,7 @@ def export_folder(
                 folder=target,
                 files=files,
                 bytes_read=reader.bytes_read,
-                note=_dequantized_note(described, base, planned),
+                note=_dequantized_note(config_path, base, planned),
             )
     except OSError as error:
         raise ValueError(f"--save {save}: {error.strerror}: {error.filename}") from error
@@ -198,8 +198,12 @@ def _write_texts(
         if path is not None:
             replace_file(folder / name, read_regular(path, MAX_TOKENIZER_BYTES))
     if not (folder / GENERATION_CONFIG).exists():
-        ends = {key: fields.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(folder / GENERATION_CONFIG, {k: v for k, v in ends.items() if v is not None})
+        special_ids = {
+            key: fields.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
+        _write_json(
+            folder / GENERATION_CONFIG, {k: v for k, v in special_ids.items() if v is not None}
+        )
     model = tokenizer.get("model")
     if carried is None and isinstance(model, str) and Path(model).name == "tokenizer.json":
         _write_tokenizer(folder, Path(model), end)

@@ -129,8 +129,8 @@ def _weight_shards(config: Config, world_size: int) -> Iterator[str]:
 
 def _expert_blocks(config: Config) -> Iterator[str]:
     """Yield a message if blocks that share a scale would span two experts' matrices."""
-    form, experts = config.data_parallel.weight_gather_format, config.experts
-    block = {"mxfp8": 32, "nvfp4": 16}.get(form)
+    gather_format, experts = config.data_parallel.weight_gather_format, config.experts
+    block = {"mxfp8": 32, "nvfp4": 16}.get(gather_format)
     if block is None or experts.num_experts is None or config.parallel.expert_gtp_size == 1:
         return
     if config.data_parallel.strategy == "optim_grads_params":
@@ -143,9 +143,9 @@ def _expert_blocks(config: Config) -> Iterator[str]:
     ):
         if rows % block:
             yield (
-                f"--weight-gather-format {form} has blocks of {block} rows, and a rank has {rows} "
-                f"of {name} in each expert's matrix, so that some would hold rows of two experts: "
-                "use fp8 or bf16, or another size"
+                f"--weight-gather-format {gather_format} has blocks of {block} rows, and a rank "
+                f"has {rows} of {name} in each expert's matrix, so that some would hold rows of "
+                "two experts: use fp8 or bf16, or another size"
             )
 
 

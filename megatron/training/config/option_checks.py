@@ -4,7 +4,6 @@
 The features are context parallelism, TransformerEngine, CUDA graphs, attention, experts and
 recurrent mixers. Other checks report options for blocks that the layer pattern does not contain,
 and options that have no effect without another option.
-blocks that the layer pattern does not have; and of options that have no effect without another one.
 """
 
 from __future__ import annotations

@@ -699,10 +699,10 @@ def _end(text: str, start: int, content: str) -> int:
 
     Generation stops at the marker, so the model never produces the white space.
     """
-    answers = text[start:].rstrip()
-    if answers.endswith(content.rstrip()):  # no end-of-turn marker: the white space ends the turn
+    answer = text[start:].rstrip()
+    if answer.endswith(content.rstrip()):  # no end-of-turn marker: the white space ends the turn
         return len(text)
-    return start + len(answers)
+    return start + len(answer)
 
 
 def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -711,9 +711,9 @@ def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     unmarked, *marked_segments = text.split(opening)
     plain, spans = unmarked, []
     for marked_segment in marked_segments:
-        answers, _, following = marked_segment.partition(closing)
-        spans.append((len(plain), len(plain) + len(answers)))
-        plain += answers + following
+        answer, _, following = marked_segment.partition(closing)
+        spans.append((len(plain), len(plain) + len(answer)))
+        plain += answer + following
     return plain, spans
 
 

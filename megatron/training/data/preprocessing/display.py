@@ -85,11 +85,11 @@ class _Lines:
             return
         self._last_line_time = now
         speed = (read_bytes - self._resumed_bytes) / (now - self._start_time)
-        left = f", {_duration((self._total - read_bytes) / speed)} left" if speed > 0 else ""
+        remaining = f", {_duration((self._total - read_bytes) / speed)} left" if speed > 0 else ""
         print(
             f"{self._line_prefix} {read_bytes / 1e6:.1f} of {self._total / 1e6:.1f} MB "
             f"({read_bytes / max(self._total, 1):.0%}), {_counts(documents, tokens)}, "
-            f"{speed / 1e6:.1f} MB/s{left}",
+            f"{speed / 1e6:.1f} MB/s{remaining}",
             file=self._out,
             flush=True,
         )

@@ -82,9 +82,14 @@ def _main(argv: Sequence[str]) -> None:
     try:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         with show_progress(size, sys.stdout, label="reading", line_prefix="read") as report:
-            learnt = list(_until_size(chain([first_text], texts), config.train_bytes, report))
-        print(f"training up to {config.vocab_size:,} ids on {len(learnt):,} documents", flush=True)
-        tokenizer = train_bpe(learnt, config.vocab_size, config.output, show_progress=bars)
+            training_texts = list(
+                _until_size(chain([first_text], texts), config.train_bytes, report)
+            )
+        print(
+            f"training up to {config.vocab_size:,} ids on {len(training_texts):,} documents",
+            flush=True,
+        )
+        tokenizer = train_bpe(training_texts, config.vocab_size, config.output, show_progress=bars)
     except OSError as error:
         raise ValueError(
             f"{error.filename or config.output}: {error.strerror}; give --output a writable path"

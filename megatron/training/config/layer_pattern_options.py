@@ -193,17 +193,17 @@ def expert_layers(config: Config) -> str:
     if config.experts.num_experts is None:
         return DENSE * layers
     pattern = written(config)
-    layers_of_frequency = None if frequency is None else read_frequency(frequency, layers)
+    frequency_layers = None if frequency is None else read_frequency(frequency, layers)
     if pattern is None:
-        return layers_of_frequency or EXPERTS * layers
-    of_pattern = ffn_of(pattern.blocks)
-    assert of_pattern is not None, "the pattern is not a hybrid's"
-    if layers_of_frequency is not None and layers_of_frequency != of_pattern:
+        return frequency_layers or EXPERTS * layers
+    pattern_layers = ffn_of(pattern.blocks)
+    assert pattern_layers is not None, "the pattern is not a hybrid's"
+    if frequency_layers is not None and frequency_layers != pattern_layers:
         raise ValueError(
             f"--moe-layer-freq {frequency} and {FLAG} {pattern.main} differ in which layers have "
             "experts: drop --moe-layer-freq"
         )
-    return of_pattern
+    return pattern_layers
 
 
 def read_frequency(text: str, num_layers: int) -> str:

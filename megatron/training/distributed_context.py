@@ -265,10 +265,8 @@ def join_run(
     )
     groups.observers.append(watch.collectives)
     if run.config.pipeline.pipeline_model_parallel_size > 1:
-        stage = groups.coordinates["pp"]
-        stage_ranks = [
-            r for r in range(run.world_size) if groups.grid.coordinates(r)["pp"] == stage
-        ]
+        grid, stage = groups.grid, groups.coordinates["pp"]
+        stage_ranks = [r for r in range(run.world_size) if grid.coordinates(r)["pp"] == stage]
         watch.join_pipeline(groups["pp"].ranks, stage_ranks)
     if run.config.failures.check_collectives:
         store = launch.open_store(timeout_seconds=seconds)

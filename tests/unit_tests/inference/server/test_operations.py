@@ -9,6 +9,8 @@ import itertools
 import json
 import logging
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,17 +73,30 @@ def test_dashboard_queries_exactly_the_exported_metrics(server: Served) -> None:
 
 def test_waiting_requests_run_by_priority(server: Served) -> None:
     priorities = []  # of each step
-    server.model.before = lambda: priorities.append(server.engine.scheduler.running[0].priority)
-    server.model.gate.clear()
+    gate, scheduler = server.model.gate, server.engine.scheduler
+    all_received = threading.Event()
+
+    def before() -> None:
+        priorities.append(scheduler.running[0].priority)
+        if not all_received.is_set():
+            gate.clear()  # each `set` below allows one step, which receives the sent requests
+
+    gate.clear()
+    server.model.before = before
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        running = pool.submit(server.post, "/v1/completions", **TEXT)
-        until(lambda: server.engine.scheduler.running)
+        running = pool.submit(server.post, "/v1/completions", **TEXT | {"max_tokens": 60})
+        until(lambda: scheduler.running)
         posted = []
         for count, priority in enumerate((3, None, -2), 1):
             fields = {} if priority is None else {"priority": priority}
             posted.append(pool.submit(server.post, "/v1/completions", **TEXT, **fields))
             until(lambda count=count: server.http.get("/health").json()["active"] == 1 + count)
-        server.model.gate.set()
+        while len(scheduler.waiting) < 3:
+            assert not running.done()
+            gate.set()
+            time.sleep(0.05)
+        all_received.set()
+        gate.set()
         assert [p.result().status_code for p in (running, *posted)] == [200] * 4
     server.model.before = lambda: None
     assert [priority for priority, _ in itertools.groupby(priorities)] == [0, -2, 0, 3]

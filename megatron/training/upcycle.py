@@ -208,7 +208,7 @@ def _copies(
     from megatron.core.dist_checkpointing.shards import as_bytes
 
     for _ in range(times):
-        for box in row_boxes(shape, dtype.itemsize, piece_bytes=reader.manifest.block_bytes):
+        for box in row_boxes(shape, dtype.itemsize, box_bytes=reader.manifest.block_bytes):
             block = torch.empty(box.sizes, dtype=dtype)
             where = {"shape": shape, "offsets": box.offsets, "replica_ranks": (0,)}
             reader.read([TensorChunk(name=name, tensor=block, **where)])

@@ -128,7 +128,7 @@ def read_rows(shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
     """
     if not math.prod(shape):
         return iter(())
-    return row_boxes(shape, ITEM_BYTES[dtype], piece_bytes=_READ_BYTES)
+    return row_boxes(shape, ITEM_BYTES[dtype], box_bytes=_READ_BYTES)
 
 
 def read_box(reader: CheckpointReader, name: str, box: Box) -> torch.Tensor:

@@ -37,7 +37,7 @@ from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grou
 NormFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 #: Maps query [s, b, n, d], key and value [s, b, g, d], a `SequenceLayout` and `sinks` [n] to causal
-#: attention [s, b, n, d]; None where the layout is one that it does not take.
+#: attention [s, b, n, d], or to None if it does not support the layout.
 AttentionLayer = Callable[..., "torch.Tensor | None"]
 
 #: Maps rows [r, h], in runs, to [r, o]: `weight_gather.grouped_linear` of one weight.
@@ -48,7 +48,7 @@ class StepState(Protocol):
     """State of a model's layers that changes once a step, such as the scales of FP8 tensors."""
 
     def begin(self) -> None:
-        """Begin a step, or one that is computed again: forget what the last has seen."""
+        """Begin a step: discard what an evaluation or an unfinished step recorded."""
 
     def finish(self, groups: ProcessGroupCollection) -> None:
         """End a step; every rank calls it."""
@@ -71,13 +71,13 @@ def _local_norm(
     return function(x, *(handle.stored() for handle in handles), residual=residual)
 
 
-def _local_grouped_linear(handle: WeightHandle, runs: int, store: WeightStore) -> GroupedLinear:
+def _local_grouped_linear(handle: WeightHandle, num_runs: int, store: WeightStore) -> GroupedLinear:
     return partial(grouped_linear, handle)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The parts that implementations differ in.
+    """The components in which implementations differ.
 
     Args:
         name: as `--transformer-impl` spells it.
@@ -86,7 +86,7 @@ class Backend:
             `NormFunction`.
         attention: function with the signature of `ops.attention.attention`.
         attention_layer: constructor, from `scale` and `window`, of a layer's attention over whole
-            rows without dropout; None leaves it to `attention`, as all other attention is.
+            rows without dropout; None uses `attention`, as all other attention does.
         grouped_linear: constructor, from a weight's handle, the number of runs and the store, of
             the function that multiplies rows in runs by its matrices, see
             `weight_gather.grouped_linear`.
@@ -95,21 +95,23 @@ class Backend:
             backward instead of computing them again.
         context_engine: how attention over ranks that share the tokens of a row brings queries and
             keys together: "p2p", "all_gather", "a2a" or "auto".
-        linear_mode: how recurrences over those ranks meet: "headwise", "segments" or "auto".
-        dispatcher: how tokens come to the ranks of their experts: "allgather", "alltoall", or
-            "auto", which is what moves fewer bytes.
-        expert_rank_capacity_factor: in training a rank of experts takes this times its even share
-            of tokens, so that the host knows all sizes, see `moe.capacity`; None takes all.
-        overlap_shared_expert: compute the shared expert while tokens are under way.
-        gtp_opt_in_modules: whose matrices generalized tensor parallelism may shard although every
-            tensor parallel rank has them whole: "mla_down_proj" (the down projections of latent
+        linear_mode: how recurrences run over context-parallel ranks: "headwise", "segments" or
+            "auto".
+        dispatcher: how tokens reach the ranks of their experts: "allgather", "alltoall", or "auto"
+            for the dispatcher that moves fewer bytes.
+        expert_rank_capacity_factor: in training an expert-parallel rank takes this times its even
+            share of tokens, so that the host knows all sizes, see `moe.capacity`; None takes all.
+        overlap_shared_expert: compute the shared expert while tokens are exchanged.
+        gtp_opt_in_modules: modules whose matrices generalized tensor parallelism may shard although
+            tensor parallelism replicates them: "mla_down_proj" (the down projections of latent
             attention), "position_embeddings" (learned absolute positions).
-        cpu_dtype: dtype of bf16 and fp16 matmuls on a CPU: that dtype, or fp32; None chooses the
-            faster one. All ranks of a model must use the same dtype, see `with_cpu_dtype`.
+        cpu_dtype: dtype in which a CPU multiplies bf16 and fp16 matrices: their own or fp32; None
+            chooses the faster of the two. All ranks of a model must use the same dtype, see
+            `with_cpu_dtype`.
         batch_invariant: whether the bits of a row depend on that row alone: see
             `with_batch_invariance`.
         layer_parts: replacements for layer i of n, by field; None if all layers are equal.
-        step_state: of the layers built from this backend; None where they have none.
+        step_state: state of the layers built from this backend; None without such state.
     """
 
     name: str
@@ -134,7 +136,7 @@ class Backend:
     step_state: StepState | None = None
 
     def of_layer(self, layer: int, num_layers: int) -> Backend:
-        """Return what layer `layer` of `num_layers` is built from."""
+        """Return the backend that layer `layer` of `num_layers` is built from."""
         if self.layer_parts is None:
             return self
         return replace(self, **self.layer_parts(layer, num_layers))
@@ -148,18 +150,18 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
     """Return the backend with the dtype of bf16 and fp16 matmuls on a CPU, also in attention."""
     if dtype is None:
         return backend
-    chosen = partial(backend.attention, cpu_dtype=dtype)
-    return replace(backend, attention=chosen, cpu_dtype=dtype)
+    with_dtype = partial(backend.attention, cpu_dtype=dtype)
+    return replace(backend, attention=with_dtype, cpu_dtype=dtype)
 
 
 def with_batch_invariance(backend: Backend) -> Backend:
     """Return the backend with bits that depend neither on other rows nor on how a row is divided.
 
-    Products are by packed matrices (`ops.packed_matmul`) or over tiles of one number of rows
-    (`ops.batch_invariant`), attention over tiles of keys counted from the row's beginning
-    (`ops.tiled_attention`), recurrences token by token; 16-bit matrices are multiplied in fp32. So
-    a model computes the same log-probabilities over a whole row as an engine does bit by bit.
-    Recurrences are forward only.
+    Matmuls use packed matrices (`ops.packed_matmul`) or tiles of a fixed number of rows
+    (`ops.batch_invariant`), attention uses tiles of keys counted from the row's beginning
+    (`ops.tiled_attention`), and recurrences run token by token; 16-bit matrices are multiplied in
+    fp32. The log-probabilities of a whole row are then bit-identical to an engine's, which computes
+    the row in chunks and single tokens. Recurrences are forward only.
     """
     return replace(
         backend,
@@ -182,7 +184,7 @@ LOCAL = Backend(
 
 @dataclass(frozen=True, eq=False)
 class LayerBuild:
-    """The surroundings a layer is built in.
+    """The context in which a layer is built.
 
     Args:
         store: where weights are declared.
@@ -191,7 +193,7 @@ class LayerBuild:
         hidden_size: h.
         init: initial values of input projections.
         output_init: initial values of projections back into the residual stream.
-        seed: of dropout.
+        seed: dropout seed.
         context: the ranks that share the tokens of a row.
     """
 
@@ -212,11 +214,11 @@ class LayerBuild:
         input_size: int | None = None,
         **options: object,
     ) -> nn.Module:
-        """Build the backend's `ColumnParallelLinear`, into a block.
+        """Build the backend's `ColumnParallelLinear`, which leads into a block.
 
         Args:
-            name, outputs, options: of that layer.
-            input_size: None is h.
+            name, outputs, options: arguments of that layer.
+            input_size: input features; None means h.
         """
         return self.backend.column_linear(
             name,
@@ -229,7 +231,7 @@ class LayerBuild:
         )
 
     def row_linear(self, name: str, input_size: int, *, bias: bool = False) -> nn.Module:
-        """Build the backend's `RowParallelLinear`, from a block back into the residual stream."""
+        """Build the backend's `RowParallelLinear`, which leads back into the residual stream."""
         return self.backend.row_linear(
             name,
             input_size=input_size,

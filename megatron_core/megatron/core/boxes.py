@@ -86,43 +86,44 @@ def boxes_of_range(sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
         return []
     if begin == 0 and end == math.prod(sizes):
         return [Box((0,) * len(sizes), tuple(sizes))]
-    inner = math.prod(sizes[1:])
-    first_row, last_row = begin // inner, end // inner
+    row_numel = math.prod(sizes[1:])
+    first_row, last_row = begin // row_numel, end // row_numel
     if first_row == last_row:
-        return _in_row(first_row, sizes, begin - first_row * inner, end - first_row * inner)
+        row_begin = first_row * row_numel
+        return _in_row(first_row, sizes, begin - row_begin, end - row_begin)
     boxes = []
-    if begin % inner:
-        boxes += _in_row(first_row, sizes, begin % inner, inner)
+    if begin % row_numel:
+        boxes += _in_row(first_row, sizes, begin % row_numel, row_numel)
         first_row += 1
     if last_row > first_row:
         zeros = (0,) * (len(sizes) - 1)
         boxes.append(Box((first_row, *zeros), (last_row - first_row, *sizes[1:])))
-    return boxes + _in_row(last_row, sizes, 0, end % inner)
+    return boxes + _in_row(last_row, sizes, 0, end % row_numel)
 
 
 def _in_row(row: int, sizes: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    inner = boxes_of_range(sizes[1:], begin, end)
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+    inner_boxes = boxes_of_range(sizes[1:], begin, end)
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner_boxes]
 
 
 def row_boxes(
-    shape: tuple[int, ...], itemsize: int, *, piece_bytes: int = ROW_BOX_BYTES
+    shape: tuple[int, ...], itemsize: int, *, box_bytes: int = ROW_BOX_BYTES
 ) -> Iterator[Box]:
-    """Cut a tensor into boxes of whole rows that take about `piece_bytes` each.
+    """Cut a tensor into boxes of whole rows that take at most `box_bytes` each, or of a single row.
 
-    A box is a run of the tensor's elements, and the boxes come in their order. A slice of the first
-    dimension that takes more is cut itself.
+    Each box is contiguous in the row-major tensor, and the boxes come in memory order. If one index
+    of the first dimension takes more than `box_bytes`, that slice is cut along the next dimension.
     """
     if not shape:
         yield Box((), ())
         return
     slice_bytes = itemsize * math.prod(shape[1:])
-    if len(shape) > 1 and slice_bytes > piece_bytes:
+    if len(shape) > 1 and slice_bytes > box_bytes:
         for index in range(shape[0]):
-            for box in row_boxes(shape[1:], itemsize, piece_bytes=piece_bytes):
+            for box in row_boxes(shape[1:], itemsize, box_bytes=box_bytes):
                 yield Box((index, *box.offsets), (1, *box.sizes))
         return
-    rows = max(1, piece_bytes // max(1, slice_bytes))
+    rows = max(1, box_bytes // max(1, slice_bytes))
     inner_offsets = (0,) * (len(shape) - 1)
     for first_row in range(0, shape[0], rows):
         yield Box((first_row, *inner_offsets), (min(rows, shape[0] - first_row), *shape[1:]))
@@ -143,36 +144,35 @@ class BoxIndex:
         dims = range(len(boxes[0].sizes) if boxes else 0)
         self._dim = max(dims, key=lambda d: len({b.offsets[d] for b in boxes}), default=None)
         dim = self._dim
-        if dim is None:  # scalars have no place
+        if dim is None:  # no boxes, or scalars: nothing to sort by
             return
         self._order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets[dim])
         ordered = [boxes[i] for i in self._order]
         self._begins = [box.offsets[dim] for box in ordered]
-        # The end that any box up to here has: ascending even where boxes contain each other.
-        self._reaches = list(accumulate((b.offsets[dim] + b.sizes[dim] for b in ordered), max))
+        # Running maximum of the ends: ascending even if a box contains later ones.
+        self._max_ends = list(accumulate((b.offsets[dim] + b.sizes[dim] for b in ordered), max))
 
     def overlaps(self, box: Box) -> list[tuple[int, Box]]:
-        """Return the index of every box that shares elements with `box`, and the shared ones."""
-        near: Sequence[int] = range(len(self._boxes))
+        """Return the index of every box that shares elements with `box`, and their intersection."""
+        candidates: Sequence[int] = range(len(self._boxes))
         if self._dim is not None:
             begin = box.offsets[self._dim]
-            first_index = bisect_right(self._reaches, begin)
-            near = self._order[
-                first_index : bisect_left(self._begins, begin + box.sizes[self._dim])
-            ]
-        overlaps = ((i, intersect(self._boxes[i], box)) for i in near)
-        return [(i, common) for i, common in overlaps if common is not None]
+            first_index = bisect_right(self._max_ends, begin)
+            end_index = bisect_left(self._begins, begin + box.sizes[self._dim])
+            candidates = self._order[first_index:end_index]
+        intersections = ((i, intersect(self._boxes[i], box)) for i in candidates)
+        return [(i, common) for i, common in intersections if common is not None]
 
 
 def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return whether every element of a tensor lies in exactly one of the boxes.
 
     With the step function s_c(x) = [x >= c], a box is the function prod_d (s_o - s_(o+n))(x_d).
-    Products of step functions are linearly independent, so the boxes tile the tensor iff their sum
-    equals the function of the whole tensor. Both are evaluated with random numbers modulo a prime
-    in place of the step functions (Schwartz-Zippel lemma): boxes that tile always pass, others pass
-    with a probability below dims / 2^60. The time is linear in the number of boxes however they
-    lie; comparing pairs is quadratic for boxes that no plane separates.
+    Products of step functions are linearly independent, so the boxes tile the tensor iff the sum
+    of their functions equals the function of the whole tensor. Both are evaluated with random
+    numbers modulo a prime in place of the step functions (Schwartz-Zippel lemma): boxes that tile
+    always pass, others pass with a probability below dims / 2^60. The time is linear in the number
+    of boxes for any layout; comparing pairs is quadratic for boxes that no plane separates.
 
     Args:
         boxes: with as many dimensions as the tensor.
@@ -180,12 +180,12 @@ def tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """
     if 0 in shape:
         return True  # no element
-    cut = [
+    split_dims = [
         d
         for d, size in enumerate(shape)
         if any(box.offsets[d] or box.sizes[d] != size for box in boxes)
     ]
-    steps = [(d, _random_function()) for d in cut]
+    steps = [(d, _random_function()) for d in split_dims]
     total = 0
     for offsets, sizes in boxes:
         product = 1
@@ -229,7 +229,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         group = groups.pop()
         if len(group) < 2:
             continue
-        subgroups = _cut_apart(boxes, group)
+        subgroups = _split_group(boxes, group)
         if len(subgroups) > 1:
             groups += subgroups
             continue
@@ -240,17 +240,17 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def _cut_apart(boxes: Sequence[Box], group: list[int]) -> list[list[int]]:
-    """Split `group` along the first dimension in which borders run through all of it."""
+def _split_group(boxes: Sequence[Box], group: list[int]) -> list[list[int]]:
+    """Split `group` along the first dimension in which a plane separates its boxes."""
     for dim in range(len(boxes[group[0]].sizes)):
-        groups = list(_runs(boxes, group, dim))
+        groups = list(_overlapping_runs(boxes, group, dim))
         if len(groups) > 1:
             return groups
     return [group]
 
 
-def _runs(boxes: Sequence[Box], group: list[int], dim: int) -> Iterator[list[int]]:
-    """Yield the maximal runs of boxes whose intervals along `dim` touch each other's inside."""
+def _overlapping_runs(boxes: Sequence[Box], group: list[int], dim: int) -> Iterator[list[int]]:
+    """Yield the groups of boxes whose intervals along `dim` are connected by overlaps."""
     run: list[int] = []
     reach = -1
     for i in sorted(group, key=lambda i: boxes[i].offsets[dim]):
@@ -329,9 +329,9 @@ class TensorChunk:
 
 
 def chunk_key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the key of a chunk in its safetensors file: the name, and the offsets of a part.
+    """Return the key of a chunk in its safetensors file: `name@offsets`, or the plain name.
 
-    A tensor stored whole has its plain name, so any safetensors reader finds it under that.
+    A tensor that is stored as one chunk has its plain name, which any safetensors reader finds.
     """
     if box.sizes == shape:
         return name

@@ -18,16 +18,16 @@ Operations are recorded below autograd (`__torch_dispatch__`), as these calls:
 
 | operation | recorded as |
 |---|---|
-| writes to an argument, as `add_` or `mm(out=)` do | itself |
+| writes to an argument, like `add_` or `mm(out=)` | itself |
 | returns views of its arguments | nothing: the views stay |
-| returns a new tensor | itself and a copy to that tensor; those in `_OUT` with `out=` it |
-| makes a tensor of numbers of Python | a copy of these numbers to it |
+| returns a new tensor | itself and a copy to that tensor; if in `_OUT`, itself with `out=` |
+| makes a tensor of Python numbers | a copy of these numbers to it |
 | allocates memory without writing to it | nothing |
 
-What cannot be recorded is refused: a value that the host has read, as Python may have acted on it;
-random numbers; collectives. Operations of other threads are not seen. A part that follows values,
-as attention follows the lengths of its contexts, is called anew at each replay (`CpuGraph.call`):
-graphs are piecewise there.
+Operations that cannot be recorded raise `CaptureError`: reads of a value by the host, because
+Python may branch on it; random numbers; collectives. Operations of other threads are not recorded.
+A function that depends on values, such as attention on context lengths, is called at each replay
+(`CpuGraph.call`): the graph is then piecewise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operations whose result is memory with anything in it.
+#: Operations whose result is uninitialised memory.
 _EMPTY = frozenset(
     f"aten::{name}"
     for name in (
@@ -56,14 +56,14 @@ _EMPTY = frozenset(
     )
 )
 
-#: Operations whose result is their first argument in other memory or another dtype.
+#: Operations that return a copy of their first argument, possibly in another dtype.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone"})
 
-#: Marks of operations that give the host a value, or a shape that depends on values.
+#: Tags of operations that give the host a value, or a shape that depends on values.
 _VALUE_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
-#: Functions of torch that call an operation with less around it than `torch.ops` has, and take the
-#: same arguments with the same defaults; with `out=` too.
+#: Functions of torch that call an operation with less overhead than `torch.ops`. They take the same
+#: arguments with the same defaults, and also `out=`.
 _OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         f"aten::{name}": getattr(torch, name)
@@ -88,7 +88,7 @@ _OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
     | {"aten::linalg_vector_norm": torch.linalg.vector_norm}
 )
-#: Such functions that write to their first argument.
+#: The same for operations that write to their first argument.
 _IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         f"aten::{name}": getattr(Tensor, name)
@@ -115,11 +115,11 @@ _IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 class CaptureError(RuntimeError):
-    """A function does what cannot be recorded."""
+    """A function does something that cannot be recorded, or a graph is used out of order."""
 
 
 class CpuGraph(TorchDispatchMode):
-    """Record by `capture`, then `replay` any number of times; a `megatron.core.device.Recorder`.
+    """Call `capture` once and `replay` any number of times; a `megatron.core.device.Recorder`.
 
     Operations run while they are recorded.
     """
@@ -171,7 +171,7 @@ class CpuGraph(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what runs inside."""
+        """Run operations inside without recording them."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -183,7 +183,7 @@ class CpuGraph(TorchDispatchMode):
         """Run the operations again.
 
         Raises:
-            CaptureError: nothing was recorded, or not to its end.
+            CaptureError: no capture has completed.
         """
         if not self._captured:
             raise CaptureError("replay of a CpuGraph before its capture has ended")
@@ -223,7 +223,7 @@ class CpuGraph(TorchDispatchMode):
             self._calls.append((_IN_PLACE.get(name, _OUT.get(name, function)), args, named))
             return
         outputs = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
-        if name == "aten::lift_fresh":  # numbers of Python
+        if name == "aten::lift_fresh":  # a tensor of Python numbers
             self._calls.append((Tensor.copy_, (outputs[0], outputs[0].clone()), {}))
             return
         input_memory = {_memory(t) for t in tree_leaves([args, named]) if isinstance(t, Tensor)}
@@ -241,7 +241,7 @@ class CpuGraph(TorchDispatchMode):
 
 def reads_on_host(function: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     """Whether an operation gives the host a value, or a tensor whose shape depends on values."""
-    if function is torch.ops.aten.index.Tensor:  # only by masks
+    if function is torch.ops.aten.index.Tensor:  # masks only
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     return not _VALUE_TAGS.isdisjoint(function.tags)
 
@@ -272,7 +272,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _NoHostReads(TorchFunctionMode):
-    """Refuse what reads a tensor's values without an operation, where a graph is recorded."""
+    """Refuse functions that read a tensor's values without an operation, during a capture."""
 
     _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 

@@ -67,14 +67,14 @@ Event: TypeAlias = "torch.cuda.Event | NullEvent"
 
 
 class WorkQueue:
-    """Run functions one after another while the caller goes on; each puts work on a device.
+    """Run functions one after another while the caller continues; each enqueues work on a device.
 
-    A GPU has a queue of its own, its stream, so functions run at once and return before the device
-    is done. For a CPU a thread runs them; torch lets others run while an operation computes.
+    On a GPU the stream is the queue: functions run in the caller and return before the device is
+    done. On a CPU a thread runs them; torch releases the GIL while an operation computes.
 
     Args:
-        device: that the functions use.
-        in_thread: on a CPU: run in a thread; else each function is done when `submit` returns.
+        device: the device that the functions use.
+        in_thread: on a CPU, run in a thread; otherwise a function is done when `submit` returns.
     """
 
     def __init__(self, device: torch.device, *, in_thread: bool) -> None:
@@ -85,7 +85,7 @@ class WorkQueue:
     def submit(self, function: Callable[[], _Result]) -> Work[_Result]:
         """Run a function after those before it."""
         if self._pool is not None:
-            # Of the caller's number of threads: a new thread would take torch's default.
+            # With the caller's number of threads: a new thread would use torch's default.
             threads = torch.get_num_threads()
             return Work(self._pool.submit(_on_threads, threads, function), NullEvent())
         future: Future[_Result] = Future()
@@ -183,7 +183,7 @@ class CudaRecorder:
         self._stream = self._memory.stream_on(device)
 
     def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` puts on the device, without carrying it out."""
+        """Record the work that `run` enqueues, without executing it."""
         failures: list[BaseException] = []
         context = torch.cuda.graph(
             self._graph,
@@ -199,7 +199,7 @@ class CudaRecorder:
                     failures.append(error)
                     raise
         except Exception as error:
-            # Ending a recording that has failed raises once more, and says less.
+            # Ending a failed capture raises a second, less specific error.
             if failures and failures[0] is not error:
                 raise failures[0] from error
             raise
@@ -217,7 +217,7 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> 
         local_rank: index of this rank on its machine, and of its GPU.
 
     Raises:
-        ValueError: an unknown name, or a GPU that is not there.
+        ValueError: an unknown name, or a GPU that does not exist.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: use auto, cpu or cuda")
@@ -242,18 +242,18 @@ def runs_ahead(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
-    """Make a stream beside the default one; a lower `priority` number runs earlier."""
+    """Create a stream in addition to the default stream; a lower `priority` number runs earlier."""
     return torch.cuda.Stream(device, priority) if device.type == "cuda" else NullStream()
 
 
 def current_stream(device: torch.device) -> Stream:
-    """Return the stream that work is put on now."""
+    """Return the stream on which work is enqueued now."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else NullStream()
 
 
 @contextlib.contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
-    """Put the work of the block on `stream`."""
+    """Enqueue the work of the block on `stream`."""
     if isinstance(stream, NullStream):
         yield
     else:
@@ -291,8 +291,8 @@ class HostCopy:
     """Host copies of tensors, whose device memory is freed until `restore`.
 
     Args:
-        tensors: the tensors; holders of a tensor may keep it, but its memory has another address
-            after `restore`, and must not be used before.
+        tensors: the tensors; other references to them remain valid, but must not be used before
+            `restore`, after which their memory has another address.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -321,13 +321,13 @@ class HostCopy:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Let other processes have the memory of a GPU that torch holds and nobody uses."""
+    """Release unused GPU memory from torch's cache, so that other processes can use it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def pin_in_place(tensor: Tensor) -> None:
-    """Pin a CPU tensor's memory where it lies, so that GPUs copy to it while the host goes on."""
+    """Pin a CPU tensor's existing memory, so that GPUs can copy to it asynchronously."""
     size = tensor.numel() * tensor.itemsize
     error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
     if int(error) != 0:
@@ -335,7 +335,7 @@ def pin_in_place(tensor: Tensor) -> None:
 
 
 def unpin_in_place(tensor: Tensor) -> None:
-    """Undo `pin_in_place`, before the memory goes."""
+    """Undo `pin_in_place`; call it before the memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
@@ -352,15 +352,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory held now: allocated on a GPU, resident in this process on a CPU (where
-    only the peak is known, that)."""
+    """Return the memory held now: allocated on a GPU, resident in this process on a CPU (the
+    peak, where the current size is unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _process_bytes("VmRSS") or peak_memory_bytes(device)
 
 
 def _process_bytes(field: str) -> int | None:
-    """Return a field of Linux's account of this process, in bytes; None elsewhere."""
+    """Return a field of Linux's /proc/self/status, in bytes; None on other systems."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

@@ -9,9 +9,9 @@ A weight's element number i (row-major, in the logical tensor: unfused, unpadded
 so any box of a tensor can be filled alone, in any order, by any number of ranks. Everything up to
 the last step is integer arithmetic, which CPU and GPU compute alike; log, cos and erfinv differ in
 their last bits between devices and even between vector positions. Normal values come from a table
-of 4,096 equally likely cells: 12 bits choose the cell, 19 bits the place between its two quantiles,
-all in units of 2^-22. That is one exact conversion to fp32, one rounded multiplication by `std`,
-and last the rounding to the weight's dtype.
+of 4,096 equally likely cells: 12 bits choose the cell, 19 bits the position between its two
+quantiles, all in units of 2^-22. That is one exact conversion to fp32, one rounded multiplication
+by `std`, and last the rounding to the weight's dtype.
 
 The outermost quantiles are infinite; they are replaced by the one value (about 3.965) that gives
 the table unit variance. No draw lies beyond it.
@@ -35,7 +35,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
-_CELL_BITS, _PLACE_BITS, _UNIT_BITS = 12, 19, 22
+_CELL_BITS, _FRACTION_BITS, _UNIT_BITS = 12, 19, 22
 _UNIFORM_BITS = 24
 
 #: Elements per step: on a CPU two int64 temporaries of this size stay in the second-level cache
@@ -45,7 +45,7 @@ _CPU_CHUNK, _GPU_CHUNK = 1 << 15, 1 << 22
 
 @dataclass(frozen=True)
 class InitSpec:
-    """Say how a weight starts. Make one with `normal`, `uniform` or `constant`.
+    """The distribution of a weight's initial values; create one with the class methods.
 
     Args:
         kind: the distribution.
@@ -169,7 +169,7 @@ def _states(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Walk `out` in chunks of rows; yield each with its mixed states, a reused int64 buffer.
 
-    Returns:
+    Yields:
         Pairs of a view of `out` [rows, ...] and the states of its elements [rows, inner].
     """
     sizes, strides = tuple(out.shape), _row_major(shape)
@@ -200,8 +200,8 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], device: torch.device) -
     """Return how far each element of a box moves the state: gamma times its linear index, int64."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for size, stride in zip(sizes, strides, strict=True):
-        along = torch.arange(size, dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
-        total = (total.unsqueeze(1) + along).flatten()
+        steps = torch.arange(size, dtype=torch.int64, device=device) * _signed(stride * _GAMMA)
+        total = (total.unsqueeze(1) + steps).flatten()
     return total
 
 
@@ -236,8 +236,8 @@ def _uniform(state: Tensor, spec: InitSpec) -> Tensor:
     # Two operations, each rounded once: an addcmul could be one rounding on some devices.
     values = bits.to(torch.float32).mul_((spec.high - spec.low) * 2.0**-_UNIFORM_BITS)
     # Rounding the sum may reach `high` when |low| is large: stay inside the half-open range.
-    below = torch.nextafter(torch.tensor(spec.high), torch.tensor(-math.inf)).item()
-    return values.add_(spec.low).clamp_(max=below)
+    largest = torch.nextafter(torch.tensor(spec.high), torch.tensor(-math.inf)).item()
+    return values.add_(spec.low).clamp_(max=largest)
 
 
 def _normal(state: Tensor, spec: InitSpec) -> Tensor:
@@ -245,8 +245,12 @@ def _normal(state: Tensor, spec: InitSpec) -> Tensor:
     flat = state.view(-1)
     cell = _shift_right(flat, 64 - _CELL_BITS, torch.empty_like(flat))
     entry = torch.index_select(_quantile_table(flat.device), 0, cell)
-    flat.bitwise_right_shift_(64 - _CELL_BITS - _PLACE_BITS).bitwise_and_((1 << _PLACE_BITS) - 1)
-    flat.mul_(torch.bitwise_and(entry, (1 << 32) - 1, out=cell)).bitwise_right_shift_(_PLACE_BITS)
+    flat.bitwise_right_shift_(64 - _CELL_BITS - _FRACTION_BITS).bitwise_and_(
+        (1 << _FRACTION_BITS) - 1
+    )
+    flat.mul_(torch.bitwise_and(entry, (1 << 32) - 1, out=cell)).bitwise_right_shift_(
+        _FRACTION_BITS
+    )
     flat.add_(entry.bitwise_right_shift_(32))
     return flat.to(torch.float32).mul_(spec.std * 2.0**-_UNIT_BITS)
 
@@ -259,9 +263,9 @@ def _log(state: Tensor, spec: InitSpec) -> Tensor:
 
 def _step(state: Tensor, spec: InitSpec) -> Tensor:
     """Turn mixed states into fp64 values whose softplus is log-uniform."""
-    ends = InitSpec.uniform(math.log(spec.low), math.log(spec.high))
-    target = _uniform(state, ends).double().exp_()
-    return target.neg().expm1().neg_().log_().add_(target)  # log(e^w - 1) = w + log(1 - e^-w)
+    log_range = InitSpec.uniform(math.log(spec.low), math.log(spec.high))
+    step_size = _uniform(state, log_range).double().exp_()
+    return step_size.neg().expm1().neg_().log_().add_(step_size)  # log(e^w - 1) = w + log(1 - e^-w)
 
 
 _DRAWS = MappingProxyType({"normal": _normal, "uniform": _uniform, "log": _log, "step": _step})

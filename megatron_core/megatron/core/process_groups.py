@@ -132,8 +132,8 @@ class RankGrid:
 
     def problems(self) -> list[str]:
         """List everything that makes this layout impossible, with its fix; empty if it is fine."""
-        named = ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp", "instances")
-        degrees = {name: getattr(self, name) for name in named}
+        names = ("tp", "gtp", "cp", "pp", "etp", "ep", "egtp", "instances")
+        degrees = {name: getattr(self, name) for name in names}
         problems = [
             f"{axis} size is {size}: use a positive integer"
             for axis, size in {"world": self.world_size, **degrees}.items()
@@ -141,10 +141,10 @@ class RankGrid:
         ]
         if problems:
             return problems
-        for product in (("tp", "gtp", "cp", "pp"), ("etp", "ep", "egtp", "pp")):
-            total = math.prod(degrees[a] or 1 for a in product)
+        for axes in (("tp", "gtp", "cp", "pp"), ("etp", "ep", "egtp", "pp")):
+            total = math.prod(degrees[a] or 1 for a in axes)
             if self.world_size % total:
-                degrees_text = " x ".join(f"{a}={degrees[a]}" for a in product)
+                degrees_text = " x ".join(f"{a}={degrees[a]}" for a in axes)
                 problems.append(
                     f"{degrees_text} = {total} ranks do not divide the world of {self.world_size}: "
                     f"start a multiple of {total} processes or lower a degree"
@@ -194,7 +194,7 @@ class RankGrid:
         return size
 
     def _split(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return `axes` with the names for two axes replaced by these."""
+        """Return `axes` with each joined name replaced by its two axes."""
         return tuple(single for axis in axes for single in JOINED_AXES.get(axis, (axis,)))
 
     def _order(self, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -209,15 +209,15 @@ class RankGrid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of global `rank` on every axis, dense and expert.
 
-        Under "dp" and "edp" it holds the index over both data axes: inner + outer · inner size.
+        "dp" and "edp" are indices over both data axes: inner + outer · inner size.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
         coordinates = {}
         for order in (DENSE_AXES, EXPERT_AXES):
-            remainder = rank
+            quotient = rank
             for axis in order:
-                remainder, coordinates[axis] = divmod(remainder, self.sizes[axis])
+                quotient, coordinates[axis] = divmod(quotient, self.sizes[axis])
         for joined, (inner, outer) in JOINED_AXES.items():
             coordinates[joined] = coordinates[inner] + coordinates[outer] * self.sizes[inner]
         return coordinates
@@ -229,9 +229,9 @@ class RankGrid:
             if not 0 <= index < (size := self.size(axis)):
                 raise ValueError(f"{axis} coordinate {index} is outside 0..{size - 1}")
             inner, outer = JOINED_AXES.get(axis, (axis, None))
-            remainder, at[inner] = divmod(index, self.sizes[inner])
+            outer_index, at[inner] = divmod(index, self.sizes[inner])
             if outer is not None:
-                at[outer] = remainder
+                at[outer] = outer_index
         rank, stride = 0, 1
         for axis in self._order(tuple(at)):
             index = at.get(axis, 0)
@@ -294,8 +294,8 @@ class RankGrid:
         return offsets
 
 
-#: Groups whose communicators carry one kind of traffic only, and which kind: what is queued on one
-#: communicator runs in turn, so a gather must not queue behind the reduction of a large bucket.
+#: The kind of traffic of each group whose communicator carries one kind only. Collectives on one
+#: communicator run in turn, so a gather must not queue behind the reduction of a large bucket.
 TRAFFIC: Mapping[str, str] = MappingProxyType(
     {
         "dense_dp": "gradients",
@@ -319,7 +319,7 @@ URGENT_TRAFFIC = frozenset({"activations", "tokens of experts"})
 
 
 def _backend_options(traffic: str) -> dict[str, object]:
-    """Return what `new_group` takes besides for a kind of traffic: nothing but for NCCL."""
+    """Return the additional options of `new_group` for a kind of traffic; only NCCL has any."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     if not is_nccl or traffic not in URGENT_TRAFFIC:
         return {}
@@ -367,8 +367,8 @@ class Group:
 class ProcessGroupCollection:
     """All groups of one rank: `groups["tp"]`, `groups["dense_dp"]` …, and the grid behind them.
 
-    Build with `create` (many processes) or `single` (one). Frozen; nothing is looked up anywhere
-    else.
+    Build with `create` (many processes) or `single` (one). Frozen, and the only source of
+    groups.
     """
 
     grid: RankGrid
@@ -387,7 +387,7 @@ class ProcessGroupCollection:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators of this rank's groups, and torch's default group beside them."""
+        """Number of communicators of this rank's groups, plus torch's default group."""
         handles = {id(group.handle) for group in self.groups.values() if group.handle is not None}
         return len(handles) + 1 if handles else 0
 
@@ -397,11 +397,11 @@ class ProcessGroupCollection:
         return self.grid.coordinates(self.rank)
 
     def host_group(self, name: str = "world", *, timeout_seconds: float = 600.0) -> Group:
-        """Make a group of the same ranks as the group called `name`, whose collectives take tensors
-        of the CPU, over gloo; all ranks of the world call this.
+        """Create a gloo group with the ranks of the group `name`, for collectives of CPU tensors;
+        all ranks of the world call this.
 
-        Its communicator is nobody else's: nothing that a device or another thread computes delays
-        it, and it may be used while that goes on.
+        No other group shares its communicator, so it may be used while a device or another thread
+        communicates, and neither delays it.
 
         Raises:
             ValueError: an unknown name.
@@ -430,7 +430,7 @@ class ProcessGroupCollection:
         """Create every named group, in the same order on every rank (collective over the world).
 
         Groups of equal ranks share one communicator if they carry the same kind of `TRAFFIC`, so
-        that gradients, weights and all the rest never queue behind each other. Groups of one rank
+        that gradients, weights and other traffic never queue behind each other. Groups of one rank
         create none.
 
         Args:
@@ -439,7 +439,7 @@ class ProcessGroupCollection:
             rank: this process's global rank.
             timeout_seconds: how long a collective may wait for a peer before it raises.
             names: which of `GROUP_NAMES` and the grid's `replica_names` to create, None for all;
-                asking for another later is an error.
+                the collection has no other groups.
 
         Raises:
             ValueError: unknown name, or a world of another size than the grid's.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files in folders that somebody else may have made: regular, bounded, and reached by no link.
 
-Everything that is installed opens files through this module; `tools/security_rules.py` holds it to
-that.
+Everything that is installed opens files through this module; `tools/security_rules.py` checks
+this.
 
 Reading: a file is opened without blocking and must be a regular one, so that a pipe or a device
 under its name neither hangs nor answers. Its size is compared with a limit before a byte is read. A
@@ -30,13 +30,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, cast
 
-#: Bytes of JSON that are parsed: that takes up to thirty times the memory.
+#: Largest JSON file that is parsed, in bytes; its values take up to thirty times the memory.
 MAX_JSON_BYTES = 16 << 20
 
-#: Bytes of a tokenizer's file, which a library parses: the largest known has 33 MB.
+#: Largest tokenizer file, in bytes, which a library parses: the largest known has 33 MB.
 MAX_TOKENIZER_BYTES = 64 << 20
 
-#: Objects and lists inside each other. Code that walks through JSON calls itself once for each.
+#: Nesting depth of JSON objects and lists. Code that walks through JSON recurses once per level.
 MAX_JSON_DEPTH = 64
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -55,10 +55,10 @@ WriteMode = Literal["x", "w", "a", "r+", "a+"]
 
 
 class UnsafeFileError(OSError):
-    """A file that is not read, or not written; `strerror` is the reason, `filename` its path."""
+    """A file that must not be read or written; `strerror` is the reason, `filename` its path."""
 
-    def __init__(self, path: Path | str, why: str) -> None:
-        super().__init__(errno.EINVAL, why, os.fspath(path))
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, os.fspath(path))
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -139,7 +139,7 @@ def read_named(path: Path | str, limit: int) -> str:
         OSError: it is not there or cannot be read.
     """
     path = _checked_name(path)
-    fd = os.open(path, _READ)  # of a pipe that nobody writes to, the end is read at once
+    fd = os.open(path, _READ)  # does not wait for a pipe's writer; without one the pipe is empty
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISFIFO(status.st_mode):
@@ -185,8 +185,8 @@ def parse_json(text: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     return value
 
 
-# Python's bytes for what each character of JSON begins or separates: a list, an object, a name with
-# its place in an object, half a text, an element.
+# Bytes of the Python values that a JSON character stands for: a list, a dict, a key with its dict
+# entry, half a string (a string has two quotes), an element.
 _BYTES_OF = (("[", 64), ("{", 64), (":", 104), ('"', 28), (",", 32))
 _BASE_JSON_BYTES, _JSON_BYTES_PER_BYTE = 60_000_000, 7
 
@@ -283,7 +283,7 @@ def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None 
         if mode == "w":
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path.name, dir_fd=folder)
-        fd = _open_unlinked(path, flags, folder)
+        fd = _open_no_links(path, flags, folder)
     if mode == "r+":
         return cast(BinaryIO, os.fdopen(fd, "r+b"))
     return cast(BinaryIO, os.fdopen(fd, {"a": "ab", "a+": "a+b"}.get(mode, "wb")))
@@ -292,16 +292,16 @@ def open_to_write(path: Path | str, mode: WriteMode, *, root: Path | str | None 
 def open_lock(path: Path | str, *, make: bool = True) -> int:
     """Open a file to be locked and return its descriptor; see `open_to_write`.
 
-    To write, too: NFS locks alone only what may be written.
+    It is opened for writing too, because NFS grants exclusive locks only to writers.
 
     Args:
         path: of the file.
-        make: whether it is made if absent, and may be written. Else it may have several names.
+        make: create the file if it is absent; otherwise it must exist, and may have several names.
     """
     path = _checked_name(path)
     flags = os.O_RDWR | os.O_CREAT if make else os.O_RDWR
     with _folder_of(path, None) as folder:
-        return _open_unlinked(path, flags, folder, several_names=not make)
+        return _open_no_links(path, flags, folder, several_names=not make)
 
 
 def replace_file(
@@ -315,7 +315,7 @@ def replace_file(
     draft = f"{path.name}.{secrets.token_hex(6)}.tmp"
     with _folder_of(path, root) as folder:
         try:
-            fd = _open_unlinked(path.with_name(draft), os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
+            fd = _open_no_links(path.with_name(draft), os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
             with os.fdopen(fd, "wb") as file:
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
                 file.flush()
@@ -332,8 +332,8 @@ def replace_file(
 
 @contextlib.contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """Let a library that takes a path write a file: yield an unguessable name beside it, which
-    becomes `path` when the block ends without an error. Its folder must be there.
+    """Let a library that takes a path write a file: yield an unguessable path in the same
+    folder, which is renamed to `path` when the block ends without an error. The folder must exist.
 
     Raises:
         OSError: it cannot be written.
@@ -354,7 +354,7 @@ def write_to(path: Path | str, mode: WriteMode, *, root: Path | str | None = Non
 
 
 def make_folder(path: Path | str, *, root: Path | str) -> None:
-    """Make a folder, `root` and those between the two; none below `root` may be a link.
+    """Create a folder, `root` and the folders between them; none below `root` may be a link.
 
     Raises:
         UnsafeFileError: one is a link, or no folder.
@@ -367,7 +367,7 @@ def make_folder(path: Path | str, *, root: Path | str) -> None:
 
 @contextlib.contextmanager
 def _folder_of(path: Path, root: Path | str | None, *, make: bool = False) -> Iterator[int]:
-    """Open the folder of a file as `open_to_write` says."""
+    """Open the folder of a file below `root`, see `open_to_write`; yield its descriptor."""
     if root is None:
         fd = os.open(path.parent, _FOLDER)
         names: tuple[str, ...] = ()
@@ -380,21 +380,21 @@ def _folder_of(path: Path, root: Path | str | None, *, make: bool = False) -> It
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, dir_fd=fd)
             try:
-                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                subfolder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             except OSError as error:
                 if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
                     raise
                 where = Path(cast(str, root), *names[: i + 1])
                 raise UnsafeFileError(where, f"{name} is a link or a file: remove it") from None
             os.close(fd)
-            fd = inner
+            fd = subfolder
         yield fd
     finally:
         os.close(fd)
 
 
-def _open_unlinked(path: Path, flags: int, folder: int, *, several_names: bool = False) -> int:
-    """Open a name in an open folder; not through a link, and no file of several names."""
+def _open_no_links(path: Path, flags: int, folder: int, *, several_names: bool = False) -> int:
+    """Open a name in an open folder; refuse links and files of several names."""
     try:
         fd = os.open(path.name, flags | _WRITE, 0o666, dir_fd=folder)
     except OSError as error:

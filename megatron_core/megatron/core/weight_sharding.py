@@ -159,13 +159,13 @@ class WeightSharding:
             1 is plain concatenation.
         gradient: for every axis of size > 1 that does not shard it and sees different inputs or
             heads: "identical" (each rank computes the whole gradient) or "partial" (each computes
-                an addend).
+            an addend).
         stages: the pipeline stages that own it; a tied weight is one name with several owners.
-            Empty is the one stage that declares it.
+            Empty: only the stage that declares it.
         expert: it is on the expert grid (etp, ep, egtp, edp) instead of the dense one.
         weight_decay: whether decoupled weight decay applies.
-        gtp: whether generalized tensor parallelism may shard it: over gtp, or over egtp if it is of
-            experts.
+        gtp: whether generalized tensor parallelism may shard it: over gtp, or over egtp if it is
+            an expert weight.
     """
 
     name: str
@@ -208,9 +208,12 @@ class WeightSharding:
         return tuple(axis for axis in EXPERT_DATA_AXES if axis in group_names)
 
     def placement(self, grid: RankGrid, strategy: Placement) -> Placement:
-        """Return what shards this weight's roles on a grid: nothing on a single data-parallel rank,
-        else what the strategy shards, and the weight and its gradient over gtp if that may. A
-        strategy that shards weights does so over all data-parallel ranks, gtp among them."""
+        """Return the data axes that shard this weight's roles on a grid.
+
+        On a single data-parallel rank nothing is sharded. Otherwise the strategy's axes apply, and
+        if `gtp` allows it, each role that the strategy replicates is sharded over gtp. A strategy
+        that shards weights does so over all data-parallel ranks, gtp included.
+        """
         if all(grid.size(axis) == 1 for axis in self.data_axes):
             return Placement()
         if not self.gtp or strategy.weight or grid.size(self.gtp_axis) == 1:
@@ -235,7 +238,7 @@ class LocalBox:
         start: first element in the flat tensor; it runs for `box.numel` elements.
         counted: this rank is the one among the model-parallel replicas that counts it (norms,
             zeros).
-        replica_ranks: the global ranks that hold the same box in such a tensor, as far as known.
+        replica_ranks: the global ranks that hold the same box in such a tensor; empty if unknown.
     """
 
     name: str
@@ -288,8 +291,7 @@ def check(sharding: WeightSharding, grid: RankGrid) -> list[str]:
             if split or uneven:
                 problems.append(
                     f"{sub_weight.name}: {sub_weight.shape[0]} rows in {num_row_shards} shards do "
-                    "not "
-                    f"interleave by {sharding.interleave} units evenly"
+                    f"not interleave by {sharding.interleave} units evenly"
                 )
     return problems
 
@@ -366,10 +368,10 @@ def local_boxes(sharding: WeightSharding, grid: RankGrid, at: Coordinates) -> li
 
 
 def range_boxes(boxes: Sequence[LocalBox], start: int, stop: int) -> list[LocalBox]:
-    """Shard local boxes down to the elements [start, stop) of the flat tensor.
+    """Restrict local boxes to the elements [start, stop) of the flat tensor.
 
-    `start` of the results is relative to the range's own start. For how many boxes a range of one
-    is, see `boxes_of_range`.
+    `start` of the results is relative to the range's own start. A local box may become several, see
+    `boxes_of_range`.
     """
     boxes_in_range = []
     for box in boxes:
@@ -384,8 +386,8 @@ def range_boxes(boxes: Sequence[LocalBox], start: int, stop: int) -> list[LocalB
 def shard_range(numel: int, num_shards: int, index: int, *, quantum: int = 1) -> tuple[int, int]:
     """Return the element range [start, stop) of shard `index` of `num_shards` equal ones.
 
-    Each is a multiple of `quantum`. The last ones may reach past `numel`: that is padding, and the
-    caller allocates parts × shard elements.
+    Each shard's size is a multiple of `quantum`. The last shards may reach past `numel`: that is
+    padding, and the caller allocates `num_shards` times a shard's elements.
     """
     shard_numel = -(-numel // (num_shards * quantum)) * quantum
     return index * shard_numel, (index + 1) * shard_numel
@@ -393,7 +395,7 @@ def shard_range(numel: int, num_shards: int, index: int, *, quantum: int = 1) ->
 
 def replica_ranks(
     sharding: WeightSharding,
-    segment_name: str,
+    sub_weight_name: str,
     *,
     grid: RankGrid,
     rank: int,
@@ -408,7 +410,7 @@ def replica_ranks(
     Returns:
         Global ranks, ascending.
     """
-    sub_weight = next(s for s in sharding.sub_weights if s.name == segment_name)
+    sub_weight = next(s for s in sharding.sub_weights if s.name == sub_weight_name)
     at = grid.coordinates(rank)
     sharded_data_axes = sharding.data_axes_of(sharded)
     choices = []
@@ -460,7 +462,7 @@ def _shard_index(shard: Shard, grid: RankGrid, at: Coordinates) -> int:
 
 
 def _num_row_shards(sub_weight: SubWeight, grid: RankGrid) -> int:
-    return math.prod(c.num_shards(grid) for c in sub_weight.shards if c.dim == 0)
+    return math.prod(s.num_shards(grid) for s in sub_weight.shards if s.dim == 0)
 
 
 def _local_rows(sub_weight: SubWeight, grid: RankGrid) -> int:
@@ -492,7 +494,7 @@ def _origin(
 def _replica_index(
     sharding: WeightSharding, sub_weight: SubWeight, grid: RankGrid, at: Coordinates
 ) -> int:
-    """Return this rank's number among the model-parallel replicas of a sub_weight (0 counts it)."""
+    """Return this rank's number among the model-parallel replicas of a sub-weight (0 counts it)."""
     index = 0
     for axis in sharding.axes:
         if axis in sharding.data_axes:
@@ -521,13 +523,13 @@ class GradientStep:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """All that happens to a weight's gradient after backward.
+    """The reductions of a weight's gradient after backward.
 
     Args:
-        data_group: the group over which its buckets are reduced ("dense_dp" or "expert_dp").
-        steps: sums over model axes, in order, after that.
-        num_ranks_reached: the number of data-parallel ranks whose tokens the result holds; the loss
-            factor assumes all.
+        data_group: the group over which gradient buckets are reduced ("dense_dp" or "expert_dp").
+        steps: sums over model axes afterwards, in order.
+        num_ranks_reached: the number of data-parallel ranks whose tokens the sum includes; the loss
+            factor assumes all of them.
     """
 
     data_group: str
@@ -548,22 +550,22 @@ def gradient_plan(sharding: WeightSharding, grid: RankGrid) -> GradientPlan:
     for axis in sharding.axes:
         if axis in sharding.data_axes or axis == "pp" or grid.size(axis) == 1:
             continue
-        whole, size = [], grid.size(axis)
+        unsharded, size = [], grid.size(axis)
         for sub_weight in sharding.sub_weights:
             num_shards = sub_weight.num_shards(axis, grid)
-            if num_shards == 1 and not any(c.axis == axis for c in sub_weight.shards):
-                whole.append(sub_weight.name)
+            if num_shards == 1 and not any(s.axis == axis for s in sub_weight.shards):
+                unsharded.append(sub_weight.name)
             elif num_shards < size:
                 # Replicas of a shard feed different consumers (other query heads): addends of one
                 # gradient.
                 steps.append(GradientStep(f"{axis}/{size // num_shards}", (sub_weight.name,)))
-        if whole and axis not in sharding.gradient:
+        if unsharded and axis not in sharding.gradient:
             raise ValueError(
                 f"{sharding.name}: it is not sharded over {axis}={size}, and its gradient "
                 'there is declared neither "identical" nor "partial"'
             )
-        if whole and sharding.gradient[axis] == "partial":
-            steps.append(GradientStep(axis, tuple(whole)))
+        if unsharded and sharding.gradient[axis] == "partial":
+            steps.append(GradientStep(axis, tuple(unsharded)))
     if len(set(sharding.stages)) > 1:
         if set(sharding.stages) != {0, grid.pp - 1}:
             raise ValueError(
@@ -588,8 +590,8 @@ def loss_factor(grid: RankGrid, num_microbatches: int) -> float:
     """Return the factor of a microbatch's mean loss in the step's mean loss: 1 / (dp · gtp ·
     microbatches).
 
-    The microbatch's own mean is over its tokens on all cp ranks. With it in the loss every gradient
-    sum is a plain sum, for dense and expert weights alike.
+    The microbatch's own mean is over its tokens on all cp ranks. With this factor in the loss every
+    gradient reduction is a plain sum, for dense and expert weights alike.
     """
     return 1.0 / (grid.dp * grid.gtp * num_microbatches)
 

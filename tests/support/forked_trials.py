@@ -137,7 +137,7 @@ def _serve(
 
 
 def _cpu_seconds() -> float:
-    """Return what this process and those it started and waited for have used."""
+    """Return the CPU seconds of this process and of its finished children."""
     return sum(os.times()[:4])
 
 

@@ -228,7 +228,7 @@ HYBRIDS = frozenset(kind for kind, _ in HYBRID_CASES.values())
 
 
 def _center(kind: str, name: str) -> float:
-    """Return where the elements of a weight of one dimension lie around."""
+    """Return the mean of the elements of a one-dimensional weight."""
     if name.endswith("A_log"):
         return -4.0  # a state that lasts from chunk to chunk
     plain = kind != "Qwen3Next" or name.endswith(("linear_attn.norm.weight", "dt_bias"))

@@ -32,13 +32,13 @@ END = 256
 
 
 class NextByte:
-    """Find the byte after the last one most probable, and the end of the document after `~`.
+    """A model whose most probable token is the successor of the last byte, and EOS after `~`.
 
-    The others are equally probable. A step may be held up by `gate`, and begins with `before`.
+    All other tokens are equally probable. A step waits for `gate` and then calls `before`.
     """
 
     engine: Engine | None = None
-    """That runs it."""
+    """The engine that runs the model."""
 
     def __init__(self) -> None:
         self.head = self
@@ -66,12 +66,12 @@ class Served:
     """A running server.
 
     Args:
-        engine: that it runs.
-        loop: that runs it.
-        control: of the engine.
-        link: of the loop to the routes.
-        thread: of the loop.
-        url: of the routes.
+        engine: the engine of the server.
+        loop: the engine loop.
+        control: the administration of the engine.
+        link: the connection between the engine loop and the routes.
+        thread: the thread of the engine loop.
+        url: base URL of the routes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Served:
         return self.http.post(path, json=fields)
 
     def administer(self, action: str, key: str = ADMIN_KEY, **fields: Any) -> httpx.Response:
-        """Ask for administration."""
+        """Post an administration request."""
         headers = {"authorization": f"Bearer {key}"}
         url = f"{self.admin_url}/{action}"
         return self.http.post(url, json=fields, headers=headers)
@@ -112,7 +112,7 @@ def until(holds: Callable[[], object], seconds: float = 20) -> None:
     """Wait for a condition; the time is only there so that a failure ends."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it never came to hold"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.002)
 
 

@@ -72,8 +72,8 @@ EXPERT_FAULTS: Mapping[str, Fault] = {
     "experts have room for one token more": (
         "moe.router",
         "within_capacity",
-        "ranks < capacity",
-        "ranks <= capacity",
+        "index_in_expert < capacity",
+        "index_in_expert <= capacity",
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2, "capacity": "position"},
     ),
     "rows of a token's experts come back in the wrong order": (

@@ -4,9 +4,10 @@
 The even share of a rank is its number of rows under uniform routing: with t tokens per rank, k
 experts per token and ep expert shards, t · k / ep rows from each rank. A rank receives a factor
 times its even share, so the host knows all sizes without waiting for the device. Rows that exceed
-the capacity are dropped, which only the device knows. Every step therefore adds the number of
-dropped rows to the sum of its losses. If it is not 0, the step raises on every rank before a weight
-changes. An evaluation is recomputed without a capacity.
+the capacity are dropped, which only the device knows. Every step therefore adds
+`CapacityCheck.count`, which is 0 if no row was dropped, to the sums that it reduces anyway. If the
+sum is not 0, the step raises on every rank before a weight changes. An evaluation is recomputed
+without a capacity.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class RankCapacity:
     """Capacity of a rank for one layer's rows, and the largest demand so far.
 
     Args:
-        factor: of the even share.
+        factor: capacity as a multiple of the even share.
 
     Attributes:
         excess: int64 scalar, the largest number of rows of a block in a microbatch since `reset`,
             minus the rows that the block holds.
-        room, share: rows of a block and the even share; the smallest values if microbatches
-            have several shapes.
+        room, share: rows that a block holds, and the even share; the smallest values if
+            microbatches have several shapes.
         in_evaluation: also limit microbatches without samples; see `CapacityCheck.evaluation`.
     """
 
@@ -78,10 +79,11 @@ class CapacityCheck:
     """Check after a step whether any row exceeded a capacity.
 
     Args:
-        capacities: of this rank's layers, by name.
-        names: of all layers with experts, in order, for error messages; the same on every rank.
+        capacities: capacities of this rank's layers, by name.
+        names: names of all layers with experts, in order, for error messages; the same on every
+            rank.
         world: all ranks.
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(
@@ -124,7 +126,10 @@ class CapacityCheck:
         return not float(all_reduce(self.count(), self.world))
 
     def count(self) -> torch.Tensor:
-        """Return the number of dropped rows of this rank's layers, fp64 [1]."""
+        """Return the sum over this rank's layers of the largest excess of a block, fp64 [1].
+
+        It is 0 exactly if no row was dropped.
+        """
         if not self._layers:
             return torch.zeros(1, dtype=torch.float64, device=self.device)
         excess = torch.stack([capacity.excess for _, capacity in self._layers])
@@ -138,16 +143,16 @@ class CapacityCheck:
         """
         table = torch.zeros(len(self.names), 3, dtype=torch.float64, device=self.device)
         for index, capacity in self._layers:
-            numbers = max(0, int(capacity.excess)), capacity.needed(), capacity.factor
-            table[index] = table.new_tensor(numbers)
-        rows = all_reduce(table, self.world, op="max").tolist()
-        full = [(needed, excess, i) for i, (excess, needed, _) in enumerate(rows) if excess]
+            demand = max(0, int(capacity.excess)), capacity.needed(), capacity.factor
+            table[index] = table.new_tensor(demand)
+        demands = all_reduce(table, self.world, op="max").tolist()
+        full = [(needed, excess, i) for i, (excess, needed, _) in enumerate(demands) if excess]
         needed, excess, worst = max(full)
         others_text = f" (and {len(full) - 1} more layers)" if len(full) > 1 else ""
         raise ValueError(
             f"{self.names[worst]}{others_text}: {excess:,.0f} tokens of a microbatch exceeded "
             "the capacity of an expert rank, which is --moe-expert-rank-capacity-factor "
-            f"{rows[worst][2]:g} x its even share, but {needed:.2f} x were routed to it; no "
+            f"{demands[worst][2]:g} x its even share, but {needed:.2f} x were routed to it; no "
             f"weight has changed: resume with {math.ceil(needed * 10 + 1) / 10:g} or more, or "
             "without the option"
         )

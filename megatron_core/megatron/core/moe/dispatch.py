@@ -104,7 +104,7 @@ class Padding:
     """Padding of a generation step's rows.
 
     Args:
-        rows: of the rank with the most rows.
+        rows: number of rows of the rank with the most rows.
         uneven: whether ranks have different numbers of rows.
         exact: wait for the device instead of padding.
     """
@@ -133,13 +133,13 @@ def dispatch(
     """Return each row's weighted sum of its experts' outputs, [t, h].
 
     Args:
-        rows: [t, h], of this rank.
-        experts: of this rank.
+        rows: this rank's rows [t, h].
+        experts: this rank's experts.
         dispatcher: "alltoall" or "allgather".
         overlap_fn: called while rows are in flight to their experts.
-        padding: of a generation step; with None all ranks have equal numbers of rows, and the host
-            may wait for the device.
-        capacity: of the ranks in training, which then never wait; None has no limit.
+        padding: padding of a generation step; with None all ranks have equal numbers of rows, and
+            the host may wait for the device.
+        capacity: capacity of a rank in training, so that the host never waits; None: no limit.
     """
     overlap_fn = overlap_fn or _no_overlap
     if ranks.group.size == 1:
@@ -305,7 +305,7 @@ def partial_sums(
     Args:
         all_rows: [t, h], the same on all ranks.
         routing: of `all_rows`, without drops.
-        experts: of this rank.
+        experts: this rank's experts.
 
     Returns:
         [t, h] partial(etp, ep).

@@ -48,30 +48,32 @@ class ExpertMLPs(nn.Module):
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
         by_expert = Shard(axis="ep", dim=0)
         projections = ["gate", "up"] if config.gated else ["up"]
-        inner = (by_expert, Shard(axis="etp", dim=1))
-        segments = tuple(
-            SubWeight(name=f"{name}.{projection}.weight", shape=(count, f, h), shards=inner)
+        input_shards = (by_expert, Shard(axis="etp", dim=1))
+        sub_weights = tuple(
+            SubWeight(name=f"{name}.{projection}.weight", shape=(count, f, h), shards=input_shards)
             for projection in projections
         )
         self.input = build.store.declare(
             WeightSharding(
-                name=f"{name}.input.weight" if config.gated else segments[0].name,
-                sub_weights=segments,
+                name=f"{name}.input.weight" if config.gated else sub_weights[0].name,
+                sub_weights=sub_weights,
                 interleave=count if config.gated else 1,
                 expert=True,
                 gtp=True,
             ),
             build.init,
         )
-        outer = (by_expert, Shard(axis="etp", dim=2))
+        down_shards = (by_expert, Shard(axis="etp", dim=2))
         self.down = build.store.declare(
-            WeightSharding.of(f"{name}.down.weight", (count, h, f), *outer, expert=True, gtp=True),
+            WeightSharding.of(
+                f"{name}.down.weight", (count, h, f), *down_shards, expert=True, gtp=True
+            ),
             build.output_init,
         )
         local_count = count // build.store.groups.grid.ep
-        product = build.backend.grouped_linear
-        self._input_product = product(self.input, local_count, build.store)
-        self._down_product = product(self.down, local_count, build.store)
+        make_product = build.backend.grouped_linear
+        self._input_product = make_product(self.input, local_count, build.store)
+        self._down_product = make_product(self.down, local_count, build.store)
 
     def forward(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, h] partial(etp) from rows [r, h]."""
@@ -99,8 +101,8 @@ class MoE(nn.Module):
     Attributes:
         dispatcher: "alltoall" or "allgather".
         overlaps: whether the shared expert is computed while rows are in flight.
-        capacity: of this rank for a training microbatch (one with samples), and for an evaluation
-            that requests it; None has no limit, as in generation.
+        capacity: capacity of this rank for a training microbatch (one with samples), and for an
+            evaluation that requests it; None has no limit, as in generation.
     """
 
     def __init__(self, name: str, *, config: MoEConfig, build: LayerBuild) -> None:
@@ -153,7 +155,7 @@ class MoE(nn.Module):
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism).
 
         Args:
-            aux_factor: fp32 scalar, of the router's auxiliary losses; None leaves them out.
+            aux_factor: fp32 scalar, factor of the router's auxiliary losses; None omits them.
         """
         share = Share(hidden, layout, region=self.region)
         rows = share.rows(hidden)  # [t, h]
@@ -184,14 +186,14 @@ class MoE(nn.Module):
         """Compute this rank's experts in a generation step in which the rank has no tokens.
 
         Args:
-            most_tokens: of the rank with the most tokens.
+            most_tokens: number of tokens of the rank with the most tokens.
         """
-        no_choice = torch.empty(
+        no_experts = torch.empty(
             (0, self.router.config.topk), dtype=torch.int64, device=self._no_rows.device
         )
         dispatch(
             self._no_rows,
-            Routing(no_choice, no_choice.float()),
+            Routing(no_experts, no_experts.float()),
             self.experts,
             ranks=self.ranks,
             dispatcher=self.dispatcher,

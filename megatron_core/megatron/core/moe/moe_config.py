@@ -27,14 +27,14 @@ class RouterConfig:
             (DeepSeek-AI 2024, section 2.1.2).
         normalize: divide the scores of the chosen experts by their sum. With softmax this equals
             the softmax over the chosen logits.
-        scaling_factor: of the chosen scores, after normalization.
+        scaling_factor: factor on the chosen scores, after normalization.
         num_groups, group_topk: choose only within the best `group_topk` of `num_groups` groups of
             experts (DeepSeek-AI 2024, section 2.1.2); both None disables the limit.
         group_candidates: a group's score is the sum of this many of its best expert scores.
         expert_bias: add a bias to each expert's score for the choice of experts, but not for the
             weights (Wang et al. 2024, arXiv 2408.15664).
-        bias_update_rate: added in a step to the bias of an expert with fewer tokens than the mean,
-            and subtracted from the bias of an expert with more.
+        bias_update_rate: number added in a step to the bias of an expert with fewer tokens than the
+            mean, and subtracted from the bias of an expert with more.
         balance: "aux_loss" balances the load of the experts over the tokens of a microbatch (Fedus
             et al. 2021, equation 4), "seq_aux_loss" over the tokens of each sequence. Both count
             the tokens of all cp and tp ranks.
@@ -107,7 +107,7 @@ class MoEConfig:
         num_experts: E.
         ffn_hidden_size: inner features f of each expert.
         router: routing of tokens to experts.
-        gated, activation: of each expert and of the shared expert, as in `MLPConfig`; no biases.
+        gated, activation: as in `MLPConfig`, for each expert and the shared expert; no biases.
         capacity_factor: an expert processes at most ceil(factor · tokens · k / E) of a rank's
             tokens in a microbatch and drops all others; None drops none.
         drop_policy: an expert keeps the tokens of the highest weight ("probs") or the first tokens
@@ -178,5 +178,8 @@ class MoEConfig:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> MoEConfig:
-        """Rebuild a config from `to_json`. Raises TypeError for unknown or missing fields."""
+        """Rebuild a config from `to_json`.
+
+        Raises TypeError for an unknown or missing field, KeyError without "router".
+        """
         return MoEConfig(**{**data, "router": RouterConfig(**data["router"])})

@@ -105,11 +105,11 @@ def within_capacity(
     sorted_experts = assignments[order]
     # Index of the first copy of the same expert.
     expert_starts = torch.searchsorted(sorted_experts, sorted_experts)
-    ranks = torch.arange(len(order), device=order.device) - expert_starts
-    is_kept = torch.empty_like(ranks, dtype=torch.bool)
-    is_kept[order] = ranks < capacity
-    is_kept = is_kept.view(experts.shape)
-    return is_kept if real is None else is_kept & real.unsqueeze(1)
+    index_in_expert = torch.arange(len(order), device=order.device) - expert_starts
+    keep_mask = torch.empty_like(index_in_expert, dtype=torch.bool)
+    keep_mask[order] = index_in_expert < capacity
+    keep_mask = keep_mask.view(experts.shape)
+    return keep_mask if real is None else keep_mask & real.unsqueeze(1)
 
 
 def expert_capacity(
@@ -118,7 +118,7 @@ def expert_capacity(
     """Return ceil(factor · tokens · k / E), the number of copies per expert.
 
     Args:
-        tokens: of a rank, without padding: a number, or an int64 scalar on the device.
+        tokens: a rank's tokens without padding: a number, or an int64 scalar on the device.
 
     Returns:
         An int, or an fp64 scalar on the device of `tokens`.
@@ -232,7 +232,7 @@ class Share:
 
     Args:
         hidden: [s, b, h] ([s/tp, b, h] under sequence parallelism).
-        layout: of the microbatch.
+        layout: layout of the microbatch.
         region: the tp group.
 
     Attributes:
@@ -249,10 +249,10 @@ class Share:
         self._layout, self._region = layout, region
         self.has_padding = layout.padding is not None
         self._divides = region.group.size > 1 and not region.scatters
-        present = hidden.shape[0] * hidden.shape[1]
+        num_rows = hidden.shape[0] * hidden.shape[1]
         num_shards = region.group.size if self._divides else 1
-        self._missing = -present % num_shards
-        self.count = (present + self._missing) // num_shards  # t
+        self._num_padding = -num_rows % num_shards
+        self.count = (num_rows + self._num_padding) // num_shards  # t
         self._device = hidden.device
         self.real = self._real()
 
@@ -261,15 +261,15 @@ class Share:
         flat = hidden.flatten(0, 1)
         if not self._divides:
             return flat
-        if self._missing:
-            flat = F.pad(flat, (0, 0, 0, self._missing))
+        if self._num_padding:
+            flat = F.pad(flat, (0, 0, 0, self._num_padding))
         return scatter_to_group(flat, self._region.group)
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h], in the shape of `hidden`, from every rank's rows [t, h]."""
         if self._divides:
             rows = gather_from_group(rows, self._region.group)
-            rows = rows[: len(rows) - self._missing]
+            rows = rows[: len(rows) - self._num_padding]
         return rows.view(self.shape)
 
     @property
@@ -283,8 +283,8 @@ class Share:
         """Each row's sequence 0 … `num_sequences` - 1, int64 [t]."""
         samples = self._layout.sample_numbers
         if samples is None:
-            return self._numbers % self.batch
-        return samples[(self._numbers // self.batch).clamp(max=len(samples) - 1)]
+            return self._row_indices % self.batch
+        return samples[(self._row_indices // self.batch).clamp(max=len(samples) - 1)]
 
     @property
     def num_sequences(self) -> int:
@@ -304,10 +304,10 @@ class Share:
         """Position of each row in its sequence, int64 [t]; -1 for padding of the sequence."""
         positions = self._layout.sample_positions  # [s]
         assert positions.ndim == 1, "layouts with sample ids have one position per column"
-        return positions[(self._numbers // self.batch).clamp(max=len(positions) - 1)]
+        return positions[(self._row_indices // self.batch).clamp(max=len(positions) - 1)]
 
     @property
-    def _numbers(self) -> torch.Tensor:
+    def _row_indices(self) -> torch.Tensor:
         """Each row's index among the [s, b] rows of all tp ranks; padding may exceed it."""
         return torch.arange(self._start, self._start + self.count, device=self._device)
 
@@ -319,15 +319,16 @@ class Share:
     def _real(self) -> torch.Tensor | None:
         padding = self._layout.padding  # [s, b], of all tp ranks
         if padding is None:
-            return self._numbers < self.shape[0] * self.batch if self._missing else None
+            return self._row_indices < self.shape[0] * self.batch if self._num_padding else None
         flat = padding.flatten()
-        if self._missing:
-            flat = torch.cat([flat, flat.new_ones(self._missing)])
+        if self._num_padding:
+            flat = torch.cat([flat, flat.new_ones(self._num_padding)])
         return ~flat[self._start : self._start + self.count]
 
 
-#: Measures that a router sums, after the tokens of each expert; losses without coefficients.
-MEASURES = ("places", "dropped", "entropy", "balance_loss", "z_loss", "microbatches")
+#: Measures that a router sums, after the tokens of each expert; losses without coefficients, and
+#: "assigned" the copies of all tokens before drops.
+MEASURES = ("assigned", "dropped", "entropy", "balance_loss", "z_loss", "microbatches")
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,7 +510,7 @@ class _Logits(torch.autograd.Function):
 def _write_product(
     grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, *, overwrite: bool
 ) -> None:
-    """Put dyᵀ x [E, h] into `main_grad`, summed in fp32 whatever its dtype."""
+    """Write dyᵀ x [E, h] to `main_grad`, or add it; computed in fp32 for any dtype of x."""
     product = grad.t() @ x.float()
     if overwrite:
         main_grad.copy_(product)
@@ -522,7 +523,7 @@ class RouterLoad:
     """Statistics of a router since the previous report.
 
     Args:
-        name: of the router.
+        name: name of the router.
         tokens: copies routed to each expert, before drops.
         dropped: fraction of dropped copies.
         entropy: mean over tokens of the entropy of their normalized scores, in nats.
@@ -551,11 +552,11 @@ class Balance:
     """Accumulate the routers' statistics and update the expert biases.
 
     Args:
-        routers: of this rank.
-        names: of all routers of the model, in its order; the same on every rank.
-        config: of all routers.
+        routers: this rank's routers.
+        names: names of all routers of the model, in order; the same on every rank.
+        config: the config of every MoE layer.
         world: all ranks; the ranks of a pipeline stage routed different tokens.
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(
@@ -615,7 +616,7 @@ class Balance:
             dict(zip(MEASURES, row[-len(MEASURES) :], strict=True)),
         )
         num_assigned, microbatches = (
-            max(1.0, measures["places"]),
+            max(1.0, measures["assigned"]),
             max(1.0, measures["microbatches"]),
         )
         return RouterLoad(

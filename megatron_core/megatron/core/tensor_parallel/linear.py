@@ -91,14 +91,14 @@ class ReplicatedLinear(nn.Module):
         gtp: bool = False,
     ) -> None:
         super().__init__()
-        segments = tuple(
+        sub_weights = tuple(
             SubWeight(name=f"{output_name}.weight", shape=(size, input_size))
             for output_name, size in outputs
         )
         self.weight = store.declare(
             WeightSharding(
                 name=f"{name}.weight",
-                sub_weights=segments,
+                sub_weights=sub_weights,
                 gradient={"tp": region.replicated_gradient},
                 gtp=gtp,
             ),
@@ -137,28 +137,31 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.region = region
 
-        def segments(kind: str, *inner: int) -> tuple[SubWeight, ...]:
+        def split_outputs(kind: str, *trailing: int) -> tuple[SubWeight, ...]:
             return tuple(
                 SubWeight(
                     name=f"{output_name}.{kind}",
-                    shape=(size, *inner),
-                    shards=(Shard(axis="tp", dim=0, count=pieces),),
+                    shape=(size, *trailing),
+                    shards=(Shard(axis="tp", dim=0, count=num_shards),),
                 )
-                for output_name, size, pieces in outputs
+                for output_name, size, num_shards in outputs
             )
 
-        def sharding(kind: str, *inner: int, **more: bool) -> WeightSharding:
-            parts = segments(kind, *inner)
+        def sharding(kind: str, *trailing: int, **options: bool) -> WeightSharding:
             return WeightSharding(
-                name=f"{name}.{kind}", sub_weights=parts, interleave=interleave, **more
+                name=f"{name}.{kind}",
+                sub_weights=split_outputs(kind, *trailing),
+                interleave=interleave,
+                **options,
             )
 
         self.weight = store.declare(sharding("weight", input_size, gtp=True), init)
         self.bias = None
         if bias:
             self.bias = store.declare(sharding("bias", weight_decay=False), InitSpec.constant(0.0))
-        pieces = [(p or region.group.size, size) for _, size, p in outputs]
-        self.local_sizes = [size // count for count, size in pieces]
+        self.local_sizes = [
+            size // (num_shards or region.group.size) for _, size, num_shards in outputs
+        ]
 
     def take_norm(self, norm: nn.Module) -> bool:
         """Fuse `norm`, a `transformer.Norm` of the input, into this layer if the implementation

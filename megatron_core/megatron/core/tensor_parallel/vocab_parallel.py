@@ -139,7 +139,7 @@ class _CrossEntropy(torch.autograd.Function):
         needs_d_weight = training and ctx.needs_input_grad[1]
         d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
         d_weight = None
-        later: list[torch.Tensor | None] = []  # dlogits and factor of each chunk, alternating
+        deferred: list[torch.Tensor | None] = []  # dlogits and factor of each chunk, alternating
         splits = needs_d_weight and handle.deferral.splits
         if needs_d_weight and not splits:
             d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
@@ -149,26 +149,26 @@ class _CrossEntropy(torch.autograd.Function):
         matrix = weight.to(handle.product_dtype)
         step = tokens_per_chunk(rows, weight.device)
         for start in range(0, targets.shape[0], step):
-            part = slice(start, start + step)
-            chunk = hidden[part].to(matrix.dtype)  # [t, h]
+            span = slice(start, start + step)
+            chunk = hidden[span].to(matrix.dtype)  # [t, h]
             logits = F.linear(chunk, matrix)  # [t, V/tp], then their gradient
-            nll[part], factor = _chunk_gradient_(
+            nll[span], factor = _chunk_gradient_(
                 logits,
-                targets[part],
-                token_weights[part],
+                targets[span],
+                token_weights[span],
                 group=group,
                 columns=columns,
                 needs_gradient=needs_d_hidden or needs_d_weight,
             )
             if d_hidden is not None:
                 product = logits.matmul(matrix)
-                d_hidden[part] = product if factor is None else product.mul_(factor)
+                d_hidden[span] = product if factor is None else product.mul_(factor)
             if d_weight is not None:
                 _add_chunk_(d_weight, chunk, logits, factor, is_first_chunk=start == 0)
             if splits:
-                later += [logits, factor]
+                deferred += [logits, factor]
         ctx.handle = handle
-        saved = (hidden, *later) if splits else ()
+        saved = (hidden, *deferred) if splits else ()
         ctx.save_for_backward(d_hidden, d_weight, *saved)
         ctx.mark_non_differentiable(nll)
         return torch.dot(nll, token_weights), nll
@@ -206,7 +206,7 @@ def _write_scaled(
 def _product(
     shape: tuple[int, ...],
     hidden: torch.Tensor,
-    later: Sequence[torch.Tensor | None],
+    chunks: Sequence[torch.Tensor | None],
     scale: torch.Tensor | None,
 ) -> Callable[[], torch.Tensor]:
     """Return a function that computes the deferred weight gradient, with forward's arithmetic.
@@ -214,18 +214,18 @@ def _product(
     Args:
         shape: shape of the weight, (V/tp, h).
         hidden: [t, h].
-        later: dlogits [t, V/tp] and factor [t, 1] or None of each chunk, alternating.
+        chunks: dlogits [t, V/tp] and factor [t, 1] or None of each chunk, alternating.
         scale: the incoming gradient, a scalar; None is 1.
     """
 
     def make() -> torch.Tensor:
         d_weight = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         start = 0
-        for logits, factor in zip(later[::2], later[1::2], strict=True):
-            assert logits is not None
-            chunk = hidden[start : start + len(logits)].to(logits.dtype)  # [t, h]
-            _add_chunk_(d_weight, chunk, logits, factor, is_first_chunk=start == 0)
-            start += len(logits)
+        for dlogits, factor in zip(chunks[::2], chunks[1::2], strict=True):
+            assert dlogits is not None
+            chunk = hidden[start : start + len(dlogits)].to(dlogits.dtype)  # [t, h]
+            _add_chunk_(d_weight, chunk, dlogits, factor, is_first_chunk=start == 0)
+            start += len(dlogits)
         return d_weight if scale is None else d_weight * scale
 
     return make
@@ -234,7 +234,7 @@ def _product(
 def _add_chunk_(
     d_weight: torch.Tensor,
     chunk: torch.Tensor,
-    logits: torch.Tensor,
+    dlogits: torch.Tensor,
     factor: torch.Tensor | None,
     *,
     is_first_chunk: bool,
@@ -244,11 +244,11 @@ def _add_chunk_(
 
     Args:
         chunk: hidden [t, h], in the dtype of the product.
-        logits: dlogits [t, V/tp] without `factor`.
+        dlogits: [t, V/tp], without `factor`.
         factor: factor [t, 1] on dlogits; None is 1.
     """
-    rows = chunk if factor is None else (chunk * factor).to(chunk.dtype)
-    add_product_(d_weight, logits.t(), rows, overwrite=is_first_chunk)
+    scaled = chunk if factor is None else (chunk * factor).to(chunk.dtype)
+    add_product_(d_weight, dlogits.t(), scaled, overwrite=is_first_chunk)
 
 
 def vocabulary_sharding(
@@ -297,9 +297,9 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"
         return
     low, high = ids.aminmax()
     if low < 0 or high >= vocab_size:
-        wrong = int(low if low < 0 else high)
+        invalid_id = int(low if low < 0 else high)
         raise ValueError(
-            f"{what} id {wrong} is not in the vocabulary of {vocab_size} ids, 0 to "
+            f"{what} id {invalid_id} is not in the vocabulary of {vocab_size} ids, 0 to "
             f"{vocab_size - 1}: {_FIX[what]}"
         )
 
@@ -324,7 +324,7 @@ class VocabParallelEmbedding(nn.Module):
         self.region = region
         self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
-        self.first = region.group.rank * self.weight.shape[0]
+        self.first_token_id = region.group.rank * self.weight.shape[0]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
@@ -345,7 +345,7 @@ class VocabParallelEmbedding(nn.Module):
         others."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
-        local = ids - self.first
+        local = ids - self.first_token_id
         valid = (local >= 0) & (local < self.weight.shape[0])
         return self.weight.embedding(local.where(valid, 0), valid)
 

@@ -44,7 +44,7 @@ def loads(name: str, rank: int, step: int) -> torch.Tensor:
     if step == 0:  # an even load
         tokens = torch.full_like(tokens, 4.0)
     measures = torch.rand(len(MEASURES), generator=source).double() + 0.5
-    measures[MEASURES.index("places")] = tokens.sum()
+    measures[MEASURES.index("assigned")] = tokens.sum()
     return torch.cat([tokens, measures])
 
 
@@ -125,8 +125,8 @@ def test_biases_follow_the_formula_on_all_ranks(
             total = sum(sums[load.name].values())
             measures = dict(zip(MEASURES, total[EXPERTS:].tolist(), strict=True))
             assert load.tokens == tuple(int(n) for n in total[:EXPERTS])
-            assert load.dropped == pytest.approx(measures["dropped"] / measures["places"])
-            assert load.entropy == pytest.approx(2 * measures["entropy"] / measures["places"])
+            assert load.dropped == pytest.approx(measures["dropped"] / measures["assigned"])
+            assert load.entropy == pytest.approx(2 * measures["entropy"] / measures["assigned"])
             for loss in ("balance_loss", "z_loss"):
                 mean = measures[loss] / measures["microbatches"]
                 assert getattr(load, loss) == pytest.approx(mean)

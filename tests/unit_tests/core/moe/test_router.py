@@ -210,7 +210,7 @@ def test_counters_match_fp64_formula(score_function: str):
     before = actual.clone()
     local.route(rows)  # without a factor, loads are counted and losses are not
     increase = dict(zip(names, local.router.counted - before, strict=True))
-    assert increase["places"] == 2 * S * B
+    assert increase["assigned"] == 2 * S * B
     assert increase["balance_loss"] == increase["z_loss"] == 0
     assert increase["microbatches"] == 1
 

@@ -166,7 +166,7 @@ def test_layers_match_one_process(config: MoEConfig):
         assert not zeros
         assert_all_close(gradients, expected, bound=5e-6)
         counted = sum(run[index][4] for run in runs)
-        places = MEASURES.index("places") - len(MEASURES)
+        places = MEASURES.index("assigned") - len(MEASURES)
         assert counted[places] == 2 * s * b, "padding is counted"
         assert_close_by_metric("counted", counted, single.moe.router.counted, bound=1e-6)
 

@@ -17,8 +17,8 @@ from typing import Literal
 #: The first release of TransformerEngine whose layers take weights that are gathered on demand.
 OLDEST_TRANSFORMER_ENGINE = (2, 19)
 
-#: Multiples that each recipe needs of a weight's sizes on a rank, and of its rows of
-#: activations: sizes of FP8 matmuls and of blocks that share a scale.
+#: For each recipe, the numbers that must divide both sizes of a weight on a rank, and its number of
+#: rows of activations: sizes of FP8 matmuls and of blocks that share a scale.
 MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "delayed": (16, 8),
@@ -30,7 +30,7 @@ MULTIPLES: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 
 #: Gather format (`weight_gather.gather_format`) whose bytes a recipe multiplies directly. There is
-#: none for scales of earlier steps (delayed) or of 128 elements (blockwise).
+#: none for scales from earlier steps (delayed) or for blocks of 128 elements (blockwise).
 GATHERED: Mapping[str, str] = MappingProxyType(
     {"tensorwise": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 )

@@ -88,8 +88,8 @@ class DelayedScaling:
     def _scale(self, history: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Return scales [n, 3] from histories [n, steps, 3]; without an amax the previous scale."""
         amax = history.amax(1) if self.config.amax_compute_algo == "max" else history[:, 0]
-        gradient = E5M2_MAX if self.config.hybrid else E4M3_MAX
-        max_values = amax.new_tensor([E4M3_MAX, E4M3_MAX, gradient])
+        gradient_max = E5M2_MAX if self.config.hybrid else E4M3_MAX
+        max_values = amax.new_tensor([E4M3_MAX, E4M3_MAX, gradient_max])
         scale = (max_values / amax) / 2.0**self.config.margin
         scale = scale.clamp(max=torch.finfo(torch.float32).max)
         return torch.where(amax > 0.0, scale, previous)

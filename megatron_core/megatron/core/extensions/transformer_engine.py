@@ -30,8 +30,8 @@ Attention over whole rows is `te.DotProductAttention`: causal, with windows, gro
 and documents packed into rows (`cu_seqlens`). This package computes context parallelism, attention
 dropout (its masks are reproducible), and documents with padding or without cu_seqlens.
 
-It also computes the embedding, the output layer, the router, recurrences and replicated linear
-layers.
+This package also computes the embedding, the output layer, the router, recurrences and replicated
+linear layers.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class WeightQuantization:
 
     Args:
         model: the recipe of the model.
-        scales: of delayed scaling, for all matrices of the weight; None with other recipes.
+        scales: scales of delayed scaling, for all matrices of the weight; None with other recipes.
     """
 
     def __init__(self, model: ModelQuantization, scales: DelayedScales | None) -> None:
@@ -171,10 +171,12 @@ class WeightQuantization:
         # With this key TE assumes that it already registered the module for scale updates.
         module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = ()
         forward, backward = (module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
-        for product in range(count):  # input, weight, output; gradient of output, of input
-            forward[3 * product] = self._quantizer(0, forward[0].dtype)
-            forward[3 * product + 1] = self._quantizer(1, forward[0].dtype)
-            backward[2 * product] = self._quantizer(2, backward[0].dtype)
+        # Per matmul TE has three forward quantizers (input, weight, output) and two backward ones
+        # (gradients of the output and of the input).
+        for matmul in range(count):
+            forward[3 * matmul] = self._quantizer(0, forward[0].dtype)
+            forward[3 * matmul + 1] = self._quantizer(1, forward[0].dtype)
+            backward[2 * matmul] = self._quantizer(2, backward[0].dtype)
 
     def for_input_gradient(
         self, module: nn.Module, matrices: Sequence[torch.Tensor]
@@ -206,7 +208,7 @@ class WeightQuantization:
         options["quantizer"] = self._gathered_quantizers[backward]
         rows, blocks = len(encoded.quantized) // count, len(encoded.scales) // count
         pairs = zip(encoded.quantized.split(rows), encoded.scales.split(blocks), strict=True)
-        matrices = [replace(encoded, quantized=codes, scales=scales) for codes, scales in pairs]
+        matrices = [replace(encoded, quantized=data, scales=scales) for data, scales in pairs]
         return [
             make[self.config.recipe](matrix, columns=backward, **options) for matrix in matrices
         ]
@@ -224,9 +226,10 @@ class WeightQuantization:
             return te.MXFP8Quantizer(te.DType.kFloat8E4M3, with_2d_quantization=square, **usage)
         return te.NVFP4Quantizer(te.DType.kFloat4E2M1, with_2d_quantization=square, **usage)
 
-    def _quantizer(self, tensor: int, dtype: Any) -> te.Float8Quantizer:
+    def _quantizer(self, index: int, dtype: Any) -> te.Float8Quantizer:
+        """Return the quantizer of tensor `index` of `QUANTIZED_TENSORS`."""
         assert self._scales is not None
-        scale, amax = self._scales.scale[tensor], self._scales.amax[tensor : tensor + 1]
+        scale, amax = self._scales.scale[index], self._scales.amax[index : index + 1]
         return te.Float8Quantizer(scale, amax, dtype)
 
     def padded(
@@ -235,8 +238,8 @@ class WeightQuantization:
         """Pad runs of rows [r, h] with zeros to the multiple that quantized matmuls need.
 
         Returns:
-            rows [p, h], the length of each run, and the index of each original row, int64 [r];
-            None if no run was padded.
+            rows [p, h], the length of each run, and the index of each original row, int64 [r], or
+            None instead of the index if no run was padded.
         """
         # The weight gradient reduces over the rows, so their number must fit like a weight's size.
         multiple = self.config.weight_multiple
@@ -245,10 +248,10 @@ class WeightQuantization:
             return rows, padded_counts, None
         # Computed on the device: copying pageable host memory would wait for the device.
         ends = runs.ends.long()
-        missing = -ends.diff(prepend=ends.new_zeros(1)) % multiple
+        padding = -ends.diff(prepend=ends.new_zeros(1)) % multiple
         row = torch.arange(len(rows), device=rows.device)
         run = torch.searchsorted(ends, row, right=True)
-        index = row + (missing.cumsum(0) - missing)[run]
+        index = row + (padding.cumsum(0) - padding)[run]
         return (
             rows.new_zeros(sum(padded_counts), rows.shape[-1]).index_copy(0, index, rows),
             padded_counts,
@@ -408,24 +411,24 @@ class TEGroupedLinear:
     """The matrices of one weight's experts, applied by `te.GroupedLinear`.
 
     Args:
-        handle: of a weight whose local tensor concatenates a matrix [o, h] for each run:
-            [runs · c, o/c, h] for any c.
-        runs: number of runs.
+        handle: handle of a weight whose local tensor concatenates a matrix [o, h] for each run:
+            [num_runs · c, o/c, h] for any c.
+        num_runs: number of runs, one per expert.
     """
 
     def __init__(
         self,
         handle: WeightHandle,
-        runs: int,
+        num_runs: int,
         store: WeightStore,
         *,
         quantization: ModelQuantization | None = None,
     ) -> None:
         count, rows, width = handle.shape
         module = te.GroupedLinear(
-            runs,
+            num_runs,
             width,
-            count * rows // runs,
+            count * rows // num_runs,
             bias=False,
             params_dtype=handle.dtype,
             device="meta",
@@ -436,7 +439,7 @@ class TEGroupedLinear:
         self._layer = _Layer(
             module,
             handle,
-            [f"weight{run}" for run in range(runs)],
+            [f"weight{run}" for run in range(num_runs)],
             quantization=self._quantization,
         )
 
@@ -496,13 +499,13 @@ class _Layer:
     are the parameters of its store.
 
     Args:
-        module: built on the meta device, without a bias.
-        handle: of the weight matrices.
-        names: of the module's parameters for the matrices, in order.
+        module: TE module on the meta device, without a bias.
+        handle: handle of the weight matrices.
+        names: names of the module's parameters for the matrices, in order.
         bias: added outside of TE, which computes its gradient together with the weight's gradient:
             never if the weight is frozen, and too late in a split backward.
         copied: parameters that the module gets as copies, by name.
-        quantization: of the matmuls; None computes them in the dtype of the weight.
+        quantization: quantization of the matmuls; None computes them in the dtype of the weight.
     """
 
     def __init__(
@@ -598,14 +601,14 @@ class HandleWeight(nn.Parameter):
 
     def finalize_group_grads(self, written: Any) -> list[None]:
         """Accumulate the gradients that were written to the buffers."""
-        return self.matrices.put()
+        return self.matrices.accumulate()
 
 
 class Matrices:
     """The concatenated matrices of a handle's weight, and the accumulation of their gradients.
 
     Args:
-        handle: of a weight [count · c, o/c, h], or [o, h] for one matrix.
+        handle: handle of a weight [count · c, o/c, h], or [o, h] for one matrix.
         count: number of matrices.
         quantize: quantizes the matrices for an input gradient; None leaves them.
         gathered: converts a weight that is gathered in the format in which it is multiplied.
@@ -655,20 +658,20 @@ class Matrices:
         """Return a gradient buffer, fp32 [o, h]; without memory if the gradient is delayed."""
         if number == 0:
             if self.handle.deferral.splits:
-                self._buffers = [self._without_memory() for _ in range(self.count)]
+                self._buffers = [self._empty_buffer() for _ in range(self.count)]
             else:
                 self._whole = self.handle.gradient_buffer()
                 self._buffers = self._split(self._whole)
         return self._buffers[number]
 
-    def _without_memory(self) -> torch.Tensor:
+    def _empty_buffer(self) -> torch.Tensor:
         device = self.handle.anchor.device
         buffer = torch.empty(self.shape, dtype=torch.float32, device=device)
         buffer.untyped_storage().resize_(0)
         return buffer
 
-    def put(self) -> list[None]:
-        """Accumulate the written gradients; nothing if they are delayed."""
+    def accumulate(self) -> list[None]:
+        """Accumulate the written gradients; do nothing if they are delayed."""
         whole, self._whole = self._whole, None
         self._buffers = []
         if whole is not None:
@@ -719,7 +722,7 @@ class TEAttention:
 
     Args:
         scale: factor on the logits.
-        window: number of visible tokens including the query's own; None is all earlier tokens.
+        window: number of visible tokens including the query's own; None: all earlier tokens too.
     """
 
     def __init__(self, *, scale: float, window: int | None) -> None:
@@ -751,7 +754,7 @@ class TEAttention:
             return None
         module = self._module
         if module is None:
-            module = self._module = self._built(query, key, learns_sinks=sinks is not None)
+            module = self._module = self._build_module(query, key, learns_sinks=sinks is not None)
         if sinks is not None:
             vars(module)["softmax_offset"] = sinks
         if documents is None:
@@ -774,7 +777,9 @@ class TEAttention:
             del vars(module)["softmax_offset"]  # the attribute would keep the autograd graph alive
         return out
 
-    def _built(self, query: torch.Tensor, key: torch.Tensor, *, learns_sinks: bool) -> nn.Module:
+    def _build_module(
+        self, query: torch.Tensor, key: torch.Tensor, *, learns_sinks: bool
+    ) -> nn.Module:
         module = te.DotProductAttention(
             query.shape[2],
             query.shape[3],
@@ -795,7 +800,7 @@ class TENorm:
     Args:
         kind: `te.RMSNorm` or `te.LayerNorm`.
         eps: added to the mean square or the variance.
-        zero_centered: the weight is its distance from one.
+        zero_centered: the weight is stored as weight - 1.
     """
 
     def __init__(self, kind: type[nn.Module], *, eps: float, zero_centered: bool) -> None:
@@ -815,8 +820,8 @@ class TENorm:
             width = x.shape[-1]
             self._module = self._kind(width, dtype=x.dtype, device="meta", **self._settings)
         for name, handle in zip(("weight", "bias"), handles, strict=False):
-            # TE computes in the weight's dtype, and reads the weight again in backward. Of an fp32
-            # copy the gradient arrives unrounded.
+            # TE computes in the weight's dtype, and reads the weight again in backward. The
+            # gradient of an fp32 copy arrives unrounded.
             self._module._parameters[name] = handle.use(torch.float32).to(x.dtype)
         normed = self._module(stream)
         return normed if residual is None else (normed, stream)

@@ -124,8 +124,8 @@ class CoreAttention:
             if out is not None:
                 return out
         # Documents given by boundaries rather than ids are attended to one by one.
-        by_blocks = layout.documents is not None and layout.document_ids is None
-        if by_blocks or self.context.group.size > 1:
+        by_document = layout.documents is not None and layout.document_ids is None
+        if by_document or self.context.group.size > 1:
             if self.backend.batch_invariant:
                 raise ValueError(
                     "batch-invariant attention supports neither packed documents nor context "
@@ -379,29 +379,33 @@ class SelfAttention(nn.Module):
         n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.heads = n // group.size
         self.kv_heads = max(1, g // group.size)
-        of_groups = (g, min(g, group.size))
-        cuts = {"query": (n, None), "key": of_groups, "value": of_groups}
+        kv_heads_and_shards = (g, min(g, group.size))
+        heads_and_shards = {
+            "query": (n, None),
+            "key": kv_heads_and_shards,
+            "value": kv_heads_and_shards,
+        }
         if config.output_gate:
-            cuts["gate"] = (n, None)
+            heads_and_shards["gate"] = (n, None)
         self.qkv = build.column_linear(
             f"{name}.qkv",
             [
-                (f"{name}.{projection}", count * d, pieces)
-                for projection, (count, pieces) in cuts.items()
+                (f"{name}.{projection}", heads * d, num_shards)
+                for projection, (heads, num_shards) in heads_and_shards.items()
             ],
             bias=config.qkv_bias,
         )
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
         self.query_norm = self.key_norm = None
         if config.qk_norm:  # one weight for all heads; each rank has some of the heads
-            shared = {"config": norm, "build": build, "gradient": "partial"}
-            self.query_norm = Norm(f"{name}.query_norm", d, **shared)
-            self.key_norm = Norm(f"{name}.key_norm", d, **shared)
+            options = {"config": norm, "build": build, "gradient": "partial"}
+            self.query_norm = Norm(f"{name}.query_norm", d, **options)
+            self.key_norm = Norm(f"{name}.key_norm", d, **options)
         self.sinks: WeightHandle | None = None
         if config.sinks:
-            cut = Shard(axis="tp", dim=0)
-            logits = WeightSharding.of(f"{name}.sinks", (n,), cut, weight_decay=False)
-            self.sinks = build.store.declare(logits, InitSpec.constant(0.0))
+            shard = Shard(axis="tp", dim=0)
+            sharding = WeightSharding.of(f"{name}.sinks", (n,), shard, weight_decay=False)
+            self.sinks = build.store.declare(sharding, InitSpec.constant(0.0))
         self._sigmoid = build.backend.elementwise(torch.sigmoid)
         self.core = CoreAttention.of(
             name,

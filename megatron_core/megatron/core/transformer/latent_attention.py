@@ -231,13 +231,13 @@ class LatentAttention(nn.Module):
         """
         config, group = self.config, self.region.group
         sizes = [config.kv_lora_rank, config.rope_channels]
-        low = self.down(hidden)  # [s, b, q_lora + kv_lora + rope]
+        latents = self.down(hidden)  # [s, b, q_lora + kv_lora + rope]
         if self.query_norm is None:
-            latent, key_rope = low.split(sizes, dim=-1)
+            latent, key_rope = latents.split(sizes, dim=-1)
             query = self.query(hidden)  # [s, b, n/tp · (nope + rope)]
         else:
-            low_query, latent, key_rope = low.split([config.q_lora_rank, *sizes], dim=-1)
-            query = self.query(self.query_norm(low_query))
+            query_latent, latent, key_rope = latents.split([config.q_lora_rank, *sizes], dim=-1)
+            query = self.query(self.query_norm(query_latent))
         if self.region.scatters:
             key_rope = gather_from_group(key_rope, group, partial_gradient=True)  # [s, b, rope]
         elif group.size > 1:
@@ -252,10 +252,10 @@ class LatentAttention(nn.Module):
             rotated: [s, b, n/tp, rope], or [s, b, 1, rope] shared by all heads.
         """
         heads = (*nope.shape[:3], -1)
-        channels = [nope, rotated.expand(heads)]
+        features = [nope, rotated.expand(heads)]
         if zeros := self.width - self.config.query_channels:
-            channels.append(nope.new_zeros(1).expand(*heads[:3], zeros))
-        return torch.cat(channels, dim=-1)
+            features.append(nope.new_zeros(1).expand(*heads[:3], zeros))
+        return torch.cat(features, dim=-1)
 
     def _absorbed(
         self,
@@ -275,11 +275,11 @@ class LatentAttention(nn.Module):
             cached: latent and key features of these tokens [s, b, kv_lora + rope], to be cached.
             cache: the cache; None attends to these tokens alone.
         """
-        rank, rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
+        rank, key_rows = self.config.kv_lora_rank, self.heads * self.config.nope_channels
         up = self.kv_up.weight.use() if cache is None else self.kv_up.weight.get()
-        key_up = up[:rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
-        inner = self._by_head(nope.flatten(0, 1), key_up).view(*nope.shape[:3], rank)
-        query = torch.cat([inner, rotated], dim=-1)  # [s, b, n/tp, kv_lora + rope]
+        key_up = up[:key_rows].view(self.heads, -1, rank)  # [n/tp, nope, kv_lora]
+        absorbed = self._by_head(nope.flatten(0, 1), key_up).view(*nope.shape[:3], rank)
+        query = torch.cat([absorbed, rotated], dim=-1)  # [s, b, n/tp, kv_lora + rope]
         if cache is None:
             key_value = cached.unsqueeze(2)  # one head
             out = self.core(query, key_value, key_value, layout).flatten(0, 1)[..., :rank]
@@ -293,7 +293,7 @@ class LatentAttention(nn.Module):
                 value_features=rank,
             )  # [t, n/tp, kv_lora]
         up = up if cache is None else self.kv_up.weight.get()
-        value_up = up[rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
+        value_up = up[key_rows:].view(self.heads, -1, rank)  # [n/tp, v, kv_lora]
         return self._by_head(out, value_up.transpose(1, 2)).reshape(*nope.shape[:2], -1)
 
     def _by_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,9 @@ class Norm(nn.Module):
         self.config = config
         kind = gradient or build.region.replicated_gradient
 
-        def declare(part: str, value: float):
+        def declare(parameter: str, value: float):
             sharding = WeightSharding.of(
-                f"{name}.{part}", (size,), gradient={"tp": kind}, weight_decay=False
+                f"{name}.{parameter}", (size,), gradient={"tp": kind}, weight_decay=False
             )
             return build.store.declare(sharding, InitSpec.constant(value))
 

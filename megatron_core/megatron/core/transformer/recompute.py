@@ -11,8 +11,8 @@ are bit-identical. Collectives inside are issued again, in the same order on all
 | selective | everything except cheap inputs of matrix products | norms, MLP activations |
 
 Selective recomputation of the core attention would save nothing here: attention stores no [s, s]
-matrix but its inputs, its log-sum-exp and its output, which the output projection needs as well. It
-also saves nothing for a norm that TransformerEngine fuses with the following product.
+matrix but its inputs, its log-sum-exp and its output, which the output projection needs as well.
+Nor does it save anything for a norm that TransformerEngine fuses with the following product.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def discard_until_backward(
 
     Args:
         x: tensor with its own storage, which no op reads after this call except in backward.
-        make: returns the values of x again, from tensors that are stored anyway; must not hold x.
+        make: recomputes the values of x from tensors that are stored anyway; must not reference x.
         used_by: a result that depends on every op that has saved x.
     """
     if not used_by.requires_grad:

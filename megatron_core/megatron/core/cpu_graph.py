@@ -21,7 +21,7 @@ Operations are recorded below autograd (`__torch_dispatch__`), as these calls:
 | writes to an argument, like `add_` or `mm(out=)` | itself |
 | returns views of its arguments | nothing: the views stay |
 | returns a new tensor | itself and a copy to that tensor; if in `_OUT`, itself with `out=` |
-| makes a tensor of Python numbers | a copy of these numbers to it |
+| makes a tensor of Python numbers | a copy of the numbers to it |
 | allocates memory without writing to it | nothing |
 
 Operations that cannot be recorded raise `CaptureError`: reads of a value by the host, because

@@ -529,7 +529,7 @@ class GradientPlan:
         data_group: the group over which gradient buckets are reduced ("dense_dp" or "expert_dp").
         steps: sums over model axes afterwards, in order.
         num_ranks_reached: the number of data-parallel ranks whose tokens the sum includes; the loss
-            factor assumes all of them.
+            factor assumes all data-parallel ranks.
     """
 
     data_group: str

@@ -333,7 +333,7 @@ BUGS = {
     "the head's chunks overwrite each other": (
         "megatron.core.tensor_parallel.vocab_parallel",
         "_product",
-        "start += len(logits)",
+        "start += len(dlogits)",
         "start += 0",
     ),
     "inputs are gathered in the first half": (

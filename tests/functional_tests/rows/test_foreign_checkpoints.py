@@ -18,8 +18,8 @@ from megatron.core.boxes import Box
 from megatron.training import checkpoint
 from megatron.training.checkpoints.dcp_folder import (
     DcpFolder,
-    _described,
     _Member,
+    _saved_tensor,
     read_metadata,
 )
 from megatron.training.checkpoints.plain_pickle import Name, Persistent, PickledObject, read_pickle
@@ -230,7 +230,7 @@ def test_manifest_with_invalid_values_is_refused(position: int, value: Any) -> N
         arguments[position] = value
     pickled = PickledObject("torch._utils._rebuild_tensor_v2", tuple(arguments))
     with pytest.raises(ValueError, match=r"x is refused: it does not describe a tensor"):
-        _described(pickled, members, "x")
+        _saved_tensor(pickled, members, "x")
 
 
 def test_damaged_dcp_folders_only_raise_value_errors(folder):

@@ -216,8 +216,11 @@ PLAN_BUGS = (
     ('"etp") * grid.ep, grid.tp', '"etp") * grid.ep'),
     ("if sharding.expert:", "if not sharding.expert:"),
     ('== "partial"', '== "identical"'),
-    ("steps.append(GradientStep(axis, tuple(whole)))", "pass"),
-    ("steps.append(GradientStep(axis, tuple(whole)))", 'steps.append(GradientStep("etp_ep", ()))'),
+    ("steps.append(GradientStep(axis, tuple(unsharded)))", "pass"),
+    (
+        "steps.append(GradientStep(axis, tuple(unsharded)))",
+        'steps.append(GradientStep("etp_ep", ()))',
+    ),
     ("if axis in sharding.data_axes or", "if"),
 )
 

@@ -43,7 +43,7 @@ def test_invalid_paths_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder: name a file"):
         check_json_path(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot make the folder"):
+    with pytest.raises(ValueError, match="cannot create the folder"):
         check_json_path(tmp_path / "file" / "out.json")
     with pytest.raises(ValueError, match="cannot be written"):
         write_json(tmp_path / "absent" / "out.json", [OUTPUT])

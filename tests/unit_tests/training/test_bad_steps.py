@@ -81,10 +81,11 @@ def anomaly(kind="nan", verdict="reproduced", *, ranks=(1,), values=(NAN, NAN), 
         (anomaly(verdict="unchecked"), "of rank 1 on host1; the step was skipped"),
         (anomaly("inf_norm"), "NaN or Inf gradient norm of rank 1 on host1; "),
         (anomaly("spike", values=(8.0, 8.0)), "loss 8 is above 4, the limit of "
-         "--loss-spike-factor, with a part of rank 1 on host1; "),
-        (anomaly("determinism", "transient"), "one of three computations of the step has other "
-         "bits: that of rank 1 on host1; the two others are equal and were used: a transient"),
-        (anomaly("determinism", "undecided"), "changes with every computation, that of rank 1"),
+         "--loss-spike-factor, with a large contribution of rank 1 on host1; "),
+        (anomaly("determinism", "transient"), "one of three computations of the step differs "
+         "bitwise in the result of rank 1 on host1; the other two are equal and were used: "),
+        (anomaly("determinism", "undecided"), "all three computations of the step differ in the "
+         "result of rank 1"),
     ],
 )  # fmt: skip
 def test_anomaly_line_states_cause_and_outcome(step_anomaly, expected):

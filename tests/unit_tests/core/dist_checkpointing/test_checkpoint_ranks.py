@@ -92,7 +92,7 @@ ROW = torch.ones(1, 3)
             [[w_chunk(0, (0, 0), ROW.expand(4, 3))], [w_chunk(1, (0, 0), ROW, 0, 1)]],
             "declares none",
         ),
-        ([[w_chunk(0, (0, 0), ROW, 0, 1)], [w_chunk(1, (1, 0), ROW, 0, 1)]], "or other ones"),
+        ([[w_chunk(0, (0, 0), ROW, 0, 1)], [w_chunk(1, (1, 0), ROW, 0, 1)]], "1 different chunks"),
         ([[w_chunk(0, (0, 0), ROW.expand(4, 3), 0, 7)], []], "rank 7 declares none"),
         ([[w_chunk(0, (0, 0), ROW.expand(4, 3), 1)], []], "does not contain rank 0"),
         ([[w_chunk(0, (0, 0), ROW), w_chunk(0, (0, 0), ROW)], []], "twice"),

@@ -21,6 +21,7 @@ runs in a forked process too, so that nothing stays imported in between.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -153,6 +154,8 @@ def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answer
     gc.freeze()  # a collection would copy the memory of all objects of the parent
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)  # free memory of the parent would hide what the read allocates
+    with contextlib.suppress(OSError):  # the peak begins at the parent's memory: reset it
+        Path("/proc/self/clear_refs").write_text("5")
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

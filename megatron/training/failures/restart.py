@@ -25,7 +25,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.cli.errors import PeerLost
+from megatron.cli.errors import ExitCode, PeerLost, RunStopped, one_line
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import ResolvedRun
 
@@ -95,7 +95,24 @@ def agree_on_start(
 
     Raises:
         PeerLost: a rank has not started within that time.
+        RunStopped: the store was lost while the ranks started.
     """
+    try:
+        return _exchange_attempt(launch, store, timeout_seconds, rank0_store)
+    except dist.DistNetworkError as error:
+        # The launcher watch may notice the same loss later than a read of the store.
+        server = "the launcher" if launch.launcher_serves else "rank 0"
+        code = ExitCode.LAUNCHER_LOST if launch.launcher_serves else ExitCode.PEER_LOST
+        text = f"the store was lost while the ranks started ({one_line(error)[:120]})"
+        raise RunStopped(code, f"{text}: {server} is gone") from None
+
+
+def _exchange_attempt(
+    launch: Launch,
+    store: dist.Store,
+    timeout_seconds: float,
+    rank0_store: tuple[str, int] | None,
+) -> Launch:
     keys = dist.PrefixStore("megatron/starts", store)
     if launch.rank:
         return _receive_attempt(launch, keys, timeout_seconds)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron.cli.errors import PeerLost
+from megatron.cli.errors import ExitCode, PeerLost, RunStopped
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
 from megatron.training.failures import restart
@@ -107,6 +107,27 @@ def test_missing_answer_of_rank_0_is_reported(monkeypatch):
     launch = Launch(rank=3, world_size=4, address="127.0.0.1", port=server.port)
     with pytest.raises(PeerLost, match=r"rank 0 .*WORLD_SIZE"):
         agree_on_start(launch, server, timeout_seconds=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher_serves", "code"), [(True, ExitCode.LAUNCHER_LOST), (False, ExitCode.PEER_LOST)]
+)
+def test_store_lost_at_start_is_reported_in_one_line(rank, launcher_serves, code):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    launch = Launch(
+        rank=rank,
+        world_size=2,
+        address="127.0.0.1",
+        port=server.port,
+        launcher_serves=launcher_serves,
+    )
+    del server  # ends the store, as a killed launcher does
+    with pytest.raises(RunStopped, match="the store was lost while the ranks started") as stop:
+        agree_on_start(launch, client, timeout_seconds=5.0)
+    assert stop.value.code == code
+    assert "\n" not in str(stop.value)
 
 
 def test_all_ranks_get_the_address_of_rank_0s_store():

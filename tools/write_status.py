@@ -128,7 +128,7 @@ def _head(results: Results) -> Iterator[str]:
     passed, missing = results.passed(), len(_not_run(results))
     marked = {test for test, _ in results.claimed}
     slow = sum(passed.values())
-    yield f"This page was written from {len(passed)} tests, of which {slow} are slow. There are"
+    yield f"This page was written from {len(passed)} passed tests ({slow} slow). There are"
     yield f"{len(marked)} marked tests in the repository, and {missing} of them did not run or did"
     yield "not pass ([list](#not-run)). A parametrized test counts once. It counts as passed if one"
     yield "of its cases has passed."

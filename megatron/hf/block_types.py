@@ -153,9 +153,11 @@ def _nemotron(fields: Fields) -> str:
             patterns[name] = _symbols(fields, name, _BLOCK_TYPES)
     pattern = fields.find(_PATTERN)
     if pattern is not None:
-        known_symbols = set(_BLOCK_TYPES.values())
-        if not isinstance(pattern, str) or not pattern or set(pattern) - known_symbols:
-            fields.refuse(_PATTERN, f"supported are the symbols {', '.join(sorted(known_symbols))}")
+        supported_symbols = set(_BLOCK_TYPES.values())
+        if not isinstance(pattern, str) or not pattern or set(pattern) - supported_symbols:
+            fields.refuse(
+                _PATTERN, f"supported are the symbols {', '.join(sorted(supported_symbols))}"
+            )
         patterns[_PATTERN] = pattern
     if not patterns:
         fields.refuse(_PATTERN, "it specifies the layers: give it, or layers_block_type")

@@ -109,7 +109,7 @@ def test_imports_have_no_cycles() -> None:
     ],
     ids=["inside a function", "for types"],
 )
-def test_planted_import_cycle_is_found(tmp_path: Path, late: str) -> None:
+def test_planted_import_cycle_is_reported(tmp_path: Path, late: str) -> None:
     folder = tmp_path / "megatron/training"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(HEAD)

@@ -44,7 +44,7 @@ def ratios(tree: ast.AST) -> Iterator[int]:
         ("assert (a - b).abs().max() < 1e-5", 0),
     ],
 )
-def test_explicit_error_ratios_are_found(text, count):
+def test_explicit_error_ratios_are_counted(text, count):
     assert len(list(ratios(ast.parse(text)))) == count
 
 

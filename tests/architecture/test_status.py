@@ -107,7 +107,7 @@ def check_not_run(page: str) -> None:
     assert missing <= end
     assert {test for test in end if "[" not in test} == missing
     passed = {test for (test, _), words in statuses.items() if write_status.MISSING not in words}
-    pattern = r"from (\d+) tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
+    pattern = r"from (\d+) passed tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
     counts = re.search(pattern, page, re.DOTALL)
     assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
 
@@ -189,7 +189,7 @@ def test_partial_page_lists_missing_tests() -> None:
     check_page(page)
     check_not_run(page)
     head = page[: page.index("\n## ")]
-    assert "written from 2 tests, of which 1 are slow. There are\n3 marked tests" in head
+    assert "written from 2 passed tests (1 slow). There are\n3 marked tests" in head
     assert "and 2 of them did not run" in head
     assert "\nMarked tests that were not run or not passed:\n" in page
     assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
@@ -234,7 +234,7 @@ def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsy
     assert "is from 4 tests, these files have 1: give" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == written
     write_status.main([report_of_one_test, *to, "--partial"])
-    assert "written from 1 tests" in out.read_text(encoding="utf-8")
+    assert "written from 1 passed tests" in out.read_text(encoding="utf-8")
 
 
 def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None) -> SimpleNamespace:

@@ -155,7 +155,7 @@ def _run_and_model(flags: str, world: int):
     return run, gpt_config(run.config, 131)
 
 
-def test_peak_flops_are_known_by_device_name():
+def test_peak_flops_depend_on_the_device_name():
     assert peak_flops("NVIDIA H200") == 989.5e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.5e12

@@ -41,7 +41,7 @@ def test_iterations_apply_the_polynomial_to_singular_values(shape: tuple[int, in
     assert relative_error(bf16_output, by_singular_values(x, steps)) < 0.1
 
 
-def test_singular_values_approach_one_and_vectors_are_kept():
+def test_singular_values_approach_one_and_vectors_stay():
     """With the published coefficients, the singular values end between 0.68 and 1.21."""
     left, _, right = torch.linalg.svd(random_gradients(40, 60).double(), full_matrices=False)
     values = torch.linspace(0.02, 1.0, 40, dtype=torch.float64)

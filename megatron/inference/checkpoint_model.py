@@ -153,11 +153,8 @@ class CheckpointModel:
                 file=sys.stderr,
             )
             if tiled:
-                reason = (
-                    "computes sums whose order depends on the number of rows"
-                    if is_available()
-                    else ("is not available")
-                )
+                varying_order = "computes sums whose order depends on the number of rows"
+                reason = varying_order if is_available() else "is not available"
                 shapes = ", ".join(str(list(s)) for s in sorted({h.shape for h in tiled}))
                 print(
                     f"batch-invariant: tiles of {shapes}, because the packed product of this "

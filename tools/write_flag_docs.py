@@ -21,7 +21,7 @@ from megatron.cli.megatron_names import (
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig
-from megatron.training.checkpoints.options import (
+from megatron.training.checkpointing.commands.options import (
     CompareConfig,
     ConvertConfig,
     InspectConfig,

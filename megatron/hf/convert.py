@@ -194,7 +194,7 @@ def import_model(config: ImportConfig) -> None:
     from megatron.hf.config_json import DTYPES, read_folder
     from megatron.hf.folder import open_folder
     from megatron.hf.read_weights import reading_lines
-    from megatron.training.checkpoints.hf_import import import_folder
+    from megatron.training.checkpointing.hf_import import import_folder
 
     try:
         folder = open_folder(
@@ -218,8 +218,8 @@ def export_model(config: ExportConfig) -> None:
     """Convert a checkpoint into a folder. Raises ValueError."""
     from megatron.core.dist_checkpointing import Solo
     from megatron.hf.config_json import DTYPES
-    from megatron.training.checkpoints.hf_export import Exported, export_folder
-    from megatron.training.newest_checkpoint import load_newest
+    from megatron.training.checkpointing.find import load_newest
+    from megatron.training.checkpointing.hf_export import Exported, export_folder
 
     dtype = None if config.dtype is None else DTYPES[config.dtype]
 

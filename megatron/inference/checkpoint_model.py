@@ -59,11 +59,11 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.config import ModelSource, Speculation, start_facts
-from megatron.training.checkpoints.hf_export import carried_folder
-from megatron.training.checkpoints.hf_options import open_model
+from megatron.training.checkpointing.find import load_newest, read_together
+from megatron.training.checkpointing.hf_export import carried_folder
+from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.stored_model import stored_model
 from megatron.training.cpu_matmul import CpuMatmul
-from megatron.training.newest_checkpoint import load_newest, read_together
-from megatron.training.stored_model import stored_model
 
 # Bytes at the start and at the end of a weight file that its digest covers.
 _SAMPLE_BYTES = 64 << 10

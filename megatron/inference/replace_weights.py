@@ -27,9 +27,9 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.checkpoint_model import CheckpointModel, inference_model_config
-from megatron.training.checkpoints.hf_options import open_model
-from megatron.training.newest_checkpoint import load_newest, read_together
-from megatron.training.stored_model import stored_model
+from megatron.training.checkpointing.find import load_newest, read_together
+from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.stored_model import stored_model
 
 # Words in the names of config fields that only training uses; they may differ between the models.
 _TRAINING_ONLY = ("dropout", "init_std", "loss")

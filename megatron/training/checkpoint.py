@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from megatron.cli.errors import one_line, run_entry_point
 from megatron.cli.flags import HelpRequested, parse_command_line
 from megatron.cli.standard_streams import run_command
-from megatron.training.checkpoints.options import (
+from megatron.training.checkpointing.commands.options import (
     CompareConfig,
     ConvertConfig,
     ConvertToNativeConfig,
@@ -48,31 +48,31 @@ class Command(NamedTuple):
 
 
 def _list(config: ListConfig) -> int:
-    from megatron.training.checkpoints.inspection import list_root
+    from megatron.training.checkpointing.commands.inspection import list_root
 
     return list_root(config)
 
 
 def _inspect(config: InspectConfig) -> int:
-    from megatron.training.checkpoints.inspection import inspect_folder
+    from megatron.training.checkpointing.commands.inspection import inspect_folder
 
     return inspect_folder(config)
 
 
 def _verify(config: VerifyConfig) -> int:
-    from megatron.training.checkpoints.inspection import verify_folders
+    from megatron.training.checkpointing.commands.inspection import verify_folders
 
     return verify_folders(config)
 
 
 def _compare(config: CompareConfig) -> int:
-    from megatron.training.checkpoints.comparison import compare_folders
+    from megatron.training.checkpointing.commands.comparison import compare_folders
 
     return compare_folders(config)
 
 
 def _convert(config: ConvertConfig | ConvertToNativeConfig) -> int:
-    from megatron.training.checkpoints.conversion import convert
+    from megatron.training.checkpointing.commands.conversion import convert
 
     return convert(config)
 

@@ -33,10 +33,14 @@ from megatron.core.models.layer_pattern import MAMBA
 from megatron.core.process_groups import GROUP_NAMES, ProcessGroupCollection, RankGrid
 from megatron.training.config.layer_pattern_options import has, has_attention
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.hang_files import POINT_TO_POINT, describe, enable_flight_recorder
-from megatron.training.failures.peers import Diagnosis, PeerWatch
-from megatron.training.failures.restart import RestartRecord
-from megatron.training.failures.stopping import StopRequests
+from megatron.training.fault_tolerance.hang_files import (
+    POINT_TO_POINT,
+    describe,
+    enable_flight_recorder,
+)
+from megatron.training.fault_tolerance.peers import Diagnosis, PeerWatch
+from megatron.training.fault_tolerance.restart import RestartRecord
+from megatron.training.fault_tolerance.stopping import StopRequests
 
 #: Seconds to wait for other ranks before checking whether they are alive.
 POLL_SECONDS = 1.0

@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.schedule import LearningRateSchedule
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.faults import record_loss, spike_limit
-from megatron.training.failures.stopping import StopRequests
+from megatron.training.fault_tolerance.faults import record_loss, spike_limit
+from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.log_line import (
     Display,

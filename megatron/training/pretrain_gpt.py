@@ -31,11 +31,11 @@ from megatron.training.config.layer_pattern_options import FLAG, is_hybrid, patt
 from megatron.training.config.megatron_flags import MEGATRON_FLAGS
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.experiments import check_experiments
-from megatron.training.failures.launcher import LauncherWatch, launcher_of
-from megatron.training.failures.stopping import Listener, StopRequests, signals_to_thread
+from megatron.training.fault_tolerance.launcher import LauncherWatch, launcher_of
+from megatron.training.fault_tolerance.stopping import Listener, StopRequests, signals_to_thread
 
 if TYPE_CHECKING:
-    from megatron.training.failures.peers import PeerWatch
+    from megatron.training.fault_tolerance.peers import PeerWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     implies."""
     defaults: dict[str, Any] = {}
     if user_values.get("load-hf") is not None:
-        from megatron.training.checkpoints.hf_options import folder_defaults
+        from megatron.training.checkpointing.hf_options import folder_defaults
 
         defaults = folder_defaults(user_values)
     defaults = {**checkpoint_defaults({**user_values, **defaults}), **defaults}
@@ -143,9 +143,9 @@ def start_watch(
     """
     if launch.world_size == 1:
         return launch, None
-    from megatron.training.failures.hang_files import HangFiles
-    from megatron.training.failures.peers import PeerWatch
-    from megatron.training.failures.restart import agree_on_start
+    from megatron.training.fault_tolerance.hang_files import HangFiles
+    from megatron.training.fault_tolerance.peers import PeerWatch
+    from megatron.training.fault_tolerance.restart import agree_on_start
 
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     save, files = run.config.checkpoint.save, None
@@ -182,7 +182,7 @@ def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: St
     import torch
 
     from megatron.training.distributed_context import blaming_peers, join_run
-    from megatron.training.failures.restart import resume_own_checkpoint
+    from megatron.training.fault_tolerance.restart import resume_own_checkpoint
     from megatron.training.pretraining import pretrain
     from megatron.training.run_inputs import read_inputs
 

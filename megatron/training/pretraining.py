@@ -11,8 +11,8 @@ from dataclasses import replace
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.data.data_sets import build_data_sets
 from megatron.training.distributed_context import DistributedContext
-from megatron.training.failures.faults import refuse_faulty_hosts
-from megatron.training.failures.session_faults import arm_stop, failure_hooks
+from megatron.training.fault_tolerance.faults import refuse_faulty_hosts
+from megatron.training.fault_tolerance.session_faults import arm_stop, failure_hooks
 from megatron.training.hooks import TrainingHooks
 from megatron.training.loop import TrainingLoop
 from megatron.training.monitoring.describe import GatheredBytes, start_lines

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.dist_checkpointing.run_folder import check_save_folder_lock
-from megatron.training.checkpoint_io import run_extra
+from megatron.training.checkpointing.state import run_extra
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome

@@ -45,8 +45,14 @@ from megatron.core.optimizer.optimizer_config import check_patterns
 from megatron.hf.config_json import differences, function_of
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights, reading_lines
-from megatron.training.checkpoint_io import CheckpointMetadata, load_run
-from megatron.training.checkpoints.hf_options import open_model
+from megatron.training.checkpointing.find import (
+    load_newest,
+    read_together,
+    reject_later_checkpoints,
+)
+from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.state import CheckpointMetadata, load_run
+from megatron.training.checkpointing.stored_model import stored_model
 from megatron.training.config import Config
 from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.model_table import gpt_config, options_problem
@@ -76,14 +82,13 @@ from megatron.training.data.data_sets import (
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.experiments import Experiment, load_experiments
-from megatron.training.failures.replay import RerunPolicy, StageChecksums
+from megatron.training.fault_tolerance.replay import RerunPolicy, StageChecksums
 from megatron.training.hooks import TrainingHooks
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import peak_flops, visible_square
 from megatron.training.monitoring.log_line import LogPart
 from megatron.training.monitoring.metrics import EXPERT_LOAD
 from megatron.training.monitoring.step_window import Speedometer, StepWindow
-from megatron.training.newest_checkpoint import load_newest, read_together, reject_later_checkpoints
 from megatron.training.progress_state import Progress
 from megatron.training.step import (
     ForwardBackward,
@@ -93,7 +98,6 @@ from megatron.training.step import (
     StepRunner,
     TrainStep,
 )
-from megatron.training.stored_model import stored_model
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -45,7 +45,7 @@ from megatron.core.pipeline_parallel import (
 from megatron.core.pipeline_parallel.runtime import AutogradWorker, Executor, program
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
-from megatron.training.failures.replay import (
+from megatron.training.fault_tolerance.replay import (
     Replayer,
     RerunPolicy,
     StageChecksums,

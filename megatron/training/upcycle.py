@@ -113,8 +113,8 @@ def upcycle(config: UpcycleConfig) -> Path:
         save_checkpoint,
     )
     from megatron.core.models.gpt import logical_weights
-    from megatron.training.newest_checkpoint import load_newest
-    from megatron.training.stored_model import stored_model
+    from megatron.training.checkpointing.find import load_newest
+    from megatron.training.checkpointing.stored_model import stored_model
 
     # Other checkpoints are rejected too: a run would resume from the new one instead of its latest.
     if checkpoints := list_checkpoints(config.save):

@@ -29,7 +29,7 @@ from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
 from megatron.training.data.chat import BUILT_IN
 from megatron.training.data.preprocessing.output import Output
-from megatron.training.failures.faults import SuspectStep
+from megatron.training.fault_tolerance.faults import SuspectStep
 from tests.functional_tests.small_run import write_tokens
 from tests.support.hostile_files import (
     fresh_copy,

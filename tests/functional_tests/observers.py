@@ -27,8 +27,8 @@ from megatron.training.config import model_table
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
-from megatron.training.failures import session_faults
-from megatron.training.failures.stopping import StopRequests
+from megatron.training.fault_tolerance import session_faults
+from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.layouts import packed_cuts
 from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics

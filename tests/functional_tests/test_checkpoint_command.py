@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.training import checkpoint
-from megatron.training.checkpoints import inspection
+from megatron.training.checkpointing.commands import inspection
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks, start_ranks
 

@@ -163,8 +163,10 @@ def test_gap_between_elements_takes_no_memory(tmp_path: Path, trivial_dcp: ReadC
 def test_elements_in_any_order_are_read_in_bounded_spans(
     order: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.training.checkpoints.dcp_folder.MAX_SPAN_BYTES", 1 << 10)
-    monkeypatch.setattr("megatron.training.checkpoints.dcp_folder.APART_BYTES", 100)
+    monkeypatch.setattr(
+        "megatron.training.checkpointing.commands.dcp_folder.MAX_SPAN_BYTES", 1 << 10
+    )
+    monkeypatch.setattr("megatron.training.checkpointing.commands.dcp_folder.APART_BYTES", 100)
     values = torch.randn(17, 13, 11, generator=generator(5)).permute(order)
     spaced = torch.randn(7, 50, 6, generator=generator(6))[:, ::3, 1:3]
     dcp.save({"a": values, "b": spaced}, checkpoint_id=tmp_path / "dcp", no_dist=True)

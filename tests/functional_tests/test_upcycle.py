@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.core.weight_gather import Storage
-from megatron.training.checkpoint_io import FORMAT
+from megatron.training.checkpointing.state import FORMAT
 from megatron.training.upcycle import main as upcycle
 from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
 from tests.support.closeness import assert_close_by_metric

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
 from megatron.core.models.layer_pattern import symbols_of
+from megatron.training.checkpointing.stored_model import check_counts
 from megatron.training.config import Config
-from megatron.training.stored_model import check_counts
 
 _SECTIONS = ("model", "attention", "position", "experts", "hybrid", "tokenizer")
 #: Sections whose integers are tensor dimensions or counts of layers, heads and experts.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.failures.replay import StepAnomaly
+from megatron.training.fault_tolerance.replay import StepAnomaly
 from megatron.training.monitoring.flops import (
     flops_per_square,
     training_flops,

@@ -12,7 +12,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
 from megatron.training import session
-from megatron.training.failures import session_faults
+from megatron.training.fault_tolerance import session_faults
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (

@@ -110,7 +110,7 @@ def plant_skipped_collective(rank: int) -> None:
 
 def plant_shape_mismatch(rank: int) -> None:
     """Reduce one control flag less on rank 1 in its third step."""
-    from megatron.training.failures.stopping import StopRequests
+    from megatron.training.fault_tolerance.stopping import StopRequests
 
     control_flags, count = StopRequests.control_flags, [0]
 

@@ -16,13 +16,18 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.boxes import Box
 from megatron.training import checkpoint
-from megatron.training.checkpoints.dcp_folder import (
+from megatron.training.checkpointing.commands.dcp_folder import (
     DcpFolder,
     _Member,
     _saved_tensor,
     read_metadata,
 )
-from megatron.training.checkpoints.plain_pickle import Name, Persistent, PickledObject, read_pickle
+from megatron.training.checkpointing.commands.plain_pickle import (
+    Name,
+    Persistent,
+    PickledObject,
+    read_pickle,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"

@@ -20,7 +20,7 @@ from megatron.cli.errors import ExitCode
 from megatron.core.datasets.samplers import GPTBatches
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.core.dist_checkpointing import save as save_module
-from megatron.training.failures.peers import PeerWatch
+from megatron.training.fault_tolerance.peers import PeerWatch
 from tests.functional_tests.planted_faults import on_microbatch, run_with, running_with
 from tests.functional_tests.small_run import flags, write_tokens
 

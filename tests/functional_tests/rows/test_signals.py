@@ -285,7 +285,7 @@ def test_exit_duration_limit_includes_a_save(prefix, tmp_path):
 
 def _rank_with_skewed_clock(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Run a rank whose clock expires in step 5 on rank 1, and never on rank 0."""
-    from megatron.training.failures.stopping import StopRequests
+    from megatron.training.fault_tolerance.stopping import StopRequests
 
     control_flags = StopRequests.control_flags
     count = [0]

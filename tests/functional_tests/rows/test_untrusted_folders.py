@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.hf import convert
 from megatron.inference import checkpoint_model, generate
 from megatron.training import checkpoint, preprocess_data, pretrain_gpt, session
-from megatron.training.failures.faults import (
+from megatron.training.fault_tolerance.faults import (
     FaultLog,
     FaultRecord,
     SuspectStep,
@@ -44,7 +44,7 @@ from megatron.training.failures.faults import (
     read_suspect_step,
     write_suspect_step,
 )
-from megatron.training.failures.hang_files import CollectiveLog, HangFiles
+from megatron.training.fault_tolerance.hang_files import CollectiveLog, HangFiles
 from megatron.training.monitoring.metrics import JsonLines
 from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.hf_folders import change_json, make_model, save_folder

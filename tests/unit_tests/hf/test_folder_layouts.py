@@ -19,8 +19,8 @@ from megatron.hf.config_json import read_folder, read_model
 from megatron.hf.folder import open_folder, read_object
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
-from megatron.training.checkpoints.hf_export import export_folder
-from megatron.training.checkpoints.hf_import import import_folder
+from megatron.training.checkpointing.hf_export import export_folder
+from megatron.training.checkpointing.hf_import import import_folder
 from tests.support.hf_folders import change_json, make_model, save_folder
 from tests.support.ranks import start_ranks
 

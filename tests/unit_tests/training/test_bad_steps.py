@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Solo
-from megatron.training.failures.faults import (
+from megatron.training.fault_tolerance.faults import (
     FaultLog,
     Faults,
     SuspectStep,
@@ -29,7 +29,7 @@ from megatron.training.failures.faults import (
     spike_limit,
     write_suspect_step,
 )
-from megatron.training.failures.replay import StepAnomaly
+from megatron.training.fault_tolerance.replay import StepAnomaly
 from megatron.training.progress_state import Progress
 from tests.unit_tests.training.small_config import small_config
 

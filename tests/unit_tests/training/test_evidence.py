@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megatron.training.failures.replay import (
+from megatron.training.fault_tolerance.replay import (
     Checksum,
     Digest,
     Evidence,

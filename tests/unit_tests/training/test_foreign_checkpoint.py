@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint
 from megatron.training import checkpoint
-from megatron.training.newest_checkpoint import load_newest
+from megatron.training.checkpointing.find import load_newest
 from tests.functional_tests.small_run import run_in_process
 
 UPSTREAM = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})

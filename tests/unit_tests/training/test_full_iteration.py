@@ -18,7 +18,7 @@ from megatron.core.models.gpt import MTPTargets, shift_targets
 from megatron.core.moe.router import routers_of
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.cuda_graphs import PATIENCE, StepInputs
-from megatron.training.failures.replay import Replayer, RerunPolicy
+from megatron.training.fault_tolerance.replay import Replayer, RerunPolicy
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.device_products import products_of_a_gpu

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from megatron.core.comm import CollectiveRecord
-from megatron.training.failures import hang_files
-from megatron.training.failures.hang_files import (
+from megatron.training.fault_tolerance import hang_files
+from megatron.training.fault_tolerance.hang_files import (
     MAX_ENTRIES,
     CollectiveLog,
     HangFiles,
@@ -23,7 +23,7 @@ from megatron.training.failures.hang_files import (
     stack_file,
     write_stacks,
 )
-from megatron.training.failures.peers import Heartbeat, RankState, hang_report
+from megatron.training.fault_tolerance.peers import Heartbeat, RankState, hang_report
 from tests.support.ranks import start_ranks
 
 

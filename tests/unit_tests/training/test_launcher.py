@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from megatron.cli.launch import Launch
-from megatron.training.failures.launcher import LauncherWatch, launcher_of
+from megatron.training.fault_tolerance.launcher import LauncherWatch, launcher_of
 
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "run", "RANK": "1", "MASTER_PORT": "29500"}
 

@@ -17,9 +17,9 @@ from megatron.core.optimizer.loss_scaler import (
 )
 from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import resolve
-from megatron.training.failures.faults import FaultLog, Faults
-from megatron.training.failures.replay import StepAnomaly
-from megatron.training.failures.stopping import StopRequests
+from megatron.training.fault_tolerance.faults import FaultLog, Faults
+from megatron.training.fault_tolerance.replay import StepAnomaly
+from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.hooks import TrainingHooks
 from megatron.training.loop import TrainingLoop
 from megatron.training.monitoring.log_line import LogPart, Plain

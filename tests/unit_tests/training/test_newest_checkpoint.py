@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing import run_folder as retention_module
-from megatron.training import newest_checkpoint
-from megatron.training.newest_checkpoint import load_newest, reject_later_checkpoints
+from megatron.training.checkpointing import find
+from megatron.training.checkpointing.find import load_newest, reject_later_checkpoints
 
 SHARD = "shard-00000.safetensors"
 NAMES = tuple(f"layer.{i}" for i in range(4))
@@ -196,7 +196,7 @@ def test_checkpoint_being_loaded_is_not_pruned(root):
 
 
 def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
-    latest_checkpoint = newest_checkpoint.latest_checkpoint
+    latest_checkpoint = find.latest_checkpoint
     removed = threading.Event()
 
     def find_and_remove(*arguments, **options):
@@ -206,7 +206,7 @@ def test_checkpoint_removed_before_lock_is_searched_again(root, monkeypatch):
             shutil.rmtree(checkpoint)
         return checkpoint
 
-    monkeypatch.setattr(newest_checkpoint, "latest_checkpoint", find_and_remove)
+    monkeypatch.setattr(find, "latest_checkpoint", find_and_remove)
     loading = RecordedLoad()
     assert loading.run(root)[1] == "iter_0000002"
     assert removed.is_set()

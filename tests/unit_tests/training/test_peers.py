@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.comm import CollectiveRecord
-from megatron.training.failures import peers
-from megatron.training.failures.hang_files import HangFiles
-from megatron.training.failures.launcher import process_state
-from megatron.training.failures.peers import Diagnosis, Identity, PeerWatch
+from megatron.training.fault_tolerance import peers
+from megatron.training.fault_tolerance.hang_files import HangFiles
+from megatron.training.fault_tolerance.launcher import process_state
+from megatron.training.fault_tolerance.peers import Diagnosis, Identity, PeerWatch
 from tests.support.ranks import start_ranks
 
 

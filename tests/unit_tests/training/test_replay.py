@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.training.failures.replay import (
+from megatron.training.fault_tolerance.replay import (
     Digest,
     Evidence,
     Replayer,

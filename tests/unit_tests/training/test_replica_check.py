@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.training.failures import session_faults
-from megatron.training.failures.session_faults import (
+from megatron.training.fault_tolerance import session_faults
+from megatron.training.fault_tolerance.session_faults import (
     Difference,
     differences,
     replica_sets,

@@ -11,8 +11,12 @@ import torch.distributed as dist
 from megatron.cli.errors import ExitCode, PeerLost, RunStopped
 from megatron.cli.launch import Launch
 from megatron.training.config.resolve import resolve
-from megatron.training.failures import restart
-from megatron.training.failures.restart import RestartRecord, agree_on_start, resume_own_checkpoint
+from megatron.training.fault_tolerance import restart
+from megatron.training.fault_tolerance.restart import (
+    RestartRecord,
+    agree_on_start,
+    resume_own_checkpoint,
+)
 from tests.unit_tests.training.small_config import small_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from megatron.training.failures.hang_files import stack_file, write_stacks
+from megatron.training.fault_tolerance.hang_files import stack_file, write_stacks
 
 
 def _resting(ready: threading.Event, finished: threading.Event) -> None:

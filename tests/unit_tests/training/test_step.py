@@ -20,7 +20,7 @@ from megatron.core.optimizer.loss_scaler import (
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage, WeightStore
 from megatron.core.weight_sharding import WeightSharding
-from megatron.training.failures.replay import RerunPolicy
+from megatron.training.fault_tolerance.replay import RerunPolicy
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import microbatch

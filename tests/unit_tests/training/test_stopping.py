@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.training.failures.peers import Diagnosis
-from megatron.training.failures.stopping import LAUNCHER_LOST, StopRequests
+from megatron.training.fault_tolerance.peers import Diagnosis
+from megatron.training.fault_tolerance.stopping import LAUNCHER_LOST, StopRequests
 
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 

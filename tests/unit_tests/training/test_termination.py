@@ -12,11 +12,11 @@ import time
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.training.failures.stopping import signals_to_thread
+from megatron.training.fault_tolerance.stopping import signals_to_thread
 
 PROGRAM = """
 import ctypes, os, time
-from megatron.training.failures.stopping import signals_to_thread
+from megatron.training.fault_tolerance.stopping import signals_to_thread
 def react(number):
     {reaction}
 free = ctypes.CDLL(None)

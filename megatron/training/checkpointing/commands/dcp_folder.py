@@ -29,7 +29,7 @@ import torch
 from megatron.core.boxes import Box, BoxIndex, tiles
 from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
-from megatron.training.checkpoints.plain_pickle import (
+from megatron.training.checkpointing.commands.plain_pickle import (
     Finish,
     Name,
     Pairs,
@@ -37,7 +37,7 @@ from megatron.training.checkpoints.plain_pickle import (
     PickledObject,
     read_pickle,
 )
-from megatron.training.newest_checkpoint import METADATA_NAME
+from megatron.training.checkpointing.find import METADATA_NAME
 
 #: Size limit of `.metadata`, enough for some 200,000 chunks.
 MAX_METADATA_BYTES = 40 << 20

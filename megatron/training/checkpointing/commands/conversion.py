@@ -45,9 +45,8 @@ from megatron.core.untrusted_files import open_to_write, read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.tensor_map import MappedTensor, TensorMap, TensorSlice, tensor_map
-from megatron.training.checkpoint_io import FORMAT
-from megatron.training.checkpoints.dcp_folder import DcpFolder, DcpTensor
-from megatron.training.checkpoints.inspection import (
+from megatron.training.checkpointing.commands.dcp_folder import DcpFolder, DcpTensor
+from megatron.training.checkpointing.commands.inspection import (
     existing_folder,
     kind_of_tensor,
     one_checkpoint,
@@ -55,13 +54,14 @@ from megatron.training.checkpoints.inspection import (
     read_rows,
     size_text,
 )
-from megatron.training.checkpoints.options import ConvertConfig, ConvertToNativeConfig
+from megatron.training.checkpointing.commands.options import ConvertConfig, ConvertToNativeConfig
+from megatron.training.checkpointing.find import METADATA_NAME
+from megatron.training.checkpointing.state import FORMAT
 from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.data.vocabulary import read_vocabulary
-from megatron.training.newest_checkpoint import METADATA_NAME
 
 _LAYERS = "decoder.layers"
 _EXPERTS = re.compile(r"\.(experts|shared_experts|router)\.")

@@ -45,7 +45,7 @@ from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.failures.replay import StepAnomaly
+from megatron.training.fault_tolerance.replay import StepAnomaly
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress

@@ -47,7 +47,8 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.shard_format import default_digest_algorithm, digest
 from megatron.core.process_groups import DENSE_AXES, Group, RankGrid
-from megatron.training.failures.faults import (
+from megatron.training.checkpointing.find import load_newest
+from megatron.training.fault_tolerance.faults import (
     FaultLog,
     FaultRecord,
     Faults,
@@ -57,7 +58,6 @@ from megatron.training.failures.faults import (
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
-from megatron.training.newest_checkpoint import load_newest
 from megatron.training.progress_state import Progress
 from megatron.training.saves import Saves
 from megatron.training.session import Session, load_session

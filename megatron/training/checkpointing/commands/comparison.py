@@ -25,12 +25,12 @@ from megatron.core.boxes import Box
 from megatron.core.dist_checkpointing import CheckpointReader, Manifest
 from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES
-from megatron.training.checkpoints.inspection import (
+from megatron.training.checkpointing.commands.inspection import (
     one_checkpoint,
     read_box,
     read_rows,
 )
-from megatron.training.checkpoints.options import CompareConfig
+from megatron.training.checkpointing.commands.options import CompareConfig
 
 #: Lines of each kind that are printed without --all.
 MAX_LINES = 20

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron.cli.errors import ExitCode
 
 if TYPE_CHECKING:
-    from megatron.training.failures.peers import Diagnosis, PeerWatch
+    from megatron.training.fault_tolerance.peers import Diagnosis, PeerWatch
 
 #: Exit codes of ending at once, by the signal that asks a process to end.
 EXIT_CODES = {

@@ -40,14 +40,14 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.optimizer import Optimizer
 from megatron.core.weight_gather import WeightStore
 from megatron.hf.config_json import function_of
+from megatron.training.checkpointing.find import read_together
+from megatron.training.checkpointing.stored_model import stored_model
 from megatron.training.config import Config, EvaluationConfig, TrainingConfig
 from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import another_dtype
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.monitoring.step_window import StepWindow
-from megatron.training.newest_checkpoint import read_together
 from megatron.training.progress_state import Progress
-from megatron.training.stored_model import stored_model
 
 #: Version of `extra`; raised when older code would misread it.
 FORMAT = 1

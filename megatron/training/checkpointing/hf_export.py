@@ -41,9 +41,9 @@ from megatron.hf.folder import (
     read_object,
 )
 from megatron.hf.tensor_map import MappedTensor, TensorMap, tensor_map
-from megatron.training.checkpoints.hf_import import CARRIED_FOLDER
+from megatron.training.checkpointing.hf_import import CARRIED_FOLDER
+from megatron.training.checkpointing.stored_model import described_config
 from megatron.training.config.model_table import model_options
-from megatron.training.stored_model import described_config
 
 #: Bytes read together: blocks with digests are read whole, so each about one and a half times.
 GROUP_BYTES = BLOCK_BYTES

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megatron.cli.error_reports import Claims
 from megatron.cli.errors import one_line
-from megatron.training.failures.hang_files import CollectiveLog, HangFiles, describe
-from megatron.training.failures.launcher import process_state
+from megatron.training.fault_tolerance.hang_files import CollectiveLog, HangFiles, describe
+from megatron.training.fault_tolerance.launcher import process_state
 
 #: A heartbeat lists a collective's ranks after waiting this many seconds in it.
 LONG_WAIT_SECONDS = 2.0

@@ -34,8 +34,8 @@ from megatron.hf.config_json import HuggingFaceModel
 from megatron.hf.folder import CARRIED, CONFIG, HuggingFaceFolder, OpenTensors
 from megatron.hf.read_weights import check_copies, check_tensors
 from megatron.hf.tensor_map import MappedTensor
-from megatron.training.checkpoint_io import FORMAT
-from megatron.training.checkpoints.hf_options import folder_options
+from megatron.training.checkpointing.hf_options import folder_options
+from megatron.training.checkpointing.state import FORMAT
 
 #: Folder next to the checkpoint for the copied files.
 CARRIED_FOLDER = "hugging_face"

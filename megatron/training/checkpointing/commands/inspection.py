@@ -60,13 +60,13 @@ from megatron.core.dist_checkpointing.run_folder import (
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, tensor_bytes
 from megatron.core.dist_checkpointing.shards import DTYPES
 from megatron.core.untrusted_files import read_regular, regular_fd
-from megatron.training.checkpoints.options import (
+from megatron.training.checkpointing.commands.options import (
     InspectConfig,
     ListConfig,
     VerifyConfig,
 )
-from megatron.training.newest_checkpoint import foreign_kind, foreign_line
-from megatron.training.stored_model import check_stored
+from megatron.training.checkpointing.find import foreign_kind, foreign_line
+from megatron.training.checkpointing.stored_model import check_stored
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 

@@ -351,6 +351,7 @@ def _in_regions(row: Row, stage: StageBlocks, step: Step) -> None:
 def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, expected: bool) -> None:
     """Assert one additional all-reduce on `group`, of gradients that are partial on its ranks.
 
+    With weights sharded over gtp it may be two: one of shards and one of replicated gradients.
     A rank whose gradient shard or stage has no partial gradient runs none, but some rank must.
     """
     beyond = [_all_reduces_in_regions(row, run.stage) if group == "tp" else 0 for run in runs]
@@ -359,6 +360,8 @@ def _once_a_step(row: Row, runs: Sequence[Run], number: int, *, group: str, expe
         extra = len(matching(records, kind="all_reduce", group=group)) - before
         everywhere = row["placement"] == "no_shard" and row["pp"] * row["gtp"] == 1
         allowed = {int(expected)} if everywhere else {0, int(expected)}
+        if expected and shards_over_gtp(row):
+            allowed.add(2)
         if extra not in allowed:
             raise AssertionError(
                 f"{extra} gradient sums over {group}, expected {allowed}:\n{table(records)}"

@@ -638,15 +638,21 @@ class GradientBucket:
 
 
 class ModelSums:
-    """The all-reduces of the gradient plans over model axes, one for each group."""
+    """The all-reduces of the gradient plans over model axes.
+
+    One for each group; two where some weights are sharded over gtp and others are replicated.
+    """
 
     def __init__(self, store: WeightStore, buckets: Sequence[GradientBucket]) -> None:
-        views: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        # Shards over gtp have other sizes on other gtp ranks. In one tensor with them, a
+        # replicated gradient would have another offset on each gtp rank, so an all-reduce of more
+        # than two ranks would add its terms in another order: the replicas would drift apart.
+        views: dict[tuple[str, bool], list[tuple[str, torch.Tensor]]] = {}
         for entry in buckets:
             for owned in entry.bucket.owned_weights():
                 handle = owned.handle
                 for step in store.plans[handle.name].steps if handle.trainable else ():
-                    group_views = views.setdefault(step.group, [])
+                    group_views = views.setdefault((step.group, entry.bucket.gtp), [])
                     for box in store.boxes(handle):
                         start, stop = max(box.start, owned.start), min(box.stop, owned.stop)
                         if box.name in step.sub_weights and start < stop:
@@ -658,7 +664,7 @@ class ModelSums:
         # and the concatenated tensors of the all-reduce must agree.
         self._sums = [
             (store.groups[name], [view for _, view in sorted(named_views, key=lambda x: x[0])])
-            for name, named_views in sorted(views.items())
+            for (name, _), named_views in sorted(views.items(), key=lambda x: x[0])
             if named_views and store.groups[name].size > 1
         ]
 

@@ -378,3 +378,32 @@ def test_gradients_accumulate_in_fp32_for_bf16_weights():
     for name, handle in model.store.handles.items():
         assert handle.main_grad.dtype is torch.float32
         assert_close_by_metric(name, handle.main_grad, expected[name], bound=4e-2)
+
+
+def sum_beside_uneven_shards(rank: int, world: int) -> list[float]:
+    """Return the sum over tp of a gradient that is replicated over gtp, after one sharded over gtp
+    into other sizes on its two ranks."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=3, gtp=2), rank=rank)
+    store = WeightStore(groups)
+    partial = {"gradient": {"tp": "partial"}}
+    store.declare(WeightSharding.of("matrix", (7, 1), gtp=True, **partial), InitSpec.normal(1.0))
+    store.declare(WeightSharding.of("norm", (61,), **partial), InitSpec.normal(1.0))
+    config = DataParallelConfig()
+    store.materialize(config.storage())
+    engine = DataParallel(store, groups, config=config)
+    engine.begin_step()
+    terms = torch.randn(61, generator=torch.Generator().manual_seed(groups["tp"].rank))
+    engine.backward((store.handles["norm"].use() * terms).sum(), last=True)
+    engine.finish()
+    gradient = store.handles["norm"].main_grad
+    assert gradient is not None
+    return gradient.flatten().tolist()
+
+
+@pytest.mark.slow(seconds=6)  # six ranks: the order of two addends does not matter
+def test_replicas_over_gtp_add_their_terms_in_one_order():
+    sums = run_ranks(sum_beside_uneven_shards, 6)
+    assert all(values == sums[0] for values in sums)
+    terms = [torch.randn(61, generator=torch.Generator().manual_seed(tp)) for tp in range(3)]
+    exact = 2 * torch.stack(terms).double().sum(0)
+    assert_close_by_metric("norm", torch.tensor(sums[0]), exact)

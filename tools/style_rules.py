@@ -78,7 +78,7 @@ class Source:
     def is_inside_op(self, name: str) -> bool:
         """Whether a top-level name is a part of an op that its package does not export."""
         path = PurePosixPath(self.path)
-        if not self.in_core or path.parent.parent.name != "ops":
+        if not self.in_core or not any(folder.name == "ops" for folder in path.parent.parents):
             return False
         exported = self.exported
         return path.stem != "__init__" or (exported is not None and name not in exported)

@@ -95,7 +95,7 @@ def test_missing_gpu_is_reported_and_exits_0(tmp_path):
 STAND_INS = {
     "fla/ops/gated_delta_rule": """
 import torch
-from megatron.core.ops.gated_delta_rule import gated_delta_rule
+from megatron.core.ops.recurrence import gated_delta_rule
 from megatron.core.ops.sequences import Sequences
 
 def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None):
@@ -106,7 +106,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=None):
 """,
     "mamba_ssm/ops/triton/ssd_combined": """
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual
+from megatron.core.ops.recurrence import state_space_dual
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size):
     parts = (C[0], B[0], x[0], dt[0].float() * A, dt[0])

@@ -11,7 +11,11 @@ from pathlib import PurePosixPath
 from tools.code_figures import ROOT, Module, read_modules
 
 #: The files of an op's folder that implement it in plain torch and in Triton.
-IMPLEMENTATIONS = ({"__init__.py", "triton.py"}, {"reference.py", "triton.py"})
+IMPLEMENTATIONS = (
+    {"__init__.py", "triton.py"},
+    {"reference.py", "triton.py"},
+    {"cpu.py", "triton.py"},
+)
 
 
 def repeated_classes(modules: Iterable[Module]) -> dict[str, list[str]]:

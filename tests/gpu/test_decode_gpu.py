@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_decode import recurrence_decode
-from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
+from megatron.core.ops.recurrence import (
+    GATE_FIRST,
+    NORM_FIRST,
+    DecodeMemory,
+    OutputNorm,
+    PrologueWeights,
+    UnitLayout,
+    recurrence_decode,
+)
+from megatron.core.ops.recurrence.decode import triton as recurrence_decode_triton
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, DTYPES, REHEARSES, random_tensor, sized
 from tests.support.launch_kernels import assert_launches

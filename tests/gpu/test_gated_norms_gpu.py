@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, DTYPES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches

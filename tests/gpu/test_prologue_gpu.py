@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_prologue import (
-    PrologueWeights,
-    UnitLayout,
-    recurrence_prologue,
-)
-from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.ops.recurrence import PrologueWeights, UnitLayout, recurrence_prologue
+from megatron.core.ops.recurrence.prologue import triton as kernels
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches

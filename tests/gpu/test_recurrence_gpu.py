@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from experimental.recurrence_splits.splits import recur_split
-from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence import (
+    RecurrenceInputs,
+    add_skip,
+    delta_recurrence,
+    gated_delta_rule,
+    state_space_dual,
+    state_space_recurrence,
+)
+from megatron.core.ops.recurrence.sweep import triton as kernels
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
 from tests.support.gpu_agreement import DTYPES, REHEARSES, agree, random_tensor, sized
 from tests.support.launch_kernels import assert_launches
 

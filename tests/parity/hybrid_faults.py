@@ -20,7 +20,7 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
         {"mixer": "delta"},
     ),
     "decays are those of value heads in another order": (
-        "ops.recurrence_prologue.reference",
+        "ops.recurrence.prologue.cpu",
         "recurrence_inputs",
         "decay = -a_log.exp()",
         "decay = -a_log.view(heads, -1).mT.exp()",

@@ -22,9 +22,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.paged_attention import PagedBatch, paged_attention, paged_latent_attention
-from megatron.core.ops.recurrence_decode import recurrence_decode
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
+from megatron.core.ops.recurrence import (
+    DecodeMemory,
+    OutputNorm,
+    PrologueWeights,
+    UnitLayout,
+    recurrence_decode,
+)
 from megatron.core.ops.sampling import choose_tokens
 from tools.bench.gpu_bench import MCORE, Bench, no_device, options_of, require_same
 from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET

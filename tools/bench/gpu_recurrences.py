@@ -16,12 +16,17 @@ import torch
 import torch.nn.functional as F
 
 from experimental.recurrence_splits.splits import recur_split
-from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
-from megatron.core.ops.gated_rms_norm import gated_rms_norm
-from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
+from megatron.core.ops.recurrence import (
+    PrologueWeights,
+    RecurrenceInputs,
+    UnitLayout,
+    delta_recurrence,
+    gated_delta_rule,
+    gated_rms_norm,
+    recurrence_prologue,
+    state_space_dual,
+)
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual
 from tools.bench.gpu_bench import MCORE, Bench, require_same, with_gradients
 
 CHUNK = 64

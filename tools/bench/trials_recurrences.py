@@ -6,17 +6,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.gated_delta_rule import gated_delta_rule
 from megatron.core.ops.paged_attention import (
     paged_attention,
     paged_latent_attention,
     write_to_pages,
 )
-from megatron.core.ops.recurrence_decode import recurrence_decode
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
+from megatron.core.ops.recurrence import (
+    DecodeMemory,
+    OutputNorm,
+    PrologueWeights,
+    UnitLayout,
+    add_skip,
+    gated_delta_rule,
+    recurrence_decode,
+    recurrence_prologue,
+    state_space_dual,
+)
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import add_skip, state_space_dual
 from tests.support.paged_rows import moved, paged_rows
 from tools.bench.trials import BACKWARD, FORWARD, Make, Problem, Trial
 

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from megatron.core.ops.dropout import dropout
-from megatron.core.ops.gated_rms_norm import gated_rms_norm
 from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_gradient_, chunk_statistics
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.recurrence import gated_rms_norm
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import gated

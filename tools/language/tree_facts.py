@@ -14,7 +14,11 @@ from tools.language.source_facts import Facts
 
 WHEELS = ("megatron_core/megatron/", "megatron/")
 #: One op's implementations of one class, in one folder.
-IMPLEMENTATIONS = ({"__init__.py", "triton.py"}, {"reference.py", "triton.py"})
+IMPLEMENTATIONS = (
+    {"__init__.py", "triton.py"},
+    {"reference.py", "triton.py"},
+    {"cpu.py", "triton.py"},
+)
 #: Every op's folder has files of these names.
 ROLES = frozenset({"reference", "triton", "naive", "cpu", "kernels", "__init__", "__main__"})
 SKIPPED = frozenset({".git", ".venv", "build", "__pycache__", ".ruff_cache", ".pytest_cache"})

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from experimental.recurrence_splits.splits import recur_split
-from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.recurrence import RecurrenceInputs, recur
+from megatron.core.ops.recurrence import (
+    RecurrenceInputs,
+    delta_recurrence,
+    recur,
+    state_space_recurrence,
+)
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_recurrence
 from tests.support.closeness import assert_all_close
 
 GROUPS, SHARED, KEYS, VALUES = 2, 2, 3, 5

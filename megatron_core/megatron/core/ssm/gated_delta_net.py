@@ -17,11 +17,14 @@ import torch
 from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
-from megatron.core.ops.recurrence_decode.reference import OutputNorm
-from megatron.core.ops.recurrence_prologue import UnitLayout
+from megatron.core.ops.recurrence import (
+    NORM_FIRST,
+    OutputNorm,
+    UnitLayout,
+    delta_recurrence,
+    gated_rms_norm,
+)
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig

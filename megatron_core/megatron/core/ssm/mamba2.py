@@ -23,12 +23,16 @@ from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
-from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_decode.reference import OutputNorm
-from megatron.core.ops.recurrence_prologue import UnitLayout
-from megatron.core.ops.state_space_dual import add_skip, state_space_recurrence
+from megatron.core.ops.recurrence import (
+    GATE_FIRST,
+    OutputNorm,
+    RecurrenceInputs,
+    UnitLayout,
+    add_skip,
+    gated_rms_norm,
+    state_space_recurrence,
+)
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config

@@ -41,10 +41,17 @@ from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
 from megatron.core.ops.batch_invariant import TILE_ROWS, pad_rows
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_projection
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
-from megatron.core.ops.recurrence_decode import needs_arrival_counts, recurrence_decode
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
+from megatron.core.ops.recurrence import (
+    DecodeMemory,
+    OutputNorm,
+    PrologueWeights,
+    Recurrence,
+    RecurrenceInputs,
+    UnitLayout,
+    needs_arrival_counts,
+    recurrence_decode,
+    recurrence_prologue,
+)
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS

@@ -134,10 +134,10 @@ MAKERS = {
     f"{CORE}.ops.grouped_mm": ({"experts"}, "the result of several products"),
     f"{CORE}.ops.swiglu": ({"experts"}, "the result of an activation"),
     f"{CORE}.ops.rope": ({"latent"}, "the result of a rotation"),
-    f"{CORE}.ops.causal_conv1d": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.gated_delta_rule": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.state_space_dual": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.gated_rms_norm": ({"hybrid"}, "the result of a norm"),
+    f"{CORE}.ops.recurrence.convolution": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.recurrence.delta_rule.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.recurrence.ssd.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.recurrence.gated_norm": ({"hybrid"}, "the result of a norm"),
 }
 
 

@@ -16,8 +16,7 @@ from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.engine import generate as generate_all
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.state_space_dual import state_space_recurrence
+from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet

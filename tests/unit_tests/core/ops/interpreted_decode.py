@@ -19,13 +19,18 @@ from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.initialize import InitSpec
-from megatron.core.ops import recurrence_decode as recurrence_decode_op
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_decode import recurrence_decode
-from megatron.core.ops.recurrence_decode import triton as recurrence_decode_triton
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
+from megatron.core.ops.recurrence import (
+    GATE_FIRST,
+    NORM_FIRST,
+    DecodeMemory,
+    OutputNorm,
+    PrologueWeights,
+    UnitLayout,
+    recurrence_decode,
+)
+from megatron.core.ops.recurrence import decode as recurrence_decode_op
+from megatron.core.ops.recurrence.decode import triton as recurrence_decode_triton
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2

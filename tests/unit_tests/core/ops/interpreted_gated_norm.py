@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.core.ops.backend_choice import StoredWeight
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
-from megatron.core.ops.gated_rms_norm import triton as kernels
 from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence import GATE_FIRST, NORM_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence.gated_norm import triton as kernels
 from megatron.core.ops.strided_rows import AlignedRows, row_tile
 from tests.support.gpu_agreement import agree
 from tests.support.inputs import generator

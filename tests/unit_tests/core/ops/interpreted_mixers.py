@@ -19,14 +19,12 @@ from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.initialize import InitSpec
-from megatron.core.ops import (
-    gated_rms_norm,
-    joint_gradient,
-    recurrence_by_device,
-    recurrence_prologue,
-)
+from megatron.core.ops import joint_gradient
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.ops.recurrence import by_device as recurrence_by_device
+from megatron.core.ops.recurrence import gated_norm as gated_rms_norm
+from megatron.core.ops.recurrence import prologue as recurrence_prologue
+from megatron.core.ops.recurrence.prologue import triton as kernels
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import gated_delta_net, mamba2
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.ops import recurrence_prologue as op
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_prologue
-from megatron.core.ops.recurrence_prologue import triton as kernels
+from megatron.core.ops.recurrence import PrologueWeights, UnitLayout, recurrence_prologue
+from megatron.core.ops.recurrence import prologue as op
+from megatron.core.ops.recurrence.prologue import triton as kernels
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from tests.support import gpu_agreement
 from tests.support.closeness import assert_close_by_metric, relative_error

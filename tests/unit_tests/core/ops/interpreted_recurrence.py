@@ -11,16 +11,21 @@ import pytest
 import torch
 
 from experimental.recurrence_splits.splits import recur_split
-from megatron.core.ops import recurrence_by_device
-from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices
-from megatron.core.ops.gated_delta_rule import delta_recurrence, gated_delta_rule
-from megatron.core.ops.gated_delta_rule.triton import solve
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence import (
+    RecurrenceInputs,
+    add_skip,
+    delta_recurrence,
+    gated_delta_rule,
+    state_space_dual,
+    state_space_recurrence,
+)
+from megatron.core.ops.recurrence import by_device as recurrence_by_device
+from megatron.core.ops.recurrence.delta_rule.triton import solve
+from megatron.core.ops.recurrence.ssd import triton as skips
+from megatron.core.ops.recurrence.sweep import triton as kernels
+from megatron.core.ops.recurrence.sweep.kernels import ChunkIndices
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import add_skip, state_space_dual, state_space_recurrence
-from megatron.core.ops.state_space_dual import triton as skips
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND, agree
 from tests.support.nan_memory import nan_memory

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.chunked_recurrence.triton import TritonRecurrence
-from megatron.core.ops.gated_delta_rule import DeltaRecurrence
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import RecurrenceInputs, recur
+from megatron.core.ops.recurrence.delta_rule.cpu import DeltaRecurrence
+from megatron.core.ops.recurrence.ssd.cpu import StateSpaceDual
+from megatron.core.ops.recurrence.sweep import triton as kernels
+from megatron.core.ops.recurrence.sweep.triton import TritonRecurrence
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import StateSpaceDual
 from tests.support.closeness import relative_error
 from tests.support.gpu_agreement import BOUND
 from tests.support.inputs import generator

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops import causal_conv1d as conv_op
-from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.recurrence import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.recurrence import convolution as conv_op
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator

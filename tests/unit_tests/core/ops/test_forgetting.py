@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops.gated_delta_rule import gated_delta_step
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence import RecurrenceInputs, gated_delta_step
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.unit_tests.core.ops.test_gated_delta_rule import (

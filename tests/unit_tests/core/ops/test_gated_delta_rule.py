@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops import gated_delta_rule as delta_rule_op
-from megatron.core.ops.gated_delta_rule import (
-    DeltaRuleChunks,
+from megatron.core.ops.recurrence import (
+    RecurrenceInputs,
+    apply_transition,
     delta_recurrence,
     gated_delta_rule,
     gated_delta_step,
+    recur,
 )
-from megatron.core.ops.recurrence import RecurrenceInputs, apply_transition, recur
+from megatron.core.ops.recurrence.delta_rule import cpu as delta_rule_op
+from megatron.core.ops.recurrence.delta_rule.cpu import DeltaRuleChunks
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator

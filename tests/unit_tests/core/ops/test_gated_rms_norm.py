@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from megatron.core.ops import gated_rms_norm as gated_norm_op
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence import GATE_FIRST, NORM_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence import gated_norm as gated_norm_op
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import compare, maker
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops.recurrence_prologue.reference import l2norm
+from megatron.core.ops.recurrence.prologue.cpu import l2norm
 from tests.unit_tests.core.ops.formulas import compare, maker
 
 

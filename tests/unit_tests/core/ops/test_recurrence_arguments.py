@@ -4,10 +4,15 @@
 import pytest
 import torch
 
-from megatron.core.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
-from megatron.core.ops.gated_delta_rule import gated_delta_rule, gated_delta_step
+from megatron.core.ops.recurrence import (
+    causal_conv1d,
+    causal_conv1d_step,
+    gated_delta_rule,
+    gated_delta_step,
+    state_space_dual,
+    state_space_step,
+)
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual, state_space_step
 
 FULL = {"delta": gated_delta_rule, "ssd": state_space_dual}
 STEP = {"delta": gated_delta_step, "ssd": state_space_step}

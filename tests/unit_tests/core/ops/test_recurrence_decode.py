@@ -9,17 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.ops.gated_delta_rule import gated_delta_rule
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, gated_rms_norm
-from megatron.core.ops.recurrence_decode import recurrence_decode
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import (
+from megatron.core.ops.recurrence import (
+    GATE_FIRST,
+    DecodeMemory,
+    OutputNorm,
     PrologueWeights,
     UnitLayout,
+    add_skip,
+    gated_delta_rule,
+    gated_rms_norm,
+    recurrence_decode,
     recurrence_prologue,
+    state_space_dual,
 )
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import add_skip, state_space_dual
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import maker

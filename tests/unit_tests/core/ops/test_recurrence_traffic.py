@@ -15,9 +15,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.ops.chunked_recurrence import triton as kernels
-from megatron.core.ops.gated_delta_rule import triton as delta
 from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence.delta_rule import triton as delta
+from megatron.core.ops.recurrence.sweep import triton as kernels
 from megatron.core.ops.sequences import Sequences
 
 #: Qwen3-Next: one sequence, 16 heads of keys and 32 of values, 128 features.

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron.core.ops.recurrence import Sweep, SweepBack, apply_transition
+from megatron.core.ops.recurrence import apply_transition
+from megatron.core.ops.recurrence.interface import Sweep, SweepBack
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator

@@ -4,15 +4,17 @@
 import pytest
 import torch
 
-from megatron.core.ops import state_space_dual as state_space_op
-from megatron.core.ops.recurrence import RecurrenceInputs, apply_transition, recur
-from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import (
+from megatron.core.ops.recurrence import (
+    RecurrenceInputs,
     add_skip,
+    apply_transition,
+    recur,
     state_space_dual,
     state_space_recurrence,
     state_space_step,
 )
+from megatron.core.ops.recurrence.ssd import cpu as state_space_op
+from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import assert_close, compare, maker

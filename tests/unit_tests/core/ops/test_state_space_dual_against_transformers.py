@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megatron.core.ops.recurrence import state_space_dual
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_dual
 from tests.support.closeness import assert_close_by_metric
 
 BOUNDS = (0, 37, 38, 150)

@@ -13,11 +13,14 @@ from torch.nn import functional
 
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.ops.causal_conv1d import causal_conv1d
-from megatron.core.ops.gated_delta_rule import delta_recurrence
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
+from megatron.core.ops.recurrence import (
+    Recurrence,
+    RecurrenceInputs,
+    causal_conv1d,
+    delta_recurrence,
+    state_space_recurrence,
+)
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ops.state_space_dual import state_space_recurrence
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.choice import LinearShape, sent_bytes
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments

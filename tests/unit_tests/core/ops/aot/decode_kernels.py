@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from megatron.core.ops.recurrence_decode.triton import (
+from megatron.core.ops.recurrence import UnitLayout
+from megatron.core.ops.recurrence.decode.triton import (
     DECODE,
     NORM_BLOCK,
     constants_of,
     recurrence_decode_kernel,
 )
-from megatron.core.ops.recurrence_prologue import UnitLayout
 from tests.unit_tests.core.ops.aot.description import Description
 
 FP32_POINTERS = ("a_log_ptr", "dt_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")

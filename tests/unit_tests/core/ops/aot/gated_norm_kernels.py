@@ -3,8 +3,8 @@
 
 import torch
 
-from megatron.core.ops.gated_rms_norm import triton as gated
 from megatron.core.ops.launches import Launches
+from megatron.core.ops.recurrence.gated_norm import triton as gated
 from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import Description
 

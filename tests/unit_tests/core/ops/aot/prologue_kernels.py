@@ -4,8 +4,9 @@
 Units of Qwen3-Next are 772 columns apart; Mamba-2 has every flag on.
 """
 
-from megatron.core.ops.recurrence_prologue import UnitLayout, triton
-from megatron.core.ops.recurrence_prologue.kernels import (
+from megatron.core.ops.recurrence import UnitLayout
+from megatron.core.ops.recurrence.prologue import triton
+from megatron.core.ops.recurrence.prologue.kernels import (
     prologue_backward_kernel,
     prologue_forward_kernel,
 )

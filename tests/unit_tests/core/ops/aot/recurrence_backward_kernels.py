@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from triton.runtime.jit import JITFunction
 
-from megatron.core.ops.chunked_recurrence import triton as recurrence
-from megatron.core.ops.chunked_recurrence.kernels import (
+from megatron.core.ops.recurrence.sweep import triton as recurrence
+from megatron.core.ops.recurrence.sweep.kernels import (
     recurrence_gradients_kernel,
     reverse_sweep_kernel,
     seen_kernel,

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.ops.chunked_recurrence import triton as recurrence
-from megatron.core.ops.chunked_recurrence.kernels import sweep_kernel
-from megatron.core.ops.gated_delta_rule.triton import SOLVE, solve_kernel
-from megatron.core.ops.state_space_dual.triton import (
+from megatron.core.ops.recurrence.delta_rule.triton import SOLVE, solve_kernel
+from megatron.core.ops.recurrence.ssd.triton import (
     SKIP,
     SKIP_BACKWARD,
     SUMS,
@@ -16,6 +14,8 @@ from megatron.core.ops.state_space_dual.triton import (
     add_skip_kernel,
     decay_sums_kernel,
 )
+from megatron.core.ops.recurrence.sweep import triton as recurrence
+from megatron.core.ops.recurrence.sweep.kernels import sweep_kernel
 from megatron.core.ops.strided_rows import row_tile
 from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
 

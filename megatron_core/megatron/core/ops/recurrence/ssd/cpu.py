@@ -37,7 +37,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function, choose
-from megatron.core.ops.recurrence import (
+from megatron.core.ops.recurrence.by_device import DeviceDispatchedRecurrence
+from megatron.core.ops.recurrence.interface import (
     CHUNK_SIZE,
     Recurrence,
     RecurrenceInputs,
@@ -52,7 +53,6 @@ from megatron.core.ops.recurrence import (
     recur,
     zero_clamped_grad,
 )
-from megatron.core.ops.recurrence_by_device import DeviceDispatchedRecurrence
 from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
 
 __all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
@@ -182,7 +182,7 @@ def add_skip(
             f"features), skip {tuple(skip.shape)} a number for each head"
         )
     if choose(implementation, x, "add_skip") == "triton":
-        from megatron.core.ops.state_space_dual.triton import AddSkip as Kernels
+        from megatron.core.ops.recurrence.ssd.triton import AddSkip as Kernels
 
         return apply_function(Kernels, out, x, skip)
     return apply_function(AddSkip, out, x, skip)

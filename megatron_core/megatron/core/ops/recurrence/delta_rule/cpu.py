@@ -38,7 +38,8 @@ from types import MappingProxyType
 import torch
 
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.recurrence import (
+from megatron.core.ops.recurrence.by_device import DeviceDispatchedRecurrence
+from megatron.core.ops.recurrence.interface import (
     CHUNK_SIZE,
     Recurrence,
     RecurrenceInputs,
@@ -53,7 +54,6 @@ from megatron.core.ops.recurrence import (
     recur,
     zero_clamped_grad,
 )
-from megatron.core.ops.recurrence_by_device import DeviceDispatchedRecurrence
 from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
 
 __all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]

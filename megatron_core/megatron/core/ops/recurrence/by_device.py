@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.ops.backend_choice import choose, uses_tensor_memory
-from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
+from megatron.core.ops.recurrence.interface import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
 #: Limits of the kernels: a tile holds all features of keys, and T is solved in blocks of 16 rows.
@@ -82,7 +82,7 @@ class DeviceDispatchedRecurrence:
         return self.reference if isinstance(prepared, self.prepared_type) else self._kernels()
 
     def _kernels(self) -> Recurrence:
-        from megatron.core.ops.chunked_recurrence.triton import TritonRecurrence
+        from megatron.core.ops.recurrence.sweep.triton import TritonRecurrence
 
         return TritonRecurrence(self.delta_rule, self.scale, self.chunk_size)
 

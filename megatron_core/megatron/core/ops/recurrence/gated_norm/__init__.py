@@ -79,7 +79,7 @@ def gated_rms_norm(
     if size < 1 or features % size:
         raise ValueError(f"{op}: group_size {size} must divide the {features} features")
     if choose(implementation, x, op) == "triton":
-        from megatron.core.ops.gated_rms_norm import triton as kernels
+        from megatron.core.ops.recurrence.gated_norm import triton as kernels
 
         call = kernels.NormCall(eps, order == GATE_FIRST, size, gradient, stored)
         return apply_function(kernels.GatedRmsNorm, x, gate, leaf, row_index, call)

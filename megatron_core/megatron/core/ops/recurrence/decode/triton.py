@@ -17,14 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.gated_rms_norm import GATE_FIRST
 from megatron.core.ops.launches import Launches, next_power_of_2
-from megatron.core.ops.recurrence_decode.reference import apply_output_norm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout
-from megatron.core.ops.recurrence_prologue.kernels import limited, softplus
+from megatron.core.ops.recurrence.decode.cpu import apply_output_norm
+from megatron.core.ops.recurrence.gated_norm import GATE_FIRST
+from megatron.core.ops.recurrence.prologue import PrologueWeights, UnitLayout
+from megatron.core.ops.recurrence.prologue.kernels import limited, softplus
 
 if TYPE_CHECKING:
-    from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
+    from megatron.core.ops.recurrence.decode.cpu import DecodeMemory, OutputNorm
 
 
 @triton.jit

@@ -21,13 +21,9 @@ import torch
 
 from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
-from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_prologue import reference
-from megatron.core.ops.recurrence_prologue.reference import (
-    PrologueWeights,
-    UnitLayout,
-    recurrence_inputs,
-)
+from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.recurrence.prologue import cpu as reference
+from megatron.core.ops.recurrence.prologue.cpu import PrologueWeights, UnitLayout, recurrence_inputs
 from megatron.core.ops.sequences import PackingIndices, Sequences, require_sequences
 
 __all__ = ["PrologueWeights", "UnitLayout", "recurrence_inputs", "recurrence_prologue"]
@@ -94,7 +90,7 @@ def recurrence_prologue(
         )
     call = {"unit": unit, "sequences": sequences, "packing": packing, "initial": initial}
     if _implementation(implementation, source, conv_width, unit) == "triton":
-        from megatron.core.ops.recurrence_prologue import triton
+        from megatron.core.ops.recurrence.prologue import triton
 
         return triton.prologue(source_slice, weights, return_conv_state=return_conv_state, **call)
     inputs, conv_state = reference.prologue(source, weights, **call)

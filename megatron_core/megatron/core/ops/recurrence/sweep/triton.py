@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.ops.backend_choice import uses_tensor_memory
-from megatron.core.ops.chunked_recurrence.kernels import (
+from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
+from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.recurrence.sweep.kernels import (
     ChunkIndices,
     recurrence_gradients_kernel,
     reverse_sweep_kernel,
@@ -16,8 +18,6 @@ from megatron.core.ops.chunked_recurrence.kernels import (
     sum_units_kernel,
     sweep_kernel,
 )
-from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
-from megatron.core.ops.recurrence import RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 
 # With three stages the loads of the next chunk overlap with this one's products; with two they do
@@ -214,11 +214,11 @@ class TritonRecurrence:
         chunks = ChunkIndices.of(sequences, size)
         scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
         if self.delta_rule:
-            from megatron.core.ops.gated_delta_rule.triton import solve
+            from megatron.core.ops.recurrence.delta_rule.triton import solve
 
             decay_cumsum, decayed_inverse, scores = solve(inputs, chunks, scale)
             return PreparedOnDevice(inputs, chunks, scale, decay_cumsum, decayed_inverse, scores)
-        from megatron.core.ops.state_space_dual.triton import cumulative_decays
+        from megatron.core.ops.recurrence.ssd.triton import cumulative_decays
 
         prepared = PreparedOnDevice(inputs, chunks, scale, cumulative_decays(inputs.decay, chunks))
         compute_scores(prepared)

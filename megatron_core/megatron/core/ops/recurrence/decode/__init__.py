@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.backend_choice import choose
-from megatron.core.ops.gated_rms_norm import GATE_FIRST, NORM_FIRST
-from megatron.core.ops.recurrence_decode import reference
-from megatron.core.ops.recurrence_decode.reference import DecodeMemory, OutputNorm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, check_features
+from megatron.core.ops.recurrence.decode import cpu as reference
+from megatron.core.ops.recurrence.decode.cpu import DecodeMemory, OutputNorm
+from megatron.core.ops.recurrence.gated_norm import GATE_FIRST, NORM_FIRST
+from megatron.core.ops.recurrence.prologue import PrologueWeights, UnitLayout, check_features
 
 __all__ = ["DecodeMemory", "OutputNorm", "needs_arrival_counts", "recurrence_decode"]
 
@@ -69,7 +69,7 @@ def recurrence_decode(
         _check_norm(source, unit, norm)
     call = {"unit": unit, "memory": memory, "skip": skip, "norm": norm}
     if _implementation(implementation, source, unit) == "triton":
-        from megatron.core.ops.recurrence_decode import triton
+        from megatron.core.ops.recurrence.decode import triton
 
         return triton.decode(source, weights, **call)
     return reference.decode(source, weights, **call)

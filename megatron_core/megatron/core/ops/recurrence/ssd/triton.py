@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices
 from megatron.core.ops.launches import Launches, cdiv
-from megatron.core.ops.recurrence import LOWEST_DECAY
+from megatron.core.ops.recurrence.interface import LOWEST_DECAY
+from megatron.core.ops.recurrence.sweep.kernels import ChunkIndices
 from megatron.core.ops.strided_rows import row_tile
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
-from megatron.core.ops.causal_conv1d import causal_conv1d
-from megatron.core.ops.recurrence import RecurrenceInputs
+from megatron.core.ops.recurrence.convolution import causal_conv1d
+from megatron.core.ops.recurrence.interface import RecurrenceInputs
 from megatron.core.ops.sequences import PackingIndices, Sequences
 
 

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.chunked_recurrence.kernels import ChunkIndices, decays_between, within
 from megatron.core.ops.launches import Launches, next_power_of_2
-from megatron.core.ops.recurrence import LOWEST_DECAY, RecurrenceInputs
+from megatron.core.ops.recurrence.interface import LOWEST_DECAY, RecurrenceInputs
+from megatron.core.ops.recurrence.sweep.kernels import ChunkIndices, decays_between, within
 
 SOLVE = Launches(
     "delta_rule_solve",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked linear recurrences in Triton: forward sweep, reverse sweep, gradients of the inputs.
 
-The equations and letters are given in `chunked_recurrence`.
+The equations and letters are given in `ops.recurrence.sweep`.
 
 - `sweep_kernel` carries fp32 states through the chunks of a sequence and computes the outputs.
 - `reverse_sweep_kernel` carries the gradient of the state from the last chunk to the first. The

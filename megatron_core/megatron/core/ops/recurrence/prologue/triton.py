@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from megatron.core.ops.backend_choice import apply_function
-from megatron.core.ops.causal_conv1d import ConvBoundaries
 from megatron.core.ops.joint_gradient import GradientSlice, ProjectionSlice
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
-from megatron.core.ops.recurrence import RecurrenceInputs
-from megatron.core.ops.recurrence_prologue.kernels import (
+from megatron.core.ops.recurrence.convolution import ConvBoundaries
+from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.recurrence.prologue.cpu import PrologueWeights, UnitLayout
+from megatron.core.ops.recurrence.prologue.kernels import (
     prologue_backward_kernel,
     prologue_forward_kernel,
 )
-from megatron.core.ops.recurrence_prologue.reference import PrologueWeights, UnitLayout
 from megatron.core.ops.sequences import PackingIndices, Sequences
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.ops.causal_conv1d import causal_conv1d_step
-from megatron.core.ops.gated_delta_rule import gated_delta_step
-from megatron.core.ops.gated_rms_norm import NORM_FIRST, gated_rms_norm
-from megatron.core.ops.recurrence_prologue import PrologueWeights, UnitLayout, recurrence_inputs
-from megatron.core.ops.state_space_dual import add_skip, state_space_step
+from megatron.core.ops.recurrence.convolution import causal_conv1d_step
+from megatron.core.ops.recurrence.delta_rule.cpu import gated_delta_step
+from megatron.core.ops.recurrence.gated_norm import NORM_FIRST, gated_rms_norm
+from megatron.core.ops.recurrence.prologue import PrologueWeights, UnitLayout, recurrence_inputs
+from megatron.core.ops.recurrence.ssd.cpu import add_skip, state_space_step
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron.cli.tokenizer_checks import (
+from megatron.cli.tokenizers.huggingface_checks import (
     UnusableText,
     check_description,
     check_growth,

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers behind one protocol: `tokenizer.json`, SentencePiece, tiktoken, bytes, and numbers."""
+
+from megatron.cli.tokenizers.huggingface import (
+    END_OF_DOCUMENT,
+    ArrayTokenizer,
+    ByteTable,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    SpecialTokens,
+    TiktokenOptions,
+    TiktokenPattern,
+    TiktokenTokenizer,
+    Tokenizer,
+    TokenizerType,
+    build_tokenizer,
+    guess_type,
+    is_tiktoken_file,
+    merge_file_problem,
+    tiktoken_record,
+    train_bpe,
+)
+
+__all__ = [
+    "END_OF_DOCUMENT",
+    "ArrayTokenizer",
+    "ByteTable",
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "SpecialTokens",
+    "TiktokenOptions",
+    "TiktokenPattern",
+    "TiktokenTokenizer",
+    "Tokenizer",
+    "TokenizerType",
+    "build_tokenizer",
+    "guess_type",
+    "is_tiktoken_file",
+    "merge_file_problem",
+    "tiktoken_record",
+    "train_bpe",
+]

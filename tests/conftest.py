@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--status-out",
         metavar="FILE",
         default=None,
-        help="write the coverage of the passed tests, for tools/write_status.py",
+        help="write the layouts of the tests, for tools/write_status.py",
     )
     parser.addoption(
         "--device",
@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record coverage if `--status-out` is given, select the tests of `--device`, and sum the
+    """Record layouts if `--status-out` is given, select the tests of `--device`, and sum the
     seconds of each folder in the reporting process, not in xdist's workers."""
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if (out := config.getoption("--status-out")) is not None:

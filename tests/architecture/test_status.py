@@ -1,272 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/status.md lists exactly the existing tests with claims, and the cells that they covered."""
+"""docs/status.md shows the features and grids of passed tests, as the recorder observed them."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.parity.pieces import assembled
+from tests.parity.rows import row_with, world_of
+from tests.parity.training import rank_of_row, single_run
 from tests.support import status_record
-from tests.support.status_claims import Claimed, claimed_in, declared, files_that_claim
-from tests.support.status_rows import CLAIMS, GRIDS, STRATEGIES, Ran, all_settings, reason
+from tests.support.covering_array import Row
+from tests.support.ranks import run_ranks
 from tools import write_status
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = {"alone", "ranks", "saves", "async", "loads", "replays", "generates"}
-ROWS = (*CLAIMS, *all_settings())
+
+LAYOUT = {
+    "world": 4, "tp": 2, "cp": 2, "pp": 1, "dp": 1, "sp": True, "strategy": "optim", "schedule": "",
+}  # fmt: skip
+ALONE = {**LAYOUT, "world": 1, "tp": 1, "cp": 1, "sp": False, "strategy": "no_shard"}
 
 
-@pytest.fixture(scope="module")
-def claimed() -> Claimed:
-    """Return the (test, claim) pairs of all tests, after checking that the claims exist."""
-    for file in files_that_claim(ROOT):
-        for name, claims, runs in declared(file):
-            assert set(claims) <= set(CLAIMS), f"{file}: {name}"
-            assert set(runs.split()) <= RUNS, f"{file}: {name}"
-    return claimed_in(ROOT)
-
-
-def results(tests: dict, *further_claims: tuple[str, str], failed: Iterable[str] = ()) -> Any:
-    """Return the results of a tree whose tests have the covered claims and `further_claims`."""
-    claims_of_tests = {
-        (test.split("[")[0], claim) for test, (_, claims) in tests.items() for claim in claims
-    }
-    return write_status.Results(
-        tests, frozenset(failed), frozenset({*claims_of_tests, *further_claims})
-    )
-
-
-def tables(page: str) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the marks in the tables of a page, by strategy, row and grid."""
-    cells: dict[str, dict[str, dict[str, str]]] = {}
-    for strategy, section in sections(page).items():
-        head, _, *lines = [line for line in section.splitlines() if line.startswith("|")]
-        grids = [cell.strip() for cell in head.split("|")[2:-1]]
-        rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-        cells[strategy] = {
-            row: dict(zip(grids, marks, strict=True)) for row, *marks in rows if "**" not in row
-        }
-    return cells
-
-
-def sections(page: str) -> dict[str, str]:
-    """Return the section of every strategy."""
-    sections_by_title = dict(section.split("\n", 1) for section in page.split("\n## ")[1:])
-    return {name: sections_by_title[name] for name in STRATEGIES}
-
-
-def listed_as_empty(section: str) -> dict[str, set[str]]:
-    """Return the empty cells that a section enumerates, by row."""
-    empty_cells = {}
-    for row, where in re.findall(r"^- (.+): (all(?: but)?.*|`.*)$", section, re.MULTILINE):
-        names = set(re.findall("`([^`]+)`", where))
-        empty_cells[row] = (set(GRIDS) - names) if where.startswith("all") else names
-    return empty_cells
-
-
-def check_page(page: str) -> None:
-    """Assert that a page has known rows and columns and lists its empty cells."""
-    for strategy, rows in tables(page).items():
-        assert set(rows) <= set(ROWS)
-        assert all(set(marks) <= set(GRIDS) for marks in rows.values())
-        marks = {
-            (row, grid): mark
-            for row, marks_of_row in rows.items()
-            for grid, mark in marks_of_row.items()
-        }
-        empty = {cell for cell, mark in marks.items() if not mark}
-        never = {cell for cell, mark in marks.items() if mark == "–"}
-        section = sections(page)[strategy]
-        lists = listed_as_empty(section)
-        assert {(row, g) for row, grids in lists.items() for g in grids} - never == empty
-        assert f"Empty cells: {len(empty)} of {len(marks) - len(never)}." in section
-
-
-def statuses_on_page(page: str) -> dict[tuple[str, str], str]:
-    """Return what a page says of each test and claim."""
-    lists = page.split("\n## Tests by feature\n")[1].split("\n## ")[0].split("\n### ")[1:]
+def _marks(page: str) -> dict[tuple[str, str], str]:
+    """Return the filled cells of a page."""
+    head, _, *lines = [line.split("|")[1:-1] for line in page.splitlines() if line[:1] == "|"]
     return {
-        (test, claim): status
-        for claim, text in (section.split("\n", 1) for section in lists)
-        for test, status in re.findall(r"^- `(.+)`(.*)$", text, re.MULTILINE)
+        (row.strip(), grid.strip()): mark.strip()
+        for row, *marks in lines
+        for grid, mark in zip(head[1:], marks, strict=True)
+        if mark.strip() in ("✓", "n")
     }
 
 
-def check_not_run(page: str) -> None:
-    """Assert that missing tests are listed at a page's end and counted in its head."""
-    end = set(re.findall(r"^- `(.+)`$", page.split("\n## Not run\n")[1], re.MULTILINE))
-    statuses = statuses_on_page(page)
-    missing = {test for (test, _), words in statuses.items() if write_status.MISSING in words}
-    assert missing <= end
-    assert {test for test in end if "[" not in test} == missing
-    passed = {test for (test, _), words in statuses.items() if write_status.MISSING not in words}
-    pattern = r"from (\d+) passed tests.*\s(\d+) marked tests.*and (\d+) of them did not run"
-    counts = re.search(pattern, page, re.DOTALL)
-    assert [int(n) for n in counts.groups()] == [len(passed), len(passed | missing), len(end)]
+def _case(*layouts: Mapping[str, Any], feature: str, **outcome: bool) -> dict[str, Any]:
+    outcome = {"passed": True, "slow": False, **outcome}
+    return {**outcome, "features": [feature], "layouts": list(layouts)}
 
 
-def test_status_page_lists_exactly_the_tests_with_claims(claimed) -> None:
-    page = write_status.PAGE.read_text(encoding="utf-8")
-    listed = set(statuses_on_page(page))
-    assert len(listed) > 10
-    gone, new = sorted(listed - claimed), sorted(claimed - listed)
-    assert not gone, f"renamed or gone: make status, or name them anew in docs/status.md: {gone}"
-    assert not new, (
-        f"make status, or say {write_status.MISSING!r} in docs/status.md, below the claim, in the "
-        f"list at the end and in the counts at the head: {new}"
+def test_features_of_tests_are_the_rows_of_the_page() -> None:
+    text = "".join(
+        file.read_text(encoding="utf-8")
+        for folder in ("tests", "experimental")
+        for file in (ROOT / folder).rglob("test_*.py")
     )
-    check_not_run(page)
+    marked = set(re.findall(r'^@pytest\.mark\.covers\("(.*)"\)$', text, re.MULTILINE))
+    assert marked == set(write_status.FEATURES)
 
 
-def test_status_page_has_known_rows_and_lists_empty_cells() -> None:
-    check_page(write_status.PAGE.read_text(encoding="utf-8"))
+def test_cells_reflect_the_layouts_of_passed_tests(tmp_path: Path) -> None:
+    generation = {**ALONE, "strategy": "generation"}
+    files = (
+        {
+            "t.py::slow[1]": _case(LAYOUT, ALONE, feature=write_status.PARITY, slow=True),
+            "t.py::fast": _case({**LAYOUT, "sp": False}, feature="Hugging Face"),
+            "t.py::later": _case(LAYOUT, feature="upcycling"),
+        },
+        {
+            "t.py::generates": _case(ALONE, generation, feature="generation", slow=True),
+            "t.py::also": _case(generation, feature="generation"),
+            "t.py::later": _case(LAYOUT, feature="upcycling", passed=False),
+        },
+    )
+    for number, tests in enumerate(files):
+        (tmp_path / f"{number}.json").write_text(json.dumps(tests), encoding="utf-8")
+    out = tmp_path / "page.md"
+    write_status.main([*map(str, sorted(tmp_path.glob("*.json"))), "--output", str(out)])
+    page = out.read_text(encoding="utf-8")
+    slow = {(r, g): "n" for r in (write_status.PARITY, "`optim`") for g in ("tp sp", "cp", "tp cp")}
+    fast = {("Hugging Face", grid): "✓" for grid in ("tp", "cp", "tp cp")}
+    assert _marks(page) == {**slow, **fast, ("generation", "1"): "✓"}
+    assert page.endswith("- `t.py::later`\n")
+    assert "from 4 passed" in page
 
 
-RAN = Ran(
-    world=4, tp=2, cp=2, pp=1, dp=1, ep=1, etp=1, sequence_parallel=True, schedule="",
-    strategy="optim", settings=("bf16", "AdamW"), did=("saves",),
+ROW = row_with(
+    tp=1, dp=2, pp=2, schedule="zb-h1", placement="optim_grads_params", experts="sigmoid", ep=2,
 )  # fmt: skip
 
 
-def test_cells_reflect_the_trained_steps() -> None:
-    proved, stops = "matches a single process", "graceful stop with a save"
-    idle = replace(RAN, strategy="", cp=1, world=2)
-    tests = {
-        "tests/test_a.py::test_slow[1]": (True, {proved: [RAN]}),
-        "tests/test_a.py::test_fast": (False, {stops: [replace(RAN, tp=1, world=2)]}),
-        "tests/test_a.py::test_nothing_cut": (False, {proved: [idle]}),
-        "tests/test_a.py::test_nothing_ran": (False, {proved: []}),
-    }
-    page = write_status.page(results(tests))
-    check_page(page)
-    assert all(tuple(rows) == ROWS for rows in tables(page).values())
-    for strategy, rows in tables(page).items():
-        never = {(row, g) for row, marks in rows.items() for g in marks if marks[g] == "–"}
-        assert never == {(r, g) for r in ROWS for g in GRIDS if reason(strategy, r, g) is not None}
-    marks = {
-        (strategy, row, grid): mark
-        for strategy, rows in tables(page).items()
-        for row, grids in rows.items()
-        for grid, mark in grids.items()
-        if mark in ("✓", "n")
-    }
-    slow = {
-        ("optim", row, g) for row in (proved, "bf16", "AdamW") for g in ("tp sp", "cp", "tp cp")
-    }
-    assert marks == {**dict.fromkeys(slow, "n"), ("optim", stops, "cp"): "✓"}
-    tests = page.split("\n## Tests by feature\n")[1]
-    assert "- `tests/test_a.py::test_slow` n\n" in tests
-    assert "- `tests/test_a.py::test_fast`\n" in tests
-    assert "- `tests/test_a.py::test_nothing_ran`: passed, but none of its steps fits" in tests
-    for is_slow in (True, False):
-        mixed_tests = {"a": (is_slow, {proved: [RAN]}), "b": (not is_slow, {proved: [RAN]})}
-        assert tables(write_status.page(results(mixed_tests)))["optim"]["bf16"]["cp"] == "✓"
+def _train_twice(rank: int, world: int, row: Row, initial: dict) -> None:
+    """Train a row with a finite loss, then another placement of it with weights of NaN."""
+    rank_of_row(rank, world, row, initial)
+    broken = {name: torch.full_like(w, float("nan")) for name, w in initial.items()}
+    rank_of_row(rank, world, {**row, "placement": "optim", "granularity": "unit"}, broken)
 
 
-def test_status_page_rejects_impossible_cells_and_new_settings() -> None:
-    alone = replace(RAN, world=1, tp=1, cp=1)
-    with pytest.raises(ValueError, match="calls impossible: one process shards nothing"):
-        write_status.page(results({"a": (False, {"checkpoint retention": [alone]})}))
-    new = replace(RAN, settings=("new",))
-    with pytest.raises(ValueError, match="SETTINGS lacks"):
-        write_status.page(results({"a": (False, {"checkpoint retention": [new]})}))
+def test_recorder_writes_applied_but_not_skipped_steps(tmp_path: Path) -> None:
+    initial, path = assembled(single_run(ROW, None).initial), tmp_path / "layouts"
+    run_ranks(_train_twice, world_of(ROW), ROW, initial, env={status_record.VARIABLE: str(path)})
+    sizes = {"world": 4, "tp": 1, "cp": 1, "pp": 2, "dp": 2, "ep": 2, "etp": 1, "sp": False}
+    (layout,) = status_record.read(path)
+    assert layout == {**sizes, "strategy": "optim_grads_params", "schedule": "zb-h1"}
 
 
-def test_partial_page_lists_missing_tests() -> None:
-    tests = {
-        "t.py::half[1]": (False, {"checkpoint retention": [RAN]}),
-        "t.py::ok": (True, {"checkpoint retention": []}),
-    }
-    lacks = [("t.py::gone", "checkpoint retention"), ("t.py::gone", "elastic restart")]
-    page = write_status.page(results(tests, *lacks, failed={"t.py::half[2]", "t.py::gone"}))
-    check_page(page)
-    check_not_run(page)
-    head = page[: page.index("\n## ")]
-    assert "written from 2 passed tests (1 slow). There are\n3 marked tests" in head
-    assert "and 2 of them did not run" in head
-    assert "\nMarked tests that were not run or not passed:\n" in page
-    assert page.endswith("\n\n- `t.py::gone`\n- `t.py::half[2]`\n")
-    statuses = statuses_on_page(page)
-    assert [statuses["t.py::gone", c] for _, c in lacks] == [": not run or not passed"] * 2
-    assert "- elastic restart: all (1 of 1 tests not run or not passed)\n" in page
-    assert "(1 of 3 tests not run or not passed)\n" in page
-    lists = page.split("\n## Tests by feature\n")[1]
-    assert lists.count("\nNo test.\n") == len(CLAIMS) - 2
-    check_not_run(write_status.page(results(tests)))
-
-
-def _written(path: Path, names: Iterable[str], *, failed: Iterable[str] = ()) -> str:
-    claims = {"slow": False, "claims": {"checkpoint retention": [asdict(RAN)], "old": []}}
-    path.write_text(json.dumps({"tests": dict.fromkeys(names, claims), "failed": list(failed)}))
-    return str(path)
-
-
-def test_files_are_merged_and_too_few_tests_refused(tmp_path, monkeypatch, capsys) -> None:
-    names = [f"t.py::t{n}" for n in range(5)]
-    tree = frozenset((name, "checkpoint retention") for name in names)
-    monkeypatch.setattr(write_status, "claimed_in", lambda root: tree)
-    out = tmp_path / "page.md"
-    to = ["--output", str(out)]
-    report_a = _written(tmp_path / "a", [*names[:3], "t.py::renamed"])
-    report_b = _written(tmp_path / "b", [names[3], f"{names[4]}[x]"], failed=[names[0]])
-    write_status.main([report_a, report_b, *to])
-    printed = capsys.readouterr().out
-    assert "left out: t.py::renamed: the tree has no such test or mark\n" in printed
-    assert "left out: t.py::t1: it claims 'old' no more\n" in printed
-    assert printed.endswith(f"{out}: 4 tests, 1 not run or not passed\n")
-    assert write_status.tests_of(out.read_text(encoding="utf-8")) == set(names[1:])
-    write_status.main([_written(tmp_path / "c", names[:2]), *to])  # half: enough
-    write_status.main([report_a, report_b, *to])
-    written, report_of_one_test = (
-        out.read_text(encoding="utf-8"),
-        _written(tmp_path / "d", names[:1]),
-    )
-    with pytest.raises(SystemExit) as stopped:
-        write_status.main([report_of_one_test, *to])
-    assert stopped.value.code == 2
-    assert "is from 4 tests, these files have 1: give" in capsys.readouterr().err
-    assert out.read_text(encoding="utf-8") == written
-    write_status.main([report_of_one_test, *to, "--partial"])
-    assert "written from 1 passed tests" in out.read_text(encoding="utf-8")
-
-
-def _report(nodeid: str, when: str, *, passed: bool = True, covered: Any = None) -> SimpleNamespace:
-    properties = [] if covered is None else [("covers", json.dumps(covered))]
-    return SimpleNamespace(
-        nodeid=nodeid, when=when, passed=passed, user_properties=properties, keywords={}
-    )
-
-
-def test_only_passed_tests_count_and_empty_claims_are_reported(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(status_record.coverage_recorder, "install", lambda: None)
-    out = tmp_path / "status.json"
-    record = status_record.StatusRecord(out)
-    claims = {"checkpoint retention": [asdict(RAN)]}
-    for name, failing in (("good", None), ("bad", "call"), ("torn", "teardown")):
+def test_only_passed_tests_count_and_idle_features_fail(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(status_record, "install", lambda: None)
+    record = status_record.StatusRecord(tmp_path / "status.json")
+    for name, layouts, failing in (
+        ("good", [LAYOUT], ""),
+        ("bad", [LAYOUT], "call"),
+        ("i", [], ""),
+    ):
         for when in ("setup", "call", "teardown"):
-            properties = {"covered": claims} if when == "teardown" else {}
+            status = {"features": ["upcycling"], "layouts": layouts}
             record.pytest_runtest_logreport(
-                _report(f"t.py::{name}", when, passed=when != failing, **properties)
-            )
-    idle = _report("u.py::idle", "teardown", covered={"checkpoint retention": []})
-    record.pytest_runtest_logreport(idle)
+                SimpleNamespace(
+                    nodeid=f"{name}.py::t", when=when, passed=when != failing, keywords={},
+                    user_properties=[("status", status)],
+                )
+            )  # fmt: skip
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     record.pytest_sessionfinish(session)
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
     (complaint,) = record.complaints
-    assert complaint == "u.py covers 'checkpoint retention' and no step was seen that fits"
-    read, failed = status_record.covered([out])
-    assert failed == {"t.py::bad", "t.py::torn"}
-    assert read == {
-        "t.py::good": (False, {"checkpoint retention": [RAN]}),
-        "u.py::idle": (False, {"checkpoint retention": []}),
-    }
-    assert RAN.fits("ranks saves")
-    assert not RAN.fits("ranks loads")
+    assert complaint.startswith("i.py")
+    tests = json.loads((tmp_path / "status.json").read_text(encoding="utf-8"))
+    assert {name: test["passed"] for name, test in tests.items()} == {
+        "good.py::t": True, "bad.py::t": False, "i.py::t": True,
+    }  # fmt: skip
+
+
+def test_steps_are_wrapped_only_with_the_variable(tmp_path: Path) -> None:
+    if status_record.VARIABLE in os.environ:
+        pytest.skip("with --status-out every test is recorded")
+    env = {status_record.VARIABLE: str(tmp_path / "none")}
+    assert run_ranks(_step_is_wrapped, 2) == [False, False]
+    assert run_ranks(_step_is_wrapped, 2, env=env) == [True, True]
+
+
+def _step_is_wrapped(rank: int, world: int) -> bool:
+    from megatron.training.step import TrainStep
+
+    return "__wrapped__" in vars(TrainStep.__call__)

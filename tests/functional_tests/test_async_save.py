@@ -37,7 +37,7 @@ EXPERTS = (
         pytest.param("--fp16 --initial-loss-scale 4e6 --optimizer sgd", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.covers("asynchronous save", runs="async")
+@pytest.mark.covers("asynchronous save")
 @pytest.mark.gpus(2)
 def test_async_save_snapshots_state_between_updates(tmp_path, options):
     """Save at every step: each checkpoint is copied while the next step computes."""

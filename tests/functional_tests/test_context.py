@@ -66,7 +66,7 @@ def prefix(tmp_path_factory) -> Path:
         ),
     ],
 )
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 @pytest.mark.gpus("world")
 def test_context_parallel_losses_match_one_process(
     prefix, tmp_path, capsys, common, world, options, line
@@ -89,7 +89,7 @@ def test_context_parallel_losses_match_one_process(
         assert losses(sharded, kind) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(2)
 def test_run_resumes_with_another_context_parallel_cut(prefix, tmp_path):
     reference, save = tmp_path / "one.jsonl", tmp_path / "save"
@@ -130,7 +130,7 @@ def test_indivisible_sizes_are_reported_before_reading_files(capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("resume on another layout")
 def test_run_on_8_ranks_resumes_on_one_rank(tmp_path):
     """torchrun starts 2 x 2 x 2 ranks; the losses match a single process."""
     build_corpus(tmp_path / "corpus.jsonl", library=Path(json.__file__).parent)

@@ -66,8 +66,8 @@ def resume(prefix, resumed, world, layout, exit_iteration):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(4)
 def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
     prefix, resumed = whole.with_name("tokens"), tmp_path / "parts"
@@ -79,8 +79,8 @@ def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(4)
 def test_experts_resume_in_any_layout(whole, tmp_path):
     prefix, resumed = whole.with_name("tokens"), tmp_path / "parts"

@@ -55,7 +55,7 @@ def talks(tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.covers("fine-tuning on chats")
-@pytest.mark.covers("bit-identical resume", runs="loads")
+@pytest.mark.covers("bit-identical resume")
 @pytest.mark.gpus("world")
 def test_fine_tuning_matches_across_layouts_and_resumes(talks, tmp_path, capsys, world):
     """Tensor parallel 2; the slow case has two data-parallel ranks in addition."""

@@ -50,8 +50,8 @@ def train(prefix, save, world, options):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(4)
 def test_run_resumes_with_and_without_weight_shards(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
@@ -94,7 +94,7 @@ def test_run_with_quantized_gathers_resumes_exactly(tmp_path):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_expert_weights_have_separate_weight_shards(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     single_rank = EXPERTS.replace("--expert-model-parallel-size 2 ", "")

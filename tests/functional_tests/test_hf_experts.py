@@ -103,7 +103,7 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-direct-yarn"])
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_generation_from_folder_matches_transformers(case: str, tmp_path: Path) -> None:
     model = make_model(case, eos_token_id=None)
     folder = save_folder(model, tmp_path / "model", max_shard_size="40KB")

@@ -226,7 +226,7 @@ def generate_on_a_rank(rank: int, world: int, words: list[str], launcher: dict[s
         return generate(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_generation_from_folder_checkpoint_and_two_ranks(folder: Path, tmp_path: Path) -> None:
     (single,) = generate_json(folder, tmp_path / "one.json")
     assert len(single["ids"]) == 8

@@ -33,8 +33,8 @@ def depth_losses(metrics: Path, depth: int) -> dict[int, float]:
     return {e["iteration"]: e[f"mtp_{depth}_loss"] for e in events}
 
 
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(4)
 def test_mtp_run_resumes_on_cp2_pp2(prefix, tmp_path):
     whole, resumed = tmp_path / "whole.jsonl", tmp_path / "parts"

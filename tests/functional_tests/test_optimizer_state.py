@@ -29,7 +29,7 @@ def dtypes(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(2)
 def test_bf16_moments_resume_on_other_layout_and_dtype(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
@@ -80,7 +80,7 @@ def kinds(checkpoint: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(2)
 def test_muon_resumes_on_other_layout_but_not_as_other_optimizer(tmp_path, capfd):
     prefix = write_tokens(tmp_path / "tokens")
@@ -155,7 +155,7 @@ def test_resumed_muon_run_keeps_its_matrix_splits(tmp_path, capfd, qkv):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(2)
 def test_cpu_offloaded_state_is_saved_and_resumed(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")

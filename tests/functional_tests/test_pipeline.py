@@ -90,7 +90,7 @@ def print_executed_kinds(rank: int) -> None:
     ],
     ids=["1f1b", "interleaved", "zb-h1", "interleaved-cut"],
 )
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 @pytest.mark.gpus("world")
 def test_every_schedule_matches_one_process(prefix, tmp_path, single_rank, ran, world, options):
     metrics = tmp_path / "metrics.jsonl"
@@ -135,8 +135,8 @@ def test_log_describes_stages_and_bubble(prefix, tmp_path):
     assert len(list((tmp_path / "traces").rglob("*.json*"))) == 2, "a trace of each stage"
 
 
-@pytest.mark.covers("graceful stop with a save", runs="ranks saves")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("graceful stop with a save")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(2)
 def test_stopped_pipeline_run_resumes_on_one_process(prefix, tmp_path):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -179,7 +179,7 @@ def test_nan_is_attributed_to_its_stage_and_skipped_by_all_ranks(prefix, tmp_pat
     assert [e["num_skipped"] for e in events] == [0, 1, 0]
 
 
-@pytest.mark.covers("hang diagnosis", runs="ranks")
+@pytest.mark.covers("hang diagnosis")
 def test_dead_pipeline_stage_is_named(prefix):
     with running(2, flags(prefix, f"{LONG} {PP}")) as ranks:
         ranks.wait_for_line(1, "iteration        3/", timeout=60)

@@ -55,8 +55,8 @@ def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 @pytest.mark.gpus(4)
 def test_run_resumes_across_strategies_and_layouts(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")

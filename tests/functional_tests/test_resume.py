@@ -47,7 +47,7 @@ def _kill_group(job: subprocess.Popen) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("bit-identical resume after SIGKILL", runs="loads")
+@pytest.mark.covers("bit-identical resume after SIGKILL")
 def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path):
     prefix = write_tokens(tmp_path / "tokens")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -81,7 +81,7 @@ def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path):
         "--weight-decay-incr-style cosine --eval-interval 2",
     ],
 )
-@pytest.mark.covers("bit-identical resume", runs="loads")
+@pytest.mark.covers("bit-identical resume")
 @pytest.mark.gpus(1)
 def test_all_training_state_survives_a_checkpoint(tmp_path, options):
     """Save within a log window, with all kinds of state, on one process."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megatron.training.monitoring.metrics import read_metrics
-from tests.support import coverage_recorder
+from tests.support import status_record
 
 
 def torchrun(
@@ -29,7 +29,7 @@ def torchrun(
         module: module that each rank runs.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    recorder = ["tests.support.run_recorded"] if coverage_recorder.VARIABLE in os.environ else []
+    recorder = ["tests.support.status_record"] if status_record.VARIABLE in os.environ else []
     command += [*launcher, "-m", *recorder, module, *argv]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(

@@ -51,7 +51,7 @@ def _check(row, *, timeout=60.0):
 
 
 @pytest.mark.parametrize("row", params(rows_for_make_test()))
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_layout_trains_like_a_single_process(row):
     _check(row)
 
@@ -145,7 +145,7 @@ OPTIMIZER_ROWS = {
     "name",
     [pytest.param(n, marks=pytest.mark.gpus(world_of(r))) for n, r in OPTIMIZER_ROWS.items()],
 )
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_other_optimizers_update_like_a_single_process(name):
     row = OPTIMIZER_ROWS[name]
     ref = reference_of(row)
@@ -179,7 +179,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_all_triples_train_like_a_single_process(triples):
     _check(triples, timeout=240.0)  # eight ranks
 
@@ -221,7 +221,7 @@ def _name_of(model):
 @pytest.mark.parametrize(
     "model", covering_array(MODELS, (*MAMBA_ALONE, *LEARNED_POSITIONS)), ids=_name_of
 )
-@pytest.mark.covers("matches a reference model", runs="alone")
+@pytest.mark.covers("matches a reference model")
 def test_single_process_trains_like_the_definition(model):
     row = {**SINGLE_RANK_ROW, **model}
     ref = reference_of(row)

@@ -45,7 +45,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tests.support import coverage_recorder
+from tests.support import status_record
 
 #: Modules that the server imports once. multiprocessing skips a name that cannot be imported.
 #: `pytest` is here because the modules that define rank functions import it, in every rank.
@@ -118,12 +118,12 @@ class _Job:
     device: Device
 
 
-def _coverage_environment() -> dict[str, str]:
-    """Return the variable that enables the coverage recorder in ranks, if this process has it.
+def _recorder_environment() -> dict[str, str]:
+    """Return the variable that enables the layout recorder in ranks, if this process has it.
 
     The fork server keeps the environment of its start, so ranks do not inherit the variable.
     """
-    return {k: v for k, v in os.environ.items() if k == coverage_recorder.VARIABLE}
+    return {k: v for k, v in os.environ.items() if k == status_record.VARIABLE}
 
 
 def rank_device() -> torch.device:
@@ -206,8 +206,8 @@ def _rank_main(job: _Job, conn: Connection) -> None:
     os.environ.update(job.env)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    if coverage_recorder.VARIABLE in os.environ:
-        coverage_recorder.install()
+    if status_record.VARIABLE in os.environ:
+        status_record.install()
     try:
         if job.init:
             _join(job)
@@ -400,7 +400,7 @@ def start_ranks(
             world=world_size,
             args=args,
             folder=folder,
-            env={**_coverage_environment(), **(env or {})},
+            env={**_recorder_environment(), **(env or {})},
             timeout_seconds=collective_timeout,
             init=init,
             device=device,

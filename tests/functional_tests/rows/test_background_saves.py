@@ -61,8 +61,8 @@ def plant_stopped_writer(rank: int) -> None:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGSTOP))
 
 
-@pytest.mark.covers("asynchronous save", runs="async")
-@pytest.mark.covers("bit-identical resume after SIGKILL", runs="loads ranks")
+@pytest.mark.covers("asynchronous save")
+@pytest.mark.covers("bit-identical resume after SIGKILL")
 def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
     save = tmp_path / "cut"
     argv = flags(prefix, f"{EIGHT_ITERS} --async-save --save {save} --load {save}")
@@ -91,7 +91,7 @@ def plant_killed_writer(rank: int) -> None:
         _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGKILL))
 
 
-@pytest.mark.covers("asynchronous save", runs="async")
+@pytest.mark.covers("asynchronous save")
 def test_killed_writer_loses_one_checkpoint_but_no_step(prefix, tmp_path, whole):
     save = tmp_path / "save"
     outcomes, logs = run_with(

@@ -88,7 +88,7 @@ def run_ranks_to_end(argv: list[str], world: int = 2) -> tuple[list[int | None],
         return [o.exit_code for o in outcomes], "".join(ranks.log(r) for r in range(world))
 
 
-@pytest.mark.covers("bit-identical resume after SIGKILL", runs="loads ranks")
+@pytest.mark.covers("bit-identical resume after SIGKILL")
 def test_all_ranks_fall_back_if_one_reads_a_flipped_bit(prefix, whole, cut):
     """The flipped bit is late in rank 1's shard, when both ranks have loaded nearly all tensors."""
     newest = cut / "iter_0000004"
@@ -315,7 +315,7 @@ def hold_open(rank: int, world: int, folder: str, gate: str) -> int:
         return verify_checkpoint(folder).bytes_verified
 
 
-@pytest.mark.covers("checkpoint retention", runs="loads")
+@pytest.mark.covers("checkpoint retention")
 def test_retention_keeps_checkpoints_that_are_being_read(prefix, cut, tmp_path, capsys):
     keep = "--save-keep-last 1 --save-retain-interval 5 --save-interval 1 --train-iters 7"
     argv = flags(prefix, f"{FOUR_ITERS} {keep} --save {cut} --load {cut}")

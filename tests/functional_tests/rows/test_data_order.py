@@ -78,7 +78,7 @@ def test_changed_data_set_is_refused_unless_allowed(prefix, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dataloader", ["single", "cyclic"])
-@pytest.mark.covers("bit-identical resume", runs="loads")
+@pytest.mark.covers("bit-identical resume")
 def test_resumed_run_continues_with_the_next_sample(prefix, tmp_path, monkeypatch, dataloader):
     """Resume within an epoch, at an epoch boundary within a batch, and at the last sample."""
     microbatches: list[list[list[int]]] = []
@@ -112,7 +112,7 @@ def test_resumed_run_continues_with_the_next_sample(prefix, tmp_path, monkeypatc
         assert microbatches == expected[iteration * per_step :], iteration
 
 
-@pytest.mark.covers("bit-identical resume", runs="loads")
+@pytest.mark.covers("bit-identical resume")
 def test_resuming_with_other_length_keeps_sample_order(prefix, tmp_path, monkeypatch, capsys):
     """A run of 12 steps of 8 samples is resumed at step 4 for 24 steps, and again at step 9, with
     another batch size, on two ranks, and from a checkpoint without saved lengths."""

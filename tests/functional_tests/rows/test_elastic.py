@@ -67,8 +67,8 @@ PHASES = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.covers("matches a single process", runs="ranks")
-@pytest.mark.covers("resume on another layout", runs="loads")
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
 def test_run_on_4_ranks_resumes_on_3_and_on_tp2_dp2(prefix, tmp_path):
     """Train with dropout, Adam, clipping, and validation on each number of processes."""
     uninterrupted, resumed = tmp_path / "whole.jsonl", tmp_path / "parts"

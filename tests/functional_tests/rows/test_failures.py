@@ -36,7 +36,7 @@ def prefix(tmp_path):
     ("number", "minutes", "state"),
     [(signal.SIGSTOP, 0.1, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
 )
-@pytest.mark.covers("hang diagnosis", runs="ranks")
+@pytest.mark.covers("hang diagnosis")
 def test_dead_rank_is_named_with_step_collective_and_stacks(
     prefix, tmp_path, number, minutes, state
 ):
@@ -170,7 +170,7 @@ def plant_slow_rank(rank: int) -> None:
         session.take = slow
 
 
-@pytest.mark.covers("straggler detection", runs="ranks")
+@pytest.mark.covers("straggler detection")
 @pytest.mark.covers("straggler detection")
 def test_a_slow_rank_is_named(prefix, tmp_path):
     options = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"

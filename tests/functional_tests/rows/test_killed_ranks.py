@@ -66,7 +66,7 @@ def resume(argv: list[str], save: Path, whole: Path) -> str:
     return text
 
 
-@pytest.mark.covers("bit-identical resume after SIGKILL", runs="loads ranks")
+@pytest.mark.covers("bit-identical resume after SIGKILL")
 @pytest.mark.parametrize(
     "step",
     [step if step == 2 else pytest.param(step, marks=pytest.mark.slow) for step in range(1, 7)],
@@ -148,7 +148,7 @@ def moments() -> list[object]:
     ]
 
 
-@pytest.mark.covers("bit-identical resume after SIGKILL", runs="loads ranks")
+@pytest.mark.covers("bit-identical resume after SIGKILL")
 @pytest.mark.parametrize("moment", moments())
 def test_kill_at_any_moment_of_a_save_loses_only_that_save(prefix, tmp_path, whole, moment):
     save = tmp_path / "cut"

@@ -31,7 +31,7 @@ def _stopped_at(text: str) -> int:
     return int(match[1])
 
 
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_ranks_of_killed_torchrun_save_and_can_resume(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --load {save}")
@@ -53,7 +53,7 @@ def test_ranks_of_killed_torchrun_save_and_can_resume(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_all_nodes_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
     """Node 0 serves the rendezvous store; the save completes without the store."""
     save = tmp_path / "save"
@@ -67,7 +67,7 @@ def test_all_nodes_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
     verify_checkpoint(save / f"iter_{iteration:07d}")
 
 
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_async_save_completes_after_launcher_loss(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --async-save --save-interval 2 --save {save}")

@@ -43,8 +43,8 @@ def _stopped_at(text: str) -> int:
     return int(match[1])
 
 
-@pytest.mark.covers("graceful stop with a save", runs="saves")
-@pytest.mark.covers("bit-identical resume", runs="loads")
+@pytest.mark.covers("graceful stop with a save")
+@pytest.mark.covers("bit-identical resume")
 def test_sigterm_to_one_rank_saves_and_run_resumes_bit_exactly(prefix, tmp_path):
     layout = "--tensor-model-parallel-size 2"
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -149,7 +149,7 @@ def test_first_signal_ends_the_run_without_a_handler(prefix, tmp_path, options):
         (signal.SIGUSR2, "--exit-signal SIGUSR2", ExitCode.USER_SIGNAL_2),
     ],
 )
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_other_signals_save_and_stop_or_end_at_once(prefix, tmp_path, number, options, code):
     save = tmp_path / "save"
     with running(1, flags(prefix, f"{LONG} {options} --save {save}")) as ranks:
@@ -198,7 +198,7 @@ def _workers(job: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow(seconds=15))]
 )
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_signal_to_launcher_saves_and_leaves_no_processes(prefix, tmp_path, number):
     import socket
 
@@ -229,7 +229,7 @@ def test_signal_to_launcher_saves_and_leaves_no_processes(prefix, tmp_path, numb
         probe.bind(("127.0.0.1", port))  # raises if a process still listens on the port
 
 
-@pytest.mark.covers("elastic restart", runs="loads ranks")
+@pytest.mark.covers("elastic restart")
 def test_launcher_restart_resumes_from_the_last_save(prefix, tmp_path):
     """The command has no --load."""
     options = "--train-iters 5 --eval-interval 0 --save-interval 1 --use-distributed-optimizer"
@@ -269,7 +269,7 @@ def test_launcher_fails_if_its_ranks_fail(prefix):
     assert "iteration        4/" not in output
 
 
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_exit_duration_limit_includes_a_save(prefix, tmp_path):
     save = tmp_path / "save"
     start = time.monotonic()
@@ -299,7 +299,7 @@ def _rank_with_skewed_clock(rank: int, world: int, port: int, argv: list[str]) -
     rank_process(rank, world, port, argv)
 
 
-@pytest.mark.covers("graceful stop with a save", runs="saves")
+@pytest.mark.covers("graceful stop with a save")
 def test_ranks_with_different_clocks_stop_together(prefix, tmp_path):
     import torch.distributed as dist
 

@@ -97,7 +97,7 @@ def run(*words: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_text_and_json_match_the_saved_model(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code, out, err = run(*arguments(root, "--output-json", str(path)))
@@ -164,7 +164,7 @@ def assert_same_outputs(expected: Path, actual: Path) -> None:
         (*PIPELINE, "--pipeline-model-parallel-layout", "E|ttL", *OPTIMIZED),
     ],
 )
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_two_ranks_write_the_single_process_output(
     root: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

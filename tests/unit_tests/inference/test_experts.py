@@ -161,7 +161,7 @@ def single_process(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Sin
     return SingleProcessRun(MODELS[request.param], folder, model, read_outputs(path))
 
 
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_greedy_tokens_are_the_argmax_of_a_full_forward(single_process: SingleProcessRun) -> None:
     config = single_process.config
     # Run each prompt alone, without a cache, in a model without expert capacity.
@@ -217,7 +217,7 @@ def command_on_rank(
     ],
     ids=("dp", "dp ep", "tp", "pp", "ep"),
 )
-@pytest.mark.covers("generation", runs="generates")
+@pytest.mark.covers("generation")
 def test_two_ranks_generate_the_single_process_tokens(
     single_process: SingleProcessRun, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

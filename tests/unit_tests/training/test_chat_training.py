@@ -144,7 +144,7 @@ def _on_ranks(rank: int, world: int, prefix: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.covers("fine-tuning on chats")
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_layouts_agree_on_packed_rows(talks, world):
     prefix, _ = talks
     before, report, _ = _train_packed(_step(ProcessGroupCollection.single()), prefix)

@@ -64,7 +64,7 @@ def assert_equal_runs(eager, recorded, step) -> None:
 @pytest.mark.parametrize(
     ("granularity", "documents"), [(None, True), ("selective", False), ("full", False)]
 )
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_single_rank_replays_match_eager_steps_bitwise(granularity, documents):
     with one_thread():
         runs = run_eager_and_recorded(
@@ -92,7 +92,7 @@ def test_hybrid_whole_row_replays_match_eager_bitwise():
 
 
 @pytest.mark.parametrize(("granularity", "factor"), [(None, None), ("full", 0.7)])
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_expert_replays_follow_changed_routing(granularity, factor):
     model = dataclasses.replace(
         EXPERTS, moe=dataclasses.replace(EXPERTS.moe, capacity_factor=factor)
@@ -127,7 +127,7 @@ def check_cases(rank: int, world: int, grid: dict, configs: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_data_parallel_replays_include_their_collectives(strategy):
     settings = [{}] if strategy == "no_shard" else [{}, WITHOUT_EARLY]
     if strategy == "optim_grads":
@@ -135,7 +135,7 @@ def test_data_parallel_replays_include_their_collectives(strategy):
     run_ranks(check_cases, 2, {}, [{"strategy": strategy, **setting} for setting in settings])
 
 
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_hybrid_sharding_outer_gathers_are_in_the_graph():
     configs = [
         {**CUT, **WITHOUT_EARLY, "outer": outer_strategy}
@@ -144,13 +144,13 @@ def test_hybrid_sharding_outer_gathers_are_in_the_graph():
     run_ranks(check_cases, 4, {"instances": 2}, configs)
 
 
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_weights_over_gtp_are_gathered_inside_the_graph():
     whole = {"strategy": "no_shard", "fsdp_all_gather_in_start_param_sync": False}
     run_ranks(check_cases, 2, {"gtp": 2}, [whole, {"strategy": "optim", **WITHOUT_EARLY}])
 
 
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_tensor_parallel_replays_match_eager_steps():
     run_ranks(check_cases, 2, {"tp": 2}, [{}])
 
@@ -166,7 +166,7 @@ def check_context_cases(rank: int, world: int, engines: list[str]) -> None:
         assert_equal_runs(*runs)
 
 
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_context_parallel_replays_match_eager_steps():
     run_ranks(check_context_cases, 2, ["p2p", "all_gather", "a2a"])
 

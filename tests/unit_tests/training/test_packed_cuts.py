@@ -246,7 +246,7 @@ def single_process() -> dict[str, dict]:
         pytest.param(4, SLOW_CASES, id="four more", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_packed_losses_and_gradients_match_a_single_process(single_process, world, cases):
     ranks = run_ranks(train_cases, world, list(cases.values()))
     for number, (name, case) in enumerate(cases.items()):

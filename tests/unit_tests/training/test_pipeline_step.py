@@ -102,7 +102,7 @@ CUTS = {
 @pytest.mark.parametrize("frozen", ["", "embedding.weight"], ids=["", "frozen"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("schedule", CUTS)
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_pipeline_with_varying_lengths_matches_single_process(schedule, packed, frozen):
     with one_thread():
         single = ProcessGroupCollection.single()
@@ -180,7 +180,7 @@ def train_sharded_experts(rank: int, world: int):
     return outcomes
 
 
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_sharded_experts_gather_and_reduce_during_pipeline():
     with one_thread():
         losses, *_ = train_experts(ProcessGroupCollection.single(), "no_shard")

@@ -74,7 +74,7 @@ def check_replays(rank: int, world: int, grid: dict[str, int], dispatcher: str) 
         pytest.param({"etp": 2, "tp": 2}, "alltoall", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_capacity_replays_match_eager_steps_bitwise(grid, dispatcher):
     # Only the CPU syncs: it reads the loss factor, and the range of tokens and labels.
     read = ["aten._local_scalar_dense"] * 2 * (1 + 2 * len(("tokens", "labels")))

@@ -303,7 +303,7 @@ CASES = {
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.covers("fine-tuning on chats")
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_parallel_training_does_not_depend_on_row_length(case):
     expected = numbers_of_full_rows(case.model)
     for shortest, *longer in run_ranks(train_lengths, 2, case):

@@ -273,7 +273,7 @@ def single_process(case: Case) -> dict:
 
 
 @pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.covers("matches a single process", runs="ranks")
+@pytest.mark.covers("matches a single process")
 def test_uneven_ranks_match_losses_and_gradients_of_one_rank(world):
     cases = tuple(case for case in CASES if case.world == world)
     ranks = run_ranks(train_cases, world, cases)
@@ -372,7 +372,7 @@ def losses_of_rank(step: TrainStep, dp_rank: int) -> list[float]:
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
-@pytest.mark.covers("graph replay matches eager", runs="replays")
+@pytest.mark.covers("graph replay matches eager")
 def test_graph_replays_smaller_and_padding_microbatches(dp_rank):
     """The microbatches have the same form in every step."""
     with one_thread():

@@ -380,7 +380,7 @@ def test_gradients_accumulate_in_fp32_for_bf16_weights():
         assert_close_by_metric(name, handle.main_grad, expected[name], bound=4e-2)
 
 
-def sum_beside_uneven_shards(rank: int, world: int) -> list[float]:
+def sum_after_uneven_shards(rank: int, world: int) -> list[float]:
     """Return the sum over tp of a gradient that is replicated over gtp, after one sharded over gtp
     into other sizes on its two ranks."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=3, gtp=2), rank=rank)
@@ -402,7 +402,7 @@ def sum_beside_uneven_shards(rank: int, world: int) -> list[float]:
 
 @pytest.mark.slow(seconds=6)  # six ranks: the order of two addends does not matter
 def test_replicas_over_gtp_add_their_terms_in_one_order():
-    sums = run_ranks(sum_beside_uneven_shards, 6)
+    sums = run_ranks(sum_after_uneven_shards, 6)
     assert all(values == sums[0] for values in sums)
     terms = [torch.randn(61, generator=torch.Generator().manual_seed(tp)) for tp in range(3)]
     exact = 2 * torch.stack(terms).double().sum(0)

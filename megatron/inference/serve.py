@@ -39,7 +39,7 @@ from megatron.inference.config import ServeConfig, Service, start_facts
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
     from megatron.inference.checkpoint_model import CheckpointModel
-    from megatron.inference.server.embedder import Embedder, Pooling
+    from megatron.inference.server.engine.embedder import Embedder, Pooling
 
 PROG = "python -m megatron.inference.serve"
 
@@ -163,7 +163,7 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.so
 
 def pooling_of(loaded: CheckpointModel) -> Pooling | str:
     """Return the pooling of the model's embeddings, or why the model has none."""
-    from megatron.inference.server.embedder import NoPooling, read_pooling
+    from megatron.inference.server.engine.embedder import NoPooling, read_pooling
 
     try:
         return read_pooling(loaded.folder)
@@ -175,7 +175,7 @@ def make_embedder(
     loaded: CheckpointModel, config: ServeConfig, replicas: Replicas
 ) -> Embedder | None:
     """Return the embedder of the model; None if the model has no pooling."""
-    from megatron.inference.server.embedder import Embedder
+    from megatron.inference.server.engine.embedder import Embedder
 
     pooling = pooling_of(loaded)
     if isinstance(pooling, str):
@@ -332,10 +332,10 @@ def serve(
     from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.generate import describe_replicas
     from megatron.inference.llm import LLM
-    from megatron.inference.server.engine_control import EngineControl
-    from megatron.inference.server.engine_loop import EngineLoop
-    from megatron.inference.server.protocol import frame
-    from megatron.inference.server.structured import grammars_of
+    from megatron.inference.server.engine.control import EngineControl
+    from megatron.inference.server.engine.link import frame
+    from megatron.inference.server.engine.loop import EngineLoop
+    from megatron.inference.server.guided_decoding.grammars import grammars_of
 
     with load_checkpoint_model(
         config.source,

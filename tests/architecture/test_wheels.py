@@ -222,7 +222,7 @@ def test_wheels_contain_exactly_their_source_tree(wheels: tuple[Path, Path]) -> 
     assert core == modules_of(project / "megatron", project) | data_files
     # The applications share the namespace megatron: each has its own py.typed (PEP 561).
     typed = {f"megatron/{name}/py.typed" for name in ("training", "inference", "hf", "cli")}
-    page = "megatron/inference/server/chat_page.html"
+    page = "megatron/inference/server/api/chat_page.html"
     assert apps == modules_of(ROOT / "megatron", ROOT) | typed | {page}
     assert not core & apps
     assert "megatron/__init__.py" not in core | apps

@@ -20,9 +20,9 @@ from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures
 from megatron.core.inference.router import Replicas
 from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
-from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.engine_loop import EngineLoop
-from megatron.inference.server.structured import grammars_of
+from megatron.inference.server.engine.control import EngineControl
+from megatron.inference.server.engine.loop import EngineLoop
+from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.training.data.chat import CHATML
 
 ADMIN_KEY = "admin-key"

@@ -44,9 +44,9 @@ from megatron.core.process_groups import Group
 from megatron.inference.bench import make_requests
 from megatron.inference.config import Load
 from megatron.inference.serve import http_process
-from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.engine_loop import EngineLoop
-from megatron.inference.server.protocol import frame
+from megatron.inference.server.engine.control import EngineControl
+from megatron.inference.server.engine.link import frame
+from megatron.inference.server.engine.loop import EngineLoop
 from tools.bench.inference import (
     ROWS,
     Nothing,

@@ -23,23 +23,36 @@ from starlette.types import ASGIApp
 
 from megatron.cli.standard_streams import go_on_without_streams
 from megatron.inference.checkpoint_model import choose_tokenizer
-from megatron.inference.server.admin import ADMIN_ROUTES
-from megatron.inference.server.answer_formats import formats_of
-from megatron.inference.server.chat_completions import chat
-from megatron.inference.server.conversation import Conversations
-from megatron.inference.server.embeddings import EmbeddingBody, embeddings
-from megatron.inference.server.engine_client import EngineClient
-from megatron.inference.server.fields import ChatBody
-from megatron.inference.server.generation import ModelCard
-from megatron.inference.server.guard import MAX_HEADER_BYTES, Limits, timed_protocol
-from megatron.inference.server.log_lines import set_up as set_up_log
-from megatron.inference.server.messages import CountBody, MessagesBody, count_tokens, messages
+from megatron.inference.server.api.admin import ADMIN_ROUTES
+from megatron.inference.server.api.chat_completions import chat
+from megatron.inference.server.api.embeddings import EmbeddingBody, embeddings
+from megatron.inference.server.app import ROUTES, Route, create_app
+from megatron.inference.server.chat_template import Conversations
+from megatron.inference.server.engine.client import EngineClient
+from megatron.inference.server.engine.link import LENGTH
+from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.protocol import LENGTH
-from megatron.inference.server.request_handling import Server
-from megatron.inference.server.responses import ResponseBody, cancel_response, create_response
-from megatron.inference.server.routes import ROUTES, Route, create_app
-from megatron.inference.server.structured import grammars_of
+from megatron.inference.server.middleware.request_guard import (
+    MAX_HEADER_BYTES,
+    Limits,
+    timed_protocol,
+)
+from megatron.inference.server.middleware.request_log import set_up as set_up_log
+from megatron.inference.server.output_processor import ModelCard
+from megatron.inference.server.protocol.generation import ChatBody
+from megatron.inference.server.protocol.messages import (
+    CountBody,
+    MessagesBody,
+    count_tokens,
+    messages,
+)
+from megatron.inference.server.protocol.responses import (
+    ResponseBody,
+    cancel_response,
+    create_response,
+)
+from megatron.inference.server.serving import Server
+from megatron.inference.server.tool_parsers.formats import formats_of
 from megatron.training.data.chat import ChatTemplate
 
 #: All routes.

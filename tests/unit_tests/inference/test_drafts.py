@@ -21,7 +21,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import bench, generate
 from megatron.inference.config import Inference, Speculation
 from megatron.inference.llm import LLM, TextParams, split_cache_memory
-from megatron.inference.server.engine_control import EngineControl
+from megatron.inference.server.engine.control import EngineControl
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import (

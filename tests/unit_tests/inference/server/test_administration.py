@@ -30,7 +30,7 @@ from megatron.core.transformer import MLPConfig
 from megatron.inference.checkpoint_model import CheckpointModel, load_checkpoint_model
 from megatron.inference.config import ModelSource, Service
 from megatron.inference.serve import read_keys
-from megatron.inference.server.admin import ADMIN_ROUTES
+from megatron.inference.server.api.admin import ADMIN_ROUTES
 from tests.support.http_server import ADMIN_KEY, NextByte, Served, served, until
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from megatron.cli.tokenizers import ByteTokenizer
-from megatron.inference.server.answer_formats import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    AnswerFormats,
-)
-from megatron.inference.server.answer_grammar import (
+from megatron.inference.server.chat_template import Conversation, Tool
+from megatron.inference.server.guided_decoding.grammars import BadGrammar, Grammars
+from megatron.inference.server.guided_decoding.tool_grammar import (
     enforced,
     json_after_reasoning,
     tool_grammar,
 )
-from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
-from megatron.inference.server.conversation import Conversation, Tool
-from megatron.inference.server.structured import BadGrammar, Grammars
+from megatron.inference.server.tool_parsers.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    AnswerFormats,
+)
+from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
 from tests.support.http_server import END
 
 BOOK = Tool(

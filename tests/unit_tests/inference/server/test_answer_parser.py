@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference.text_stream import TextStream
 from megatron.inference.config import Service
-from megatron.inference.server.answer_formats import (
+from megatron.inference.server.tool_parsers.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     AnswerFormats,
     decode_with_marks,
     formats_of,
 )
-from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
+from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
 
 TOOLS = {
     "weather": {

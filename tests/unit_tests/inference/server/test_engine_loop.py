@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from megatron.inference.server.engine_client import EngineClient
-from megatron.inference.server.protocol import LENGTH, MAX_FRAME_BYTES, FrameReader, frame
+from megatron.inference.server.engine.client import EngineClient
+from megatron.inference.server.engine.link import LENGTH, MAX_FRAME_BYTES, FrameReader, frame
 
 MESSAGES = [{"kind": "a", "text": "é\n" * 9}, {"kind": "b"}, {"kind": "c", "ids": list(range(99))}]
 

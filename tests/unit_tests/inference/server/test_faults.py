@@ -18,8 +18,12 @@ from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineConfig
 from megatron.inference.config import Service
 from megatron.inference.serve import read_key
-from megatron.inference.server.guard import ANTHROPIC_ROUTES, MAX_HEADER_BYTES, OPEN_ROUTES
 from megatron.inference.server.http_process import APP_ROUTES
+from megatron.inference.server.middleware.request_guard import (
+    ANTHROPIC_ROUTES,
+    MAX_HEADER_BYTES,
+    OPEN_ROUTES,
+)
 from tests.support.http_server import NextByte, Served, served, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -414,7 +418,7 @@ def test_exception_text_is_logged_but_not_returned(
     def fail(*args: object) -> None:
         raise RuntimeError("at 0x7f00 in /home")
 
-    monkeypatch.setattr("megatron.inference.server.request_handling.Server.check_model", fail)
+    monkeypatch.setattr("megatron.inference.server.serving.Server.check_model", fail)
     error = error_of(server.post("/v1/completions", **TEXT), 500)
     assert "0x7f00" not in error["message"]
     assert "0x7f00" in caplog.text

@@ -28,7 +28,7 @@ from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model
 from megatron.inference.config import Inference, ModelSource, ServeConfig
 from megatron.inference.llm import LLM
-from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks

@@ -23,8 +23,8 @@ from megatron.cli.tokenizers import (
     train_bpe,
 )
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.server.generation import Delta, TokenScore
-from megatron.inference.server.views import CompletionView, token_bytes
+from megatron.inference.server.output_processor import Delta, TokenScore
+from megatron.inference.server.protocol.completions import CompletionView, token_bytes
 from tests.support.http_server import Served, served
 from tests.support.llama_tokenizer import write_llama_tokenizer
 from tests.support.scripted_model import Scripted

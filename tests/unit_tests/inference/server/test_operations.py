@@ -18,7 +18,7 @@ import pytest
 
 from megatron.core.inference.engine import EngineConfig, EngineFeatures
 from megatron.core.inference.speculation import NGramLookup
-from megatron.inference.server.log_lines import LOG, JsonFormatter
+from megatron.inference.server.middleware.request_log import LOG, JsonFormatter
 from tests.support.http_server import Served, served, until
 
 ROOT = Path(__file__).resolve().parents[4]

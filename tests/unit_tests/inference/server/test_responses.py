@@ -199,7 +199,7 @@ def test_error_within_a_stream_is_an_event(server: Served, monkeypatch: pytest.M
     def fails(*args: Any) -> Any:
         raise RuntimeError("at 0x7f00")
 
-    monkeypatch.setattr("megatron.inference.server.generation.Generation._delta", fails)
+    monkeypatch.setattr("megatron.inference.server.output_processor.Generation._delta", fails)
     text = server.post("/v1/responses", **REQUEST, stream=True).text
     event, data = text.strip().split("\n")
     assert event == "event: response.failed"

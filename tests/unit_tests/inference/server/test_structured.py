@@ -23,8 +23,8 @@ from megatron.cli.tokenizers import (
     TiktokenTokenizer,
     train_bpe,
 )
-from megatron.inference.server import structured
-from megatron.inference.server.structured import (
+from megatron.inference.server.guided_decoding import grammars as guided_grammars
+from megatron.inference.server.guided_decoding.grammars import (
     BadGrammar,
     Grammars,
     ReasoningLimit,
@@ -148,19 +148,21 @@ def test_unenforceable_keywords_are_refused() -> None:
         "oneOf": [schema, {"type": "number"}],
     }.items():
         with pytest.raises(BadGrammar):
-            grammars.compile(structured.json_grammar({keyword: value}))
+            grammars.compile(guided_grammars.json_grammar({keyword: value}))
     with pytest.raises(BadGrammar):
-        grammars.compile(structured.json_grammar({"type": "string", "format": "colour"}))
+        grammars.compile(guided_grammars.json_grammar({"type": "string", "format": "colour"}))
     # Unknown keywords are annotations in JSON Schema.
-    grammars.compile(structured.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
+    grammars.compile(guided_grammars.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
 
 
 def test_exploding_grammars_end_in_time() -> None:
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
     bombs = [
-        structured.regex_grammar("((a{1,9999}){1,9999}){1,9999}"),
-        structured.regex_grammar("(a+)+$"),
-        structured.lark_grammar("start: " + " | ".join(f"/a{{{n},9999}}/" for n in range(1, 400))),
+        guided_grammars.regex_grammar("((a{1,9999}){1,9999}){1,9999}"),
+        guided_grammars.regex_grammar("(a+)+$"),
+        guided_grammars.lark_grammar(
+            "start: " + " | ".join(f"/a{{{n},9999}}/" for n in range(1, 400))
+        ),
     ]
     for bomb in bombs:
         with contextlib.suppress(BadGrammar):
@@ -221,19 +223,19 @@ def test_grammar_is_compiled_outside_the_engine_loop(
 
 
 def test_compiled_grammars_are_cached_by_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "MAX_CACHED_GRAMMARS", 2)
+    monkeypatch.setattr(guided_grammars, "MAX_CACHED_GRAMMARS", 2)
     grammars = Grammars(ByteTokenizer(), [END], END + 1)
-    compiled = grammars.compile(structured.regex_grammar("a"))
-    grammars.compile(structured.regex_grammar("b"))
-    assert grammars.compile(structured.regex_grammar("a")) is compiled
-    grammars.compile(structured.regex_grammar("c"))  # evicts b
-    assert grammars.compile(structured.regex_grammar("a")) is compiled
+    compiled = grammars.compile(guided_grammars.regex_grammar("a"))
+    grammars.compile(guided_grammars.regex_grammar("b"))
+    assert grammars.compile(guided_grammars.regex_grammar("a")) is compiled
+    grammars.compile(guided_grammars.regex_grammar("c"))  # evicts b
+    assert grammars.compile(guided_grammars.regex_grammar("a")) is compiled
 
 
 def test_mask_is_a_function_of_the_tokens() -> None:
     """Speculation and preemption request masks in any order, after rejected drafts too."""
     grammars = Grammars(ByteTokenizer(), [END], END + 3)
-    grammar = structured.json_grammar(PERSON)
+    grammar = guided_grammars.json_grammar(PERSON)
     text = list(b'{"name": "x", "age": 7, "tags": ["a"]}')
     mask = grammars.mask(grammar)
     source = random.Random(0)
@@ -251,7 +253,7 @@ def test_multi_byte_tokens_follow_the_grammar(tmp_path: Path) -> None:
     end = tokenizer.eod
     assert end is not None
     mask = Grammars(tokenizer, [end], tokenizer.vocab_size).mask(
-        structured.regex_grammar('"name": "é( and)?"')
+        guided_grammars.regex_grammar('"name": "é( and)?"')
     )
     source, tokens = random.Random(3), []
     while not tokens or tokens[-1] != end:
@@ -282,7 +284,7 @@ def test_sentencepiece_and_tiktoken_follow_the_grammar(kind: str, tmp_path: Path
         tokenizer = TiktokenTokenizer(write_vocabulary(tmp_path / "t.json"), options)
     end, size = tokenizer.eod, tokenizer.vocab_size
     grammars = Grammars(tokenizer, [end], size + 3)
-    grammar = structured.regex_grammar(r'\{"name": "é日 (the|and)? 123"\}')
+    grammar = guided_grammars.regex_grammar(r'\{"name": "é日 (the|and)? 123"\}')
     source, texts = random.Random(3), set()
     for _ in range(8):
         mask, tokens = grammars.mask(grammar), []

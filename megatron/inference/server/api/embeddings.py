@@ -12,10 +12,10 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine_client import EngineLost, Outputs
-from megatron.inference.server.fields import Body, Prompts
-from megatron.inference.server.guard import ApiError
-from megatron.inference.server.request_handling import Server, admission, engine_lost, text_tokens
+from megatron.inference.server.engine.client import EngineLost, Outputs
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.protocol.generation import Body, Prompts
+from megatron.inference.server.serving import Server, admission, engine_lost, text_tokens
 
 
 class EmbeddingBody(Body):

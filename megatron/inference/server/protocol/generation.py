@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron.inference.server.conversation import NO_PARAMETERS, Tool, ToolCall, Turn
-from megatron.inference.server.generation import GenerationRequest
-from megatron.inference.server.guard import ApiError
+from megatron.inference.server.chat_template import NO_PARAMETERS, Tool, ToolCall, Turn
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.output_processor import GenerationRequest
 
 #: Most outputs of one prompt, and of all prompts of a request.
 MAX_OUTPUTS, MAX_REQUEST_OUTPUTS = 16, 64

@@ -27,10 +27,8 @@ from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.engine import Request as CoreRequest
 from megatron.core.inference.requests import RequestError, check_request
 from megatron.core.inference.sampling import SamplingParams
-from megatron.inference.server.answer_formats import AnswerFormats, decode_with_marks
-from megatron.inference.server.answer_parser import AnswerParser
-from megatron.inference.server.conversation import Conversations
-from megatron.inference.server.engine_client import (
+from megatron.inference.server.chat_template import Conversations
+from megatron.inference.server.engine.client import (
     Cancelled,
     Draining,
     EngineClient,
@@ -38,23 +36,15 @@ from megatron.inference.server.engine_client import (
     QueueFull,
     ReaderStalled,
 )
-from megatron.inference.server.fields import (
-    MAX_REQUEST_OUTPUTS,
-    Body,
-    GenerationBody,
-    JsonFormat,
-    JsonSchemaFormat,
-    Prompts,
+from megatron.inference.server.guided_decoding.grammars import (
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
 )
-from megatron.inference.server.generation import (
-    Delta,
-    Generation,
-    GenerationRequest,
-    ModelCard,
-    NotFinite,
-    Refused,
-)
-from megatron.inference.server.guard import (
+from megatron.inference.server.metrics import ServerMetrics
+from megatron.inference.server.middleware.request_guard import (
     ApiError,
     EventStream,
     Limits,
@@ -63,16 +53,26 @@ from megatron.inference.server.guard import (
     internal_error,
     validation_error,
 )
-from megatron.inference.server.log_lines import LOG
-from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.structured import (
-    Grammars,
-    choice_grammar,
-    json_grammar,
-    lark_grammar,
-    regex_grammar,
+from megatron.inference.server.middleware.request_log import LOG
+from megatron.inference.server.output_processor import (
+    Delta,
+    Generation,
+    GenerationRequest,
+    ModelCard,
+    NotFinite,
+    Refused,
 )
-from megatron.inference.server.views import View
+from megatron.inference.server.protocol.completions import View
+from megatron.inference.server.protocol.generation import (
+    MAX_REQUEST_OUTPUTS,
+    Body,
+    GenerationBody,
+    JsonFormat,
+    JsonSchemaFormat,
+    Prompts,
+)
+from megatron.inference.server.tool_parsers.formats import AnswerFormats, decode_with_marks
+from megatron.inference.server.tool_parsers.output_parser import AnswerParser
 
 #: Time limit for checking a grammar.
 GRAMMAR_SECONDS = 5.0

@@ -13,22 +13,26 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.answer_formats import reasoning_limit
-from megatron.inference.server.answer_grammar import enforced, json_after_reasoning, tool_grammar
-from megatron.inference.server.answer_parser import AnswerParser
-from megatron.inference.server.conversation import Conversation, Prompt
-from megatron.inference.server.engine_client import ReaderStalled
-from megatron.inference.server.fields import GenerationBody
-from megatron.inference.server.generation import Delta, Generation
-from megatron.inference.server.guard import ApiError, EventStream, internal_error
-from megatron.inference.server.log_lines import LOG
-from megatron.inference.server.request_handling import (
+from megatron.inference.server.chat_template import Conversation, Prompt
+from megatron.inference.server.engine.client import ReaderStalled
+from megatron.inference.server.guided_decoding.tool_grammar import (
+    enforced,
+    json_after_reasoning,
+    tool_grammar,
+)
+from megatron.inference.server.middleware.request_guard import ApiError, EventStream, internal_error
+from megatron.inference.server.middleware.request_log import LOG
+from megatron.inference.server.output_processor import Delta, Generation
+from megatron.inference.server.protocol.generation import GenerationBody
+from megatron.inference.server.serving import (
     GrammarMaker,
     Server,
     checked_deltas,
     grammar_makers,
     timeout_error,
 )
+from megatron.inference.server.tool_parsers.formats import reasoning_limit
+from megatron.inference.server.tool_parsers.output_parser import AnswerParser
 
 
 class AnswerView(Protocol):

@@ -16,17 +16,18 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.answer_parser import AnswerPart
-from megatron.inference.server.answers import begin_answer, respond_with_events
-from megatron.inference.server.chat_completions import check_tools
-from megatron.inference.server.conversation import (
+from megatron.inference.server.api.chat_completions import check_tools
+from megatron.inference.server.chat_serving import begin_answer, respond_with_events
+from megatron.inference.server.chat_template import (
     NO_PARAMETERS,
     Conversation,
     Tool,
     ToolCall,
     Turn,
 )
-from megatron.inference.server.fields import (
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.output_processor import Delta, Generation
+from megatron.inference.server.protocol.generation import (
     MAX_MESSAGES,
     MAX_TEXT,
     MAX_TOKENS,
@@ -42,9 +43,8 @@ from megatron.inference.server.fields import (
     ToolName,
     schema_format,
 )
-from megatron.inference.server.generation import Delta, Generation
-from megatron.inference.server.guard import ApiError
-from megatron.inference.server.request_handling import Server
+from megatron.inference.server.serving import Server
+from megatron.inference.server.tool_parsers.output_parser import AnswerPart
 
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Id = Annotated[str, Field(max_length=256)]

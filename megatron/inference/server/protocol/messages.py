@@ -13,11 +13,12 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.answer_parser import AnswerPart
-from megatron.inference.server.answers import begin_answer, respond_with_events
-from megatron.inference.server.chat_completions import check_tools
-from megatron.inference.server.conversation import Conversation, Tool, ToolCall, Turn
-from megatron.inference.server.fields import (
+from megatron.inference.server.api.chat_completions import check_tools
+from megatron.inference.server.chat_serving import begin_answer, respond_with_events
+from megatron.inference.server.chat_template import Conversation, Tool, ToolCall, Turn
+from megatron.inference.server.middleware.request_guard import ANTHROPIC_ROUTES, ApiError
+from megatron.inference.server.output_processor import Delta, Usage
+from megatron.inference.server.protocol.generation import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_STOP_LENGTH,
@@ -32,9 +33,8 @@ from megatron.inference.server.fields import (
     ToolName,
     schema_format,
 )
-from megatron.inference.server.generation import Delta, Usage
-from megatron.inference.server.guard import ANTHROPIC_ROUTES, ApiError
-from megatron.inference.server.request_handling import Server
+from megatron.inference.server.serving import Server
+from megatron.inference.server.tool_parsers.output_parser import AnswerPart
 
 #: The variable of a chat template that `thinking` sets.
 THINKING_VARIABLE = "enable_thinking"

@@ -10,11 +10,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine_client import ControlError, EngineLost
-from megatron.inference.server.fields import Body
-from megatron.inference.server.guard import ApiError
-from megatron.inference.server.request_handling import Server, engine_lost
-from megatron.inference.server.routes import Route
+from megatron.inference.server.app import Route
+from megatron.inference.server.engine.client import ControlError, EngineLost
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.protocol.generation import Body
+from megatron.inference.server.serving import Server, engine_lost
 
 MAX_PROFILE_STEPS = 1000
 MAX_PATH = 4096

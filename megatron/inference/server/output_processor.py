@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.server.answer_parser import AnswerParser, AnswerPart
-from megatron.inference.server.engine_client import Cancelled, EngineClient
+from megatron.inference.server.engine.client import Cancelled, EngineClient
+from megatron.inference.server.engine.link import OutputDelta
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.protocol import OutputDelta
+from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
 
 #: Smallest log-probability in JSON, which has no minus infinity.
 MIN_LOGPROB = -9999.0
@@ -66,7 +66,7 @@ class GenerationRequest:
         stop: strings that end an output.
         stop_tokens: ids of the tokens that end an output.
         prompt_logprobs: report the log-probabilities of the prompts' tokens.
-        grammar: grammar of the outputs, see `structured`; None for any text.
+        grammar: grammar of the outputs, see `guided_decoding.grammars`; None for any text.
         priority: requests with a lower value are scheduled first.
         reasoning_limit: see `EngineRequest`.
         names: the route's names of fields of the engine's `Request`, where they differ.

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron.inference.server.answers import begin_answer
-from megatron.inference.server.conversation import Conversation, Tool
-from megatron.inference.server.fields import ChatBody, NamedChoice
-from megatron.inference.server.guard import ApiError
-from megatron.inference.server.request_handling import Server, check_stream_options, respond
-from megatron.inference.server.views import ChatView
+from megatron.inference.server.chat_serving import begin_answer
+from megatron.inference.server.chat_template import Conversation, Tool
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.protocol.completions import ChatView
+from megatron.inference.server.protocol.generation import ChatBody, NamedChoice
+from megatron.inference.server.serving import Server, check_stream_options, respond
 
 
 async def chat(server: Server, request: Request) -> Response:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.inference.server.answer_formats import AnswerFormats, ToolFormat
-from megatron.inference.server.conversation import Conversation, Tool
-from megatron.inference.server.parameter_values import value_types
-from megatron.inference.server.structured import WHITE_SPACE, BadGrammar, lark_grammar
+from megatron.inference.server.chat_template import Conversation, Tool
+from megatron.inference.server.guided_decoding.grammars import WHITE_SPACE, BadGrammar, lark_grammar
+from megatron.inference.server.tool_parsers.arguments import value_types
+from megatron.inference.server.tool_parsers.formats import AnswerFormats, ToolFormat
 
 # Keywords of schemas that the grammar of XML parameters can enforce. Annotations are ignored.
 _ANNOTATIONS = {"title", "description", "$schema", "$comment", "examples", "default", "deprecated"}

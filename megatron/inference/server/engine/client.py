@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
 
 _READ_BYTES = 1 << 20
 # Iterations of the event loop between a message and its frame. Requests that arrive meanwhile go

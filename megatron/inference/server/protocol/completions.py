@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.text_stream import REPLACEMENT, TextStream
-from megatron.inference.server.answer_parser import AnswerPart
-from megatron.inference.server.generation import Delta, TokenScore
+from megatron.inference.server.output_processor import Delta, TokenScore
+from megatron.inference.server.tool_parsers.output_parser import AnswerPart
 
 # Size of the cache of token texts of a completion view.
 _CACHED_TEXTS = 4096

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.inference.server.log_lines import REQUEST_ID, log_answer
+from megatron.inference.server.middleware.request_log import REQUEST_ID, log_answer
 
 MAX_HEADER_BYTES = 16 << 10
 #: Path prefix of the routes whose errors have the format of Anthropic.

@@ -41,9 +41,9 @@ class EngineRequest:
         stop_tokens: ids of the tokens that end the output.
         sequence: number of the output in the random draws.
         prompt_logprobs: report log-probabilities of the prompt's tokens.
-        grammar: grammar of the output, see `structured`; None for any text.
+        grammar: grammar of the output, see `guided_decoding.grammars`; None for any text.
         priority: as in `Request`.
-        reasoning_limit: arguments of `structured.ReasoningLimit`; None for no limit.
+        reasoning_limit: arguments of `ReasoningLimit`; None for no limit.
         embed: embed the prompt and generate nothing.
         counts_prompt: count the prompt's tokens in the metrics of the prefix cache; True for one
             output per prompt.

@@ -20,30 +20,30 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from megatron.inference.server.chat_page import chat_page
-from megatron.inference.server.conversation import Conversation
-from megatron.inference.server.fields import (
+from megatron.inference.server.api.chat_page import chat_page
+from megatron.inference.server.chat_template import Conversation
+from megatron.inference.server.middleware.request_guard import (
+    ApiError,
+    RequestGuard,
+    internal_error,
+)
+from megatron.inference.server.middleware.request_log import LOG
+from megatron.inference.server.output_processor import (
+    ModelCard,
+)
+from megatron.inference.server.protocol.completions import CompletionView
+from megatron.inference.server.protocol.generation import (
     Body,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
-from megatron.inference.server.generation import (
-    ModelCard,
-)
-from megatron.inference.server.guard import (
-    ApiError,
-    RequestGuard,
-    internal_error,
-)
-from megatron.inference.server.log_lines import LOG
-from megatron.inference.server.request_handling import (
+from megatron.inference.server.serving import (
     Server,
     check_stream_options,
     respond,
     text_tokens,
 )
-from megatron.inference.server.views import CompletionView
 
 #: An engine without a message for this long is unhealthy; heartbeats come twice a second.
 SILENT_SECONDS = 60.0

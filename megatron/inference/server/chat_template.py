@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.inference.server.answer_formats import AnswerFormats
-from megatron.inference.server.guard import ApiError
+from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.tool_parsers.formats import AnswerFormats
 from megatron.training.data.chat import END_MARK, ChatTemplate, TemplateRefusal
 from megatron.training.data.template_process import GENERATION_MARKS
 

@@ -39,7 +39,7 @@ def content_policy(page: str) -> str:
 @functools.cache
 def _page() -> tuple[str, str]:
     """Return the page and its policy."""
-    data = pkgutil.get_data("megatron.inference.server", "chat_page.html")
+    data = pkgutil.get_data("megatron.inference.server.api", "chat_page.html")
     assert data is not None
     text = data.decode()
     return text, content_policy(text)

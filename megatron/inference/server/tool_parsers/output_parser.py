@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
-from megatron.inference.server.answer_formats import AnswerFormats
-from megatron.inference.server.log_lines import LOG, REQUEST_ID
-from megatron.inference.server.parameter_values import (
+from megatron.inference.server.middleware.request_log import LOG, REQUEST_ID
+from megatron.inference.server.tool_parsers.arguments import (
     arguments_json,
     parameter_json,
     value_types,
 )
+from megatron.inference.server.tool_parsers.formats import AnswerFormats
 
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 # Limits on the name of a tool or parameter and on white space within the head of a call. They bound

@@ -21,12 +21,16 @@ from megatron.core.inference.router import Replicas, all_gather_json
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
-from megatron.inference.server.engine_control import EngineControl
-from megatron.inference.server.protocol import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.control import EngineControl
+from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
 
 if TYPE_CHECKING:
-    from megatron.inference.server.embedder import Embedder
-    from megatron.inference.server.structured import Grammars, ReasoningLimit, TokenMask
+    from megatron.inference.server.engine.embedder import Embedder
+    from megatron.inference.server.guided_decoding.grammars import (
+        Grammars,
+        ReasoningLimit,
+        TokenMask,
+    )
 
 #: Seconds between two heartbeats of an idle engine.
 IDLE_SECONDS = 0.5

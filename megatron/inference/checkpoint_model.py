@@ -48,10 +48,10 @@ from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.models.layer_pattern import StageSplit
-from megatron.core.ops.batch_invariant import TILE_ROWS, check_tile_invariance
 from megatron.core.ops.compiler import explain as explain_compiler
-from megatron.core.ops.low_bit_copy import CopyDtype
-from megatron.core.ops.packed_matmul import is_available
+from megatron.core.ops.matmul.low_bit import CopyDtype
+from megatron.core.ops.matmul.packed import is_available
+from megatron.core.ops.matmul.tiled import TILE_ROWS, check_tile_invariance
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.process_groups import GROUP_NAMES, Group, ProcessGroupCollection, RankGrid
 from megatron.core.untrusted_files import open_regular

@@ -51,7 +51,7 @@ from megatron.core.inference.speculation import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.ops.low_bit_copy import CopyDtype
+from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import SelfAttention
 from megatron.core.weight_gather import Storage

@@ -16,7 +16,6 @@ WHEELS = ("megatron_core/megatron/", "megatron/")
 #: One op's implementations of one class, in one folder.
 IMPLEMENTATIONS = (
     {"__init__.py", "triton.py"},
-    {"reference.py", "triton.py"},
     {"cpu.py", "triton.py"},
 )
 #: Every op's folder has files of these names.

@@ -20,8 +20,8 @@ from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.initialize import InitSpec
 from megatron.core.ops import rmsnorm
 from megatron.core.ops.attention import attention
-from megatron.core.ops.batch_invariant import with_padded_rows
 from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.matmul.tiled import with_padded_rows
 from megatron.core.ops.recurrence import recur
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.process_groups import ProcessGroupCollection
@@ -157,8 +157,8 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
 def with_batch_invariance(backend: Backend) -> Backend:
     """Return the backend with bits that depend neither on other rows nor on how a row is divided.
 
-    Matmuls use packed matrices (`ops.packed_matmul`) or tiles of a fixed number of rows
-    (`ops.batch_invariant`), attention uses tiles of keys counted from the row's beginning
+    Matmuls use packed matrices (`ops.matmul.packed`) or tiles of a fixed number of rows
+    (`ops.matmul.tiled`), attention uses tiles of keys counted from the row's beginning
     (`ops.tiled_attention`), and recurrences run token by token; 16-bit matrices are multiplied in
     fp32. The log-probabilities of a whole row are then bit-identical to an engine's, which computes
     the row in chunks and single tokens. Recurrences are forward only.

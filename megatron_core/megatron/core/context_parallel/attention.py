@@ -48,7 +48,7 @@ from megatron.core.context_parallel.comm_type import (
     sent_groups,
 )
 from megatron.core.context_parallel.layout import SequenceLayout
-from megatron.core.ops.attention.reference import sink_gradient
+from megatron.core.ops.attention.cpu import sink_gradient
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.process_groups import Group

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from megatron.core.context_parallel.sequence_sharding import TokenRange
-from megatron.core.ops.attention import Mask, functions_of, reference
+from megatron.core.ops.attention import Mask, cpu, functions_of
 from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 from megatron.core.ops.dropout import AttentionDropout
 
@@ -445,7 +445,7 @@ def backward(
     min_queries = min((block.q1 - block.q0 for block in blocks), default=0)
     if window is not None or dropout is not None:
         min_queries = 0  # by chunks, which compute in fp32
-    dtype = reference.backward_dtype(query, min_queries, cpu_dtype)
+    dtype = cpu.backward_dtype(query, min_queries, cpu_dtype)
     operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]
     options = _BlockOptions(scale, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
@@ -497,11 +497,11 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add sinks [n] to the softmax, once, after all keys; return out in `dtype`, and lse.
 
-    The gradient of the sinks is `ops.attention.reference.sink_gradient` of the complete out and
+    The gradient of the sinks is `ops.attention.cpu.sink_gradient` of the complete out and
     lse.
     """
     if sinks is not None:
-        out, lse = reference.add_sinks(out, lse, sinks)
+        out, lse = cpu.add_sinks(out, lse, sinks)
     return out.to(dtype), lse
 
 
@@ -518,9 +518,9 @@ def _block_forward(
     tensors = (query[block.q0 : block.q1, rows], key[keys, rows], value[keys, rows])
     mask, sum_dtype = _mask(block, options), accumulation_dtype(query.dtype)
     compute, _ = functions_of(*tensors[:2], mask, dropout=dropout)
-    if compute is not reference.attention_forward:
+    if compute is not cpu.attention_forward:
         return compute(*tensors, None, options.scale, mask, dtype=sum_dtype)
-    return reference.attention_forward(
+    return cpu.attention_forward(
         *tensors,
         None,
         options.scale,
@@ -546,9 +546,9 @@ def _block_backward(
     block_tensors.append(lse[rows, :, queries])
     mask = _mask(block, options)
     _, differentiate = functions_of(*block_tensors[1:3], mask, dropout=dropout)
-    if differentiate is not reference.attention_backward:
+    if differentiate is not cpu.attention_backward:
         return differentiate(*block_tensors, scale=options.scale, mask=mask)
-    return reference.attention_backward(
+    return cpu.attention_backward(
         *block_tensors,
         scale=options.scale,
         mask=mask,

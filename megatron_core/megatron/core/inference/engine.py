@@ -84,7 +84,7 @@ from megatron.core.inference.stages import (
 )
 from megatron.core.moe.dispatch import MAX_PADDED_ROWS
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.sampling.reference import most_probable
+from megatron.core.ops.sampling.cpu import most_probable
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 

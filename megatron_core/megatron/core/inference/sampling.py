@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.core.device import runs_ahead, to_host
 from megatron.core.initialize import stream_key
 from megatron.core.ops.sampling import ScoreChange, change_scores_, choose_tokens
-from megatron.core.ops.sampling.reference import replace_rows, select_rows
+from megatron.core.ops.sampling.cpu import replace_rows, select_rows
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0

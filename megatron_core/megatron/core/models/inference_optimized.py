@@ -49,7 +49,7 @@ from megatron.core.moe.dispatch import partial_sums
 from megatron.core.moe.layer import MoE
 from megatron.core.moe.router import Share
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.low_bit_copy import CopyDtype
+from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.ops.nvls import RowNorm
 from megatron.core.ops.swiglu import gate_
 from megatron.core.tensor_parallel import (

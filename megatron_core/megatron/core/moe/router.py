@@ -48,9 +48,9 @@ from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.ops.backend_choice import apply_function
-from megatron.core.ops.batch_invariant import tiled_matmul
 from megatron.core.ops.dropout import dropout_key
-from megatron.core.ops.dropout.reference import hash_index, mix_rows_and_columns
+from megatron.core.ops.dropout.cpu import hash_index, mix_rows_and_columns
+from megatron.core.ops.matmul.tiled import tiled_matmul
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_sharding import WeightSharding

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.paged_attention.reference import PagedBatch
+from megatron.core.ops.paged_attention.cpu import PagedBatch
 
 #: Positions of a tile of keys.
 KEY_TILE = 64

@@ -29,7 +29,7 @@ from megatron.core.backend import LayerBuild
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import context_problems
-from megatron.core.ops.batch_invariant import tiled_bmm
+from megatron.core.ops.matmul.tiled import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.norm import Norm, NormConfig

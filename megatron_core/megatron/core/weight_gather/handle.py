@@ -37,16 +37,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops import small_m_matmul
 from megatron.core.ops.backend_choice import (
     StoredWeight,
     add_product_,
     matmul_dtype,
     record_function,
 )
-from megatron.core.ops.batch_invariant import tiled_matmul
-from megatron.core.ops.low_bit_copy import LowBitCopy
-from megatron.core.ops.packed_matmul import PackedMatrix, min_invariant_rows
+from megatron.core.ops.matmul import small_m
+from megatron.core.ops.matmul.low_bit import LowBitCopy
+from megatron.core.ops.matmul.packed import PackedMatrix, min_invariant_rows
+from megatron.core.ops.matmul.tiled import tiled_matmul
 from megatron.core.weight_gather.gather_format import EncodedWeight, GatherFormat
 from megatron.core.weight_sharding import WeightSharding
 
@@ -168,9 +168,10 @@ class WeightHandle:
             single process, until an engine is built.
         cpu_dtype: dtype of its products on a CPU, see `ops.backend_choice.matmul_dtype`.
         row_tiles: compute each row of a product with bits that do not depend on the number of rows:
-            by `ops.packed_matmul` where it has this property, else in tiles, see
-            `ops.batch_invariant`.
-        copy: a copy that `linear` multiplies by outside of autograd, see `low_bit_copy.LowBitCopy`.
+            by `ops.matmul.packed` where it has this property, else in tiles, see
+            `ops.matmul.tiled`.
+        copy: a copy that `linear` multiplies by outside of autograd, see
+            `ops.matmul.low_bit.LowBitCopy`.
         matmul_format: the gather format that its kernels multiply in. A weight gathered in this
             format is not decoded, and `get_encoded` returns it.
     """
@@ -298,7 +299,7 @@ class WeightHandle:
             return y if out is None else out.copy_(y)
         if dtype is x.dtype:
             if bias_value is None and x.ndim == 2:
-                return small_m_matmul.linear(x, weight, out=out)
+                return small_m.linear(x, weight, out=out)
             return F.linear(x, weight, bias_value, out=out)
         cast_bias = None if bias_value is None else bias_value.to(dtype)
         y = F.linear(x.to(dtype), weight.to(dtype), cast_bias)
@@ -313,12 +314,12 @@ class WeightHandle:
 
     @property
     def min_invariant_rows(self) -> int | None:
-        """Minimum rows for a batch-invariant `packed`; see `packed_matmul.min_invariant_rows`."""
+        """Minimum rows of a batch-invariant `packed`, see `matmul.packed.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
         return min_invariant_rows(self.shape) if packs else None
 
     def packed(self) -> PackedMatrix:
-        """Return the local weight in oneDNN's layout, for weights that `ops.packed_matmul` takes.
+        """Return the local weight in oneDNN's layout, for weights that `ops.matmul.packed` takes.
 
         The packed copy is cached until the weight is written to or `forget_packed` is called. A
         gathered weight is packed at every use and not cached.
@@ -342,7 +343,7 @@ class WeightHandle:
         if self.copy is not None:
             self.copy.add_product_(total, x)
         elif self.product_dtype is x.dtype is total.dtype:
-            small_m_matmul.add_linear_(total, x, self.get())
+            small_m.add_linear_(total, x, self.get())
         else:
             total.add_(self.linear(x))
         if bias is not None:

@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.boxes import TensorChunk
 from megatron.core.initialize import InitSpec, fill_
-from megatron.core.ops.low_bit_copy import CopyDtype, LowBitCopy
+from megatron.core.ops.matmul.low_bit import CopyDtype, LowBitCopy
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather.bucket import (
     Bucket,
@@ -57,7 +57,7 @@ class WeightStore:
         cpu_dtype: dtype of products on a CPU: `dtype`, or fp32. None chooses the faster one, which
             may differ between machines; ranks that must compute the same bits set it
             (`ops.backend_choice.matmul_dtype`).
-        row_tiles: multiply by weights in tiles of rows, see `ops.batch_invariant`.
+        row_tiles: multiply by weights in tiles of rows, see `ops.matmul.tiled`.
 
     Attributes:
         storage: the options of the layout.

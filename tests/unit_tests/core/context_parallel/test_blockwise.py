@@ -12,7 +12,7 @@ import torch
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
 from megatron.core.context_parallel.sequence_sharding import SequenceSharding
-from megatron.core.ops.attention import attention, reference
+from megatron.core.ops.attention import attention, cpu
 from megatron.core.ops.dropout import AttentionDropout
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import assert_close, maker, naive_attention
@@ -97,7 +97,7 @@ def attend_by_ranks(inputs, sharding, *, sinks=None, documents=DOCUMENTS, **opti
                 assert equal, "padding"
                 total[ranks[owner][real]] += x[real]
         if sinks is not None:
-            d_sinks += reference.sink_gradient(grad_out, *output, sinks)  # out is 0 in padding
+            d_sinks += cpu.sink_gradient(grad_out, *output, sinks)  # out is 0 in padding
     return out, lse, *sums, *([] if sinks is None else [d_sinks])
 
 
@@ -244,9 +244,9 @@ def test_single_full_block_equals_the_plain_op(make, monkeypatch):
 
 def test_window_covering_whole_block_uses_plain_kernel(make, monkeypatch):
     masks = []
-    original = reference.attention_forward
+    original = cpu.attention_forward
     monkeypatch.setattr(
-        reference,
+        cpu,
         "attention_forward",
         lambda *args, **options: masks.append(args[5]) or original(*args, **options),
     )

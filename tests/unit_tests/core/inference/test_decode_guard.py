@@ -122,13 +122,13 @@ CORE = "megatron.core"
 #: Modules that may read the device in a step -> (families, reason).
 READERS = {
     f"{CORE}.inference.sampling": (ALL_FAMILIES, "the chosen tokens and their reported values"),
-    f"{CORE}.ops.paged_attention.reference": (ALL_FAMILIES, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.paged_attention.cpu": (ALL_FAMILIES, "on a CPU in place of a kernel"),
     f"{CORE}.ops.grouped_mm": ({"experts"}, "on a CPU in place of a grouped product"),
 }
 #: Modules that may create tensors in a step -> (families, reason).
 MAKERS = {
     f"{CORE}.inference.engine": (ALL_FAMILIES, "the step's inputs, sent to the device in one copy"),
-    f"{CORE}.ops.paged_attention.reference": (ALL_FAMILIES, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.paged_attention.cpu": (ALL_FAMILIES, "on a CPU in place of a kernel"),
     f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, initially zero"),
     f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
     f"{CORE}.ops.grouped_mm": ({"experts"}, "the result of several products"),

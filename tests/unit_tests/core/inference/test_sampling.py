@@ -25,7 +25,7 @@ from megatron.core.inference.sampling import (
     sample,
     uniform,
 )
-from megatron.core.ops.sampling.reference import (
+from megatron.core.ops.sampling.cpu import (
     draw_weights,
     invert,
     nucleus_by_search,
@@ -271,7 +271,7 @@ def test_nucleus_is_the_shortest_prefix_that_reaches_p(nucleus: Any, steps: int 
 def test_nucleus_boundary_and_ties_match_definition(
     nucleus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.core.ops.sampling.reference.nucleus_by_sort", nucleus)
+    monkeypatch.setattr("megatron.core.ops.sampling.cpu.nucleus_by_sort", nucleus)
 
     def nucleus_ids(logits: torch.Tensor, top_p: float) -> list[int]:
         return weights_of(logits[None], [make_row(top_p=top_p)])[0].nonzero().flatten().tolist()

@@ -35,7 +35,7 @@ from megatron.core.inference.speculation import (
     NGramLookup,
 )
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.ops.sampling.reference import draw_weights, invert
+from megatron.core.ops.sampling.cpu import draw_weights, invert
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory

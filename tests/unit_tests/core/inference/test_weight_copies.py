@@ -8,9 +8,9 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
-from megatron.core.ops import low_bit_copy
-from megatron.core.ops.low_bit_copy import CopyDtype, LowBitCopy
-from megatron.core.ops.packed_matmul import packs_bf16
+from megatron.core.ops.matmul import low_bit
+from megatron.core.ops.matmul.low_bit import CopyDtype, LowBitCopy
+from megatron.core.ops.matmul.packed import packs_bf16
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
@@ -44,9 +44,9 @@ def test_states_match_a_model_that_stores_the_copies_values(
     family: str, dtype: CopyDtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rounds:  # compute all products in fp32
-        monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.float32)
-        monkeypatch.setattr(low_bit_copy, "MAX_BF16_ROWS", 0)
-        monkeypatch.setattr(low_bit_copy, "MAX_INT8_ROWS", 0)
+        monkeypatch.setattr(low_bit, "matmul_dtype", lambda *_: torch.float32)
+        monkeypatch.setattr(low_bit, "MAX_BF16_ROWS", 0)
+        monkeypatch.setattr(low_bit, "MAX_INT8_ROWS", 0)
     products, matmul = [], LowBitCopy.matmul
 
     def recording_matmul(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_weight_copies_are_rebuilt_after_weight_update() -> None:
 
 @pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
 def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(low_bit, "matmul_dtype", lambda *_: torch.bfloat16)
     model = model_in_fp32("gqa")
     optimized = InferenceOptimizedModel(model, copies="bf16")
     assert optimized.copied.packed == optimized.copied.matrices == 9

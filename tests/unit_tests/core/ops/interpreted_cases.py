@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.attention import attention, tile_kernels
-from megatron.core.ops.attention import reference as attention_reference
+from megatron.core.ops.attention import cpu as attention_cpu
 from megatron.core.ops.attention import triton as attention_triton
-from megatron.core.ops.attention.reference import Mask
+from megatron.core.ops.attention.cpu import Mask
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.dropout import triton as dropout_triton
 from megatron.core.ops.launches import Launches
@@ -437,13 +437,13 @@ def test_attention_over_small_tiles_matches_reference(make, name, case, monkeypa
     mask = case.mask
     out, lse = attention_triton.attention_forward(query, key, value, sinks, scale, mask, dtype=FP32)
     fp64_qkv = [x.double() for x in (query, key, value)]
-    expected, expected_lse = attention_reference.attention_forward(
+    expected, expected_lse = attention_cpu.attention_forward(
         *fp64_qkv, None if sinks is None else sinks.double(), scale, mask
     )
     actual_grads = attention_triton.attention_backward(
         grad, query, key, value, expected.to(dtype), expected_lse.float(), scale=scale, mask=mask
     )
-    expected_grads = attention_reference.attention_backward(
+    expected_grads = attention_cpu.attention_backward(
         grad.double(), *fp64_qkv, expected, expected_lse, scale=scale, mask=mask
     )
     empty, expected_empty = lse == -math.inf, expected_lse == -math.inf
@@ -517,12 +517,12 @@ def test_queries_without_keys_match_reference(make):
         mask = Mask(window=5, query_start=start, key_start=40)
         arguments = (query, key, value, None, 0.4, mask)
         actual = attention_triton.attention_forward(*arguments)
-        expected = attention_reference.attention_forward(*arguments)
+        expected = attention_cpu.attention_forward(*arguments)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
         arguments = (grad, query, key, value, *actual)
         actual = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
-        expected = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
+        expected = attention_cpu.attention_backward(*arguments, scale=0.4, mask=mask)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
@@ -553,7 +553,7 @@ def test_attention_backward_uses_lse_over_more_keys(make):
     for keys in (slice(0, 4), slice(4, 9)):
         arguments = (grad, query, key[keys], value[keys], out, lse)
         actual = attention_triton.attention_backward(*arguments, scale=0.4, mask=mask)
-        expected = attention_reference.attention_backward(*arguments, scale=0.4, mask=mask)
+        expected = attention_cpu.attention_backward(*arguments, scale=0.4, mask=mask)
         for x, y in zip(actual, expected, strict=True):
             assert_close(x, y, FP32, "gradient")
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron.core.ops import backend_choice
 from megatron.core.ops.attention import attention
-from megatron.core.ops.attention import reference as attention_chunked
+from megatron.core.ops.attention import cpu as attention_chunked
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_statistics, linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm

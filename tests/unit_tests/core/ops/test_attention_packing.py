@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.attention import attention, reference
+from megatron.core.ops.attention import attention, cpu
 from tests.support.closeness import assert_close_by_metric
 
 
@@ -20,7 +20,7 @@ def math_attention(query, key, value):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_packed_attention_of_strided_qkv_matches_fp64(dtype, bound):
     generator = torch.Generator().manual_seed(3)
-    qkv = torch.randn(reference._MIN_PACKED_QUERIES + 4, 2, 10, 16, generator=generator)
+    qkv = torch.randn(cpu._MIN_PACKED_QUERIES + 4, 2, 10, 16, generator=generator)
     grad = torch.randn(qkv.shape[0], 2, 6, 16, generator=generator).to(dtype)
     leaf = qkv.to(dtype).requires_grad_()
     out, _ = attention(*leaf.split([6, 2, 2], dim=2))
@@ -37,7 +37,7 @@ def test_packed_attention_of_strided_qkv_matches_fp64(dtype, bound):
 
 def test_keys_are_packed_only_for_many_queries():
     key = torch.randn(300, 2, 3, 8)
-    packed = reference._packed(key, torch.float32, key)
+    packed = cpu._packed(key, torch.float32, key)
     assert packed.is_contiguous()
     assert torch.equal(packed.permute(2, 0, 1, 3), key)
-    assert reference._packed(key, torch.float32, key[:1]).data_ptr() == key.data_ptr()
+    assert cpu._packed(key, torch.float32, key[:1]).data_ptr() == key.data_ptr()

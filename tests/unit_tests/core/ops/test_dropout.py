@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.core.ops.dropout import AttentionDropout, dropout, dropout_key
-from megatron.core.ops.dropout.reference import hash_index
+from megatron.core.ops.dropout.cpu import hash_index
 
 SAMPLES = torch.tensor([11, 4, 7])
 POSITIONS = torch.arange(10) * 2

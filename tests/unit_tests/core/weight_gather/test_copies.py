@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.ops import low_bit_copy
-from megatron.core.ops.low_bit_copy import MAX_INT8_ROWS, CopyDtype, LowBitCopy
-from megatron.core.ops.packed_matmul import packs_bf16
+from megatron.core.ops.matmul import low_bit
+from megatron.core.ops.matmul.low_bit import MAX_INT8_ROWS, CopyDtype, LowBitCopy
+from megatron.core.ops.matmul.packed import packs_bf16
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
 
@@ -77,10 +77,10 @@ def test_many_rows_are_multiplied_in_fp32() -> None:
 def test_packed_copy_multiplies_the_same_values(
     rows: int, features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_bit_copy, "matmul_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(low_bit, "matmul_dtype", lambda *_: torch.bfloat16)
     weight = torch.randn(rows, features, generator=generator(5))
     packed = LowBitCopy(weight, "bf16")
-    monkeypatch.setattr(low_bit_copy, "packs_bf16", lambda *_: False)
+    monkeypatch.setattr(low_bit, "packs_bf16", lambda *_: False)
     plain = LowBitCopy(weight, "bf16")
     assert packed.packed
     assert packed.values.is_mkldnn
@@ -98,7 +98,7 @@ def test_packed_copy_multiplies_the_same_values(
 def test_packing_is_refused_if_the_packed_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     packs_bf16.cache_clear()
     monkeypatch.setattr(
-        "megatron.core.ops.packed_matmul.packed_linear", lambda x, packed: x.new_zeros(len(x), 24)
+        "megatron.core.ops.matmul.packed.packed_linear", lambda x, packed: x.new_zeros(len(x), 24)
     )
     try:
         assert not packs_bf16(24, 64)

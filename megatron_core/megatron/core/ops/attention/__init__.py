@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megatron.core.ops.attention import fused, reference
-from megatron.core.ops.attention.reference import Mask
+from megatron.core.ops.attention import cpu, fused
+from megatron.core.ops.attention.cpu import Mask
 from megatron.core.ops.backend_choice import choose, record_function, triton_is_installed
 from megatron.core.ops.dropout import AttentionDropout
 
@@ -93,12 +93,10 @@ def attention(
     forward, backward = functions_of(
         query, key, mask, sinks=sinks, dropout=dropout, implementation=implementation
     )
-    if forward is reference.attention_forward:
+    if forward is cpu.attention_forward:
         options |= {"dropout": dropout, "cpu_dtype": cpu_dtype}
     if torch.is_grad_enabled():
-        return record_function(
-            reference.Attention, query, key, value, sinks, forward, backward, options
-        )
+        return record_function(cpu.Attention, query, key, value, sinks, forward, backward, options)
     return forward(query, key, value, sinks, **options)
 
 
@@ -136,7 +134,7 @@ def functions_of(
         from megatron.core.ops.attention import triton as kernels
 
         return kernels.attention_forward, kernels.attention_backward
-    return reference.attention_forward, reference.attention_backward
+    return cpu.attention_forward, cpu.attention_backward
 
 
 def explain(

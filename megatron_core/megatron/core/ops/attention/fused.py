@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.attention.reference import Mask
+from megatron.core.ops.attention.cpu import Mask
 
 CUDNN, FLASH = "cuDNN", "FlashAttention-2"
 #: Smallest compute capability and largest head dimension of each kernel.

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.attention.cpu import Mask
 from megatron.core.ops.attention.forward_kernels import attention_forward_kernel
 from megatron.core.ops.attention.gradient_kernels import key_gradient_kernel, query_gradient_kernel
-from megatron.core.ops.attention.reference import Mask
 from megatron.core.ops.attention.tile_kernels import LOG2_E, document_bounds_kernel
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 

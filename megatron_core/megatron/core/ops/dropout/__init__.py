@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.backend_choice import choose
-from megatron.core.ops.dropout import reference
-from megatron.core.ops.dropout.reference import AttentionDropout, dropout_key
+from megatron.core.ops.dropout import cpu
+from megatron.core.ops.dropout.cpu import AttentionDropout, dropout_key
 
 __all__ = ["AttentionDropout", "dropout", "dropout_key"]
 
@@ -61,10 +61,10 @@ def dropout(
 
         values_fn = kernels.dropout_values
     else:
-        values_fn = reference.dropout_values
+        values_fn = cpu.dropout_values
     arguments = rate, key, sample_ids, position_ids, feature_offset
     if torch.is_grad_enabled():
-        return reference.Dropout.apply(x, *arguments, values_fn)
+        return cpu.Dropout.apply(x, *arguments, values_fn)
     return values_fn(x, *arguments)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in Triton: the same mask as in `reference.py`, bit for bit, computed in registers."""
+"""Dropout in Triton: the same mask as in `cpu.py`, bit for bit, computed in registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.dropout.reference import (
+from megatron.core.ops.dropout.cpu import (
     COLUMNS_PER_HASH,
     MIX,
     column_key,

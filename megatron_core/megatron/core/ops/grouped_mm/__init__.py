@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.backend_choice import add_product_, choose
-from megatron.core.ops.batch_invariant import tiled_matmul
+from megatron.core.ops.matmul.tiled import tiled_matmul
 
 __all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
 

@@ -14,8 +14,8 @@ import math
 import torch
 
 from megatron.core.ops.backend_choice import choose, matmul_dtype
-from megatron.core.ops.paged_attention import reference
-from megatron.core.ops.paged_attention.reference import JointPages, PagedBatch
+from megatron.core.ops.paged_attention import cpu
+from megatron.core.ops.paged_attention.cpu import JointPages, PagedBatch
 
 __all__ = [
     "JointPages",
@@ -73,7 +73,7 @@ def paged_attention(
     _check_batch(query, key_cache, batch, window=window, sinks=sinks)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     _check_scale("paged_attention", scale)
-    function = reference.paged_attention
+    function = cpu.paged_attention
     if choose(implementation, query, "paged_attention") == "triton":
         from megatron.core.ops.paged_attention import triton as kernels
 
@@ -124,7 +124,7 @@ def paged_latent_attention(
         from megatron.core.ops.paged_attention import triton as kernels
 
         return kernels.paged_latent_attention(query, latent_cache, batch, scale, value_features)
-    out, _ = reference.paged_attention(query, caches, caches, batch, scale, None, None)
+    out, _ = cpu.paged_attention(query, caches, caches, batch, scale, None, None)
     return out[..., :value_features]
 
 
@@ -165,9 +165,7 @@ def write_and_attend(
             f"{tuple(pages.pages.shape)}"
         )
     if query.is_cpu or choose(None, query, "write_and_attend") == "reference":
-        out = reference.decode_step(
-            query, key_value, pages, batch, slot_mapping, scale, window, sinks
-        )
+        out = cpu.decode_step(query, key_value, pages, batch, slot_mapping, scale, window, sinks)
         if out is not None:
             return out
     (key, value), (keys, values) = key_value.chunk(2, 1), pages.pages.chunk(2, 2)
@@ -230,18 +228,14 @@ class ReplayedAttention:
     def __call__(self) -> None:
         """Write and attend. A single row uses the views that the constructor made."""
         slot_range = (
-            reference.gather_indices(self._batch, *self._gather).slot_range
-            if self._is_row
-            else None
+            cpu.gather_indices(self._batch, *self._gather).slot_range if self._is_row else None
         )
         query, key_value, pages = self._inputs
         if slot_range is None:
             self.out.copy_(write_and_attend(query, key_value, pages, **self._options))
             return
         pages.slots.index_copy_(0, self._slots, key_value)
-        reference.attend_slot_range(
-            self._grouped, pages, slot_range, self._scale, out=self._grouped_out
-        )
+        cpu.attend_slot_range(self._grouped, pages, slot_range, self._scale, out=self._grouped_out)
 
 
 def write_to_pages(
@@ -291,7 +285,7 @@ def write_to_pages(
         kernels.write_to_pages(key, value, key_cache, value_cache, slot_mapping)
     else:
         caches = (key_cache, value_cache)
-        reference.write_rows((key, value), caches, slot_mapping, recorded=recorded)
+        cpu.write_rows((key, value), caches, slot_mapping, recorded=recorded)
 
 
 def write_latents_to_pages(
@@ -326,7 +320,7 @@ def write_latents_to_pages(
         rows, cache = latent.unsqueeze(1), latent_cache.unsqueeze(2)  # one head
         kernels.write_to_pages(rows, rows, cache, cache, slot_mapping)
     else:
-        reference.write_rows((latent,), (latent_cache,), slot_mapping, recorded=recorded)
+        cpu.write_rows((latent,), (latent_cache,), slot_mapping, recorded=recorded)
 
 
 def _check_caches(

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import STAGES, WARPS, Launches, cdiv, next_power_of_2
-from megatron.core.ops.paged_attention.reference import PagedBatch
+from megatron.core.ops.paged_attention.cpu import PagedBatch
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from megatron.core.ops.backend_choice import choose
-from megatron.core.ops.sampling import reference
-from megatron.core.ops.sampling.reference import ScoreChange, TokenChoice, TokenFilter
+from megatron.core.ops.sampling import cpu
+from megatron.core.ops.sampling.cpu import ScoreChange, TokenChoice, TokenFilter
 
 __all__ = ["ScoreChange", "TokenChoice", "TokenFilter", "change_scores_", "choose_tokens"]
 
@@ -59,7 +59,7 @@ def choose_tokens(
         )
         top = kernels.most_probable(logits, normalizers, num_top)
         return TokenChoice(tokens, logprobs, finite, *top)
-    return reference.choose_tokens(logits, scores, filters, draws, num_top)
+    return cpu.choose_tokens(logits, scores, filters, draws, num_top)
 
 
 def change_scores_(
@@ -79,4 +79,4 @@ def change_scores_(
 
         kernels.change_scores_(scores, changes)
     else:
-        reference.change_scores_(scores, changes)
+        cpu.change_scores_(scores, changes)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.sampling.reference import ScoreChange, TokenFilter, on_device
+from megatron.core.ops.sampling.cpu import ScoreChange, TokenFilter, on_device
 
 # BLOCK: entries per iteration.
 CHANGE = Launches("change_scores", {"BLOCK": 512, "num_warps": 4})
@@ -447,7 +447,7 @@ def most_probable_kernel(
 def most_probable(
     logits: torch.Tensor, normalizers: torch.Tensor, num_top: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return ids and log-probabilities as `sampling.reference.most_probable` does.
+    """Return ids and log-probabilities as `sampling.cpu.most_probable` does.
 
     Args:
         logits: fp32 [r, V].

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.ops.attention import triton
-from megatron.core.ops.attention.reference import Mask
+from megatron.core.ops.attention.cpu import Mask
 from tests.unit_tests.core.ops.aot.description import Description
 
 TYPES = {

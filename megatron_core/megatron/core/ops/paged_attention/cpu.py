@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.ops.attention.reference import Mask, add_sinks, attention_forward
+from megatron.core.ops.attention.cpu import Mask, add_sinks, attention_forward
 from megatron.core.ops.backend_choice import accumulation_dtype, matmul_dtype
 
 #: Most new tokens of a row, and most new tokens times context, whose tokens are separate rows:

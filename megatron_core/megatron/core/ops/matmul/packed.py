@@ -6,11 +6,11 @@ inner product on a packed weight chooses the order by the weight's shape alone: 
 measured, a row has the same bits in every batch of 1 or more rows, or of 2 or more rows (a single
 row splits more than 1,024 features differently), on any number of threads. oneDNN does not promise
 this, so `min_invariant_rows` tests each shape of a weight, and a weight that fails is multiplied in
-tiles (`ops.batch_invariant`).
+tiles (`ops.matmul.tiled`).
 
 In bf16 a packed weight is also faster than `F.linear`, which packs its weight at every call: 0.35
 to 0.83 of the time for 1 to 256 rows and five shapes on a Xeon with AMX, and the same time for
-1,024 rows. `ops.low_bit_copy` therefore packs its copies.
+1,024 rows. `ops.matmul.low_bit` therefore packs its copies.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A matrix product chooses its kernel, and with it the reduction order, by its shape: a row alone and
 the same row among sixteen get different bits. Routers, experts and weights that
-`ops.packed_matmul` cannot multiply are therefore multiplied in tiles of `TILE_ROWS` rows, and the
+`ops.matmul.packed` cannot multiply are therefore multiplied in tiles of `TILE_ROWS` rows, and the
 last tile is padded with zeros: every product of a weight then has one shape, whatever the batch.
 This still assumes that the kernel treats all rows of a tile alike on any number of threads;
 `check_tile_invariance` tests it for the model's weights. (He et al. 2025, "Defeating Nondeterminism

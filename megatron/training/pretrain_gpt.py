@@ -21,14 +21,15 @@ from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import CommandLine, parse_command_line, show_config
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import go_on_without_streams
-from megatron.training.config import Config
-from megatron.training.config.checkpoint_options import (
+from megatron.training.checkpointing.option_reader import (
     checkpoint_defaults,
+    stored_options,
     with_checkpoint_matrices,
     with_checkpoint_schedule,
 )
+from megatron.training.config import Config
 from megatron.training.config.layer_pattern_options import FLAG, is_hybrid, pattern_defaults
-from megatron.training.config.megatron_flags import MEGATRON_FLAGS
+from megatron.training.config.megatron_flags import accepted_flags
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.experiments import check_experiments
 from megatron.training.fault_tolerance.launcher import LauncherWatch, launcher_of
@@ -88,14 +89,17 @@ def read_run(
         print_now=False,
         defaults=_defaults,
         replaced=program.replaced,
-        accepted=MEGATRON_FLAGS,
+        accepted=accepted_flags(stored_options),
     )
     from megatron.training.config.check import check, without_effect
     from megatron.training.config.option_checks import machine_problems
+    from megatron.training.data import data_paths
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)
     config, matrices = with_checkpoint_matrices(config)
-    problems = list(program.problems(config)) or check(config, launch.world_size)
+    problems = list(program.problems(config))
+    if not problems:
+        problems = [*check(config, launch.world_size), *data_paths.problems(config.data)]
     problems = problems or check_experiments(config.experiments)
     unmet_requirements = list(machine_problems(config))
     if not line.invocation.print_config:

@@ -51,10 +51,10 @@ from megatron.training.checkpointing.find import (
     reject_later_checkpoints,
 )
 from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.option_reader import saved_options
 from megatron.training.checkpointing.state import CheckpointMetadata, load_run
 from megatron.training.checkpointing.stored_model import stored_model
 from megatron.training.config import Config
-from megatron.training.config.checkpoint_options import saved_options
 from megatron.training.config.model_table import gpt_config, options_problem
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.config.values import require_all

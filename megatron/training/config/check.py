@@ -19,7 +19,6 @@ from megatron.training.config import (
     stages,
     training_options,
 )
-from megatron.training.data import data_paths
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -54,7 +53,6 @@ def check(config: Config, world_size: int) -> list[str]:
             _failures(config, world_size),
             option_checks.missing_switches(config),
             option_checks.profiling_problems(config, world_size),
-            data_paths.problems(config.data),
         )
     )
 

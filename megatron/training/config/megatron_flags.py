@@ -10,10 +10,11 @@ have an effect in combination with some options has a `conflict`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron.cli.flags import KINDS, AcceptedFlags, Kind, NoEffectFlag
-from megatron.training.config.translated_flags import TRANSLATED, translate
+from megatron.training.config.translated_flags import TRANSLATED, StoredOptions, translate
 
 _ALREADY_SO, _REPORTING, _SPEED = KINDS
 
@@ -244,6 +245,15 @@ def _rows_with_notes() -> Iterator[NoEffectFlag]:
 #: Flags that a training entry script accepts without effect.
 NO_EFFECT: tuple[NoEffectFlag, ...] = tuple(_rows())
 
-MEGATRON_FLAGS = AcceptedFlags(
-    no_effect=NO_EFFECT, translated=tuple(TRANSLATED), translate=translate
-)
+
+def accepted_flags(stored_options: StoredOptions) -> AcceptedFlags:
+    """Return the Megatron flags that a training entry script accepts besides its options.
+
+    Args:
+        stored_options: reads the options of the checkpoint that the run starts from.
+    """
+    return AcceptedFlags(
+        no_effect=NO_EFFECT,
+        translated=tuple(TRANSLATED),
+        translate=partial(translate, stored_options=stored_options),
+    )

@@ -11,11 +11,12 @@ Hugging Face folder describe their model with this program's options, and keep i
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from megatron.cli.schema import Option
-from megatron.training.config.checkpoint_options import stored_options
 
 #: Megatron-LM's default YaRN factor of multi-latent attention.
 LATENT_YARN_FACTOR = 40.0
@@ -24,6 +25,10 @@ LATENT_YARN_FACTOR = 40.0
 SCALING_FACTOR = "yarn-rotary-scaling-factor"
 
 Values = dict[str, Any]
+
+#: Returns the checkpoint that a run starts from and its options, given the explicit options; None
+#: without one.
+StoredOptions: TypeAlias = Callable[[Mapping[str, Any]], tuple[Path, Mapping[str, Any]] | None]
 
 
 def _flag(name: str, kind: type, *choices: str) -> Option:
@@ -53,12 +58,13 @@ TRANSLATED: Mapping[Option, str] = types.MappingProxyType(
 )
 
 
-def translate(flags: Values, file: Values) -> list[str]:
+def translate(flags: Values, file: Values, *, stored_options: StoredOptions) -> list[str]:
     """Replace the translated flags by this program's options.
 
     Args:
         flags: option values of the command line by name; modified in place.
         file: option values of `--config` by name; modified in place.
+        stored_options: reads the options of the checkpoint that the run starts from.
 
     Returns lines to print at the start of the run.
 
@@ -67,7 +73,8 @@ def translate(flags: Values, file: Values) -> list[str]:
     """
     lines: list[str] = []
     problems: list[str] = []
-    for rule in (_recompute, _multi_token_prediction, _latent_attention):
+    latent_attention = partial(_latent_attention, stored_options=stored_options)
+    for rule in (_recompute, _multi_token_prediction, latent_attention):
         try:
             lines += rule(flags, file)
         except ValueError as error:
@@ -153,7 +160,7 @@ def _multi_token_prediction(flags: Values, file: Values) -> list[str]:
     return [_set(flags, file, {"mtp-num-layers": depths}, origin=origin)]
 
 
-def _latent_attention(flags: Values, file: Values) -> list[str]:
+def _latent_attention(flags: Values, file: Values, *, stored_options: StoredOptions) -> list[str]:
     """Translate Megatron-LM's flags of multi-latent attention (see the module docstring)."""
     values = _take(flags, file, "rope-type", "rotary-scaling-factor")
     user_values = {**file, **flags}
@@ -164,9 +171,9 @@ def _latent_attention(flags: Values, file: Values) -> list[str]:
     by_flag = "multi-latent-attention" in flags and not file.get("multi-latent-attention")
     by_flag = by_flag and user_values.get("load-hf") is None
     if by_flag and "rope-type" not in values:
-        stored = _as_stored(flags, user_values, values.get("rotary-scaling-factor"))
-        if stored is not None:
-            return stored
+        lines = _as_stored(flags, stored_options(user_values), values.get("rotary-scaling-factor"))
+        if lines is not None:
+            return lines
     if by_flag and not user_values.get("qk-layernorm"):
         raise ValueError(
             "--multi-latent-attention without --qk-layernorm: Megatron-LM leaves latents without "
@@ -198,17 +205,17 @@ def _without_latents(values: Mapping[str, Any], user_values: Mapping[str, Any]) 
 
 
 def _as_stored(
-    flags: Values, user_values: Mapping[str, Any], factor: float | None
+    flags: Values, stored: tuple[Path, Mapping[str, Any]] | None, factor: float | None
 ) -> list[str] | None:
     """Use the position embedding of the checkpoint that the run resumes from.
 
     Args:
+        stored: the checkpoint and its options; None without one.
         factor: value of --rotary-scaling-factor, if given.
 
     Returns a line that says so; None if there is no checkpoint with latent attention, or if its
     factor differs.
     """
-    stored = stored_options(user_values)
     if stored is None or not stored[1].get("multi-latent-attention"):
         return None
     folder, options = stored

@@ -119,10 +119,6 @@ from tests.unit_tests.training.small_config import small_config
             1,
             "--start-weight-decay 1.0 is above --end-weight-decay 0.01",
         ),
-        ("--data-path 1 b c", 1, "--data-path '1 b c': give PREFIX"),
-        ("--data-path 1 b x d", 1, "--data-path '1 b x d': give PREFIX"),
-        ("--split 9,x", 1, "--split '9,x': give up to three numbers"),
-        ("--split 0,0", 1, "--split '0,0': give up to three numbers"),
     ],
 )
 def test_each_problem_is_reported_once(flags, world, message):

@@ -11,8 +11,7 @@ from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.datasets.blend import DataPath
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.config import DataConfig
-from megatron.training.config.check import check
-from megatron.training.data.data_paths import SplitPath, prefixes, read_paths
+from megatron.training.data.data_paths import SplitPath, prefixes, problems, read_paths
 from megatron.training.data.vocabulary import describe_files
 from tests.unit_tests.training.small_config import small_config
 
@@ -78,7 +77,9 @@ def test_invalid_per_split_paths_file_is_refused(tmp_path, text, message):
         ("--train-data-path a --data-args-path b", "are mutually exclusive: keep one"),
         ("--data-path a --valid-data-path b", "--valid-data-path needs --train-data-path"),
         ("--train-data-path 1 a 2", "--train-data-path '1 a 2': give PREFIX"),
-        ("--data-path a --split x", "--split 'x': give up to three numbers"),
+        ("--data-path 1 b x d", "--data-path '1 b x d': give PREFIX"),
+        ("--data-path a --split 9,x", "--split '9,x': give up to three numbers"),
+        ("--data-path a --split 0,0", "--split '0,0': give up to three numbers"),
         ("--data-path a --sft --allow-chat-as-text", "--allow-chat-as-text has no effect"),
         ("--mock-data --sft", "--mock-data has no conversations"),
         ("--data-path a --sft --reset-position-ids", "--reset-position-ids has no effect"),
@@ -91,13 +92,13 @@ def test_invalid_per_split_paths_file_is_refused(tmp_path, text, message):
     ],
 )
 def test_contradicting_data_paths_are_reported(flags, problem):
-    problems = check(small_config(flags, without=("--data-path",)), 1)
-    assert len(problems) == 1
-    assert problem in problems[0]
+    config = small_config(flags, without=("--data-path",))
+    (reported,) = problems(config.data)
+    assert problem in reported
 
 
 def test_mock_data_needs_no_path():
-    assert check(small_config("--mock-data", without=("--data-path",)), 1) == []
+    assert list(problems(DataConfig(mock_data=True))) == []
     assert prefixes(DataConfig(mock_data=True)) == ()
 
 

@@ -14,8 +14,9 @@ from megatron.cli.launch import Launch
 from megatron.cli.schema import suggest
 from megatron.core.extensions import transformer_engine_problem
 from megatron.core.models.gpt import logical_weights
+from megatron.training.checkpointing.option_reader import stored_options
 from megatron.training.config import Config
-from megatron.training.config.megatron_flags import MEGATRON_FLAGS, NO_EFFECT
+from megatron.training.config.megatron_flags import NO_EFFECT, accepted_flags
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from tests.support.arguments import last_wins
@@ -37,7 +38,7 @@ def parse(text: str, notes: list[str]) -> Config:
         last_wins([*ARGUMENTS.split(), *text.split()]),
         prog="p",
         description="d",
-        accepted=MEGATRON_FLAGS,
+        accepted=accepted_flags(stored_options),
     )
     notes += line.notes
     return line.config

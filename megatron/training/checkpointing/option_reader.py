@@ -28,7 +28,7 @@ _SHAPES = ("model", "attention", "experts", "hybrid", "tokenizer")
 #: Options of other sections that add weights to a model.
 _WEIGHTS = {"mtp-num-layers", "mtp-loss-scaling-factor"}
 _LENGTHS = {"train-iters", "train-samples"}
-_DATA = {
+_DATA_SOURCES = {
     "data-path",
     "data-args-path",
     "train-data-path",
@@ -116,7 +116,7 @@ def _is_read_from_checkpoint(option: Option, user_values: Mapping[str, Any]) -> 
     if option.name in _LENGTHS:
         return not _LENGTHS & set(user_values)
     if option.section == "data":  # all or none: single options would change the samples
-        return not _DATA & set(user_values) and option.name not in _PER_START
+        return not _DATA_SOURCES & set(user_values) and option.name not in _PER_START
     return option.section in _SECTIONS or option.name in _WEIGHTS or option.required
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.preprocess_data import preprocess
@@ -17,7 +16,6 @@ from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     flags,
     losses,
-    run_in_process,
     run_on,
     running,
     write_tokens,
@@ -117,15 +115,6 @@ def test_document_masks_and_sinks_change_the_losses(prefix, tmp_path):
         final_losses.append(losses(metrics)[3])
     sorted_losses = sorted(final_losses)
     assert min(b - a for a, b in pairwise(sorted_losses)) > 1e-5, final_losses
-
-
-def test_indivisible_sizes_are_reported_before_reading_files(capsys):
-    absent = flags(Path("/absent"), f"{CP} --seq-length 26 --cp-comm-type a2a")
-    assert run_in_process(absent) == ExitCode.USER_ERROR
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert f"{CP} does not divide the world of 1 processes" in err
-    assert f"--seq-length 26 is not a multiple of 2 x {CP} = 4" in err
 
 
 @pytest.mark.slow

@@ -180,46 +180,6 @@ def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
     assert abs(joined[1] - ends[1]) > 1e-5, (joined, ends)
 
 
-REFUSED = {
-    "a row that does not divide": (
-        f"{MODEL} {CP} --seq-length 26",
-        ["--seq-length 26 is not a multiple of 2 x --context-parallel-size 2 = 4"],
-    ),
-    "an unknown symbol": (
-        "--hybrid-layer-pattern G-X*-",
-        ["'X' at 3 is unknown", "'G' (gated delta net)", "'M' (Mamba-2)"],
-    ),
-    "key heads that tensor parallel ranks cannot share": (
-        f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {TP}",
-        ["linear-num-key-heads 3 must be divisible by tensor-model-parallel-size 2"],
-    ),
-    "heads that headwise cannot cut": (
-        f"{MODEL} --linear-num-key-heads 3 --linear-num-value-heads 3 {CP} "
-        "--linear-cp-mode headwise",
-        ["headwise", "do not divide", "use segments"],
-    ),
-    "groups that tensor parallel ranks cannot share": (
-        f"{MODEL} --mamba-num-heads 6 --mamba-num-groups 3 {TP}",
-        ["mamba-num-groups 3 must divide tensor-model-parallel-size 2"],
-    ),
-    "another number of blocks": (
-        f"{MODEL} --num-layers 7",
-        ["--num-layers 7", "which has 6 blocks"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_options_are_reported_before_reading_files(capsys, name):
-    options, texts = REFUSED[name]
-    assert run_in_process(flags(Path("/absent"), options)) == ExitCode.USER_ERROR
-    err = capsys.readouterr().err
-    assert err.startswith("pretrain_hybrid: ")
-    assert err.count("\n") == 1, err
-    for text in texts:
-        assert text in err
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

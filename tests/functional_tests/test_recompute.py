@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.cli.launch import Launch
 from megatron.core.models import decoder
-from megatron.training.pretrain_gpt import read_run
 from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 
 FULL = "--recompute-granularity full"
@@ -43,31 +41,3 @@ def test_recomputed_run_has_bitwise_equal_losses(tmp_path: Path):
     assert run("block", block_flags) == (expected, microbatches, 0)
     selective = run("selective", "--recompute-granularity selective")
     assert selective == (expected, 0, microbatches * blocks)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (FULL, "full needs --recompute-method: give it"),
-        (f"{FULL} --recompute-method block", "full needs --recompute-num-layers: give it"),
-        (
-            f"{FULL} --recompute-method block --recompute-num-layers 3",
-            "--recompute-num-layers 3 is above the model's 2 layers: lower it",
-        ),
-        (
-            "--recompute-granularity selective --recompute-num-layers 1",
-            "--recompute-num-layers has no effect without --recompute-granularity full: add that",
-        ),
-        (
-            "--recompute-method uniform",
-            "--recompute-method has no effect without --recompute-granularity full: add that",
-        ),
-        (
-            f"{FULL} --recompute-method block --recompute-num-layers 0",
-            "--recompute-num-layers is 0: it must be above 0",
-        ),
-    ],
-)
-def test_incompatible_recompute_options_are_reported(words: str, problem: str):
-    with pytest.raises(ValueError, match=problem):
-        read_run(flags(Path("data"), words), Launch(world_size=1))

@@ -226,7 +226,7 @@ def plant_full_disk(rank: int) -> None:
     session.SessionSteps.take_step = limited_step
 
 
-@pytest.mark.parametrize("policy", ["continue", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_full_disk_skips_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
     save = tmp_path / "save"
     argv = flags(prefix, f"{FOUR_ITERS} {TENSOR} --save {save} --on-failed-save {policy}")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.core.datasets.indexed_dataset import HEADER, IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.ranks import start_ranks
@@ -45,43 +45,6 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
     whole = bytearray(path.read_bytes())
     whole[offset : offset + len(content)] = content
     path.write_bytes(whole)
-
-
-def test_truncated_files_and_wrong_headers_are_refused(prefix, capsys):
-    idx, tokens = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
-    index, content = idx.read_bytes(), tokens.read_bytes()
-    for damaged, text in [
-        (b"not" + index[3:], "magic b'notDIDX"),
-        (index[:9] + b"\x02" + index[10:], "version 2; expected 1"),
-        (index[:20], "expected a header of 34 bytes"),
-        (index[:-9], f"in a file of {len(index) - 9} bytes; expected {len(index)} bytes"),
-    ]:
-        idx.write_bytes(damaged)
-        refused(capsys, prefix, str(idx), text)
-    idx.write_bytes(index)
-    tokens.write_bytes(content[:-10])
-    refused(capsys, prefix, str(tokens), "truncated", f"expected the {len(content)} bytes")
-    tokens.unlink()
-    refused(capsys, prefix, str(tokens), "no such file")
-
-
-def test_index_with_wrong_offsets_or_counts_is_refused(prefix, capsys):
-    idx = prefix.with_suffix(".idx")
-    whole = idx.read_bytes()
-    sequences = len(IndexedDataset(prefix))
-    offsets_at = HEADER.size + 4 * sequences
-    for offset, content, text in [
-        (18, (1 << 62).to_bytes(8, "little"), f"{1 << 62} sequences"),
-        (26, (1 << 63).to_bytes(8, "little"), f"{1 << 63} document entries"),
-        (HEADER.size, (-5).to_bytes(4, "little", signed=True), "sequence 0 has -5 tokens"),
-        (HEADER.size, (1 << 30).to_bytes(4, "little"), "starts at byte"),
-        (offsets_at - 4, (1 << 30).to_bytes(4, "little"), "truncated"),
-        (offsets_at + 8, (1 << 40).to_bytes(8, "little"), f"starts at byte {1 << 40}"),
-        (len(whole) - 8, (1 << 50).to_bytes(8, "little"), f"{1 << 50}]"),
-    ]:
-        overwrite(idx, offset, content)
-        refused(capsys, prefix, str(prefix), text)
-        idx.write_bytes(whole)
 
 
 def test_out_of_vocabulary_token_is_reported_with_document(prefix, capsys):
@@ -198,37 +161,6 @@ def test_resume_refuses_other_inputs_and_options(tmp_path):
     with pytest.raises(ValueError, match="--append-eod was True and is False"):
         preprocess(config)
     assert preprocess_corpus(str(folder), resume=False)[f"{folder}/data"].documents == 180
-
-
-LINES = [
-    (b'{"text": "good"}\n', None),
-    (b'{"text": "cut\n', "not JSON"),
-    (b'{"text": "\xff"}\n', "not UTF-8"),
-    (b'{"body": "x"}\n', "without key 'text'"),
-    (b'{"text": "good too"}\n', None),
-]
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run preprocess_data with the byte tokenizer, in a process of its own."""
-    line = [sys.executable, "-m", "megatron.training.preprocess_data", "--tokenizer-type", "byte"]
-    return subprocess.run([*line, *map(str, arguments)], capture_output=True, text=True, timeout=60)
-
-
-def test_bad_lines_are_counted_or_stop_a_strict_run(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(line for line, _ in LINES))
-    process = command("--input", path, "--output-prefix", tmp_path / "x")
-    assert process.returncode == 0, process.stderr
-    for number, (_, reason) in enumerate(LINES, start=1):
-        assert (f"1 {reason} (first: {path}:{number})" in process.stdout) == (reason is not None)
-    assert "rejected 3 lines: " in process.stdout
-    assert IndexedDataset(tmp_path / "x").num_documents == 2
-    process = command("--input", path, "--output-prefix", tmp_path / "y", "--strict")
-    assert process.returncode == ExitCode.USER_ERROR
-    assert f"{path}:2: not JSON; " in process.stderr
-    assert process.stderr.count("\n") == 1
-    assert not list(tmp_path.glob("y*"))
 
 
 def test_100_mb_line_is_counted_without_being_read_at_once(tmp_path):

@@ -282,30 +282,6 @@ def test_processes_of_a_node_build_an_index_once(tmp_path, victim):
     assert [o.value for o in alive] == [sum(range(10000))] * len(alive)
 
 
-def test_run_rebuilds_damaged_cache_or_runs_without_it(prefix, tmp_path, capsys):
-    cache = tmp_path / "cache"
-    run_losses = []
-    for number, damage in enumerate(("none", "none", "half", "stale", "read-only")):
-        if damage == "half":
-            for path in cache.glob("*.npy"):
-                path.write_bytes(path.read_bytes()[:-9])
-        elif damage == "stale":
-            for path in cache.glob("*.json"):
-                path.write_text('{"description": "of other data", "arrays": {}}')
-        elif damage == "read-only":
-            cache = tmp_path / "a file" / "cache"
-            cache.parent.write_text("no folder can be made here, not even by root")
-        metrics = tmp_path / f"{number}.jsonl"
-        argv = flags(
-            prefix,
-            f"{PLAIN} --train-iters 3 --data-cache-path {'CACHE'} --metrics-file {metrics}",
-        )
-        argv[argv.index("CACHE")] = str(cache)
-        assert run_in_process(argv) == 0
-        run_losses.append(losses(metrics))
-    assert all(loss == run_losses[0] for loss in run_losses)
-
-
 def _node(rank: int, world: int, port: int, argvs: list[list[str]]) -> None:
     rank_process(rank, world, port, argvs[rank])
 

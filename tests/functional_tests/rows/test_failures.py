@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from functools import partial
 
 import pytest
 
@@ -71,20 +72,32 @@ def test_dead_rank_is_named_with_step_collective_and_stacks(
     verify_checkpoint(latest_checkpoint(save))
 
 
-def plant_error(rank: int) -> None:
+def plant_error(rank: int, *, error: Exception) -> None:
     def fail(batch):
-        raise KeyError("the sixth microbatch")
+        raise error
 
     if rank == 1:
         on_microbatch(6, fail)
 
 
-def test_crash_prints_one_traceback_and_peers_exit_soon(prefix):
-    outcomes, logs = run_with(plant_error, flags(prefix, LONG))
-    assert [o.exit_code for o in outcomes] == [ExitCode.PEER_LOST, ExitCode.CRASH], logs
+@pytest.mark.parametrize(
+    ("error", "code", "num_tracebacks", "line"),
+    [
+        (KeyError("the sixth"), ExitCode.CRASH, 1, "KeyError: 'the sixth'"),
+        (
+            ValueError("the sixth is bad:\n mend it"),
+            ExitCode.USER_ERROR,
+            0,
+            "pretrain_gpt: error: the sixth is bad: mend it",
+        ),
+    ],
+)
+def test_error_is_printed_once_and_peers_exit_soon(prefix, error, code, num_tracebacks, line):
+    outcomes, logs = run_with(partial(plant_error, error=error), flags(prefix, LONG))
+    assert [o.exit_code for o in outcomes] == [ExitCode.PEER_LOST, code], logs
     text = "".join(logs)
-    assert text.count("Traceback (most recent call last)") == 1
-    assert text.count("KeyError: 'the sixth microbatch'") == 1
+    assert text.count("Traceback (most recent call last)") == num_tracebacks
+    assert text.splitlines().count(line) == 1, text
     assert abs(outcomes[0].at - outcomes[1].at) < 5.0
 
 

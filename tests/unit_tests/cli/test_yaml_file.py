@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,30 @@ def test_yaml_tags_cannot_run_code(tmp_path):
     with pytest.raises(ValueError):
         read(tmp_path, text)
     assert not canary.exists()
+
+
+BOMB = "\n".join(["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "run.yaml:1: anchors"),
+        ("<<: &a {seed: 1}\n", "run.yaml:1: anchors"),
+        ("data-path: " + "[" * 100_000, "run.yaml:1: .*nested"),
+        ("? " * 100_000, "run.yaml:1: .*nested"),
+        ("data-path: [" + "a, " * 1_000_000 + "a]", "262144 bytes"),
+        ("--- a\n--- b\n", "run.yaml:2"),
+        ("seed: \0", "run.yaml"),
+    ],
+    ids=["bomb", "merge", "lists", "mappings", "long", "documents", "nul"],
+)
+def test_malicious_yaml_is_refused_quickly(tmp_path, text, words):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=words) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - start < 2.0
 
 
 def test_variable_is_expanded_and_plain_text_is_unchanged(tmp_path):

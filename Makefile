@@ -15,6 +15,7 @@
 #   GPU_COMPILE_FLAGS="--part 1/3"      one of three parts; --only attention: some kernels
 #   NULL_FLAGS="--only steps"    parts of the run on the null CUDA device, see tools/nullcuda
 #   GPUS=2                       number of GPUs that make functional-gpu requires; default: 1
+#   BASE=main                    commit that diff-coverage compares with; default: origin/main
 #   SOAK_FLAGS="--kills 20 --seed 7"    number of kills, and random seed
 
 PYTHON ?=
@@ -30,6 +31,7 @@ GPU_COMPILE_FLAGS ?=
 NULL_FLAGS ?=
 SOAK_FLAGS ?=
 GPUS ?= 1
+BASE ?= origin/main
 
 # Timeout of a nightly test in seconds; tests of every change have 120 (pyproject.toml).
 NIGHT_TIMEOUT := 600
@@ -43,7 +45,7 @@ SOURCES := megatron_core megatron tests tools experimental
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage
+.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage diff-coverage
 
 help: ## list the targets
 	@echo "Targets (all but gpu and functional-gpu, which install nothing, set themselves up on a fresh"
@@ -138,7 +140,19 @@ bench: $(STAMP) ## run every benchmark and print one table
 soak: $(STAMP) ## kill a small run 200 times at random; check that nothing is lost or different
 	@$(PY) -m tools.soak $(SOAK_FLAGS)
 
-coverage: $(STAMP) te-wheels ## measure line and branch coverage of make test
+coverage: $(STAMP) te-wheels ## measure line and branch coverage of make test per package, in build/coverage
 	@$(PY) -m coverage erase
-	@$(PY) -m coverage run -m pytest $(TESTS) $(PYTEST_FLAGS) -m "not slow and not gpu"
-	@$(PY) -m coverage combine -q && $(PY) -m coverage report
+	@$(PY) -m coverage run --branch -m pytest $(TESTS) $(XDIST) $(PYTEST_FLAGS) -m "not slow and not gpu"
+	@$(PY) -m coverage combine -q
+	@$(PY) -m coverage html -q -d build/coverage/html
+	@$(PY) -m coverage json -q -o build/coverage/coverage.json
+	@$(PY) -m tools.coverage_report build/coverage/coverage.json | tee build/coverage/packages.md
+
+# sys.monitoring costs little, and counts lines only before Python 3.14.
+diff-coverage: $(STAMP) te-wheels ## fail if make test covers less than 80 % of the lines changed since BASE
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "diff-coverage: needs Python 3.12: make venv PYTHON=python3.12")'
+	@$(PY) -m coverage erase
+	@COVERAGE_CORE=sysmon $(PY) -m coverage run -m pytest $(TESTS) $(XDIST) $(PYTEST_FLAGS) \
+		--timeout $(NIGHT_TIMEOUT) -m "not slow and not gpu"
+	@$(PY) -m coverage combine -q && $(PY) -m coverage xml -q -o build/coverage/coverage.xml
+	@.venv/bin/diff-cover build/coverage/coverage.xml --compare-branch $(BASE) --fail-under 80

@@ -18,7 +18,7 @@ from tools import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github/workflows"
-JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "gpu"}
+JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "diff-coverage", "gpu"}
 GPU_JOBS = {"unit-gpu", "functional-gpu", "bench-gpu"}
 
 
@@ -137,7 +137,7 @@ def test_nightly_runs_the_expected_jobs() -> None:
     assert set(nightly["jobs"]) == tested | without_gpus | with_gpus | further_jobs
     assert "schedule" in nightly["on"]
     for name in tested:
-        (command,) = [s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s]
+        command = next(s["run"] for s in nightly["jobs"][name]["steps"] if "run" in s)
         assert "-p tests.support.complete" in command, "a run that leaves tests out would pass"
     assert set(nightly["jobs"]["status"]["needs"]) == {"test-all", "parity"}
 

@@ -205,7 +205,8 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
 
     import megatron.core
     from megatron.core.inference.cache import CacheShapes
-    from megatron.core.inference.engine import Engine, EngineConfig, Request
+    from megatron.core.inference.engine import Engine, EngineConfig
+    from megatron.core.inference.requests import EngineRequest
     from megatron.core.inference.sampling import SamplingParams
     from megatron.core.models.gpt import GPTConfig, GPTModel
     from megatron.core.process_groups import ProcessGroupCollection
@@ -236,7 +237,9 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
         shapes=CacheShapes.from_modules(model.modules(), torch.float32),
         vocab_size=64,
     )
-    engine.add(Request(prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(temperature=0)))
+    engine.add(
+        EngineRequest(prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(temperature=0))
+    )
     for _ in range(3):
         engine.step()
     return {

@@ -43,7 +43,7 @@ from megatron.inference.config import BenchConfig, Load, start_facts
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.inference import Engine, Request
+    from megatron.core.inference import Engine, EngineRequest
     from megatron.core.inference.router import Replicas
     from megatron.core.inference.scheduler import SchedulerStats
     from megatron.core.process_groups import Group
@@ -75,16 +75,16 @@ class Repeat:
     max_blocks: int = 0
 
 
-def make_requests(load: Load, vocab_size: int) -> list[Request]:
+def make_requests(load: Load, vocab_size: int) -> list[EngineRequest]:
     """Return random requests without stop tokens."""
-    from megatron.core.inference import Request, SamplingParams
+    from megatron.core.inference import EngineRequest, SamplingParams
 
     rng = random.Random(load.seed)
     low, high = math.log(load.min_output_tokens), math.log(load.max_output_tokens)
     shared = rng.choices(range(vocab_size), k=load.shared_prefix_tokens)
     unique = load.input_tokens - len(shared)
     return [
-        Request(
+        EngineRequest(
             prompt=(*shared, *rng.choices(range(vocab_size), k=unique)),
             max_new_tokens=round(math.exp(rng.uniform(low, high))),
             sampling=SamplingParams(temperature=0),
@@ -123,7 +123,7 @@ def time_of_rank_0(now: float, group: Group, device: torch.device) -> float:
 
 def measure(
     replicas: Replicas,
-    requests: Sequence[Request],
+    requests: Sequence[EngineRequest],
     times: Sequence[float],
     *,
     group: Group | None = None,
@@ -141,7 +141,7 @@ def measure(
     scheduler = engine.scheduler
     pending = list(zip(times, requests, strict=True))
     arrivals: dict[int, float] = {}  # request id -> arrival time
-    progress: dict[int, tuple[int, float]] = {}  # request id -> tokens, time of the newest
+    token_times: dict[int, float] = {}  # request id -> time of its newest token
     idle_seconds = engine.link.idle_seconds
     begin = time.perf_counter()
     while pending or replicas.unfinished:
@@ -156,23 +156,22 @@ def measure(
             continue
         computed, model_seconds = engine.stats.computed, engine.model_seconds
         start = time.perf_counter()
-        completions = replicas.step()
+        deltas = replicas.step()
         end = time.perf_counter()
         repeat.host_seconds.append(end - start - (engine.model_seconds - model_seconds))
         repeat.computed.append(engine.stats.computed - computed)
         blocks = scheduler.pool.num_blocks - scheduler.pool.available
         repeat.max_blocks = max(repeat.max_blocks, blocks)
         repeat.max_rows = max(repeat.max_rows, len(scheduler.running))
-        for completion in completions:
-            request_id, count = completion.request_id, len(completion.tokens)
-            if request_id in progress:
-                previous_count, previous_time = progress[request_id]
+        for delta in deltas:
+            request_id, num_tokens = delta.request_id, len(delta.tokens)
+            if request_id in token_times:
                 # The tokens of one step share its time.
-                new_tokens = count - previous_count
-                repeat.itl += [(end - begin - previous_time) / new_tokens] * new_tokens
+                seconds = end - begin - token_times[request_id]
+                repeat.itl += [seconds / num_tokens] * num_tokens
             else:
                 repeat.ttft.append(end - begin - arrivals[request_id])
-            progress[request_id] = count, end - begin
+            token_times[request_id] = end - begin
     repeat.seconds, repeat.idle_seconds = (
         time.perf_counter() - begin,
         engine.link.idle_seconds - idle_seconds,

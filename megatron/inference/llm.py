@@ -27,13 +27,11 @@ from megatron.cli.launch import Launch
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import CudaRecorder, GraphMemory, Recorder
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import (
+from megatron.core.inference.engine import Engine, EngineFeatures, LanguageModel, Proposer
+from megatron.core.inference.requests import (
     Completion,
-    Engine,
-    EngineFeatures,
-    LanguageModel,
-    Proposer,
-    Request,
+    EngineRequest,
+    OutputDelta,
     check_request,
 )
 from megatron.core.inference.router import Replicas
@@ -135,15 +133,15 @@ class TextDelta:
 
 @dataclass
 class _PendingOutput:
-    """An unfinished output and the state of its detokenization."""
+    """An unfinished output, its tokens so far, and the state of its detokenization."""
 
     prompt: str
     prompt_index: int
-    request: Request
+    request: EngineRequest
     stream: TextStream
     with_top_logprobs: bool
+    completion: Completion
     text: str = ""
-    num_detokenized: int = 0
 
 
 class LLM:
@@ -251,17 +249,18 @@ class LLM:
                     stream = TextStream(
                         self.loaded.tokenizer.detokenize, context=request.prompt, stop=stops
                     )
+                    completion = Completion(request_id=request_id, index=index)
                     unfinished[request_id, index] = _PendingOutput(
-                        text, prompt_index, request, stream, with_top_logprobs
+                        text, prompt_index, request, stream, with_top_logprobs, completion
                     )
             while unfinished:
-                for completion in self.replicas.step():
-                    key = completion.request_id, completion.index
+                for delta in self.replicas.step():
+                    key = delta.request_id, delta.index
                     if key in unfinished:
-                        delta = self._text_delta(unfinished[key], completion)
-                        if delta.output is not None:
+                        text_delta = self._text_delta(unfinished[key], delta)
+                        if text_delta.output is not None:
                             del unfinished[key]
-                        yield delta
+                        yield text_delta
         finally:
             for request_id in {request_id for request_id, _ in unfinished}:
                 self.replicas.abort(request_id)
@@ -295,33 +294,36 @@ class LLM:
         """Continue after `sleep`. Raises ValueError if the engine does not sleep."""
         self.engine.wake()
 
-    def _text_delta(self, output: _PendingOutput, completion: Completion) -> TextDelta:
+    def _text_delta(self, output: _PendingOutput, delta: OutputDelta) -> TextDelta:
         """Return the text of an output's new tokens, with the output if the output has ended."""
-        finish_reason = completion.finish_reason
+        completion, finish_reason = output.completion, delta.finish_reason
+        num_before = len(completion.tokens)
+        completion.add(delta)
         # The token that ends a document has no text.
-        num_text_tokens = len(completion.tokens) - (finish_reason == "stop")
+        text_tokens = delta.tokens[: len(delta.tokens) - (finish_reason == "stop")]
         new_text = ""
-        for token in completion.tokens[output.num_detokenized : num_text_tokens]:
+        for count, token in enumerate(text_tokens, 1):
             new_text += output.stream.push([token])
-            output.num_detokenized += 1
             if output.stream.stopped is not None:
-                completion.cut(output.num_detokenized)  # the step may have chosen more
+                completion.cut(num_before + count)  # the step may have chosen more
                 break
         new_text += output.stream.push([], finished=bool(finish_reason))
         output.text += new_text
-        if output.stream.stopped is not None and not finish_reason:
-            self.replicas.finish(completion.request_id, completion.index)
+        if output.stream.stopped is not None:
+            completion.finish_reason = "stop"
+            if not finish_reason:
+                self.replicas.finish(delta.request_id, delta.index)
         return TextDelta(
             prompt=output.prompt_index,
-            index=completion.index,
+            index=delta.index,
             text=new_text,
-            output=self._text_output(output, completion) if completion.finish_reason else None,
+            output=self._text_output(output) if completion.finish_reason else None,
         )
 
-    def _text_output(self, output: _PendingOutput, completion: Completion) -> TextOutput:
+    def _text_output(self, output: _PendingOutput) -> TextOutput:
+        completion = output.completion
         top_logprobs = tuple(tuple(logprobs) for logprobs in completion.top_logprobs)
         prompt_logprobs = completion.prompt_logprobs
-        stopped = output.stream.stopped is not None
         return TextOutput(
             prompt=output.prompt,
             prompt_ids=output.request.prompt,
@@ -329,7 +331,7 @@ class LLM:
             text=output.text,
             ids=tuple(completion.tokens),
             logprobs=tuple(completion.logprobs),
-            finish_reason="stop" if stopped else completion.finish_reason,
+            finish_reason=completion.finish_reason,
             top_logprobs=top_logprobs if output.with_top_logprobs else None,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         )
@@ -519,7 +521,7 @@ def graph_recorder(loaded: CheckpointModel, options: Inference) -> Callable[[], 
 
 def text_request(
     loaded: CheckpointModel, text: str, params: TextParams, *, sequence: int = 0
-) -> Request:
+) -> EngineRequest:
     """Return the engine request for a text.
 
     An empty text becomes the end-of-document token, which precedes every document in training.
@@ -534,7 +536,7 @@ def text_request(
     if not prompt and loaded.tokenizer.eod is not None:
         prompt = [loaded.tokenizer.eod]
     stop_tokens = loaded.stop_tokens if params.stop_tokens is None else params.stop_tokens
-    return Request(
+    return EngineRequest(
         prompt=tuple(prompt),
         max_new_tokens=params.max_new_tokens,
         sampling=params.sampling,
@@ -547,7 +549,7 @@ def text_request(
 
 def text_requests(
     loaded: CheckpointModel, texts: Iterable[str], params: TextParams, *, first_sequence: int = 0
-) -> list[Request]:
+) -> list[EngineRequest]:
     """Return the engine requests for texts, all checked before anything is generated.
 
     Raises:

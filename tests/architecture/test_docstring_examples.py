@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Completions
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import Group, ProcessGroupCollection
@@ -72,6 +73,7 @@ def example_names(folder: Path) -> dict[str, Any]:
         "model": model,
         "groups": groups,
         "engine": Engine(model, config, shapes=shapes, vocab_size=CONFIG.vocab_size),
+        "Completions": Completions,
         "Engine": Engine,
         "EngineConfig": EngineConfig,
         "CacheShapes": CacheShapes,

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from megatron.core.comm.symmetric_memory import Arena, TorchMemory
 from megatron.core.device import CudaRecorder, GraphMemory
-from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request, SamplingParams
+from megatron.core.inference import CacheShapes, Engine, EngineConfig, EngineRequest, SamplingParams
 from megatron.core.inference import generate as generate_all
-from megatron.core.inference.engine import Completion, EngineFeatures
+from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.requests import Completion
 from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -116,7 +117,7 @@ def completions_of(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Co
         for n in (1, 7, sized(90, 40), 33)
     ]
     requests = [
-        Request(prompt=prompt, max_new_tokens=NEW_TOKENS, sampling=sampling, sequence=100 + n)
+        EngineRequest(prompt=prompt, max_new_tokens=NEW_TOKENS, sampling=sampling, sequence=100 + n)
         for n, prompt in enumerate([*prompts, (*prompts[2][:35], 1, 2)])
     ]
     return [completion for (completion,) in generate_all(engine, requests)]
@@ -305,7 +306,7 @@ def test_decode_step_synchronizes_once(device, name):
     """A step waits only for the event of the chosen tokens."""
     engine = engine_for(build(name, device, torch.bfloat16), graphs=True)
     for n in range(4):
-        engine.add(Request(prompt=(3, 4, 5 + n), max_new_tokens=30, sampling=GREEDY))
+        engine.add(EngineRequest(prompt=(3, 4, 5 + n), max_new_tokens=30, sampling=GREEDY))
     for _ in range(6):  # prefill and graph capture
         engine.step()
     torch.cuda.set_sync_debug_mode("error")

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel
-from megatron.core.inference.engine import Request
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer
@@ -210,7 +210,7 @@ def test_bf16_training_learns_within_expected_memory(device):
 
 
 def test_greedy_tokens_match_the_cpu(device):
-    requests = [Request(prompt=(5, 17, 900)), Request(prompt=(1,) * 40, sequence=1)]
+    requests = [EngineRequest(prompt=(5, 17, 900)), EngineRequest(prompt=(1,) * 40, sequence=1)]
     plain = dataclasses.replace(SMALL_CONFIG, hidden_dropout=0.0)
     tokens_by_device = [
         [

@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request
+from megatron.core.inference.engine import Engine, EngineConfig
 from megatron.core.inference.engine import generate as generate_all
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTModel
 
@@ -26,12 +27,12 @@ def engine_of(model: GPTModel, **config: Any) -> Engine:
 
 
 def with_parameters(
-    requests: Sequence[Request],
+    requests: Sequence[EngineRequest],
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
     stop_tokens: Collection[int] = (),
-) -> list[Request]:
+) -> list[EngineRequest]:
     """Return the requests with the same parameters for all."""
     shared = {
         "max_new_tokens": max_new_tokens,
@@ -43,7 +44,7 @@ def with_parameters(
 
 def generate(
     model: GPTModel,
-    requests: Sequence[Request],
+    requests: Sequence[EngineRequest],
     *,
     max_new_tokens: int,
     sampling: SamplingParams,

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from megatron.core.device import CudaRecorder, GraphMemory
-from megatron.core.inference import Engine, EngineConfig, Request
+from megatron.core.inference import Completions, Engine, EngineConfig, EngineRequest
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
@@ -138,17 +138,17 @@ def generate(
     for row in range(rows):
         length = SHORTEST_PROMPT + row
         prompt = tuple(5 + (7 * row + i) % (config.vocab_size - 5) for i in range(length))
-        engine.add(Request(prompt=prompt, max_new_tokens=tokens, sampling=sampling))
-    outputs: dict[int, list[int]] = {}
+        engine.add(EngineRequest(prompt=prompt, max_new_tokens=tokens, sampling=sampling))
+    outputs = Completions()
     seconds: list[float] = []
     while engine.unfinished:
         start = time.perf_counter()
-        for output in engine.step():
-            if output.finish_reason:
-                outputs[output.request_id] = list(output.tokens)
+        outputs.add(engine.step())
         seconds.append(time.perf_counter() - start)
     bench.watch.wait()
-    return statistics.median(seconds[WARMUP_STEPS:]), [outputs[key] for key in sorted(outputs)]
+    return statistics.median(seconds[WARMUP_STEPS:]), [
+        outputs[key].tokens for key in sorted(outputs)
+    ]
 
 
 def step_bytes(model: GPTModel, dtype: torch.dtype, rows: int, tokens: int) -> float:

@@ -33,14 +33,9 @@ from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.dist_checkpointing import Solo, weight_chunks
-from megatron.core.inference import Request
+from megatron.core.inference import EngineRequest
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import (
-    Engine,
-    EngineFeatures,
-    Proposer,
-    generate,
-)
+from megatron.core.inference.engine import Engine, EngineFeatures, Proposer, generate
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import (
@@ -202,7 +197,7 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
         def mcore(engine: Engine = engine, rows: int = rows) -> float:
             for number in range(rows):
                 engine.add(
-                    Request(
+                    EngineRequest(
                         prompt=(number,) * 32,
                         max_new_tokens=steps + 2,
                         sampling=SamplingParams(temperature=0),
@@ -257,7 +252,7 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     return [row(what, *timings, "<= 0.333")]
 
 
-def static_batch(peer: LlamaForCausalLM, batch: Sequence[Request]) -> list[list[int]]:
+def static_batch(peer: LlamaForCausalLM, batch: Sequence[EngineRequest]) -> list[list[int]]:
     """Return what transformers generates for prompts of one length, each as long as the longest."""
     prompts = torch.tensor([request.prompt for request in batch])
     out = peer.generate(
@@ -293,7 +288,7 @@ def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
         texts["peer"] = [text[:n] for text, n in zip(completions, lengths, strict=True)]
         return sum(lengths) / (clock() - start)
 
-    single_request = Request(
+    single_request = EngineRequest(
         prompt=requests[0].prompt, max_new_tokens=64, sampling=SamplingParams(temperature=0)
     )
 
@@ -453,7 +448,9 @@ def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
         )
         requests = make_requests(load, SHAPES["M"].vocabulary)
 
-        def side(model: GPTModel, requests: Sequence[Request] = requests) -> Callable[[], float]:
+        def side(
+            model: GPTModel, requests: Sequence[EngineRequest] = requests
+        ) -> Callable[[], float]:
             engine = engine_of(model)
 
             def run() -> float:
@@ -513,7 +510,7 @@ def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
         for name, proposer in (("n-grams", NGramLookup()), ("wrong drafts", WrongDrafts(unused))):
             engine = engine_of(model, proposer=proposer, num_speculative_tokens=drafts)
 
-            def rate(engine: Engine, requests: Sequence[Request] = requests) -> float:
+            def rate(engine: Engine, requests: Sequence[EngineRequest] = requests) -> float:
                 engine.scheduler.reset_prefix_cache()
                 start = clock()
                 tokens = sum(len(outputs[0].tokens) for outputs in generate(engine, requests))

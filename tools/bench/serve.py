@@ -36,7 +36,7 @@ import torch
 from megatron.core.dist_checkpointing import Solo, TransferGroup, weight_chunks
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.requests import Request
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTModel
@@ -185,10 +185,10 @@ class Server:
 
     def ask(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[EngineRequest],
         marks: Sequence[int] = (),
         *,
-        stalled: Sequence[Request] = (),
+        stalled: Sequence[EngineRequest] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Return what the client measured of requests that it sends at one time, next to others
@@ -219,7 +219,7 @@ class Server:
             return json.loads(response.read())
 
 
-def _body(request: Request) -> dict[str, Any]:
+def _body(request: EngineRequest) -> dict[str, Any]:
     return {
         "prompt": list(request.prompt),
         "max_tokens": request.max_new_tokens,
@@ -286,18 +286,18 @@ def served(
             thread.join()
 
 
-def alone(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+def alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Any]:
     """Return what an engine takes for requests without a server."""
     engine.scheduler.reset_prefix_cache()
     start = time.perf_counter()
     waiting = {engine.add(request) for request in requests}
     firsts, tokens = [], 0
     while engine.unfinished:
-        for completion in engine.step():
-            if completion.request_id in waiting:
-                waiting.discard(completion.request_id)
+        for delta in engine.step():
+            if delta.request_id in waiting:
+                waiting.discard(delta.request_id)
                 firsts.append(time.perf_counter() - start)
-            tokens += len(completion.tokens) if completion.finish_reason else 0
+            tokens += len(delta.tokens)
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "first": statistics.median(firsts), "tokens": tokens}
 

@@ -38,7 +38,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.distributed import DataParallel
-from megatron.core.inference import CacheShapes, Engine, EngineConfig, Request
+from megatron.core.inference import CacheShapes, Engine, EngineConfig, EngineRequest
 from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -225,7 +225,9 @@ def decoding(
     )
     for row in range(ROWS):
         engine.add(
-            Request(prompt=tuple(range(5, 40 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling)
+            EngineRequest(
+                prompt=tuple(range(5, 40 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling
+            )
         )
     with plausible_tokens():
         counts = measured(engine.step, *DECODE_STEPS, trace=trace)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.inference.text_stream import TextStream
 from megatron.inference.server.engine.client import Cancelled, EngineClient
-from megatron.inference.server.engine.link import OutputDelta
+from megatron.inference.server.engine.link import DeltaMessage
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
 
@@ -68,8 +68,8 @@ class GenerationRequest:
         prompt_logprobs: report the log-probabilities of the prompts' tokens.
         grammar: grammar of the outputs, see `guided_decoding.grammars`; None for any text.
         priority: requests with a lower value are scheduled first.
-        reasoning_limit: see `EngineRequest`.
-        names: the route's names of fields of the engine's `Request`, where they differ.
+        reasoning_limit: see `RequestMessage`.
+        names: the route's names of fields of the engine's `EngineRequest`, where they differ.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -85,7 +85,7 @@ class GenerationRequest:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, engine_field: str) -> str | None:
-        """Return the route's name for a field of the engine's `Request`; None for no field."""
+        """Return the route's name for a field of `EngineRequest`; None for no field."""
         return self.names.get(engine_field, engine_field) or None
 
 
@@ -248,7 +248,7 @@ class Generation:
         finally:
             self.close()
 
-    def _delta(self, engine_delta: OutputDelta) -> Delta:
+    def _delta(self, engine_delta: DeltaMessage) -> Delta:
         index = self._output_index[engine_delta.id]
         stream, reason = self._streams[index], engine_delta.finish_reason
         # The token that ends a document has no text.
@@ -282,7 +282,7 @@ class Generation:
             stop=stream.stopped,
         )
 
-    def _prompt_scores(self, index: int, engine_delta: OutputDelta) -> Sequence[TokenScore] | None:
+    def _prompt_scores(self, index: int, engine_delta: DeltaMessage) -> Sequence[TokenScore] | None:
         if engine_delta.prompt_logprobs is None:
             return None
         prompt = self._request.prompts[index // self._request.n]

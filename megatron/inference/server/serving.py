@@ -24,8 +24,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.core.inference.engine import Request as CoreRequest
-from megatron.core.inference.requests import RequestError, check_request
+from megatron.core.inference.requests import EngineRequest, RequestError, check_request
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.chat_template import Conversations
 from megatron.inference.server.engine.client import (
@@ -190,7 +189,7 @@ class Server:
 
     def _check(self, prompt: Sequence[int], generation_request: GenerationRequest) -> None:
         try:
-            request = CoreRequest(
+            request = EngineRequest(
                 prompt=tuple(prompt),
                 max_new_tokens=generation_request.max_new_tokens or 1,
                 sampling=SamplingParams(**generation_request.sampling),

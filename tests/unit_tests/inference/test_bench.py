@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.inference.requests import Request
+from megatron.core.inference.requests import EngineRequest
 from megatron.inference import generate, llm
 from megatron.inference.bench import arrival_times, main, make_requests, static_waste
 from megatron.inference.config import Load
@@ -162,7 +162,7 @@ def test_replicas_share_requests(root: Path, tmp_path: Path) -> None:
     assert report["output_tokens"] == sum(r.max_new_tokens for r in six_requests())
 
 
-def six_requests() -> list[Request]:
+def six_requests() -> list[EngineRequest]:
     load = Load(num_requests=6, input_tokens=40, shared_prefix_tokens=33, max_output_tokens=20)
     return make_requests(load, 259)
 

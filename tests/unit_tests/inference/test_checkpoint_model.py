@@ -17,7 +17,8 @@ import torch
 from megatron.cli.errors import ExitCode
 from megatron.cli.tokenizers import ByteTokenizer, train_bpe
 from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunks
-from megatron.core.inference.engine import Completion, Engine, Request
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Completion, EngineRequest, OutputDelta
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
@@ -76,7 +77,7 @@ def continuations(model: GPTModel) -> list[Completion]:
     prompts = [tuple(tokenizer.tokenize(text)) or (256,) for text in PROMPTS]
     return generate(
         model,
-        [Request(prompt=p, sequence=i) for i, p in enumerate(prompts)],
+        [EngineRequest(prompt=p, sequence=i) for i, p in enumerate(prompts)],
         max_new_tokens=8,
         sampling=SamplingParams(temperature=0.8, top_k=50, seed=5),
         stop_tokens=(256,),
@@ -395,7 +396,7 @@ def command_with_rank_1_killed(
 ) -> Any:
     step, step_numbers = Engine.step, itertools.count(1)
 
-    def dying(engine: Engine) -> list[Completion]:
+    def dying(engine: Engine) -> list[OutputDelta]:
         if rank == 1 and next(step_numbers) == 4:
             os._exit(9)
         return step(engine)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
 
 _READ_BYTES = 1 << 20
 # Iterations of the event loop between a message and its frame. Requests that arrive meanwhile go
@@ -55,12 +55,12 @@ class Outputs:
 
     def __init__(self, client: EngineClient, ids: Sequence[int], max_unsent: int) -> None:
         self._client, self._max_unsent = client, max_unsent
-        self._queue: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[DeltaMessage | Exception] = asyncio.Queue()
         self._open, self._unsent = set(ids), 0
         self.stalled = asyncio.Event()
         """Set when `max_unsent` is reached; the outputs have been aborted then."""
 
-    def put(self, delta: OutputDelta) -> None:
+    def put(self, delta: DeltaMessage) -> None:
         """Queue a delta of one output."""
         self._unsent += len(delta.tokens)
         if delta.finish_reason or delta.refused:
@@ -88,7 +88,7 @@ class Outputs:
         self._client.abort(list(self._open))
         self._open.clear()
 
-    async def deltas(self) -> AsyncIterator[OutputDelta]:
+    async def deltas(self) -> AsyncIterator[DeltaMessage]:
         """Yield deltas until all outputs have finished.
 
         Raises:
@@ -150,7 +150,7 @@ class EngineClient:
         """Send the requests of one HTTP request; return their ids and the queue of their deltas.
 
         Args:
-            requests: fields of an `EngineRequest` each, without the id.
+            requests: fields of a `RequestMessage` each, without the id.
 
         Raises:
             QueueFull: the outputs would exceed `max_outputs`.
@@ -167,7 +167,7 @@ class EngineClient:
         self._next_id += len(requests)
         outputs = Outputs(self, ids, self._max_unsent)
         for request_id, fields in zip(ids, requests, strict=True):
-            self._send(EngineRequest(id=request_id, **fields).to_json(), turns=_TURNS)
+            self._send(RequestMessage(id=request_id, **fields).to_json(), turns=_TURNS)
             self._outputs[request_id] = outputs
         return ids, outputs
 
@@ -245,7 +245,7 @@ class EngineClient:
     def _deliver_step(self, message: Mapping[str, Any]) -> None:
         self.stats = message["stats"]
         for fields in message["news"]:
-            delta = OutputDelta(**fields)
+            delta = DeltaMessage(**fields)
             outputs = self._outputs.get(delta.id)
             if outputs is None:  # aborted meanwhile
                 continue

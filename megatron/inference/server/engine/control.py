@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.inference.engine import Completion
+from megatron.core.inference.requests import OutputDelta
 from megatron.core.inference.router import Replicas
 from megatron.inference.llm import weights_of_level
 
@@ -88,13 +88,13 @@ class EngineControl:
             copy_received_weights(self._model(), received)
         return {**self._state(), "received_bytes": nbytes}
 
-    def apply(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[Completion]]:
-        """Execute a command; return the reply, and outputs with new tokens.
+    def apply(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[OutputDelta]]:
+        """Execute a command; return the reply, and the deltas of its steps.
 
         Raises:
             ValueError: the command is invalid now, and nothing has changed; one line.
         """
-        action, completions = message["action"], list[Completion]()
+        action, deltas = message["action"], list[OutputDelta]()
         extra_fields: dict[str, Any] = {}
         if action == "pause":
             self._replicas.pause(keep_cache=message["mode"] != "recompute")
@@ -109,8 +109,8 @@ class EngineControl:
             extra_fields = self._replace(message)
         else:
             assert action == "profile", message
-            extra_fields, completions = self._profile(message["steps"])
-        return {**self._state(), **extra_fields}, completions
+            extra_fields, deltas = self._profile(message["steps"])
+        return {**self._state(), **extra_fields}, deltas
 
     def _state(self) -> dict[str, Any]:
         engine = self._engine
@@ -148,7 +148,7 @@ class EngineControl:
             if not paused:
                 self._engine.resume()
 
-    def _profile(self, steps: int) -> tuple[dict[str, Any], list[Completion]]:
+    def _profile(self, steps: int) -> tuple[dict[str, Any], list[OutputDelta]]:
         """Run steps under torch's profiler. Raises ValueError if it would record nothing."""
         if not self._replicas.unfinished or self._engine.paused:
             raise ValueError(
@@ -162,11 +162,11 @@ class EngineControl:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._engine.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        completions: dict[int, Completion] = {}
+        deltas: list[OutputDelta] = []
         num_steps = 0
         with torch.profiler.profile(activities=activities) as profiler:
             while num_steps < steps and self._replicas.unfinished and not self._engine.paused:
-                completions |= {c.request_id: c for c in self._replicas.step()}
+                deltas += self._replicas.step()
                 num_steps += 1
             self._engine.drain()  # work of a step in flight must end inside the profiler
         rows = sorted(
@@ -182,4 +182,4 @@ class EngineControl:
             }
             for row in rows[:_PROFILE_ROWS]
         ]
-        return {"steps": num_steps, "operations": operations}, list(completions.values())
+        return {"steps": num_steps, "operations": operations}, deltas

@@ -4,10 +4,10 @@
 A frame is a length of four bytes and a JSON object; nothing is pickled. The field `kind` of the
 object is the type of the message:
 
-    to the engine    "add" (an `EngineRequest`), "abort" {"id"},
+    to the engine    "add" (a `RequestMessage`), "abort" {"id"},
                      "control" {"id", "action", fields of the action} (see `EngineControl`)
     to HTTP          "settings" first (see `http_process`), "facts" {"facts"} once the engine
-                     runs, then "step" {"news": [`OutputDelta`], "stats"},
+                     runs, then "step" {"news": [`DeltaMessage`], "stats"},
                      "done" {"id", "told", "refused"} (the reply to "control"),
                      "drain" (admit no requests, and exit when all have their answers)
 
@@ -30,7 +30,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRequest:
+class RequestMessage:
     """A request for one output, sent to the engine.
 
     Args:
@@ -42,7 +42,7 @@ class EngineRequest:
         sequence: number of the output in the random draws.
         prompt_logprobs: report log-probabilities of the prompt's tokens.
         grammar: grammar of the output, see `guided_decoding.grammars`; None for any text.
-        priority: as in `Request`.
+        priority: as in `EngineRequest`.
         reasoning_limit: arguments of `ReasoningLimit`; None for no limit.
         embed: embed the prompt and generate nothing.
         counts_prompt: count the prompt's tokens in the metrics of the prefix cache; True for one
@@ -67,17 +67,17 @@ class EngineRequest:
         return {"kind": "add", **vars(self)}
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> EngineRequest:
+    def from_json(cls, message: Mapping[str, Any]) -> RequestMessage:
         """Return the request of a message of kind "add"."""
         return cls(**{name: message[name] for name in message if name != "kind"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputDelta:
+class DeltaMessage:
     """The tokens that one step adds to one output.
 
     Args:
-        id: id of the `EngineRequest`.
+        id: id of the `RequestMessage`.
         tokens: ids of the new tokens.
         logprobs: log-probability of each new token.
         top_logprobs: most probable tokens [id, log-probability] at each new token; empty if not
@@ -85,7 +85,7 @@ class OutputDelta:
         epochs: weight epoch of each new token, as in `Completion`.
         finish_reason: as in `Completion`; "" for an unfinished output.
         refused: error message if the engine rejects the request, which ends the output; else "".
-        refused_field: field of `Request` that the error is about; "" for no single field.
+        refused_field: field of `EngineRequest` that the error is about; "" for no single field.
         cached_tokens: prompt tokens found in the prefix cache; in the first delta.
         prompt_logprobs, prompt_top_logprobs: log-probabilities of the prompt from its second token
             on; in the first delta, None if not requested.

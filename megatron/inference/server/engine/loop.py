@@ -15,14 +15,13 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.inference.engine import Completion, Request
-from megatron.core.inference.requests import RequestError
+from megatron.core.inference.requests import EngineRequest, OutputDelta, RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine.control import EngineControl
-from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
 
 if TYPE_CHECKING:
     from megatron.inference.server.engine.embedder import Embedder
@@ -74,17 +73,18 @@ class EngineLoop:
         self._replicas, self._engine = replicas, replicas.engine
         self._link, self._host_group = link, host_group
         self._grammars, self._embedder = grammars, embedder
-        self._embedding_requests: dict[int, EngineRequest] = {}  # by request id
+        self._embedding_requests: dict[int, RequestMessage] = {}  # by request id
         self._compiler = ThreadPoolExecutor(1)
         self._compiling: dict[int, tuple[EngineMessage, Future[object]]] = {}  # by request id
         self._reader = FrameReader()
-        self._requests: dict[int, EngineRequest] = {}  # by engine id
-        self._engine_ids: dict[int, int] = {}  # by request id
-        self._reported: dict[int, int] = {}  # tokens sent, by engine id
+        self._requests: dict[int, RequestMessage] = {}  # unfinished, by request id
+        self._unanswered: set[int] = set()  # ids of the requests without a delta so far
         self._weights_message_id = -1  # replied to once the weights are installed
         # Prompt tokens that were looked up in the prefix cache, and the hits among them.
         self._prefix_queried = self._prefix_hit = 0
-        self._extra_deltas: list[OutputDelta] = []  # outside of steps: errors, aborts, and profiles
+        self._extra_deltas: list[
+            DeltaMessage
+        ] = []  # outside of steps: errors, aborts, and profiles
         # A socket and not a flag, as it has to interrupt the `select` of an idle loop.
         self._wake, self._woken = socket.socketpair()
 
@@ -105,7 +105,7 @@ class EngineLoop:
         while True:
             for message in self._broadcast(self._receive()):
                 if message["kind"] == "add":
-                    self._add(EngineRequest.from_json(message))
+                    self._add(RequestMessage.from_json(message))
                 elif message["kind"] == "abort":
                     self._abort(message["id"])
                 elif message["kind"] == "control":
@@ -179,7 +179,7 @@ class EngineLoop:
         ]
         return ready + [self._compiling.pop(request_id)[0] for request_id in compiled_ids]
 
-    def _add(self, request: EngineRequest) -> None:
+    def _add(self, request: RequestMessage) -> None:
         if request.embed:
             assert self._embedder is not None
             max_tokens = self._embedder.max_tokens
@@ -190,7 +190,7 @@ class EngineLoop:
                     f"a text has {len(request.prompt)} tokens, but embeddings take at most "
                     f"{max_tokens} (--inference-max-tokens)"
                 )
-                self._extra_deltas.append(OutputDelta(id=request.id, refused=error))
+                self._extra_deltas.append(DeltaMessage(id=request.id, refused=error))
             return
         try:
             mask: TokenMask | ReasoningLimit | None = None
@@ -200,8 +200,9 @@ class EngineLoop:
             if request.reasoning_limit is not None:
                 assert self._grammars is not None
                 mask = self._grammars.reasoning_limit(mask, **request.reasoning_limit)
-            engine_id = self._replicas.add(
-                Request(
+            self._replicas.add(
+                EngineRequest(
+                    request_id=request.id,
                     prompt=tuple(request.prompt),
                     max_new_tokens=request.max_new_tokens,
                     sampling=SamplingParams(**request.sampling),
@@ -216,19 +217,19 @@ class EngineLoop:
         except ValueError as error:  # one line for the user: the cache is too small for it
             field = error.field if isinstance(error, RequestError) else ""
             self._extra_deltas.append(
-                OutputDelta(id=request.id, refused=str(error), refused_field=field)
+                DeltaMessage(id=request.id, refused=str(error), refused_field=field)
             )
             return
-        self._requests[engine_id], self._reported[engine_id] = request, 0
-        self._engine_ids[request.id] = engine_id
+        self._requests[request.id] = request
+        self._unanswered.add(request.id)
 
     def _abort(self, request_id: int) -> None:
         """Abort an output; a finished output is ignored."""
         self._embedding_requests.pop(request_id, None)
-        engine_id = self._engine_ids.get(request_id)
-        if engine_id is not None:
-            self._replicas.abort(engine_id)
-            self._forget(engine_id)
+        if request_id in self._requests:
+            self._replicas.abort(request_id)
+            self._unanswered.discard(request_id)
+            del self._requests[request_id]
 
     def _administer(self, message: EngineMessage) -> None:
         """Execute an administration command and reply."""
@@ -238,13 +239,13 @@ class EngineLoop:
                 self._weights_message_id = message["id"]
                 return
             if message["action"] == "pause" and message["mode"] == "abort":
-                for engine_id in list(self._requests):
-                    self._extra_deltas += self._deltas(self._replicas.abort(engine_id))
-            state, completions = self._control.apply(message)
+                for request_id in list(self._requests):
+                    self._extra_deltas += self._deltas(self._replicas.abort(request_id))
+            state, deltas = self._control.apply(message)
         except ValueError as error:  # one line for the user
             self._reply(message["id"], error=str(error))
             return
-        self._extra_deltas += self._deltas(completions)
+        self._extra_deltas += self._deltas(deltas)
         self._reply(message["id"], state)
 
     def _install_weights(self, failure: str) -> None:
@@ -263,11 +264,11 @@ class EngineLoop:
         self._report([])  # the metrics must show the new state before the reply
         self._send({"kind": "done", "id": message_id, "told": state or {}, "refused": error})
 
-    def _deltas(self, completions: Sequence[Completion]) -> list[OutputDelta]:
-        """Return the deltas of outputs that have not been aborted."""
-        return [self._delta(c) for c in completions if c.request_id in self._requests]
+    def _deltas(self, deltas: Sequence[OutputDelta]) -> list[DeltaMessage]:
+        """Return the messages of outputs that have not been aborted."""
+        return [self._delta(delta) for delta in deltas if delta.request_id in self._requests]
 
-    def _embed(self) -> list[OutputDelta]:
+    def _embed(self) -> list[DeltaMessage]:
         """Embed the oldest texts that fit one forward pass; a step runs between two passes."""
         if not self._embedding_requests or self._engine.paused or self._engine.asleep:
             return []
@@ -283,46 +284,27 @@ class EngineLoop:
         for request in requests:
             del self._embedding_requests[request.id]
         return [
-            OutputDelta(id=request.id, finish_reason="stop", embedding=vector)
+            DeltaMessage(id=request.id, finish_reason="stop", embedding=vector)
             for request, vector in zip(requests, vectors, strict=True)
         ]
 
-    def _forget(self, engine_id: int) -> None:
-        del self._engine_ids[self._requests.pop(engine_id).id], self._reported[engine_id]
+    def _delta(self, delta: OutputDelta) -> DeltaMessage:
+        """Return the message of a delta."""
+        request = self._requests[delta.request_id]
+        if request.id in self._unanswered:
+            self._unanswered.discard(request.id)
+            # Count prefix-cache hits of a prompt, once for all of its outputs.
+            looks_up = self._engine.config.prefix_caching and not request.prompt_logprobs
+            if looks_up and request.counts_prompt:
+                self._prefix_queried += len(request.prompt)
+                self._prefix_hit += delta.cached_tokens
+        if delta.finish_reason:
+            del self._requests[request.id]
+        fields = delta._asdict()
+        del fields["request_id"], fields["index"]
+        return DeltaMessage(id=request.id, **fields)
 
-    def _delta(self, completion: Completion) -> OutputDelta:
-        """Return the tokens of an output that were not sent yet."""
-        engine_id = completion.request_id
-        start, request = self._reported[engine_id], self._requests[engine_id]
-        prompt_fields = {}
-        if not start:
-            self._count_lookup(request, completion)
-            prompt_fields = {
-                "cached_tokens": completion.cached_tokens,
-                "prompt_logprobs": completion.prompt_logprobs,
-                "prompt_top_logprobs": completion.prompt_top_logprobs,
-            }
-        self._reported[engine_id] = len(completion.tokens)
-        if completion.finish_reason:
-            self._forget(engine_id)
-        return OutputDelta(
-            id=request.id,
-            tokens=completion.tokens[start:],
-            logprobs=completion.logprobs[start:],
-            top_logprobs=completion.top_logprobs[start:],
-            epochs=completion.epochs[start:],
-            finish_reason=completion.finish_reason,
-            **prompt_fields,
-        )
-
-    def _count_lookup(self, request: EngineRequest, completion: Completion) -> None:
-        """Count prefix-cache hits of a prompt, once for all of its outputs."""
-        looks_up = self._engine.config.prefix_caching and not request.prompt_logprobs
-        if looks_up and request.counts_prompt:
-            self._prefix_queried += len(request.prompt)
-            self._prefix_hit += completion.cached_tokens
-
-    def _report(self, deltas: Sequence[OutputDelta]) -> None:
+    def _report(self, deltas: Sequence[DeltaMessage]) -> None:
         """Send the deltas of a step; without deltas the message is a heartbeat."""
         self._send(
             {"kind": "step", "news": [delta.to_json() for delta in deltas], "stats": self._stats()}

@@ -177,7 +177,7 @@ def grammars_of(
 
 
 class TokenMask:
-    """The mask of the next token as a function of the tokens so far: `Request.mask` of one output.
+    """The mask of the next token after the tokens so far: `EngineRequest.mask` of one output.
 
     It caches the matcher state of the last call, as most calls append one token.
 

@@ -3,7 +3,12 @@
 
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, generate
-from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.requests import (
+    Completion,
+    Completions,
+    EngineRequest,
+    OutputDelta,
+)
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.text_stream import TextStream
@@ -11,9 +16,11 @@ from megatron.core.inference.text_stream import TextStream
 __all__ = [
     "CacheShapes",
     "Completion",
+    "Completions",
     "Engine",
     "EngineConfig",
-    "Request",
+    "EngineRequest",
+    "OutputDelta",
     "SamplingParams",
     "TextStream",
     "generate",

@@ -8,11 +8,11 @@ the packed tokens [t, 1, h], and samples one token for each sequence whose token
     >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     >>> config = EngineConfig(num_blocks=64, max_num_seqs=16)
     >>> engine = Engine(model, config, shapes=shapes, vocab_size=model.config.vocab_size)
-    >>> engine.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
-    0
+    >>> request_id = engine.add(EngineRequest(prompt=(5, 6, 7), max_new_tokens=20))
+    >>> outputs = Completions()
     >>> while engine.unfinished:
-    ...     completions = engine.step()
-    >>> len(completions[0].tokens)
+    ...     outputs.add(engine.step())
+    >>> len(outputs[request_id, 0].tokens)
     20
 
 The output of a request depends only on its prompt, parameters, seed and sequence number, apart from
@@ -52,8 +52,14 @@ from megatron.core.device import (
 )
 from megatron.core.inference.cache import CacheShapes, PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs, GraphStats
-from megatron.core.inference.output_state import OutputState, PromptLogprobs
-from megatron.core.inference.requests import Completion, Request, check_request
+from megatron.core.inference.output_state import OutputState, PromptLogprobs, PromptScores
+from megatron.core.inference.requests import (
+    Completion,
+    Completions,
+    EngineRequest,
+    OutputDelta,
+    check_request,
+)
 from megatron.core.inference.sampling import (
     Chosen,
     Sampled,
@@ -306,9 +312,8 @@ class Engine:
         if features.make_recorder is not None:
             self._graphs = self._make_graphs(features.make_recorder)
         self._asleep: HostCopy | None = None
-        self._undelivered: list[
-            Completion
-        ] = []  # updated outside of `step`; the next `step` returns them
+        # Deltas of steps that `drain` has finished; the next `step` returns them.
+        self._undelivered: list[OutputDelta] = []
         # Newest token of each sequence by row, on the device. A step that was scheduled before its
         # predecessor was sampled reads its input tokens from here, so the host need not wait.
         self._newest = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -355,7 +360,7 @@ class Engine:
         """Counters of the scheduler and the prefix cache."""
         return self.scheduler.stats
 
-    def check(self, request: Request) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Raise ValueError for a request that `add` rejects: the request is invalid, the cache is
         too small, or the engine is asleep."""
         if self._asleep is not None:
@@ -363,15 +368,17 @@ class Engine:
         check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
         self.scheduler.check(len(request.prompt) + request.max_new_tokens)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id.
 
         Raises:
-            ValueError: as in `check`.
+            ValueError: as in `check`, or the id is the id of an unfinished request.
         """
         self.check(request)
+        used = {output.request.request_id for output in self._outputs.values()}
+        request, request_id = request.with_id(self._next_id, used)
         # Only the first output computes the prompt's log-probabilities; the others share them.
-        outputs = []
+        outputs, prompt_scores = [], PromptScores.begin(request)
         for index in range(request.n):
             seq = SequenceState(
                 tokens=list(request.prompt),
@@ -382,29 +389,32 @@ class Engine:
                 needs_output_tokens=request.mask is not None or request.sampling.penalizes,
                 draft_length=DraftLength(max_drafts=self.config.num_speculative_tokens),
             )
-            completion = Completion.begin(request, self._next_id, index)
-            outputs.append(OutputState(seq, request, completion))
+            outputs.append(OutputState(seq, request, index, prompt_scores))
         for output in outputs:
             if request.forced is not None:
                 output.update_forced_tokens(request.forced)
             self.scheduler.add(output.seq)
             self._outputs[output.seq] = output
-        self._next_id += 1
-        return self._next_id - 1
+        self._next_id = max(self._next_id, request_id + 1)
+        return request_id
 
-    def abort(self, request_id: int) -> list[Completion]:
-        """Abort the unfinished outputs of a request and return them; [] if the request has
-        finished."""
-        aborted = [o for o in self._outputs.values() if o.completion.request_id == request_id]
-        for output in aborted:
-            self._end(output, "abort")
-        return [output.completion for output in aborted]
+    def abort(self, request_id: int) -> list[OutputDelta]:
+        """Abort the unfinished outputs of a request; return their last deltas, [] if the request
+        has finished."""
+        outputs = [o for o in self._outputs.values() if o.request.request_id == request_id]
+        # The caller gets the tokens of finished steps before the end of the output.
+        deltas = [delta for delta in self._undelivered if delta.request_id == request_id]
+        self._undelivered = [d for d in self._undelivered if d.request_id != request_id]
+        for output in outputs:
+            self._end(output)
+        return [*deltas, *(output.delta("abort") for output in outputs)]
 
     def finish(self, request_id: int, index: int) -> None:
-        """Finish one output with reason "stop", because the caller detected a stop string."""
+        """End one output, because the caller detected a stop string; no delta of it follows."""
         for output in list(self._outputs.values()):
-            if (output.completion.request_id, output.completion.index) == (request_id, index):
-                self._end(output, "stop")
+            if (output.request.request_id, output.index) == (request_id, index):
+                self._end(output)
+        self._undelivered = [d for d in self._undelivered if d[:2] != (request_id, index)]
 
     def pause(self, *, keep_cache: bool = True) -> None:
         """Stop computing until `resume`.
@@ -496,11 +506,8 @@ class Engine:
             self._graphs.weights_replaced()
         self.scheduler.reset_prefix_cache()
 
-    def step(self) -> list[Completion]:
-        """Compute one step; return the outputs that have new tokens or finished, in any order.
-
-        Each output is one `Completion` object, which later steps update until it has a
-        `finish_reason`.
+    def step(self) -> list[OutputDelta]:
+        """Compute one step; return the new tokens of each output, in any order.
 
         Raises:
             ValueError: with `check_plans`, the ranks have scheduled different steps.
@@ -513,16 +520,16 @@ class Engine:
                 self._in_flight.append(self._launch(plan))
         else:
             self._launch_with_peers(self._expert_peers)
-        completions, self._undelivered = self._undelivered, []
+        deltas, self._undelivered = self._undelivered, []
         if self._in_flight:
-            completions += self._finish(self._in_flight.popleft())
-        # All outputs have finished: the steps in flight only computed wasted tokens.
+            deltas += self._finish(self._in_flight.popleft())
+        # All outputs have finished: the steps in flight only compute wasted tokens.
         if self._in_flight and not self._outputs:
             self.drain()
-        return completions
+        return deltas
 
     def drain(self) -> None:
-        """Wait for all steps in flight; the next `step` returns their outputs."""
+        """Wait for all steps in flight; the next `step` returns their deltas."""
         while self._in_flight:
             self._undelivered += self._finish(self._in_flight.popleft())
         while self._join_work:
@@ -613,8 +620,8 @@ class Engine:
             work=work,
         )
 
-    def _finish(self, step: StepInFlight) -> list[Completion]:
-        """Wait for the oldest step in flight; return the outputs that it has updated."""
+    def _finish(self, step: StepInFlight) -> list[OutputDelta]:
+        """Wait for the oldest step in flight; return its deltas."""
         start, idle = time.perf_counter(), self.link.idle_seconds
         result = step.work.result()
         # Sends read the step's buffers, so they must complete before the step is dropped.
@@ -637,12 +644,12 @@ class Engine:
         self.scheduler.commit(step.plan, {seq: choice.accepted for seq, choice in pairs})
         for entry, values in zip(step.prompt_logprobs, logprobs, strict=True):
             entry.append_to_output(values)
-        completions = self._update_outputs(step.seqs, chosen)
+        deltas = self._update_outputs(step.seqs, chosen)
         if self._num_predicted:
             for seq, predicted in zip(step.seqs, drafts, strict=True):
                 if seq in self._outputs:
                     self._outputs[seq].predicted = predicted
-        return completions
+        return deltas
 
     # Not inference_mode: weight-gather buffers allocated there would be inference tensors, which
     # autograd rejects when training uses them.
@@ -868,22 +875,21 @@ class Engine:
 
     def _update_outputs(
         self, seqs: Sequence[SequenceState], chosen: Sequence[Chosen]
-    ) -> list[Completion]:
+    ) -> list[OutputDelta]:
         """Append the sampled tokens to the outputs and finish the outputs at their end."""
-        completions = []
+        deltas = []
         for seq, choice in zip(seqs, chosen, strict=True):
             output = self._outputs.get(seq)
             if output is None:  # finished or aborted while the step ran
                 self.stats.wasted += len(choice.tokens)
                 continue
-            completions.append(output.completion)
-            reason = output.finish_reason_after(choice)
-            output.append(choice, self.epoch)
-            if reason:
-                self._end(output, reason)
+            delta = output.append(choice, self.epoch)
+            deltas.append(delta)
+            if delta.finish_reason:
+                self._end(output)
             elif output.request.forced is not None:
                 output.update_forced_tokens(output.request.forced)
-        return completions
+        return deltas
 
     def _plan_prompt_logprobs(self, plan: SchedulerOutput) -> list[PromptLogprobs]:
         """Return the prompt tokens whose log-probabilities the step computes."""
@@ -905,7 +911,6 @@ class Engine:
                 output.num_prompt_logprobs = end
             if output.num_prompt_logprobs == seq.num_prompt_tokens - 1:
                 seq.needs_prompt_logits = False
-                self._share_prompt_logprobs(output)
         return prompt_logprobs
 
     def _compute_prompt_logprobs(self, entry: PromptLogprobs, hidden: Tensor) -> Tensor:
@@ -923,22 +928,13 @@ class Engine:
             chunks.append(torch.cat([column.double() for column in columns], 1))
         return torch.cat(chunks).flatten()
 
-    def _share_prompt_logprobs(self, output: OutputState) -> None:
-        """Share the prompt log-probabilities of a request's first output with its other outputs."""
-        source = output.completion
-        for completion in (sibling.completion for sibling in self._outputs.values()):
-            if completion.request_id == source.request_id and completion is not source:
-                completion.prompt_logprobs = source.prompt_logprobs
-                completion.prompt_top_logprobs = source.prompt_top_logprobs
-
-    def _end(self, output: OutputState, reason: str) -> None:
-        """Finish an output and free its cache entries."""
-        output.completion.finish_reason = reason
+    def _end(self, output: OutputState) -> None:
+        """Forget an output and free its cache entries."""
         self.scheduler.remove(output.seq)
         del self._outputs[output.seq]
 
 
-def generate(engine: Engine, requests: Iterable[Request]) -> list[list[Completion]]:
+def generate(engine: Engine, requests: Iterable[EngineRequest]) -> list[list[Completion]]:
     """Generate until all requests have finished; return the outputs of each request.
 
     Raises:
@@ -951,8 +947,7 @@ def generate(engine: Engine, requests: Iterable[Request]) -> list[list[Completio
         except ValueError as error:
             raise ValueError(f"request {number} of {len(requests)}: {error}") from None
     ids = [engine.add(request) for request in requests]
-    completions: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+    outputs = Completions()
     while engine.unfinished:
-        for completion in engine.step():
-            completions[completion.request_id][completion.index] = completion
-    return [[completions[n][i] for i in range(r.n)] for n, r in zip(ids, requests, strict=True)]
+        outputs.add(engine.step())
+    return [[outputs[n, i] for i in range(r.n)] for n, r in zip(ids, requests, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one output of a request in the engine: completion, masks, forced tokens, logprobs."""
+"""State of one output of a request in the engine: tokens, masks, forced tokens, logprobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.requests import EngineRequest, OutputDelta, TopLogprobs
 from megatron.core.inference.sampling import Chosen, SampleRow
 from megatron.core.inference.scheduler import SequenceState
 from megatron.core.inference.speculation import DraftContext, SampledSequence
@@ -18,20 +18,45 @@ MAX_FORCED_TOKENS = 32
 
 
 @dataclass(eq=False)
+class PromptScores:
+    """Log-probabilities of the prompt of a request; its first output computes them for all.
+
+    Args:
+        logprobs: log-probability of each prompt token except the first.
+        top_logprobs: alternatives of the same tokens; None unless requested.
+    """
+
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs] | None
+
+    @staticmethod
+    def begin(request: EngineRequest) -> PromptScores | None:
+        """Return empty scores; None if the request asks for none."""
+        if not request.prompt_logprobs:
+            return None
+        return PromptScores([], [] if request.sampling.logprobs else None)
+
+
+@dataclass(eq=False)
 class OutputState:
     """One output of a request.
 
     Args:
         seq: scheduler state of the output.
-        request: the request.
-        completion: result, shared with the caller.
+        request: the request, with its id.
+        index: index of the output within the request.
+        prompt_scores: log-probabilities of the prompt, shared by the outputs of the request; None
+            unless requested.
+        tokens: output tokens so far.
         num_prompt_logprobs: prompt log-probabilities that finished or running steps compute.
         predicted: drafts from `Proposer.predict` in the sequence's last step.
     """
 
     seq: SequenceState
-    request: Request
-    completion: Completion
+    request: EngineRequest
+    index: int = 0
+    prompt_scores: PromptScores | None = None
+    tokens: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     predicted: Sequence[int] = ()
     _masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
@@ -39,7 +64,7 @@ class OutputState:
     @property
     def sequence(self) -> int:
         """Sequence number in the key of random draws."""
-        return self.request.sequence + self.completion.index
+        return self.request.sequence + self.index
 
     @property
     def position(self) -> int:
@@ -53,7 +78,7 @@ class OutputState:
             drafts: draft tokens after the output so far.
             position: position of the first draft; None takes `self.position`.
         """
-        output_tokens = [*self.completion.tokens, *drafts] if drafts else self.completion.tokens
+        output_tokens = [*self.tokens, *drafts] if drafts else self.tokens
         return SampleRow(
             params=self.request.sampling,
             sequence=self.sequence,
@@ -68,7 +93,7 @@ class OutputState:
         return DraftContext(
             seq=self.seq,
             request=self.request,
-            generated=self.completion.tokens,
+            generated=self.tokens,
             sequence=self.sequence,
             max_drafts=count,
             predicted=self.predicted,
@@ -95,33 +120,49 @@ class OutputState:
                 return drafts[:n]
         return drafts
 
-    def append(self, chosen: Chosen, epoch: int) -> None:
-        """Append the sampled tokens of a step. `Scheduler.commit` has appended the drafts."""
-        completion, count = self.completion, self.request.sampling.logprobs
-        completion.cached_tokens = self.seq.num_cached_tokens or 0
+    def append(self, chosen: Chosen, epoch: int) -> OutputDelta:
+        """Append the sampled tokens of a step; return them, with the finish reason.
+
+        `Scheduler.commit` has appended the accepted drafts to the sequence.
+        """
+        count = self.request.sampling.logprobs
+        delta = self.delta(self._finish_reason(chosen))._replace(
+            tokens=chosen.tokens,
+            logprobs=chosen.logprobs,
+            top_logprobs=[top[:count] for top in chosen.tops] if count else (),
+            epochs=[epoch] * len(chosen.tokens),
+        )
+        if not self.tokens:
+            delta = delta._replace(cached_tokens=self.seq.num_cached_tokens or 0)
         for token in chosen.tokens[chosen.accepted :]:
             self.seq.append(token)
-        completion.tokens += chosen.tokens
-        completion.logprobs += chosen.logprobs
-        completion.epochs += [epoch] * len(chosen.tokens)
-        if count:
-            completion.top_logprobs += [top[:count] for top in chosen.tops]
+        self.tokens += chosen.tokens
         # Masks are cached relative to the output, which has grown.
         self._masks.clear()
+        return delta
+
+    def delta(self, finish_reason: str) -> OutputDelta:
+        """Return a delta without new tokens; the first delta has the scores of the prompt."""
+        assert self.request.request_id is not None
+        delta = OutputDelta(self.request.request_id, self.index, finish_reason=finish_reason)
+        if self.tokens or self.prompt_scores is None:
+            return delta
+        return delta._replace(
+            prompt_logprobs=self.prompt_scores.logprobs,
+            prompt_top_logprobs=self.prompt_scores.top_logprobs,
+        )
 
     def update_forced_tokens(self, forced: Callable[[Sequence[int]], Sequence[int]]) -> None:
         """Update the forced tokens of the sequence with the request's `forced` function."""
-        self.seq.forced_tokens = tuple(
-            self.valid_prefix(forced(self.completion.tokens)[:MAX_FORCED_TOKENS])
-        )
+        self.seq.forced_tokens = tuple(self.valid_prefix(forced(self.tokens)[:MAX_FORCED_TOKENS]))
 
-    def finish_reason_after(self, chosen: Chosen) -> str:
-        """Return the finish reason after the sampled tokens, before `append`; "" to continue."""
+    def _finish_reason(self, chosen: Chosen) -> str:
+        """Return the finish reason after the sampled tokens of a step; "" to continue."""
         if chosen.error:
             return "error"
         if chosen.tokens[-1] in self.request.stop_tokens:
             return "stop"
-        length = len(self.request.prompt) + len(self.completion.tokens) + len(chosen.tokens)
+        length = len(self.request.prompt) + len(self.tokens) + len(chosen.tokens)
         return "length" if length == self.seq.max_length else ""
 
     def _mask(self, drafts: Sequence[int]) -> Tensor | None:
@@ -130,7 +171,7 @@ class OutputState:
             return None
         key = tuple(drafts)
         if key not in self._masks:
-            self._masks[key] = self.request.mask([*self.completion.tokens, *drafts])
+            self._masks[key] = self.request.mask([*self.tokens, *drafts])
         return self._masks[key]
 
 
@@ -156,14 +197,14 @@ class PromptLogprobs:
         return len(self.tokens) * (1 + 2 * self.num_top)
 
     def append_to_output(self, values: Tensor) -> None:
-        """Append the values, fp64 on the host, to the completion."""
-        completion = self.output.completion
-        assert completion.prompt_logprobs is not None
+        """Append the values, fp64 on the host, to the scores of the prompt."""
+        scores = self.output.prompt_scores
+        assert scores is not None
         logprobs, *alternatives = values.view(len(self.tokens), -1).tensor_split(
             [1, 1 + self.num_top], dim=1
         )
-        completion.prompt_logprobs += logprobs[:, 0].tolist()
-        if completion.prompt_top_logprobs is not None:
+        scores.logprobs += logprobs[:, 0].tolist()
+        if scores.top_logprobs is not None:
             ids, tops = alternatives[0].long().tolist(), alternatives[1].tolist()
             pairs = zip(ids, tops, strict=True)
-            completion.prompt_top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]
+            scores.top_logprobs += [list(zip(*pair, strict=True)) for pair in pairs]

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of an engine and their outputs: `Request` and `Completion`."""
+"""What an engine takes and returns: `EngineRequest` and `OutputDelta`; whole outputs: `Completion`.
+
+A request keeps its `request_id` on the whole way, from the HTTP body to the scheduler.
+`Engine.step` returns one `OutputDelta` per output with new tokens. Deltas travel unchanged to the
+reader; between data-parallel replicas and between processes they are JSON arrays. A caller who
+needs whole outputs accumulates the deltas in `Completions`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +24,7 @@ class RequestError(ValueError):
 
     Args:
         message: one line with the value and the fix.
-        field: field of `Request` or `SamplingParams` with the value.
+        field: field of `EngineRequest` or `SamplingParams` with the value.
     """
 
     def __init__(self, message: str, *, field: str) -> None:
@@ -25,10 +33,11 @@ class RequestError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EngineRequest:
     """A request to continue `prompt`.
 
     Args:
+        request_id: id, unique among unfinished requests; None lets `Engine.add` choose one.
         prompt: token ids, at least one.
         max_new_tokens: largest number of new tokens.
         sampling: sampling parameters.
@@ -36,14 +45,20 @@ class Request:
         sequence: sequence number in the key of random draws; output i uses `sequence` + i.
         n: number of outputs.
         prompt_logprobs: report the log-probability of each prompt token.
-        mask: maps the output tokens so far to the allowed next tokens, bool [V]; None allows all
-            tokens. For grammars.
-        forced: maps the output tokens so far to tokens that a grammar forces next. They become
-            drafts of the next step and save their own steps; `mask` still verifies them.
         priority: requests with a lower number are served first when memory or batch slots are
             short; equal numbers in the order of arrival.
+        grammar: text of the grammar of the output. The engine reads only `mask` and `forced`: a
+            server compiles the grammar in the process of the engine and sets them.
+        reasoning_limit: limit of a reasoning passage, which a server turns into `mask` and `forced`
+            like `grammar`.
+        mask: maps the output tokens so far to the allowed next tokens, bool [V]; None allows all
+            tokens. For grammars. It never leaves its process.
+        forced: maps the output tokens so far to tokens that a grammar forces next. They become
+            drafts of the next step and save their own steps; `mask` still verifies them. It never
+            leaves its process.
     """
 
+    request_id: int | None = None
     prompt: tuple[int, ...]
     max_new_tokens: int = 64
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -51,50 +66,108 @@ class Request:
     sequence: int = 0
     n: int = 1
     prompt_logprobs: bool = False
+    priority: int = 0
+    grammar: str | None = None
+    reasoning_limit: Mapping[str, Any] | None = None
     mask: Callable[[Sequence[int]], Tensor | None] | None = None
     forced: Callable[[Sequence[int]], Sequence[int]] | None = None
-    priority: int = 0
+
+    def with_id(self, next_id: int, used: Container[int]) -> tuple[EngineRequest, int]:
+        """Return the request with its id, `next_id` where it has none, and its id.
+
+        Args:
+            next_id: an id that no request has had.
+            used: ids of the unfinished requests.
+
+        Raises:
+            RequestError: the id is in use.
+        """
+        if self.request_id is None:
+            return dataclasses.replace(self, request_id=next_id), next_id
+        if self.request_id in used:
+            raise RequestError(
+                f"request id {self.request_id} is the id of an unfinished request: use another",
+                field="request_id",
+            )
+        return self, self.request_id
+
+
+#: The most probable tokens at one position as (id, log-probability).
+TopLogprobs = Sequence[tuple[int, float]]
+
+
+class OutputDelta(NamedTuple):
+    """The new tokens of one output after a step.
+
+    Args:
+        request_id: id of the request.
+        index: index of the output within the request.
+        tokens: new tokens, including a stop token.
+        logprobs: log-probability of each new token before adjustments of the logits.
+        top_logprobs: alternatives of each new token, as many as requested; empty if not requested.
+        epochs: `Engine.epoch` at the sampling of each new token.
+        finish_reason: "stop" (stop token), "length" (token limit), "abort", "error" (logits are not
+            finite, or the mask allows no token) or "" (unfinished).
+        cached_tokens: prompt tokens that the first admission found in the prefix cache; in the
+            first delta of an output, else 0.
+        prompt_logprobs: log-probability of each prompt token except the first; in the first delta
+            of an output, if requested, else None.
+        prompt_top_logprobs: alternatives of the same prompt tokens, as many as requested; None
+            unless the request asks for alternatives and for prompt log-probabilities.
+    """
+
+    request_id: int
+    index: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top_logprobs: Sequence[TopLogprobs] = ()
+    epochs: Sequence[int] = ()
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    prompt_logprobs: Sequence[float] | None = None
+    prompt_top_logprobs: Sequence[TopLogprobs] | None = None
+
+    @staticmethod
+    def from_json(values: Sequence[Any]) -> OutputDelta:
+        """Return the delta of a JSON array of the fields, which turns tuples into lists."""
+        # Equal to the delta of the rank that has computed it: alternatives are pairs there.
+        delta = OutputDelta(*values)
+        top, prompt_top = delta.top_logprobs, delta.prompt_top_logprobs
+        return delta._replace(
+            top_logprobs=[[(token, logprob) for token, logprob in pairs] for pairs in top],
+            prompt_top_logprobs=None
+            if prompt_top is None
+            else [[(token, logprob) for token, logprob in pairs] for pairs in prompt_top],
+        )
 
 
 @dataclass(kw_only=True)
 class Completion:
-    """One output of a request.
-
-    Args:
-        request_id: return value of `add`.
-        index: index of the output within the request.
-        tokens: output tokens so far, including a stop token.
-        logprobs: log-probability of each token before adjustments of the logits.
-        top_logprobs: alternatives of each token as (id, log-probability), as many as requested.
-        prompt_logprobs: log-probability of each prompt token except the first; None unless
-            requested.
-        prompt_top_logprobs: alternatives of the same prompt tokens, as many as requested; None
-            unless the request asks for alternatives and for prompt log-probabilities.
-        cached_tokens: prompt tokens that the first admission found in the prefix cache.
-        epochs: `Engine.epoch` at the sampling of each token.
-        finish_reason: "stop" (stop token), "length" (token limit), "abort", "error" (logits are not
-            finite, or the mask allows no token) or "" (unfinished).
-    """
+    """One whole output, accumulated from its deltas; see `OutputDelta` for the fields."""
 
     request_id: int = 0
     index: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_logprobs: list[float] | None = None
-    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[float] | None = None
+    prompt_top_logprobs: Sequence[TopLogprobs] | None = None
     cached_tokens: int = 0
     epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
 
-    @staticmethod
-    def begin(request: Request, request_id: int, index: int) -> Completion:
-        """Return an empty output of a request."""
-        completion = Completion(request_id=request_id, index=index)
-        if request.prompt_logprobs:
-            completion.prompt_logprobs = []
-            completion.prompt_top_logprobs = [] if request.sampling.logprobs else None
-        return completion
+    def add(self, delta: OutputDelta) -> None:
+        """Append the next delta of the output."""
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.top_logprobs += delta.top_logprobs
+        self.epochs += delta.epochs
+        self.cached_tokens += delta.cached_tokens
+        self.finish_reason = delta.finish_reason
+        # Only the first delta of an output has the scores of the prompt.
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+            self.prompt_top_logprobs = delta.prompt_top_logprobs
 
     def cut(self, count: int) -> None:
         """Remove the tokens after the first `count`, with their log-probabilities and epochs."""
@@ -102,7 +175,25 @@ class Completion:
             del values[count:]
 
 
-def check_request(request: Request, *, max_length: int | None, vocab_size: int) -> None:
+class Completions(dict[tuple[int, int], Completion]):
+    """Outputs by request id and index, accumulated from deltas.
+
+    >>> outputs = Completions()
+    >>> while engine.unfinished:
+    ...     outputs.add(engine.step())
+    """
+
+    def add(self, deltas: Iterable[OutputDelta]) -> None:
+        """Append deltas to their outputs."""
+        for delta in deltas:
+            key = delta.request_id, delta.index
+            # The first delta of an output; no step announces an output without tokens.
+            if key not in self:
+                self[key] = Completion(request_id=delta.request_id, index=delta.index)
+            self[key].add(delta)
+
+
+def check_request(request: EngineRequest, *, max_length: int | None, vocab_size: int) -> None:
     """Reject a request that no engine of the model can serve.
 
     Args:

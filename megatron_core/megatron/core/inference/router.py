@@ -2,17 +2,17 @@
 """Data-parallel replicas of the engine: request routing and exchange of outputs.
 
     >>> replicas = Replicas(engine, groups.host_group("dp"))
-    >>> replicas.add(Request(prompt=(5, 6, 7), max_new_tokens=20))
-    0
+    >>> request_id = replicas.add(EngineRequest(prompt=(5, 6, 7), max_new_tokens=20))
+    >>> outputs = Completions()
     >>> while replicas.unfinished:
-    ...     completions = replicas.step()
-    >>> len(completions[0].tokens)
+    ...     outputs.add(replicas.step())
+    >>> len(outputs[request_id, 0].tokens)
     20
 
 All ranks of all replicas add the same requests between the same steps. `RequestRouter` assigns each
 request to a replica, equally on all ranks, and the engine of the replica serves it. After each step
-the replicas exchange the new tokens, one JSON message each, so that all ranks return the same
-outputs. The exchange runs on the hosts and overlaps with the next step of an asynchronous engine.
+the replicas exchange their deltas, one JSON message each, so that all ranks return the same
+deltas. The exchange runs on the hosts and overlaps with the next step of an asynchronous engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_gather
 from megatron.core.inference.blocks import hash_blocks
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.requests import EngineRequest, OutputDelta
 from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
 
@@ -108,7 +108,7 @@ class RequestRouter:
         """Requests sent to each replica, and outstanding tokens of each replica."""
         return [self.requests, self._tokens]
 
-    def assign(self, request: Request) -> int:
+    def assign(self, request: EngineRequest) -> int:
         """Choose the replica of a request and count the request as sent to it."""
         hashes = hash_blocks(request.prompt, self._block_size) if self._num_blocks else []
         replicas = range(len(self._num_seqs))
@@ -128,7 +128,7 @@ class RequestRouter:
             sent.popitem(last=False)
         return chosen
 
-    def output_ended(self, replica: int, request: Request) -> None:
+    def output_ended(self, replica: int, request: EngineRequest) -> None:
         """Record that an output of a request has finished."""
         self._num_seqs[replica] -= 1
         self._tokens[replica] -= self._cost(request)
@@ -139,7 +139,7 @@ class RequestRouter:
             sent.clear()
 
     @staticmethod
-    def _cost(request: Request) -> int:
+    def _cost(request: EngineRequest) -> int:
         return len(request.prompt) + request.max_new_tokens
 
     @staticmethod
@@ -189,25 +189,12 @@ class _RoutedRequest:
     Args:
         request: the request.
         replica: index of the replica that serves it.
-        local_id: request id in the replica's engine; -1 on ranks of other replicas.
-        outputs: unfinished outputs by index, equal on all ranks.
+        unfinished: indices of the unfinished outputs, equal on all ranks.
     """
 
-    request: Request
+    request: EngineRequest
     replica: int
-    local_id: int
-    outputs: dict[int, Completion]
-
-
-#: Fields of a completion to which steps append; replicas exchange the appended tails.
-_APPENDED_FIELDS = (
-    "tokens",
-    "logprobs",
-    "epochs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "prompt_top_logprobs",
-)
+    unfinished: set[int]
 
 
 class Replicas:
@@ -235,8 +222,7 @@ class Replicas:
                 block_size=config.block_size,
                 num_blocks=pool.num_blocks if config.prefix_caching else 0,
             )
-        self._routed: dict[int, _RoutedRequest] = {}
-        self._global_ids: dict[int, int] = {}  # local request id -> global request id
+        self._routed: dict[int, _RoutedRequest] = {}  # by request id
         self._next_id = 0
         self._loads = [EngineLoad.from_engine(engine)] * group.size
 
@@ -245,9 +231,9 @@ class Replicas:
         """Number of unfinished outputs of all replicas."""
         if self.router is None:
             return self.engine.unfinished
-        return sum(len(routed.outputs) for routed in self._routed.values())
+        return sum(len(routed.unfinished) for routed in self._routed.values())
 
-    def add(self, request: Request) -> int:
+    def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id.
 
         Raises:
@@ -257,30 +243,27 @@ class Replicas:
             return self.engine.add(request)
         # All ranks check before the router counts the request, so that all raise or none.
         self.engine.check(request)
-        replica, local_id = self.router.assign(request), -1
-        number, self._next_id = self._next_id, self._next_id + 1
+        request, request_id = request.with_id(self._next_id, self._routed)
+        self._next_id = max(self._next_id, request_id + 1)
+        replica = self.router.assign(request)
         if replica == self.group.rank:
-            local_id = self.engine.add(request)
-            self._global_ids[local_id] = number
-        outputs = {i: Completion.begin(request, number, i) for i in range(request.n)}
-        self._routed[number] = _RoutedRequest(request, replica, local_id, outputs)
-        return number
+            self.engine.add(request)
+        self._routed[request_id] = _RoutedRequest(request, replica, set(range(request.n)))
+        return request_id
 
-    def step(self) -> list[Completion]:
-        """Compute one step of each replica that has work; return the outputs that have new tokens
-        or finished, as `Engine.step` does.
+    def step(self) -> list[OutputDelta]:
+        """Compute one step of each replica that has work; return the new tokens of each output, as
+        `Engine.step` does.
 
         Raises:
             ValueError: the ranks have added different requests.
         """
         if self.router is None:
             return self.engine.step()
-        # After `Engine.pause` one output may occur twice; its delta must be sent once.
-        updated = {(c.request_id, c.index): c for c in self.engine.step()}
-        deltas = [self._delta(completion) for completion in updated.values()]
+        deltas = self.engine.step()
         *counts, stats = EngineLoad.from_engine(self.engine)
         load = [*counts, list(vars(stats).values())]
-        message = [self.router.load, [delta for delta in deltas if delta], load]
+        message = [self.router.load, deltas, load]
         messages = all_gather_json(message, self.group)
         if any(router_load != messages[0][0] for router_load, *_ in messages):
             raise ValueError(
@@ -289,32 +272,32 @@ class Replicas:
                 "and between the same steps"
             )
         self._loads = [EngineLoad(*load[:-1], SchedulerStats(*load[-1])) for *_, load in messages]
-        return [self._apply_delta(*delta) for _, deltas, *_ in messages for delta in deltas]
+        exchanged = [OutputDelta.from_json(delta) for _, deltas, _ in messages for delta in deltas]
+        for delta in exchanged:
+            if delta.finish_reason:
+                self._end(delta.request_id, delta.index)
+        return exchanged
 
-    def abort(self, request_id: int) -> list[Completion]:
-        """Abort the unfinished outputs of a request and return them; [] if the request has
-        finished."""
+    def abort(self, request_id: int) -> list[OutputDelta]:
+        """Abort the unfinished outputs of a request; return their last deltas, [] if the request
+        has finished."""
         if self.router is None:
             return self.engine.abort(request_id)
         routed = self._routed.get(request_id)
         if routed is None:
             return []
-        if routed.local_id >= 0:
-            self.engine.abort(routed.local_id)
-        ended = list(routed.outputs.values())
-        for completion in ended:
-            self._end(completion, "abort")
-        return ended
+        # Deltas that only the replica has are dropped: all ranks must return the same.
+        self.engine.abort(request_id)
+        indices = sorted(routed.unfinished)
+        for index in indices:
+            self._end(request_id, index)
+        return [OutputDelta(request_id, index, finish_reason="abort") for index in indices]
 
     def finish(self, request_id: int, index: int) -> None:
-        """Finish one output with reason "stop", because the caller detected a stop string."""
-        if self.router is None:
-            self.engine.finish(request_id, index)
-        routed = self._routed.get(request_id)
-        if routed is not None and index in routed.outputs:
-            if routed.local_id >= 0:
-                self.engine.finish(routed.local_id, index)
-            self._end(routed.outputs[index], "stop")
+        """End one output, because the caller detected a stop string; no delta of it follows."""
+        self.engine.finish(request_id, index)
+        if request_id in self._routed and index in self._routed[request_id].unfinished:
+            self._end(request_id, index)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix caches."""
@@ -349,49 +332,11 @@ class Replicas:
         if self.router is not None:
             self.router.forget_prefixes()
 
-    def _delta(self, completion: Completion) -> list[Any]:
-        """Return the changes of a local output since the last exchange; [] if it was aborted."""
-        number = self._global_ids.get(completion.request_id, -1)
-        if number < 0 or completion.index not in self._routed[number].outputs:
-            return []
-        # The shared copy has the exchanged tokens only, so its lengths mark what was sent.
-        exchanged = vars(self._routed[number].outputs[completion.index])
-        local = vars(completion)
-        tails = [
-            None if local[name] is None else local[name][len(exchanged[name]) :]
-            for name in _APPENDED_FIELDS
-        ]
-        return [
-            number,
-            completion.index,
-            completion.cached_tokens,
-            completion.finish_reason,
-            tails,
-        ]
-
-    def _apply_delta(
-        self, number: int, index: int, cached_tokens: int, reason: str, tails: Sequence[Any]
-    ) -> Completion:
-        """Apply the changes of one output, received from its replica, to the shared copy."""
-        completion = self._routed[number].outputs[index]
-        completion.cached_tokens = cached_tokens
-        for name, tail in zip(_APPENDED_FIELDS, tails, strict=True):
-            if tail and name.endswith("top_logprobs"):
-                # JSON turns the (id, log-probability) tuples into lists.
-                tail = [[(token, logprob) for token, logprob in pairs] for pairs in tail]
-            if tail:
-                vars(completion)[name] += tail
-        if reason:
-            self._end(completion, reason)
-        return completion
-
-    def _end(self, completion: Completion, reason: str) -> None:
-        """Finish an output on this rank."""
+    def _end(self, request_id: int, index: int) -> None:
+        """Record on this rank that an output has ended."""
         assert self.router is not None
-        completion.finish_reason = reason
-        routed = self._routed[completion.request_id]
+        routed = self._routed[request_id]
         self.router.output_ended(routed.replica, routed.request)
-        del routed.outputs[completion.index]
-        if not routed.outputs:
-            del self._routed[completion.request_id]
-            self._global_ids.pop(routed.local_id, None)
+        routed.unfinished.discard(index)
+        if not routed.unfinished:
+            del self._routed[request_id]

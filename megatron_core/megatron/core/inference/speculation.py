@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.requests import Completion, Request
+from megatron.core.inference.requests import EngineRequest, OutputDelta
 from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
 from megatron.core.inference.sizes import EngineConfig
@@ -56,7 +56,7 @@ class DraftContext:
     """
 
     seq: SequenceState
-    request: Request
+    request: EngineRequest
     generated: Sequence[int]
     sequence: int
     max_drafts: int
@@ -233,12 +233,12 @@ class DraftEngine(Protocol):
         """Number of unfinished outputs."""
         ...
 
-    def add(self, request: Request) -> int:
+    def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id."""
         ...
 
-    def step(self) -> list[Completion]:
-        """Compute one step; return the outputs that have new tokens."""
+    def step(self) -> list[OutputDelta]:
+        """Compute one step; return the new tokens of each output."""
         ...
 
     def sleep(self, weights: Iterable[Tensor]) -> None:
@@ -278,8 +278,8 @@ class DraftModel:
             if count > 0:
                 index_of_request[self.engine.add(_draft_request(context, count))] = index
         while self.engine.unfinished:
-            for completion in self.engine.step():
-                drafts[index_of_request[completion.request_id]] = completion.tokens
+            for delta in self.engine.step():
+                drafts[index_of_request[delta.request_id]] += delta.tokens
         return drafts
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
@@ -303,10 +303,10 @@ class DraftModel:
         return capacity if engine.max_length is None else min(capacity, engine.max_length)
 
 
-def _draft_request(context: DraftContext, count: int) -> Request:
+def _draft_request(context: DraftContext, count: int) -> EngineRequest:
     """Return the request for `count` drafts, with the sampling parameters of the sequence."""
     request, generated, mask = context.request, context.generated, context.request.mask
-    return Request(
+    return EngineRequest(
         prompt=tuple(context.seq.tokens),
         max_new_tokens=count,
         sampling=dataclasses.replace(request.sampling, logprobs=None),

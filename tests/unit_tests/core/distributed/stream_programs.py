@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.async_save import StagingBuffer
 from megatron.core.dist_checkpointing.shards import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
+from megatron.core.inference.engine import Engine, EngineConfig, generate
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import HostUpdates
@@ -190,7 +191,7 @@ def generation(device: StreamModel) -> list[Tensor]:
         vocab_size=VOCABULARY,
     )
     requests = [
-        Request(
+        EngineRequest(
             prompt=(n,),
             max_new_tokens=6,
             sampling=SamplingParams(temperature=0.8 * (n % 2), logprobs=2, seed=n),

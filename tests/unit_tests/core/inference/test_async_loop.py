@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, Request, generate
+from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, generate
+from megatron.core.inference.requests import Completions, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.speculation import DraftModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -100,7 +101,7 @@ def test_next_step_is_planned_while_a_step_runs() -> None:
         return outputs
 
     engine._launch = launch_and_signal  # type: ignore[method-assign]
-    batch = [Request(prompt=(n,), max_new_tokens=NEW, sampling=GREEDY) for n in range(16)]
+    batch = [EngineRequest(prompt=(n,), max_new_tokens=NEW, sampling=GREEDY) for n in range(16)]
     outputs = generate(engine, batch)
     assert [c.tokens for (c,) in outputs] == [
         [(n + k) % VOCABULARY for k in range(1, NEW + 1)] for n in range(16)
@@ -151,34 +152,37 @@ def test_asynchronous_outputs_equal_synchronous_ones(family: str, drafts: bool) 
 def test_an_abort_wastes_the_token_in_flight() -> None:
     engine = counting_engine()
     aborted_id, remaining_id = [
-        engine.add(Request(prompt=(n,), max_new_tokens=6, sampling=GREEDY)) for n in (1, 30)
+        engine.add(EngineRequest(prompt=(n,), max_new_tokens=6, sampling=GREEDY)) for n in (1, 30)
     ]
-    engine.step()
-    (aborted,) = engine.abort(aborted_id)
-    assert (aborted.tokens, aborted.finish_reason) == ([2], "abort")
-    completions = {c.request_id: c for _ in range(6) for c in engine.step()}
-    assert set(completions) == {remaining_id}
-    assert completions[remaining_id].tokens == [31, 32, 33, 34, 35, 36]
-    assert aborted.tokens == [2]
+    outputs = Completions()
+    outputs.add(engine.step())
+    outputs.add(engine.abort(aborted_id))
+    assert outputs[aborted_id, 0].finish_reason == "abort"
+    for _ in range(6):
+        outputs.add(engine.step())
+    tokens = {request_id: output.tokens for (request_id, _), output in outputs.items()}
+    assert tokens == {aborted_id: [2], remaining_id: [31, 32, 33, 34, 35, 36]}
     assert engine.stats.wasted == 1
     assert engine.unfinished == engine.scheduler.pool.references == 0
 
 
 def test_pause_completes_the_steps_in_flight() -> None:
     engine = counting_engine()
-    engine.add(Request(prompt=(1,), max_new_tokens=5, sampling=GREEDY))
-    engine.step()
+    request_id = engine.add(EngineRequest(prompt=(1,), max_new_tokens=5, sampling=GREEDY))
+    outputs = Completions()
+    outputs.add(engine.step())
     with pytest.raises(ValueError, match="pause"):
         engine.weights_replaced()
     engine.pause()
     engine.weights_replaced()
-    (completion,) = engine.step()
-    assert (completion.tokens, completion.epochs) == ([2, 3], [0, 0])
+    outputs.add(engine.step())
+    output = outputs[request_id, 0]
+    assert (output.tokens, output.epochs) == ([2, 3], [0, 0])
     assert engine.step() == []
     engine.resume()
     while engine.unfinished:
-        engine.step()
-    assert (completion.tokens, completion.epochs) == ([2, 3, 4, 5, 6], [0, 0, 1, 1, 1])
+        outputs.add(engine.step())
+    assert (output.tokens, output.epochs) == ([2, 3, 4, 5, 6], [0, 0, 1, 1, 1])
 
 
 def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
@@ -198,7 +202,7 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
         # Rank 1 receives another prompt.
         prompt = prompts()[1][: 6 if rank else 7]
         try:
-            generate(engine, [Request(prompt=prompt, sampling=SamplingParams(temperature=0))])
+            generate(engine, [EngineRequest(prompt=prompt, sampling=SamplingParams(temperature=0))])
         except ValueError as error:
             return tokens, str(error)
     return tokens, ""
@@ -220,7 +224,9 @@ def test_sleep_frees_memory_and_requests_resume(asynchronous: bool) -> None:
     expected = [c.tokens for (c,) in generate(engine, requests())]
     for request in requests():
         engine.add(request)
-    completions = {c.request_id: c for _ in range(3) for c in engine.step()}
+    outputs = Completions()
+    for _ in range(3):
+        outputs.add(engine.step())
     full, storages = engine.cache.num_bytes, [t.untyped_storage() for t in model.store.tensors()]
     before = sum(storage.nbytes() for storage in storages)
     assert full > 0
@@ -231,14 +237,14 @@ def test_sleep_frees_memory_and_requests_resume(asynchronous: bool) -> None:
     for call in (lambda: engine.add(requests()[0]), engine.sleep, engine.resume):
         with pytest.raises(ValueError, match="asleep"):
             call()
-    engine.step()  # collects the outputs of the steps in flight
+    outputs.add(engine.step())  # the deltas of the steps in flight
     assert engine.step() == []
     engine.wake()
     assert engine.cache.num_bytes == full
     assert sum(storage.nbytes() for storage in storages) == before
     while engine.unfinished:
-        completions |= {c.request_id: c for c in engine.step()}
-    assert [completions[n].tokens for n in sorted(completions)] == expected
+        outputs.add(engine.step())
+    assert [outputs[key].tokens for key in sorted(outputs)] == expected
     assert engine.stats.preempted > 0
     with pytest.raises(ValueError, match="awake"):
         engine.wake()

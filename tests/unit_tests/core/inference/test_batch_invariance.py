@@ -12,7 +12,8 @@ import torch
 from megatron.core.backend import LOCAL, with_batch_invariance
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Completion, Engine, EngineConfig, Request, generate
+from megatron.core.inference.engine import Engine, EngineConfig, generate
+from megatron.core.inference.requests import Completion, Completions, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops.matmul import packed
@@ -42,9 +43,9 @@ def model_of(family: str, dtype: torch.dtype) -> GPTModel:
     )
 
 
-def request(number: int, length: int, *, prefix: tuple[int, ...] = ()) -> Request:
+def request(number: int, length: int, *, prefix: tuple[int, ...] = ()) -> EngineRequest:
     ids = torch.randint(0, VOCABULARY, (length,), generator=generator(7, number)).tolist()
-    return Request(
+    return EngineRequest(
         prompt=(*prefix, *ids[len(prefix) :]),
         max_new_tokens=NEW,
         sampling=SAMPLING,
@@ -57,7 +58,7 @@ def request(number: int, length: int, *, prefix: tuple[int, ...] = ()) -> Reques
 TARGET = request(0, 75)
 
 
-def neighbour_requests() -> list[Request]:
+def neighbour_requests() -> list[EngineRequest]:
     return [request(n, 3 + 5 * (n % 5)) for n in range(1, 16)]
 
 
@@ -75,7 +76,7 @@ def bits(completion: Completion) -> tuple:
     return completion.tokens, completion.logprobs, completion.prompt_logprobs
 
 
-def generate_alone(model: GPTModel, target: Request = TARGET, **config) -> Completion:
+def generate_alone(model: GPTModel, target: EngineRequest = TARGET, **config) -> Completion:
     return generate(engine_of(model, **config), [target])[0][0]
 
 
@@ -100,19 +101,20 @@ def test_request_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype
     engine = engine_of(model, max_num_batched_tokens=100)
     for queued in (target, *neighbour_requests()):
         engine.add(queued)
-    completions: dict[int, Completion] = {}
+    outputs = Completions()
     max_running = 0
     while engine.unfinished:
-        completions |= {completion.request_id: completion for completion in engine.step()}
+        outputs.add(engine.step())
         max_running = max(max_running, len(engine.scheduler.running))
-        if 0 in completions and len(completions[0].tokens) == 2 and not engine.stats.preempted:
+        output = outputs.get((0, 0))
+        if output and len(output.tokens) == 2 and not engine.stats.preempted:
             engine.pause(keep_cache=False)
             engine.resume()
     assert engine.stats.preempted > 0
     assert max_running > 8
     from_cache = generate(engine, [target])[0][0]
     assert engine.stats.hit > 0
-    for got in (completions[0], from_cache):
+    for got in (outputs[0, 0], from_cache):
         assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
 
 

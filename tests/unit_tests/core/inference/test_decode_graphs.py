@@ -15,7 +15,8 @@ from megatron.core.cpu_graph import CpuGraph
 from megatron.core.inference import decode_graphs
 from megatron.core.inference import engine as engine_module
 from megatron.core.inference.decode_graphs import bucket_sizes
-from megatron.core.inference.engine import Completion, Engine, generate
+from megatron.core.inference.engine import Engine, generate
+from megatron.core.inference.requests import Completion
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid

@@ -15,7 +15,8 @@ import torch
 
 from megatron.core.comm import trace
 from megatron.core.inference import engine as engine_module
-from megatron.core.inference.engine import Completion, Engine, generate
+from megatron.core.inference.engine import Engine, generate
+from megatron.core.inference.requests import Completion
 from megatron.core.inference.sampling import Sampled, SampleRow
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel

@@ -15,15 +15,8 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import (
-    Completion,
-    Engine,
-    EngineFeatures,
-    Proposer,
-    Request,
-    check_request,
-    generate,
-)
+from megatron.core.inference.engine import Engine, EngineFeatures, Proposer, generate
+from megatron.core.inference.requests import Completions, EngineRequest, check_request
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
 from megatron.core.inference.scheduler import SchedulerStats
@@ -162,9 +155,9 @@ def prompts() -> list[tuple[int, ...]]:
     return [*tokens, (*shared, 1, 2, 3), (*shared, 4)]
 
 
-def requests(params: SamplingParams = GREEDY, **fields) -> list[Request]:
+def requests(params: SamplingParams = GREEDY, **fields) -> list[EngineRequest]:
     return [
-        Request(prompt=p, max_new_tokens=NEW, sampling=params, sequence=100 + i, **fields)
+        EngineRequest(prompt=p, max_new_tokens=NEW, sampling=params, sequence=100 + i, **fields)
         for i, p in enumerate(prompts())
     ]
 
@@ -332,13 +325,11 @@ def check_against_full_forward(row: dict, replicas: Replicas) -> None:
                 replicas.step()
             assert {c.finish_reason for c in replicas.abort(aborted_id)} == {"abort"}
         ids = [replicas.add(request) for request in batch]
-        completions: dict[int, dict[int, Completion]] = {n: {} for n in ids}
+        completions = Completions()
         while replicas.unfinished:
-            for completion in replicas.step():
-                if completion.request_id in completions:
-                    completions[completion.request_id][completion.index] = completion
+            completions.add(replicas.step())
     for request, number in zip(batch, ids, strict=True):
-        outputs = [completions[number][index] for index in range(request.n)]
+        outputs = [completions[number, index] for index in range(request.n)]
         for index, got in enumerate(outputs):
             sequence = 0 if params.greedy else request.sequence + index
             assert len(got.tokens) == NEW
@@ -473,7 +464,7 @@ def test_nan_logits_end_only_their_request() -> None:
     engine = Engine(
         Diverging(), EngineConfig(num_blocks=9), shapes=CacheShapes(), vocab_size=VOCABULARY
     )
-    batch = [Request(prompt=(token,), max_new_tokens=6, sampling=GREEDY) for token in (58, 3)]
+    batch = [EngineRequest(prompt=(token,), max_new_tokens=6, sampling=GREEDY) for token in (58, 3)]
     (failed,), (finished,) = generate(engine, batch)
     assert (failed.tokens, failed.finish_reason) == ([59, 60], "error")
     assert (finished.tokens, finished.finish_reason) == ([4, 5, 6, 7, 8, 9], "length")
@@ -501,7 +492,7 @@ def test_empty_mask_ends_only_its_request() -> None:
     ],
 )
 def test_invalid_requests_are_refused(changes: dict, pattern: str) -> None:
-    request = Request(**{"prompt": (1, 2, 3), "max_new_tokens": 2} | changes)
+    request = EngineRequest(**{"prompt": (1, 2, 3), "max_new_tokens": 2} | changes)
     with pytest.raises(ValueError, match=pattern):
         check_request(request, max_length=8, vocab_size=VOCABULARY)
 
@@ -512,10 +503,10 @@ def test_oversized_request_does_not_affect_others() -> None:
     engine.add(request)
     with pytest.raises(ValueError, match="60 tokens take 4 blocks of 16"):
         engine.add(replace(requests()[2], max_new_tokens=20))
-    completions = []
+    deltas = []
     while engine.unfinished:
-        completions = engine.step()
-    assert completions[0].finish_reason == "length"
+        deltas = engine.step()
+    assert deltas[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -525,7 +516,7 @@ def test_window_frees_the_blocks_outside_it(family: str, prefix_caching: bool) -
     config = replace(config, attention=replace(config.attention, window=20))
     model = GPTModel(config, ProcessGroupCollection.single(), seed=3)
     engine = engine_of(model, num_blocks=8, max_num_seqs=1, prefix_caching=prefix_caching)
-    engine.add(Request(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
+    engine.add(EngineRequest(prompt=(5,) * 10, max_new_tokens=100, sampling=GREEDY))
     blocks_in_use = []
     while engine.unfinished:
         engine.step()

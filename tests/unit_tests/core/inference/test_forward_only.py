@@ -17,7 +17,7 @@ from megatron.core.comm.conjugates import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megatron.core.inference.engine import Request
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -44,8 +44,8 @@ CONFIG = GPTConfig(
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [
-    Request(prompt=(1, 2, 3), max_new_tokens=4, sampling=GREEDY),
-    Request(prompt=(4,), max_new_tokens=4, sampling=GREEDY),
+    EngineRequest(prompt=(1, 2, 3), max_new_tokens=4, sampling=GREEDY),
+    EngineRequest(prompt=(4,), max_new_tokens=4, sampling=GREEDY),
 ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.inference.engine import Completion, Request
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -77,12 +77,12 @@ def model() -> GPTModel:
     return make_model("grouped")
 
 
-def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
-    return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
+def requests(prompts: list[tuple[int, ...]]) -> list[EngineRequest]:
+    return [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
 def generate_without_cache(
-    model: GPTModel, request: Request, num_tokens: int, params: SamplingParams
+    model: GPTModel, request: EngineRequest, num_tokens: int, params: SamplingParams
 ):
     """Generate for one prompt, with a full forward over the sequence for every token."""
     tokens = list(request.prompt)

@@ -12,8 +12,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Completion, Request
 from megatron.core.inference.engine import generate as generate_all
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
@@ -96,8 +96,8 @@ def model() -> GPTModel:
     return make_model()
 
 
-def requests(prompts: list[tuple[int, ...]] = PROMPTS) -> list[Request]:
-    return [Request(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
+def requests(prompts: list[tuple[int, ...]] = PROMPTS) -> list[EngineRequest]:
+    return [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(prompts)]
 
 
 def feed_in_chunks(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) -> torch.Tensor:

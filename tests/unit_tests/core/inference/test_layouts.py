@@ -13,15 +13,8 @@ import torch
 
 from megatron.core.device import Recorder
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    EngineFeatures,
-    Proposer,
-    Request,
-    generate,
-)
+from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, Proposer, generate
+from megatron.core.inference.requests import Completion, Completions, EngineRequest
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
@@ -92,7 +85,7 @@ def engine_on(
     )
 
 
-def requests_of(row: dict[str, Any]) -> list[Request]:
+def requests_of(row: dict[str, Any]) -> list[EngineRequest]:
     batch = [replace(request, max_new_tokens=9) for request in requests(GREEDY)[1:]]
     if row["reports"]:
         params = replace(DRAWN, logprobs=2)
@@ -142,7 +135,7 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
     )
 
 
-def completions_with_an_abort(engine: Engine) -> dict[int, Completion]:
+def completions_with_an_abort(engine: Engine) -> Completions:
     """Return the completions of requests of all kinds, by request and output index.
 
     The first request is aborted after some steps, in the middle of its text.
@@ -158,13 +151,13 @@ def completions_with_an_abort(engine: Engine) -> dict[int, Completion]:
     ]
     batch = [replace(r, **fields) for r, fields in zip(requests(), kinds, strict=True)]
     ids = [engine.add(request) for request in batch]
-    completions: dict[int, Completion] = {}
+    completions = Completions()
     steps = 0
     while engine.unfinished:
         steps += 1
-        ended = engine.abort(ids[0]) if steps == 8 else []
-        for completion in (*ended, *engine.step()):
-            completions[10 * completion.request_id + completion.index] = completion
+        if steps == 8:
+            completions.add(engine.abort(ids[0]))
+        completions.add(engine.step())
     return completions
 
 

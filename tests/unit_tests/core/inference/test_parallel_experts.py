@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.core.comm import trace
-from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.engine import generate
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -46,7 +47,7 @@ def generate_tokens(
     """Return the tokens and log-probabilities of the first `count` prompts."""
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
     engine.model = InferenceOptimizedModel(model)
-    batch = [Request(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
+    batch = [EngineRequest(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
     outputs = [completions[0] for completions in generate(engine, batch)]
     logprobs = torch.tensor([x for output in outputs for x in output.logprobs])
     return [output.tokens for output in outputs], logprobs

@@ -15,7 +15,8 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference.cache import CacheShapes, PagedCache
-from megatron.core.inference.engine import Engine, EngineConfig, Request, generate
+from megatron.core.inference.engine import Engine, EngineConfig, generate
+from megatron.core.inference.requests import Completions, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.ssm.mixer import load_state, store_state
 
@@ -117,9 +118,11 @@ def engine_of(model: HashModel, **config) -> Engine:
     return Engine(model, config, shapes=model.shapes, vocab_size=VOCABULARY)
 
 
-def requests(prompts: Sequence[Sequence[int]] = PROMPTS, new: int = NEW, **fields) -> list[Request]:
+def requests(
+    prompts: Sequence[Sequence[int]] = PROMPTS, new: int = NEW, **fields
+) -> list[EngineRequest]:
     return [
-        Request(prompt=tuple(p), sequence=i, max_new_tokens=new, sampling=GREEDY, **fields)
+        EngineRequest(prompt=tuple(p), sequence=i, max_new_tokens=new, sampling=GREEDY, **fields)
         for i, p in enumerate(prompts)
     ]
 
@@ -236,7 +239,7 @@ def test_random_request_events_keep_texts_correct(seed: int) -> None:
     )
     start = source.choices(range(VOCABULARY), k=60)
     expected_tokens: dict[int, list[int]] = {}
-    finish_reasons: dict[int, str] = {}
+    outputs = Completions()
     for _ in range(400):
         event = source.random()
         if event < 0.25 and len(expected_tokens) < 60:
@@ -244,8 +247,7 @@ def test_random_request_events_keep_texts_correct(seed: int) -> None:
             (request,) = requests([prompt], new=source.randint(1, 40))
             expected_tokens[engine.add(request)] = expected_text(prompt, request.max_new_tokens)
         elif event < 0.29 and expected_tokens:
-            for completion in engine.abort(source.choice(list(expected_tokens))):
-                finish_reasons[completion.request_id] = completion.finish_reason
+            outputs.add(engine.abort(source.choice(list(expected_tokens))))
         elif event < 0.31:
             engine.pause(keep_cache=source.random() < 0.5)
             assert engine.step() == []
@@ -253,12 +255,11 @@ def test_random_request_events_keep_texts_correct(seed: int) -> None:
         elif event < 0.33:
             engine.weights_replaced()
         else:
-            record_completions(engine.step(), expected_tokens, finish_reasons)
+            outputs.add(engine.step())
         check_accounting(engine)
     while engine.unfinished:
-        record_completions(engine.step(), expected_tokens, finish_reasons)
-    assert set(finish_reasons) == set(expected_tokens)
-    assert {"abort", "length"} == set(finish_reasons.values())
+        outputs.add(engine.step())
+    check_outputs(outputs, expected_tokens)
     assert engine.scheduler.pool.references == 0
     engine.weights_replaced()  # the prefix cache is emptied as well
     assert engine.scheduler.pool.available == engine.config.num_blocks
@@ -266,15 +267,14 @@ def test_random_request_events_keep_texts_correct(seed: int) -> None:
         assert engine.cache.states.free_slots == engine.cache.states.num_slots
 
 
-def record_completions(
-    completions, expected_tokens: dict[int, list[int]], finish_reasons: dict[int, str]
-) -> None:
-    for completion in completions:
-        tokens = expected_tokens[completion.request_id]
-        assert completion.tokens == tokens[: len(completion.tokens)]
-        if completion.finish_reason:
-            assert completion.tokens == tokens
-            finish_reasons[completion.request_id] = completion.finish_reason
+def check_outputs(outputs: Completions, expected_tokens: dict[int, list[int]]) -> None:
+    assert {request_id for request_id, _ in outputs} == set(expected_tokens)
+    for (request_id, _), output in outputs.items():
+        tokens = expected_tokens[request_id]
+        if output.finish_reason == "abort":
+            tokens = tokens[: len(output.tokens)]
+        assert output.tokens == tokens
+    assert {output.finish_reason for output in outputs.values()} == {"abort", "length"}
 
 
 def check_accounting(engine: Engine) -> None:
@@ -313,13 +313,13 @@ def test_abort_frees_blocks_and_slots_at_once() -> None:
 
 def test_tokens_record_their_weight_epoch() -> None:
     engine = engine_of(HashModel(paged=True))
-    engine.add(requests(LONG)[0])
-    completions = []
+    request_id = engine.add(requests(LONG)[0])
+    outputs = Completions()
     for number in range(NEW):
         if number == 4:
             engine.weights_replaced()
-        completions = engine.step()
-    assert completions[0].epochs == [0] * 4 + [1] * 5
+        outputs.add(engine.step())
+    assert outputs[request_id, 0].epochs == [0] * 4 + [1] * 5
     generate(engine, requests(LONG))
     # Blocks computed with the old weights are never reused.
     assert engine.stats.hit == 0
@@ -332,17 +332,17 @@ def test_no_block_computed_across_weight_update_is_reused(paged: bool, budget: i
     engine = engine_of(model, max_num_batched_tokens=budget)
     original_id = engine.add(requests(LONG, new=60)[0])
     twin_id = engine.add(requests(LONG)[0])  # waits for the blocks of the first request
-    tokens_by_id = {}
+    outputs = Completions()
     for number in range(80):
         if number == 3:
             model.factor = 41
             engine.weights_replaced()
-        tokens_by_id |= {c.request_id: c.tokens for c in engine.step()}
+        outputs.add(engine.step())
     assert engine.unfinished == 0
     if budget == 16:  # the twin starts after the replacement
-        assert tokens_by_id[twin_id] == expected_text(LONG[0], factor=41)
+        assert outputs[twin_id, 0].tokens == expected_text(LONG[0], factor=41)
     # Since then the first row has filled blocks with keys and states of both weights.
-    turn = (*LONG[0], *tokens_by_id[original_id], 1)
+    turn = (*LONG[0], *outputs[original_id, 0].tokens, 1)
     hits = []
     for _ in range(2):
         before = engine.stats.hit

@@ -13,14 +13,8 @@ import pytest
 import torch
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    EngineFeatures,
-    Request,
-    generate,
-)
+from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, generate
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import (
     SamplingParams,
     accepted_drafts,
@@ -179,7 +173,7 @@ def counting_drafts(tokens: Sequence[int], count: int) -> list[int]:
 def test_ngram_drafts_follow_repeating_text() -> None:
     engine = counting_engine(NGramLookup())
     (completions,) = generate(
-        engine, [Request(prompt=(0, 1, 2), max_new_tokens=90, sampling=GREEDY)]
+        engine, [EngineRequest(prompt=(0, 1, 2), max_new_tokens=90, sampling=GREEDY)]
     )
     assert completions[0].tokens == [(3 + n) % 7 for n in range(90)]
     assert engine.stats.tokens_per_forward > 3.5
@@ -199,7 +193,7 @@ def test_ngram_lookup_uses_longest_then_latest_match() -> None:
         (5, 6, 1, 5, 6, 2, 5, 6),  # the later of two
         (5, 6, 1, 6),  # one token is too short
     ):
-        engine.add(Request(prompt=prompt, max_new_tokens=9, sampling=GREEDY))
+        engine.add(EngineRequest(prompt=prompt, max_new_tokens=9, sampling=GREEDY))
     for row in engine.scheduler.waiting:
         drafts += lookup.propose([engine._outputs[row].context(3)])
     assert drafts == [[9, 8, 2], [2, 5, 6], []]
@@ -344,7 +338,7 @@ def test_drafts_continue_from_a_pending_token() -> None:
             return super().propose(contexts)
 
     engine = counting_engine(RecordingProposer(script), asynchronous=True, num_blocks=20)
-    batch = [Request(prompt=(n, 3), max_new_tokens=40, sampling=GREEDY) for n in range(3)]
+    batch = [EngineRequest(prompt=(n, 3), max_new_tokens=40, sampling=GREEDY) for n in range(3)]
     for (completion,) in generate(engine, batch):
         assert completion.tokens == [(4 + n) % 7 for n in range(40)]
     assert set(pending) == {0, 1}
@@ -356,7 +350,8 @@ def test_drafts_continue_from_a_pending_token() -> None:
 def test_drafts_delay_and_preempt_no_request() -> None:
     wrong_proposer = ScriptedProposer(lambda tokens, count: [60] * count)
     batch = [
-        Request(prompt=(n,) * 14, max_new_tokens=17, sampling=GREEDY, sequence=n) for n in range(6)
+        EngineRequest(prompt=(n,) * 14, max_new_tokens=17, sampling=GREEDY, sequence=n)
+        for n in range(6)
     ]
     steps = []
     for proposer in (None, wrong_proposer):
@@ -385,8 +380,8 @@ def test_stop_token_and_grammar_end_a_row_within_drafts() -> None:
 
     engine = counting_engine(ScriptedProposer(script))
     batch = [
-        Request(prompt=(6,), max_new_tokens=20, sampling=GREEDY, stop_tokens={5}),
-        Request(prompt=(3,), max_new_tokens=20, sampling=GREEDY, stop_tokens={5}, mask=mask),
+        EngineRequest(prompt=(6,), max_new_tokens=20, sampling=GREEDY, stop_tokens={5}),
+        EngineRequest(prompt=(3,), max_new_tokens=20, sampling=GREEDY, stop_tokens={5}, mask=mask),
     ]
     (stopped,), (masked,) = generate(engine, batch)
     assert (stopped.tokens, stopped.finish_reason) == ([0, 1, 2, 3, 4, 5], "stop")
@@ -396,7 +391,7 @@ def test_stop_token_and_grammar_end_a_row_within_drafts() -> None:
 
     engine = counting_engine(ScriptedProposer(script))
     (resumed,) = generate(
-        engine, [Request(prompt=(0,), max_new_tokens=6, sampling=GREEDY, mask=mask)]
+        engine, [EngineRequest(prompt=(0,), max_new_tokens=6, sampling=GREEDY, mask=mask)]
     )[0]
     assert resumed.tokens == [1, 2, 0, 1, 2, 0]  # 3 is excluded: the lowest id instead
     assert resumed.finish_reason == "length"
@@ -420,7 +415,7 @@ def test_forced_tokens_need_no_additional_step(drafts: int) -> None:
         (completions,) = generate(
             engine,
             [
-                Request(
+                EngineRequest(
                     prompt=(0,),
                     max_new_tokens=41,
                     sampling=GREEDY,
@@ -469,7 +464,9 @@ def test_non_finite_logits_end_row_after_accepted_tokens() -> None:
             return logits
 
     engine.model = Diverging(following)
-    (completion,) = generate(engine, [Request(prompt=(1,), max_new_tokens=9, sampling=GREEDY)])[0]
+    (completion,) = generate(
+        engine, [EngineRequest(prompt=(1,), max_new_tokens=9, sampling=GREEDY)]
+    )[0]
     assert (completion.tokens, completion.finish_reason) == ([2, 3, 4], "error")
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.inference.engine import Engine, Request, generate
+from megatron.core.inference.engine import Engine, generate
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
@@ -33,7 +34,7 @@ PROMPT = tuple(range(7, 40))
 
 def generate_tokens(engine: Engine) -> list[int]:
     """Return the tokens that follow the prompt."""
-    request = Request(
+    request = EngineRequest(
         prompt=PROMPT, max_new_tokens=8, sampling=SamplingParams(temperature=0), sequence=1
     )
     return generate(engine, [request])[0][0].tokens
@@ -75,7 +76,7 @@ def test_generation_does_not_change_training(strategy: str) -> None:
 
 def logprobs_of_tokens(engine: Engine) -> torch.Tensor:
     """Return the log-probabilities of the tokens that follow the prompt."""
-    request = Request(
+    request = EngineRequest(
         prompt=PROMPT, max_new_tokens=4, sampling=SamplingParams(temperature=0), sequence=1
     )
     return torch.tensor(generate(engine, [request])[0][0].logprobs)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Request
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
@@ -162,7 +162,7 @@ def test_decode_step_copies_no_weight():
 
 
 def test_batched_prompts_match_each_prompt_without_cache():
-    batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
+    batch = [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     with one_thread():
         model = model_of(CONFIG)
         with nan_memory():
@@ -176,7 +176,7 @@ def on_rank(rank: int, world: int) -> tuple:
     """Decode on a tensor parallel rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_of(CONFIG, groups)
-    batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
+    batch = [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     tokens = torch.randint(0, 61, (3, 13), generator=generator(1))
     logits, _ = logits_in_steps(model, tokens, [4, 1, 3, 1, 4])
     # With sequence parallelism, steps must divide over the ranks.
@@ -188,7 +188,7 @@ def on_rank(rank: int, world: int) -> tuple:
 
 def test_tensor_parallel_decode_matches_one_process():
     tokens = torch.randint(0, 61, (3, 13), generator=generator(1))
-    batch = [Request(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
+    batch = [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
     ranks = run_ranks(on_rank, 2)
     with one_thread():
         model = model_of(CONFIG)

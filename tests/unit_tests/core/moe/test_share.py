@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.inference.engine import Completion, Request
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
@@ -181,7 +181,7 @@ GPT = GPTConfig(
     ffn_pattern="-E",
     init_std=0.5,
 )
-REQUESTS = [Request(prompt=(5, 17, 2), sequence=100)]
+REQUESTS = [EngineRequest(prompt=(5, 17, 2), sequence=100)]
 GREEDY = SamplingParams(temperature=0)
 
 

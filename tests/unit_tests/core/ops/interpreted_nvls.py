@@ -22,7 +22,8 @@ from megatron.core.comm.symmetric_memory import (
     SequenceParallelComm,
     SymmetricBuffers,
 )
-from megatron.core.inference.engine import Request, generate
+from megatron.core.inference.engine import generate
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops.nvls import PeerGroup, RowNorm
@@ -467,7 +468,7 @@ def copies_into_arenas() -> Iterator[list[bool]]:
         Arena._fill_next = fill_next
 
 
-def make_requests() -> list[Request]:
+def make_requests() -> list[EngineRequest]:
     """Return three requests of a few tokens, as the interpreter is slow."""
     return [replace(request, max_new_tokens=4) for request in requests()[:3]]
 

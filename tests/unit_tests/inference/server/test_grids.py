@@ -18,7 +18,8 @@ import torch
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
-from megatron.core.inference.engine import Completion, Request, generate
+from megatron.core.inference.engine import generate
+from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
@@ -28,7 +29,7 @@ from megatron.inference import serve
 from megatron.inference.checkpoint_model import load_checkpoint_model
 from megatron.inference.config import Inference, ModelSource, ServeConfig
 from megatron.inference.llm import LLM
-from megatron.inference.server.engine.link import EngineRequest, FrameReader, OutputDelta, frame
+from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
@@ -42,13 +43,13 @@ LONG, TOO_LONG = 40, 90
 WORDS = ["--device", "cpu", "--inference-max-requests", "3", "--inference-memory-gb", "0.0005"]
 
 
-def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[EngineRequest]:
+def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[RequestMessage]:
     """Return eight requests: two prefixes, greedy and sampled, the last with prompt logprobs."""
     requests = []
     for n in range(8):
         prefix = [3 + n % 2] * LONG
         requests.append(
-            EngineRequest(
+            RequestMessage(
                 id=first_id + n,
                 prompt=[*prefix, *range(7, 8 + n)],
                 max_new_tokens=max_new_tokens - n,
@@ -74,8 +75,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def request_of(request: EngineRequest) -> Request:
-    return Request(
+def request_of(request: RequestMessage) -> EngineRequest:
+    return EngineRequest(
         prompt=tuple(request.prompt),
         max_new_tokens=request.max_new_tokens,
         sampling=SamplingParams(**request.sampling),
@@ -115,7 +116,7 @@ class EngineLink:
     def __init__(self, link: socket.socket) -> None:
         self._link, self._reader = link, FrameReader()
         self.outputs: dict[int, Completion] = {}
-        self.ended: dict[int, OutputDelta] = {}
+        self.ended: dict[int, DeltaMessage] = {}
         self.cached: dict[int, int] = {}
         self.stats: list[Mapping[str, Any]] = []
         self.quiet = 0  # steps without output since the last output
@@ -126,8 +127,8 @@ class EngineLink:
     def send(self, *messages: Mapping[str, Any]) -> None:
         self._link.sendall(b"".join(map(frame, messages)))
 
-    def submit(self, requests: Sequence[EngineRequest]) -> None:
-        self.outputs |= {a.id: Completion.begin(request_of(a), a.id, 0) for a in requests}
+    def submit(self, requests: Sequence[RequestMessage]) -> None:
+        self.outputs |= {a.id: Completion(request_id=a.id) for a in requests}
         self.send(*(a.to_json() for a in requests))
 
     def receive_until(self, condition: Callable[[], object]) -> None:
@@ -147,9 +148,9 @@ class EngineLink:
             self.stats.append(message["stats"])
             self.quiet = 0 if message["news"] else self.quiet + 1
             for fields in message["news"]:
-                self._add(OutputDelta(**fields))
+                self._add(DeltaMessage(**fields))
 
-    def _add(self, delta: OutputDelta) -> None:
+    def _add(self, delta: DeltaMessage) -> None:
         output = self.outputs[delta.id]
         self.cached.setdefault(delta.id, delta.cached_tokens)
         for name in ("tokens", "logprobs", "epochs", "top_logprobs"):
@@ -160,7 +161,7 @@ class EngineLink:
         if delta.finish_reason or delta.refused:
             self.ended[delta.id] = delta
 
-    def finished(self, requests: Sequence[EngineRequest]) -> list[Completion]:
+    def finished(self, requests: Sequence[RequestMessage]) -> list[Completion]:
         """Return the outputs once all requests have finished."""
         self.receive_until(lambda: all(a.id in self.ended for a in requests))
         return [self.outputs[a.id] for a in requests]
@@ -172,7 +173,7 @@ class EngineLink:
         self.receive_until(lambda: number in self._control_results)
         return self._control_results[number]
 
-    def start(self, requests: Sequence[EngineRequest], count: int) -> None:
+    def start(self, requests: Sequence[RequestMessage], count: int) -> None:
         """Submit requests; wait until an output has `count` tokens while none has finished."""
         self.submit(requests)
         self.receive_until(lambda: any(len(self.outputs[a.id].tokens) >= count for a in requests))
@@ -237,14 +238,14 @@ def assert_same_outputs(actual: Sequence[Completion], expected: Sequence[Complet
 
 def submit_abort_and_embed(engine: EngineLink) -> Any:
     """Complete all requests; abort a request, have a request refused, and embed a text."""
-    aborted, too_long = EngineRequest(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
+    aborted, too_long = RequestMessage(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
     engine.submit(
-        [*engine_requests(), aborted, EngineRequest(id=91, prompt=too_long, max_new_tokens=9)]
+        [*engine_requests(), aborted, RequestMessage(id=91, prompt=too_long, max_new_tokens=9)]
     )
     engine.receive_until(lambda: 91 in engine.ended and engine.outputs[0].tokens)
     engine.send({"kind": "abort", "id": aborted.id})
     for number in range(92, 102):  # between steps of running requests
-        engine.submit([EngineRequest(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
+        engine.submit([RequestMessage(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
         engine.receive_until(lambda: number in engine.ended)  # noqa: B023
     assert not all(request.id in engine.ended for request in engine_requests())
     outputs = engine.finished(engine_requests())
@@ -332,7 +333,7 @@ def pause_sleep_and_profile(engine: EngineLink) -> list[list[Completion]]:
     else:
         assert profiled["told"]["steps"] == 2
     assert engine.control("sleep", level=1)["told"]["asleep"]
-    refused = EngineRequest(id=300, prompt=[5] * LONG, max_new_tokens=5)
+    refused = RequestMessage(id=300, prompt=[5] * LONG, max_new_tokens=5)
     engine.submit([refused])
     engine.receive_until(lambda: 300 in engine.ended)
     assert "asleep" in engine.ended[300].refused
@@ -369,7 +370,7 @@ def test_pause_and_sleep_change_no_token(
 
 def replace_weights(engine: EngineLink, control: Mapping[str, Any]) -> tuple[Any, ...]:
     """Replace weights while requests run; return the answer, and the outputs during and after."""
-    cached_request = EngineRequest(id=50, prompt=[9] * LONG, max_new_tokens=1)
+    cached_request = RequestMessage(id=50, prompt=[9] * LONG, max_new_tokens=1)
     for repeated in (cached_request, replace(cached_request, id=51)):
         engine.submit([repeated])
         engine.finished([repeated])
@@ -423,12 +424,14 @@ def test_all_ranks_replace_their_weights(
 
 def submit_until_the_engine_ends(engine: EngineLink) -> None:
     """Submit requests one after another until the engine process has ended."""
-    long = EngineRequest(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
+    long = RequestMessage(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
     engine.start([long], 2)
     print("start", flush=True)
     with contextlib.suppress(AssertionError, ConnectionError):
         while True:
-            engine.submit([EngineRequest(id=len(engine.outputs), prompt=[5, 6], max_new_tokens=40)])
+            engine.submit(
+                [RequestMessage(id=len(engine.outputs), prompt=[5, 6], max_new_tokens=40)]
+            )
             engine.receive_until(lambda: len(engine.outputs) - 1 in engine.ended)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from tools import gpu, gpu_peers
-from tools.bench import gpu_bench, rehearsal
 from tools.bench.gpu_results import rows_of
 
 ROOT = Path(__file__).parents[2]
@@ -153,24 +151,6 @@ def test_documented_gpu_flags_parse():
     assert len(documented) >= 6
     for quoted, plain in documented:
         gpu.command_line().parse_args((quoted or plain).split())
-
-
-def test_rehearsal_enables_the_triton_interpreter(monkeypatch):
-    started = []
-    monkeypatch.setattr(rehearsal.os, "execve", lambda *words: started.append(words))
-    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "tools.bench.some", "--rehearse"])
-    monkeypatch.setattr(sys, "argv", ["some", "--rehearse"])
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    gpu_bench.options_of(argparse.ArgumentParser())
-    ((python, command, environment),) = started
-    assert [python, command[1:]] == [sys.executable, ["-m", "tools.bench.some", "--rehearse"]]
-    assert environment["TRITON_INTERPRET"] == "1"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    gpu_bench.options_of(argparse.ArgumentParser())
-    monkeypatch.setattr(sys, "argv", ["some"])
-    monkeypatch.delenv("TRITON_INTERPRET")
-    gpu_bench.options_of(argparse.ArgumentParser())
-    assert len(started) == 1
 
 
 QUICK = ["-m", "tools.gpu", "--rehearse", "--quick", "--stages", "tests", "kernels"]

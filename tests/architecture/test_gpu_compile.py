@@ -6,13 +6,11 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton.language as tl
 
 from tests.unit_tests.core.ops import kernel_budget
 from tools.gpu_compile import __main__ as gpu_compile
@@ -141,16 +139,6 @@ def test_parts_partition_the_launches():
     assert {x.name for x, _ in jobs_of_part(1, 1, only="k 3")} == {"k 3"}
 
 
-def test_launch_file_round_trips(tmp_path):
-    constants = [([1], launch.encoded(tl.bfloat16)), ([2], launch.encoded((1, None, True)))]
-    original = make_launch(constants=constants, attributes=[([0], [["tt.divisibility", 16]])])
-    launch.write(tmp_path / "launches", [original, original])
-    (loaded,) = launch.read(tmp_path / "launches")
-    values = [launch.decoded(value) for _, value in loaded.constants]
-    assert values == [tl.bfloat16, (1, None, True)]
-    assert (loaded.name, loaded.dtype, dict(loaded.options)) == ("k 128", "bf16", {"num_warps": 4})
-
-
 def test_launch_matches_its_autotune_candidate():
     signature = [("x_ptr", "*bf16"), ("BLOCK", "constexpr")]
     started = make_launch(signature=signature, constants=[([1], 64)])
@@ -185,28 +173,9 @@ def test_missing_tool_error_names_the_install_command(tmp_path):
         toolchains.installed(tmp_path, run=fake_run(stdout="release 13.0, V13.0.88"))
 
 
-def test_missing_triton_release_exits_with_code_2(monkeypatch, capsys):
-    def missing(_):
-        raise toolchains.MissingToolError("no ptxas: do this")
-
-    monkeypatch.setattr(toolchains, "installed", missing)
-    monkeypatch.setattr(sys, "argv", ["gpu_compile"])
-    assert gpu_compile.main() == 2
-    assert capsys.readouterr().err.splitlines() == ["gpu-compile: error: no ptxas: do this"]
-
-
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
 def test_invalid_part_option_is_refused(part, capsys):
     with pytest.raises(SystemExit):
         gpu_compile.command_line().parse_args(["--part", part])
     assert part in capsys.readouterr().err
     assert gpu_compile.command_line().parse_args(["--part", "2/3"]).part == (2, 3)
-
-
-@pytest.mark.parametrize("words", [["--raise", "a kernel"], ["--raise-all"]])
-def test_raise_options_require_record(monkeypatch, capsys, words):
-    """Without --record, everything was compiled and no bound was raised."""
-    monkeypatch.setattr(sys, "argv", ["gpu_compile", *words])
-    with pytest.raises(SystemExit):
-        gpu_compile.main()
-    assert "add --record" in capsys.readouterr().err

@@ -17,10 +17,9 @@ import torch
 
 from megatron.core.process_groups import ProcessGroupCollection
 from tools import gpu
-from tools.bench import gpu_engine, gpu_results, gpu_train, gpu_workers, rehearsal
+from tools.bench import gpu_engine, gpu_train, gpu_workers, rehearsal
 from tools.bench.gpu_bench import Bench
 from tools.bench.gpu_train import LLAMA_1_3B
-from tools.bench.turns import Variant
 from tools.gpu_stages import Stage, run_stage
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +40,6 @@ def test_step_fits_in_memory_next_to_an_idle_worker(card):
         assert peak + IDLE_GB < total
     if size < 4:
         assert TRANSFORMERS[2 * size] + IDLE_GB > total, "a larger one would fit"
-
-
-def test_long_rows_use_recompute_if_memory_is_short():
-    """Without recompute, the row peaked at 85.5 GB on the null device."""
-    for card, granularity in (("H100", "selective"), ("H200", None)):
-        assert gpu_train.recompute_for(CARDS[card] * 1e9).granularity == granularity
 
 
 def test_decode_step_bytes_are_weights_and_kv_cache():
@@ -131,35 +124,6 @@ def test_megatron_row_survives_failing_peers(tmp_path, monkeypatch, capfd):
     assert "bf16 ended with exit code 9" in errors
 
 
-def test_result_without_peers_is_a_row():
-    bench = Bench("training", options())
-    bench.rates = {"bf16_flops": 1e12}
-    facts = {"micro_batch_size": 2, "kernels": [], "peak_device_bytes": 3 * 10**9}
-    alone = {"ours": Variant("ours", rounds=[[0.5], [0.25], [0.5]], facts=facts)}
-    gpu_workers.add_rows(
-        bench, "a model", [alone], sequence=100, flops_per_token=1e9, targets=["peer >= 1"]
-    )
-    speed, memory = bench.rows
-    assert speed["ours"] == 2 * 100 / 0.5
-    assert speed["peers"] == {}
-    assert memory["ours"] == 3.0
-
-
-def test_stages_share_the_remaining_time():
-    names = list(gpu.STAGES)
-    assert names == ["training", "tests", "kernels", "engine", "decode", "hybrid"]
-    assert sum(gpu.STAGES.values()) == gpu.DEADLINE
-    for name in names:
-        assert gpu.stage_seconds(name, names, gpu.DEADLINE) == pytest.approx(gpu.STAGES[name])
-    assert gpu.stage_seconds("tests", ["tests"], 590) == 590
-    left = 590.0
-    for position, name in enumerate(names):
-        seconds = gpu.stage_seconds(name, names[position:], left)
-        assert seconds >= gpu.STAGES[name], "a stage that ends early leaves its time to others"
-        left -= seconds / 2
-    assert left > 0
-
-
 def test_illegal_access_ends_the_bench_and_keeps_its_rows(tmp_path, monkeypatch):
     """Triton reports an illegal access as RuntimeError; later cases would fail as well."""
     bench = Bench("some", options(part=str(tmp_path / "part.json")))
@@ -238,19 +202,6 @@ def test_lost_device_ends_its_worker_but_not_the_suite(tmp_path):
     assert "the device is lost" in process.stdout + process.stderr
 
 
-def test_machine_facts_include_the_ptxas_version(tmp_path, monkeypatch):
-    """The version comes from the ptxas that Triton would call."""
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "")
-    assert re.fullmatch(r"\d+\.\d+\.\d+", gpu_results.ptxas_version())
-    fake = tmp_path / "ptxas"
-    fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.1, V13.1.80'\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(fake))
-    assert gpu_results.machine()["ptxas"] == "13.1.80"
-    fake.write_text("not a program")
-    assert re.fullmatch(r"12\.\d+\.\d+", gpu_results.machine()["ptxas"]), "Triton's own"
-
-
 @pytest.mark.parametrize("path", ["/bin/true", "/no/such/file", __file__])
 def test_invalid_ptxas_path_is_refused(monkeypatch, capsys, path):
     """Otherwise each launch would fail, or Triton would silently use its bundled ptxas."""
@@ -261,25 +212,6 @@ def test_invalid_ptxas_path_is_refused(monkeypatch, capsys, path):
     assert gpu.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"TRITON_PTXAS_PATH={path}" in line
-
-
-@pytest.mark.slow
-def test_start_names_compilers_and_their_known_faults(tmp_path):
-    """Fakes report a Hopper GPU with a Triton and a ptxas that have faults on Hopper."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch\n"
-        "torch.cuda.is_available = lambda: True\n"
-        "torch.cuda.get_device_capability = lambda device=None: (9, 0)\n"
-        "from megatron.core.ops import compiler\n"
-        "compiler.triton_version = lambda: '3.6.0'\n"
-        "compiler.ptxas_version = lambda major: '12.8.93'\n"
-    )
-    variables = gpu.environment()
-    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
-    line = gpu.compilers_line(variables)
-    assert line.startswith("kernels: Triton 3.6.0, ptxas 12.8.93; ")
-    assert "triton==3.7.1" in line
-    assert "nvidia-cuda-nvcc==" in line
 
 
 @pytest.mark.parametrize(

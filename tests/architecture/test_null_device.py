@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from tools.bench.gpu_engine import DELTA as ENGINE_DELTA
 from tools.bench.gpu_engine import SMALL
 from tools.bench.gpu_hybrid import DELTA, PATTERN
 from tools.bench.gpu_train import LLAMA_1_3B
-from tools.gpu import ROOT
 from tools.nullcuda import environment, libraries, record, triton_cache
 from tools.nullcuda.__main__ import PARTS, command_line, memory_size
 from tools.nullcuda.steps import BLOCKS, CAPACITY, LATENT, MAX_ROWS, ROWS, SMALL_LATENT
@@ -84,22 +80,6 @@ def test_record_cannot_raise_fixed_limits(steps):
     for name, counts in ((STEP, {"waits": 3}), (decode, {"waits": 2}), (decode, {"refused": 1})):
         measured = changed(steps, name, **counts)
         assert len(record.problems(measured, measured)) == 1
-
-
-def test_missing_and_new_steps_are_problems(steps):
-    remaining = {name: counts for name, counts in steps.items() if name != STEP}
-    assert [STEP in line for line in record.problems(remaining, steps)] == [True]
-    assert [STEP in line for line in record.problems(steps, remaining)] == [True]
-    assert record.problems(remaining, steps, complete=False) == []
-
-
-def test_host_time_is_ignored_and_improvements_are_reported(steps):
-    assert record.problems(changed(steps, STEP, host_cpu_ms=1e9), steps) == []
-    less = changed(steps, STEP, torch_launches=1.0)
-    assert record.problems(less, steps) == []
-    (line,) = record.improvements(less, steps)
-    assert STEP in line
-    assert "torch_launches" in line
 
 
 #: Bytes of a weight: bf16, an fp32 gradient, an fp32 master and two moments of Adam.
@@ -289,47 +269,6 @@ def test_cache_is_reused_after_the_folder_moves(tmp_path, monkeypatch):
         assert moved.read_bytes() == Path(path).read_bytes()
 
 
-COMPILE = """
-import sys, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-@triton.jit
-def scale_kernel(x, factor, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + places, tl.load(x + places) * factor)
-
-compiled = []
-triton.knobs.compilation.listener = lambda cache_hit, **_: compiled.append(not cache_hit)
-for block in (64, 128):
-    signature = {"x": "*fp32", "factor": "fp32", "BLOCK": "constexpr"}
-    source = ASTSource(scale_kernel, signature, constexprs={"BLOCK": block})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
-print(sum(compiled), len(compiled))
-"""
-
-
-@pytest.mark.slow(seconds=15)
-def test_moved_cache_needs_no_compilation(tmp_path):
-    """Triton counts the compilations after the first folder is gone."""
-    program = tmp_path / "program.py"
-    program.write_text(COMPILE)
-
-    def compilations(cache):
-        variables = {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1"}
-        variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
-        command = [sys.executable, str(program)]
-        process = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-        return tuple(map(int, process.stdout.split()))
-
-    assert compilations(tmp_path / "here") == (2, 2)
-    assert compilations(tmp_path / "here") == (0, 2)
-    triton_cache.pack(tmp_path / "here", tmp_path / "cache.tar.xz")
-    (tmp_path / "here").rename(tmp_path / "gone")
-    triton_cache.unpack(tmp_path / "cache.tar.xz", tmp_path / "there")
-    assert compilations(tmp_path / "there") == (0, 2)
-
-
 def test_invalid_cache_archives_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):
@@ -369,20 +308,6 @@ def test_unsupported_machine_is_refused(tmp_path):
     environment.check_disk(tmp_path, free_bytes=20 << 30)
     with pytest.raises(environment.SetupError, match=r"2\.1 GB free"):
         environment.check_disk(tmp_path / "not/yet/there", free_bytes=2 << 30)
-
-
-def test_missing_program_is_reported_in_one_line(tmp_path):
-    """An empty PATH gives an error line, not a traceback."""
-    process = subprocess.run(
-        [sys.executable, "-S", "-m", "tools.nullcuda", "--only", "steps"],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 1
-    (line,) = process.stderr.splitlines()
-    assert "gcc" in line
 
 
 def test_undefined_cuda_calls_get_stubs():

@@ -12,20 +12,17 @@ import re
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from tools import write_performance
-from tools.bench import gpu_decode, gpu_timing, gpu_train
+from tools.bench import gpu_timing
 from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
 from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
 from tools.bench.gpu_timing import ratio_of
 from tools.gpu_stages import Stage, run_stage
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(**changes) -> GpuRow:
@@ -57,45 +54,6 @@ def test_performance_page_is_up_to_date():
     if not list(write_performance.RESULTS.glob("*.json")):
         assert "there are no numbers" in text
         assert "\nmake gpu\n" in text
-
-
-def test_decode_targets_on_the_page_match_the_bench():
-    promised = dict(write_performance.PROMISES)["decode of recurrent layers and of paged attention"]
-    assert promised == (
-        "80 % of the bandwidth of copies from 32 rows on; 1 row is reported without a target,"
-        " because one row has too few bytes to fill the device"
-    )
-    rows = {}
-    for count in (1, 31, 32):
-        bench = Mock(device=torch.device("cpu"), dtype=torch.float32)
-        bench.sized.side_effect = lambda full, tiny: tiny
-        bench.drawn.side_effect = lambda *shape, dtype=None: torch.randn(shape)
-        bench.watch.on_gpu = False
-        with patch.object(gpu_decode, "agree"):
-            gpu_decode.recurrent(bench, count)
-        rows[count] = bench.race.call_args.kwargs
-    assert [rows[n]["targets"] for n in (1, 31, 32)] == [[], [], ["share >= 0.8"]]
-    assert promised.endswith(rows[1]["note"].split("; ")[1])
-    assert "target" not in rows[32]["note"]
-
-
-def test_training_targets_on_the_page_match_the_bench():
-    page = dict(write_performance.PROMISES)
-    step = page["training step of Llama 1.3 B, rows of 4,096 tokens"]
-    assert step.endswith("50 % of the data sheet's peak")
-    row = page["the same on one row of 32,768 tokens"]
-    assert row.startswith("45 % of the data sheet's peak")
-    bench, measured = Mock(), {gpu_train.MCORE: Mock(), gpu_train.LONG: Mock()}
-    bench.sized.side_effect = lambda full, rehearsed: full
-    with (
-        patch.object(gpu_train, "race", return_value=[measured]),
-        patch.object(gpu_train, "take_turns", return_value=measured),
-        patch.object(gpu_train, "loss_problem", return_value=None),
-        patch.object(gpu_train, "add_rows") as rows,
-    ):
-        gpu_train.llama(bench, argparse.Namespace(all=False), gpu_train.LLAMA_1_3B)
-        gpu_train.long_row(bench, gpu_train.LLAMA_1_3B)
-    assert [call.kwargs["least_share"] for call in rows.call_args_list] == [0.5, 0.45]
 
 
 def test_synthetic_results_are_rendered(tmp_path):

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,12 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from tests.functional_tests.small_run import digests
-from tools.soak.chain import Result
 from tools.soak.checks import Ledger, Reference
-from tools.soak.choices import FLAVOURS, Kill, choose, flavour_of
 from tools.soak.folder import Snapshot, look, under_way
-from tools.soak.job import SoakFailure, Struck
-from tools.soak.pace import Measured, SaveClock
+from tools.soak.job import SoakFailure
 from tools.soak.power_cut import Durable, cut_power, note_syncs
-from tools.soak.report import complaint, line, table
 
 ROOT = Path(__file__).resolve().parents[2]
-KILL = Kill(victim="all", how="KILL", moment="save", skip=0, offset=0.5, delay=0.0)
 
 
 def save(root: Path, iteration: int, value: float = 1.0) -> Path:
@@ -45,35 +39,6 @@ def save(root: Path, iteration: int, value: float = 1.0) -> Path:
 
 
 # --- choices --------------------------------------------------------------------------------------
-
-
-def test_seeds_determine_kills_and_cover_all_kinds():
-    kills = [choose(f"7/1/{k}", ranks=2, asynchronous=True) for k in range(2000)]
-    assert kills == [choose(f"7/1/{k}", ranks=2, asynchronous=True) for k in range(2000)]
-    assert len(set(kills)) == 2000
-    victims = Counter(kill.victim for kill in kills)
-    ranks = {"rank 0", "rank 1", "writer 0", "writer 1"}
-    assert set(victims) == {"all", "launcher", "machine", *ranks}
-    assert min(victims.values()) > 100
-    assert Counter(kill.how for kill in kills)["KILL"] > 1400
-    # uniform: kills hit each tenth of a save and of the time between saves equally often
-    for moment in ("training", "save"):
-        tenths = Counter(int(10 * k.offset) for k in kills if k.moment == moment)
-        assert len(tenths) == 10
-        assert max(tenths.values()) < 2 * min(tenths.values()), tenths
-    assert all(k.how == "KILL" for k in kills if k.of_writer or k.of_machine)
-    assert 0.6 < sum(k.launcher for k in kills) / len(kills) < 0.8
-    sync = [choose(f"7/1/{k}", ranks=2, asynchronous=False) for k in range(300)]
-    assert not any(kill.of_writer for kill in sync)
-
-
-def test_half_of_soak_runs_save_async_and_some_prune_checkpoints():
-    assert sum(flavour.asynchronous for flavour in FLAVOURS) * 2 == len(FLAVOURS)
-    chains = [flavour_of(number) for number in range(1, 13)]
-    assert set(chains) == set(FLAVOURS)
-    assert [flavour_of(7), flavour_of(4, ["tp2"])] == [chains[0], FLAVOURS[2]]
-    keeping = {f.asynchronous for f in FLAVOURS if "--save-keep-last" in f.saving}
-    assert keeping == {True, False}
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -102,45 +67,6 @@ def test_stage_of_a_save_is_read_from_the_folder(tmp_path):
     assert under_way(look(tmp_path), start) == "removing"
     assert look(tmp_path).newest == look(tmp_path).tracked == 4
     assert look(tmp_path / "absent") == Snapshot()
-
-
-def test_save_clock_measures_save_commit_and_interval():
-    clock, folders_of = SaveClock(measurements := Measured()), {}
-    folders_of["a"], folders_of["b"] = frozenset("a"), frozenset("b")
-    none: frozenset[str] = frozenset()
-    seen = [(folders_of["a"], "writing", 1.0), (folders_of["a"], "manifest", 3.0)]
-    seen += [(none, "renamed", 4.0), (none, "", 4.5), (none, "removing", 5.0), (none, "", 6.0)]
-    for folders, stage, time in [*seen, (folders_of["b"], "writing", 9.0)]:
-        clock.observe(folders, stage, time)
-    assert (measurements.save, measurements.commit, measurements.between) == ([4.0], [2.0], [8.0])
-    assert (clock.begins, clock.commits) == ([1.0, 9.0], [3.0])
-    clock.observe(frozenset("c"), "writing", 12.0)  # the second save failed: no measurement
-    assert measurements.between == [8.0]
-    assert measurements.of("start") == 1.0
-    assert measurements.of("save") == 4.0
-
-
-def results(stages: list[str]) -> list[Result]:
-    """Return the results of kills in the given stages."""
-    now = Snapshot(complete=frozenset({2}), tracked=2)
-    strikes = [Struck(before=now, after=now, stage=stage, iteration=3) for stage in stages]
-    return [
-        Result(chain=1, number=i, flavour=FLAVOURS[0], kill=KILL, struck=struck, newest=2)
-        for i, struck in enumerate(strikes, 1)
-    ]
-
-
-def test_too_few_kills_inside_saves_is_a_complaint():
-    assert complaint(results(["writing"] * 15 + [""] * 35)) is None
-    assert "14 of 50 kills came while a save was under way" in str(
-        complaint(results(["writing", "removing"] * 7 + [""] * 36))
-    )
-    assert complaint(results([""] * 6)) is None, "chance"
-    in_save, between_saves = results(["manifest", ""])
-    assert "in a save: manifest" in line(1, in_save)
-    assert "newest 2 -> 2" in line(1, in_save)
-    assert "between saves" in line(2, between_saves)
-    assert "between saves 1, manifest 1" in table([in_save, between_saves])
 
 
 # --- power cuts -----------------------------------------------------------------------------------

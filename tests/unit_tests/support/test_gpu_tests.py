@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.functional_tests.small_run import flags
 from tests.support import ranks
-from tests.support.gpu_tests import GpuTests, gpus_of
+from tests.support.gpu_tests import GpuTests
 
 
 @pytest.fixture
@@ -84,35 +83,3 @@ def test_session_with_too_few_gpus_is_refused(count: int, required: int, line: s
     ):
         GpuTests(required)
     assert ranks.DEVICES == ["cpu"]
-
-
-class CollectedTest:
-    """A collected test."""
-
-    def __init__(self, name: str, *marks: pytest.Mark, **params: object) -> None:
-        self.name, self.marks = name, {mark.name: mark for mark in marks}
-        self.callspec = SimpleNamespace(params=params)
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        """Return a mark of the test."""
-        return self.marks.get(name)
-
-    def add_marker(self, mark: pytest.MarkDecorator) -> None:
-        """Mark the test."""
-        self.marks[mark.name] = mark.mark
-
-
-def test_tests_are_selected_and_skipped_by_gpu_count(two_gpus: GpuTests) -> None:
-    collected = [
-        CollectedTest("cpu"),
-        CollectedTest("one", pytest.mark.gpus(1).mark),
-        CollectedTest("two", pytest.mark.gpus("world").mark, world=2),
-        CollectedTest("four", pytest.mark.gpus("world").mark, world=4),
-    ]
-    deselected, config = collected[:1], mock.Mock()
-    assert [gpus_of(test) for test in collected] == [None, 1, 2, 4]  # type: ignore[arg-type]
-    two_gpus.pytest_collection_modifyitems(config, collected)  # type: ignore[arg-type]
-    config.hook.pytest_deselected.assert_called_once_with(items=deselected)
-    assert [test.name for test in collected] == ["one", "two", "four"]
-    skipped = {i.name: i.marks["skip"].kwargs["reason"] for i in collected if "skip" in i.marks}
-    assert skipped == {"four": "needs 4 GPUs, and torch sees 2"}

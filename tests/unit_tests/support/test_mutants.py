@@ -7,9 +7,8 @@ import textwrap
 
 import pytest
 
-from tests.support.executed import executed, spans_run
-from tests.support.mutants import Verdict, apply, planted, survey
-from tests.support.mutation_operators import mutations, sample
+from tests.support.mutants import apply, planted
+from tests.support.mutation_operators import mutations
 from tests.support.source_text import modules_of, source_of
 
 VICTIM = '''
@@ -112,46 +111,6 @@ def test_every_mutation_compiles_and_changes_the_source(victim):
     assert "7 to 8" not in described  # a default
     assert "not values" not in described  # guards a raise
     assert len({m.key for m in mutants}) == len(mutants)
-
-
-def test_mutation_after_two_byte_letters_is_positioned(victim):
-    skip = next(m for m in mutations("victim_module") if m.what.endswith("skipped"))
-    text, _ = source_of("victim_module")
-    assert text[skip.start : skip.stop] == "all_reduce(x, group)"
-    apply(skip)
-    assert victim.Box.own(3, 2) == 6
-
-
-def test_samples_are_stable_when_other_code_changes(victim, tmp_path):
-    mutants = mutations("victim_module")
-    drawn = sample(mutants, 5, seed=1)
-    assert drawn == sample(reversed(mutants), 5, seed=1)
-    assert drawn != sample(mutants, 5, seed=2)
-    path = tmp_path / "victim_module.py"
-    path.write_text("# another line\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    assert [m.key for m in sample(mutations("victim_module"), 5, seed=1)] == [m.key for m in drawn]
-
-
-def test_executed_keeps_only_expressions_that_ran(victim):
-    all_mutations = mutations("victim_module")
-
-    def executed_by(run):
-        spans = spans_run(["victim_module"], run)
-        return {m.what for m in executed(all_mutations, spans)}
-
-    assert executed_by(lambda: None) == set()
-    mean = executed_by(lambda: victim.mean([1]))
-    assert mean == {m.what for m in all_mutations if m.function == "mean"}
-    box_alone = executed_by(lambda: victim.Box.own(3, 1))
-    box_in_group = executed_by(lambda: victim.Box.own(3, 2))
-    assert "group > 1: to GtE" in box_alone
-    assert "all_reduce(x, group): skipped" in box_in_group - box_alone
-
-
-def test_survey_names_survivors(victim):
-    killed, survivor, *_ = mutations("victim_module")
-    report = survey([Verdict(killed, "loss differs"), Verdict(survivor, None)])
-    assert report == f"1 of 2 mutants noticed\nsurvived: {survivor}"
 
 
 def test_packages_are_searched_through_reexports(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from tools.bench.__main__ import BENCHES
 from tools.bench.data_parallel import check_losses, over_ranks
 from tools.bench.data_parallel import ratio as step_ratio

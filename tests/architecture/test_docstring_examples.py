@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection
 from megatron.core.dist_checkpointing import (
     Solo,
     latest_checkpoint,
@@ -22,12 +23,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine
-from megatron.core.inference.requests import Completions
-from megatron.core.inference.sizes import EngineConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.inference import CacheShapes, Completions, Engine, EngineConfig
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.code_figures import ROOT, read_modules
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import ProcessGroupCollection
 from tools import gpu
 from tools.bench import gpu_engine, gpu_train, gpu_workers, rehearsal
 from tools.bench.gpu_bench import Bench

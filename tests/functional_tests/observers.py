@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.cli.launch import Launch
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import Solo
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import core_configs, distributed_context, run_inputs, saves, session
 from megatron.training.config import model_table
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size

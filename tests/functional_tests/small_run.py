@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import torch.distributed as dist
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import pretrain_gpt
 from megatron.training.monitoring.metrics import read_metrics

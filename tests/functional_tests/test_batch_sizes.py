@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.datasets import GPTBatch
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.layouts import layouts_of
 from megatron.training.monitoring.metrics import read_metrics

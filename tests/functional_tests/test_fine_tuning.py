@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megatron.cli.errors import ExitCode
+from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.datasets.chat_dataset import mask_prefix
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import digests, flags, losses, run_in_process, run_on

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint, verify_checkpoint
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.training import checkpoint

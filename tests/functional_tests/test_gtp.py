@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.comm import CollectiveRecord
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import pretrain_gpt
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.preprocess_data import preprocess

@@ -14,9 +14,9 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.cli.launch import Launch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.training.config.model_table import gpt_config
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.preprocess_data import preprocess

@@ -16,11 +16,10 @@ import httpx2 as httpx
 import pytest
 import torch
 
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.inference.config import Inference
-from megatron.inference.llm import LLM, TextParams
+from megatron.core import ProcessGroupCollection
+from megatron.core.inference import SamplingParams
+from megatron.core.models import GPTModel
+from megatron.inference import LLM, Inference, TextParams
 from tests.functional_tests.torchrun_job import torchrun
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import (
     CheckpointReader,
     Solo,
@@ -20,8 +21,8 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.dist_checkpointing.shards import DTYPES
-from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt import logical_weights
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.core.weight_gather import Storage
 from megatron.training.checkpointing.state import FORMAT

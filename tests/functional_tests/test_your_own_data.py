@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.core.dist_checkpointing import latest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

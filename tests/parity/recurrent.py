@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from tests.parity.plain_gpt import Mixer
 from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba
 from tests.support.covering_array import Row

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.sequence_sharding import SequenceSharding
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.models.gpt import MTPTargets, shift_targets
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch

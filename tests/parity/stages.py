@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoE
 from megatron.core.pipeline_parallel import Action

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.backend import LOCAL, Backend
+from megatron.core import Backend, ProcessGroupCollection, RankGrid
+from megatron.core.backend import LOCAL
 from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
@@ -30,12 +31,15 @@ from megatron.core.distributed.formulas import (
     collectives_per_step,
 )
 from megatron.core.extensions import QuantizationConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import Balance, RouterLoad, routers_of
-from megatron.core.optimizer import Optimizer, OptimizerConfig, OptimizerStepResult
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler
+from megatron.core.optimizer import (
+    ConstantLossScaler,
+    Optimizer,
+    OptimizerConfig,
+    OptimizerStepResult,
+)
 from megatron.core.pipeline_parallel import Action
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConfig
 from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     Solo,
     TensorChunk,
@@ -19,12 +20,10 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.weight_gather import Storage
-from megatron.hf.config_json import read_folder
+from megatron.hf import open_folder, read_folder
 from megatron.hf.convert import main
-from megatron.hf.folder import open_folder
 from megatron.hf.read_weights import read_weights
 from tests.support.hf_folders import LENGTH, make_model, save_folder
 from tests.support.inputs import generator

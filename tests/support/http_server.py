@@ -15,10 +15,10 @@ import httpx2 as httpx
 import torch
 
 from megatron.cli.tokenizers import ByteTokenizer
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures
+from megatron.core import Group
+from megatron.core.inference import CacheShapes, Engine, EngineConfig
+from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.router import Replicas
-from megatron.core.process_groups import Group
 from megatron.inference.server import http_process
 from megatron.inference.server.engine.control import EngineControl
 from megatron.inference.server.engine.loop import EngineLoop

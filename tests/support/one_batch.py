@@ -7,12 +7,16 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig
-from megatron.core.inference.engine import generate as generate_all
-from megatron.core.inference.requests import Completion, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.inference import (
+    CacheShapes,
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+)
+from megatron.core.inference import generate as generate_all
+from megatron.core.models import GPTModel
 
 
 def engine_of(model: GPTModel, **config: Any) -> Engine:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models import InferenceOptimizedModel
 
 
 def note_optimized_steps(steps: list[int]) -> None:

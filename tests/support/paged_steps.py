@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.inference.cache import CacheShapes, PagedCache
+from megatron.core.inference import CacheShapes
+from megatron.core.inference.cache import PagedCache
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.weight_gather import WeightStore
 from megatron.training import pretraining
 from megatron.training.hooks import TrainingHooks

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from megatron.core.process_groups import GROUP_AXES, Group, ProcessGroupCollection, RankGrid
+from megatron.core import Group, ProcessGroupCollection, RankGrid
+from megatron.core.process_groups import GROUP_AXES
 
 
 def pretended_groups(grid: RankGrid, rank: int) -> ProcessGroupCollection:

@@ -29,8 +29,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.comm.collectives import CollectiveWork, Transfer, poison_
-from megatron.core.process_groups import ProcessGroupCollection
 
 
 class Link(Protocol):

@@ -32,7 +32,7 @@ VARIABLE = "MEGATRON_TEST_LAYOUTS"
 def install() -> None:
     """Wrap the models and steps of this process."""
     # Imported here, because a process without the recorder must not load these modules.
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
     from megatron.training.step import TrainStep
 
     models: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()

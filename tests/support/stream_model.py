@@ -48,9 +48,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core import device as device_module
 from megatron.core.comm.collectives import poison_
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.pretended_groups import groups_over
 
 aten = torch.ops.aten

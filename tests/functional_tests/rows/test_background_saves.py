@@ -159,7 +159,7 @@ def test_full_disk_in_async_save_continues_or_stops_by_option(prefix, tmp_path, 
 
 
 def test_run_stopped_by_bad_steps_finishes_its_async_save(prefix, tmp_path, monkeypatch):
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
 
     whole, count = GPTModel.loss, [0]
 

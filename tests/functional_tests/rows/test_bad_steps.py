@@ -42,7 +42,7 @@ def plant_nan_data(rank: int) -> None:
 
 def _nan_loss_in(forward: int, rank: int) -> None:
     """Make the model's loss number `forward` on rank 1 NaN; the recomputed loss is finite."""
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
 
     loss_of, count = GPTModel.loss, [0]
 
@@ -146,7 +146,7 @@ def test_exit_16_requests_other_hosts_and_17_blames_data(prefix, tmp_path, monke
 
 def _scaled_losses(monkeypatch, factors):
     """Scale the model's loss in the steps `factors`, also when a step is recomputed."""
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
 
     loss_of, take_step, count = GPTModel.loss, session.SessionSteps.take_step, [0]
 

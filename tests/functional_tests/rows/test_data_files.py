@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 from tests.support.ranks import start_ranks

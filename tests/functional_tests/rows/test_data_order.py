@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.cli.flags import parse_command_line
+from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.training import session
 from megatron.training.config import Config
 from megatron.training.config.resolve import ResolvedRun, resolve

@@ -103,7 +103,7 @@ def test_error_is_printed_once_and_peers_exit_soon(prefix, error, code, num_trac
 
 def plant_skipped_collective(rank: int) -> None:
     """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
-    from megatron.core.comm.collectives import Pending
+    from megatron.core.comm import Pending
     from megatron.core.distributed import data_parallel
 
     all_reduce_async = data_parallel.all_reduce_async

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets import GPTBatches
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
 from megatron.core.dist_checkpointing import save as save_module
 from megatron.training.fault_tolerance.peers import PeerWatch

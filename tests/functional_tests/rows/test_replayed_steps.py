@@ -174,7 +174,7 @@ def plant_inf_gradient_once(rank: int) -> None:
 
 def plant_spike_once(rank: int) -> None:
     """Make the loss of rank 1 huge in the first computation of step 4."""
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
 
     loss_of, count = GPTModel.loss, [0]
 
@@ -225,7 +225,7 @@ def always_inf(monkeypatch) -> None:
 
 def always_high(monkeypatch) -> None:
     """Make every loss from the third step on a spike on this host."""
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import GPTModel
 
     loss_of, count = GPTModel.loss, [0]
 

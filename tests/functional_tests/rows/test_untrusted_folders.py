@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 from megatron.cli.errors import run_entry_point
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    Manifest,
     SaveFolderLock,
     Solo,
     TensorChunk,
     read_manifest,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.hf import convert
 from megatron.inference import checkpoint_model, generate

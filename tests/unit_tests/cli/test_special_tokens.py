@@ -10,7 +10,7 @@ import sentencepiece
 import transformers
 
 from megatron.cli.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.inference.checkpoint_model import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template

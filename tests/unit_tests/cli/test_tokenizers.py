@@ -20,7 +20,7 @@ from megatron.cli.tokenizers import (
     merge_file_problem,
     train_bpe,
 )
-from megatron.core.inference.text_stream import TextStream
+from megatron.core.inference import TextStream
 from tests.support.continuation import continuation
 
 TEXTS = ["def f(x):\n    return x  # ünïcödé\n", "the theory of the thing", "\t日本 🙂\r\n\x00"] * 3

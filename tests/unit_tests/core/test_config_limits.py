@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.core.models.gpt import GPTConfig
+from megatron.core import RankGrid
+from megatron.core.models import GPTConfig
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer import LearningRateSchedule, WeightDecaySchedule
 from megatron.core.pipeline_parallel import make_schedule
-from megatron.core.process_groups import RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,

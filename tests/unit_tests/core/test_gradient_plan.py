@@ -10,13 +10,12 @@ from fractions import Fraction
 
 import pytest
 
-from megatron.core.process_groups import RankGrid
+from megatron.core import RankGrid, WeightSharding
 from megatron.core.weight_sharding import (
     GradientPlan,
     GradientStep,
     Shard,
     SubWeight,
-    WeightSharding,
     gradient_plan,
     local_boxes,
     loss_factor,

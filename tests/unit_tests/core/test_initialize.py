@@ -9,7 +9,8 @@ import statistics
 import pytest
 import torch
 
-from megatron.core.initialize import InitSpec, fill_
+from megatron.core import InitSpec
+from megatron.core.initialize import fill_
 
 NORMAL = InitSpec.normal(0.02)
 MASK = (1 << 64) - 1

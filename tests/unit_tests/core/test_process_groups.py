@@ -12,16 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_reduce
-from megatron.core.process_groups import (
-    DENSE_AXES,
-    EXPERT_AXES,
-    GROUP_AXES,
-    GROUP_NAMES,
-    Group,
-    ProcessGroupCollection,
-    RankGrid,
-)
+from megatron.core.process_groups import DENSE_AXES, EXPERT_AXES, GROUP_AXES, GROUP_NAMES
 from tests.support.ranks import run_ranks
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from tests.support.ranks import start_ranks
 
 README = Path(__file__).parents[3] / "megatron_core/README.md"

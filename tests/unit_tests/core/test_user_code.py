@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core import ProcessGroupCollection
+from megatron.core.datasets import GPTBatches
 from megatron.core.datasets.token_rows import SampleRows
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_gather import Storage
 from megatron.core.weight_sharding import STRATEGIES

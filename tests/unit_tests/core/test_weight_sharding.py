@@ -12,15 +12,13 @@ from fractions import Fraction
 import pytest
 import torch
 
+from megatron.core import Placement, RankGrid, WeightSharding
 from megatron.core.boxes import Box
-from megatron.core.process_groups import RankGrid
 from megatron.core.weight_sharding import (
     STRATEGIES,
     LocalBox,
-    Placement,
     Shard,
     SubWeight,
-    WeightSharding,
     check,
     local_boxes,
     local_shape,

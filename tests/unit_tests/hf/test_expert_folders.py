@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.core import RankGrid
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.dist_checkpointing import (
     load_checkpoint,
     read_manifest,
 )
-from megatron.core.process_groups import RankGrid
 from megatron.core.transformer import RotaryEmbedding
-from megatron.hf.folder import open_folder
+from megatron.hf import open_folder
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_model,

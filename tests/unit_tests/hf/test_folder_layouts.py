@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import Solo, read_manifest, weight_chunks
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTModel
 from megatron.core.weight_gather import Storage
-from megatron.hf.config_json import read_folder, read_model
-from megatron.hf.folder import open_folder, read_object
+from megatron.hf import open_folder, read_folder
+from megatron.hf.config_json import read_model
+from megatron.hf.folder import read_object
 from megatron.hf.read_weights import read_weights
 from megatron.hf.tensor_map import tensor_map
 from megatron.training.checkpointing.hf_export import export_folder

@@ -12,14 +12,13 @@ import torch
 
 from megatron.cli.errors import ExitCode
 from megatron.cli.schema import build
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import Solo, read_extra, weight_chunks
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from megatron.core.weight_gather import Storage
+from megatron.hf import compare_logits, open_folder
 from megatron.hf import convert as converter
 from megatron.hf.config_json import function_of, read_model, write_config
-from megatron.hf.convert import compare_logits
-from megatron.hf.folder import open_folder
 from megatron.hf.read_weights import read_weights
 from megatron.training.checkpointing.hf_options import folder_options
 from megatron.training.config import Config

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.cli.schema import build
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.hf.config_json import differences, function_of, read_model, write_config
 from megatron.training.checkpointing.hf_options import folder_options
 from megatron.training.config import Config

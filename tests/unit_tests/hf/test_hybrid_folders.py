@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megatron.core.dist_checkpointing import read_extra
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_all_close

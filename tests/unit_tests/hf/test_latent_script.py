@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from megatron.cli.launch import Launch
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import Solo, weight_chunks
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import differences
 from megatron.hf.read_weights import read_weights

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.core.ops.rope import RopeScaling, inverse_frequencies
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.hf.config_json import read_model, write_config

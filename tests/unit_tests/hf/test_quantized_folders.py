@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.core import RankGrid
 from megatron.core.boxes import Box
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.core.process_groups import RankGrid
-from megatron.hf.config_json import HuggingFaceModel, read_folder
-from megatron.hf.folder import open_folder
+from megatron.hf import HuggingFaceModel, open_folder, read_folder
 from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_close_by_metric

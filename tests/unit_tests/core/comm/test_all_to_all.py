@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import CollectiveRecord, all_to_all, trace
 from megatron.core.comm.collectives import all_to_all_async
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import (
     CollectiveRecord,
     all_gather,
@@ -26,7 +27,6 @@ from megatron.core.comm.collectives import (
     reduce_scatter_async,
 )
 from megatron.core.comm.conjugates import own_rows
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

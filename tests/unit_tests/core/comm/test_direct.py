@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import collectives
 from megatron.core.comm.collectives import all_gather_async, reduce_scatter_async
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_gather, all_reduce, all_to_all, reduce_scatter
 from megatron.core.comm.collectives import (
     Transfer,
@@ -17,8 +18,7 @@ from megatron.core.comm.collectives import (
     reduce_scatter_async,
     reduce_scatter_fp32_async,
 )
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather.gatherer import BufferPool
+from megatron.core.weight_gather import BufferPool
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, Latency, Link, simulated

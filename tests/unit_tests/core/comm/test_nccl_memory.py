@@ -6,14 +6,11 @@ import contextlib
 import pytest
 import torch
 
+from megatron.core import Group, InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.comm.nccl_memory import RegisteredMemory, communicator_bytes
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
-from megatron.core.weight_gather import WeightStore
+from megatron.core.weight_gather import BufferPool, WeightStore
 from megatron.core.weight_gather import gatherer as gatherer_module
-from megatron.core.weight_gather.gatherer import BufferPool
-from megatron.core.weight_sharding import WeightSharding
 from tests.support.pretended_groups import pretended_groups
 
 GPU = torch.device("cuda", 0)

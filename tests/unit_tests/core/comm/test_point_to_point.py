@@ -6,9 +6,9 @@ import contextlib
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import point_to_point, trace
 from megatron.core.comm.point_to_point import P2PMessage, exchange_async
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_to_all, gather_from_group, reduce_scatter_to_group, trace
 from megatron.core.comm.conjugates import (
     SplitCollective,
@@ -19,7 +20,6 @@ from megatron.core.comm.conjugates import (
     split_reduce_scatter,
     start_collective,
 )
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

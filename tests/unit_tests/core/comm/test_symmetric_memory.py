@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection
 from megatron.core.comm import symmetric_memory
 from megatron.core.comm.symmetric_memory import (
     Arena,
@@ -18,7 +19,6 @@ from megatron.core.comm.symmetric_memory import (
     SymmetricBuffers,
     TorchMemory,
 )
-from megatron.core.process_groups import Group, ProcessGroupCollection
 
 CUDA = torch.device("cuda", 0)
 

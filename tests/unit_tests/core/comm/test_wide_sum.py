@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.comm import CollectiveRecord, trace
-from megatron.core.comm.collectives import Pending, reduce_scatter_fp32_async
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.comm import CollectiveRecord, Pending, trace
+from megatron.core.comm.collectives import reduce_scatter_fp32_async
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

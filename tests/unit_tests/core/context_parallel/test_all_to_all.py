@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.all_to_all import gather_heads, scatter_heads
 from megatron.core.ops.recurrence import causal_conv1d
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.test_host import host_reads

@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron.core.context_parallel import blockwise
+from megatron.core.context_parallel import SequenceSharding, blockwise
 from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
-from megatron.core.context_parallel.sequence_sharding import SequenceSharding
 from megatron.core.ops.attention import attention, cpu
 from megatron.core.ops.dropout import AttentionDropout
 from tests.support.nan_memory import nan_memory

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.attention import Attend, context_attention
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding, context_attention
+from megatron.core.context_parallel.attention import Attend
 from megatron.core.context_parallel.comm_type import AttentionShape, choose, explain, moved_bytes
-from megatron.core.context_parallel.sequence_sharding import SequenceSharding
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated

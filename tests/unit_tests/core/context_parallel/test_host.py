@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.context_parallel.attention import Attend, context_attention
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding, context_attention
+from megatron.core.context_parallel.attention import Attend
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.context_parallel.layout import PackedTokens
+from megatron.core.context_parallel import PackedTokens, SequenceLayout, SequenceSharding
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 
 CASES = [random_case(random.Random(seed)) for seed in range(2000, 2080)]

@@ -6,8 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, PrefetchedBatches, SingleOrder
+from megatron.core.datasets import (
+    BatchSizes,
+    CyclicOrder,
+    GPTBatches,
+    PrefetchedBatches,
+    SingleOrder,
+)
 from tests.unit_tests.core.datasets.test_samplers import NumberedSamples
 
 #: Steps of 6 and 6 samples (beyond the threshold of 10), of 4 at 12 and 16, and of 9 from 20 on.

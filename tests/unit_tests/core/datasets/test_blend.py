@@ -4,14 +4,14 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blend import (
+from megatron.core.datasets import (
     BlendedDataset,
-    blend_by_weight,
-    blend_everything,
-    check_weights,
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.blend import blend_by_weight, blend_everything, check_weights
 
 WEIGHTS = [[1.0], [0.3, 0.7], [0.5, 0.5], [0.2, 0.0, 0.5, 0.3], (np.ones(7) / 7).tolist()]
 

@@ -7,10 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.chat_dataset import ChatDataset, mask_prefix
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets import (
+    BlendedDataset,
+    ChatDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+)
+from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.core.datasets.token_rows import cumulative_lengths, positions_within
 
 LENGTH, END = 24, 1

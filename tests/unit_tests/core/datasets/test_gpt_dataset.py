@@ -6,9 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets import (
+    GPTBatches,
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+)
 
 CONFIG = GPTDatasetConfig(sequence_length=7, seed=5)
 EOD = 0

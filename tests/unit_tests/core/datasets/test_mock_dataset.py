@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockDataset
+from megatron.core.datasets import GPTDatasetConfig, MockDataset
 
 CONFIG = GPTDatasetConfig(
     sequence_length=40, seed=3, vocab_size=50, eod_token=49, reset_attention_mask=True

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, PrefetchedBatches
+from megatron.core.datasets import CyclicOrder, GPTBatches, PrefetchedBatches
 from megatron.core.datasets.token_rows import SampleRows
 
 

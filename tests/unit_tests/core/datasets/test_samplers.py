@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.batch_sizes import BatchSizes, Division
-from megatron.core.datasets.samplers import CyclicOrder, GPTBatches, SingleOrder
+from megatron.core.datasets import BatchSizes, CyclicOrder, GPTBatches, SingleOrder
+from megatron.core.datasets.batch_sizes import Division
 from megatron.core.datasets.token_rows import SampleRows
 
 

@@ -6,17 +6,17 @@ import hashlib
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blend import (
+from megatron.core.datasets import (
     BlendedDataset,
     DataPath,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
     build_split,
-    has_split,
     parse_data_path,
     parse_split,
-    split_ranges,
 )
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.blend import has_split, split_ranges
 
 CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from megatron.core import InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import (
     BACKWARD,
     FORWARD,
@@ -19,7 +18,6 @@ from megatron.core.weight_gather import (
     WgradQueue,
     segment_name,
 )
-from megatron.core.weight_sharding import WeightSharding
 from tests.unit_tests.core.distributed.small_model import tokens
 
 VOCABULARY, HIDDEN = 13, 6

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.boxes import Box
 from megatron.core.comm import CollectiveRecord
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -17,7 +18,6 @@ from megatron.core.distributed.formulas import (
     Traffic,
     collectives_per_step,
 )
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.gatherers import gatherer_of
 from tests.unit_tests.core.distributed.small_model import SmallModel, plain_loss, tokens

@@ -18,12 +18,11 @@ from contextlib import nullcontext
 
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_sharding import GradientKind, Shard, SubWeight, WeightSharding
+from megatron.core.weight_sharding import GradientKind, Shard, SubWeight
 from tests.support.inputs import generator
 from tests.unit_tests.core.distributed.engine_steps import slice_box
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.core import InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import WeightSharding
 from tests.support.inputs import generator
 
 VOCABULARY, HIDDEN = 13, 6

@@ -14,19 +14,22 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megatron.core import RankGrid
 from megatron.core.comm.collectives import reduce_scatter_fp32_async
 from megatron.core.dist_checkpointing.async_save import StagingBuffer
 from megatron.core.dist_checkpointing.shards import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, generate
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference import (
+    CacheShapes,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+    generate,
+)
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import HostUpdates
-from megatron.core.pipeline_parallel import make_schedule, with_transfers
-from megatron.core.pipeline_parallel.runtime import Executor
-from megatron.core.process_groups import RankGrid
+from megatron.core.pipeline_parallel import Executor, make_schedule, with_transfers
 from tests.support.stream_model import StreamModel
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 from tests.unit_tests.core.distributed.engine_steps import update

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import STRATEGIES, Shard, WeightSharding
+from megatron.core.weight_sharding import STRATEGIES, Shard
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gatherers import gatherer_of

@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 
+from megatron.core import Placement, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.weight_sharding import STRATEGIES, GradientKind, Placement, placement
+from megatron.core.weight_sharding import STRATEGIES, GradientKind, placement
 from tests.support.closeness import assert_all_close
 from tests.support.gatherers import gatherer_of
 from tests.support.mutants import apply, planted

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from megatron.core import Placement, RankGrid, WeightSharding
 from megatron.core.distributed.formulas import (
     BlockSize,
     BucketSize,
@@ -16,14 +17,7 @@ from megatron.core.distributed.formulas import (
     bytes_per_rank,
     collectives_per_step,
 )
-from megatron.core.process_groups import RankGrid
-from megatron.core.weight_sharding import (
-    STRATEGIES,
-    Placement,
-    WeightSharding,
-    memory_bytes,
-    placement,
-)
+from megatron.core.weight_sharding import STRATEGIES, memory_bytes, placement
 
 #: Adam: two fp32 moments, and an fp32 master copy unless the weights are fp32.
 FP32 = ElementBytes()

@@ -11,13 +11,13 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.optimizer.range_state import range_states
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_gather import WeightStore, compile_plan
 from tests.support.inputs import microbatch

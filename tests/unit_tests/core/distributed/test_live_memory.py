@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import (
     BucketSize,
@@ -15,9 +16,8 @@ from megatron.core.distributed.formulas import (
     bytes_per_parameter,
     bytes_per_rank,
 )
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of

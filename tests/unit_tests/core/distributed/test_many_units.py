@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.core.weight_gather import Gatherer, check_plan
 from megatron.core.weight_sharding import STRATEGIES

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import EVALUATION, FORWARD, segment_name
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of

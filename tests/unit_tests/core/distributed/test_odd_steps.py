@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import relative_error
 from tests.support.ranks import run_ranks

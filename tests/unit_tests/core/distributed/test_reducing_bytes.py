@@ -7,8 +7,8 @@ import itertools
 
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.distributed.test_many_units import build_engine, step
 

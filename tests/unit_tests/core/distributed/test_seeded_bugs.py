@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection, RankGrid
 from tests.support.gatherers import gatherer_of
 from tests.support.mutants import Mutation, apply, planted
 from tests.support.ranks import RankFailure, run_ranks

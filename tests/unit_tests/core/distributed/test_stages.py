@@ -8,14 +8,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.comm import all_gather, trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig, OptimizerStepResult
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.optimizer import (
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+    MuonConfig,
+    Optimizer,
+    OptimizerConfig,
+    OptimizerStepResult,
+)
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import STRATEGIES, WeightSharding
+from megatron.core.weight_sharding import STRATEGIES
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.gatherers import gatherer_of

@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of
 from tests.support.ranks import run_ranks

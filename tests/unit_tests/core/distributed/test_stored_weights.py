@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.gatherers import gatherer_of
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Late, simulated

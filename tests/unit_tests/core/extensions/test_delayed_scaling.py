@@ -4,9 +4,9 @@
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.extensions import QuantizationConfig
 from megatron.core.extensions.quantization import DelayedScaling
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WeightStore
 from tests.support import te_extension, te_wheel
 from tests.support.ranks import run_ranks

@@ -8,10 +8,10 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.boxes import Box
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from tests.support.inputs import Microbatch, generator, microbatch
 from tests.support.nan_memory import nan_memory

@@ -7,7 +7,8 @@ import dataclasses
 
 import torch
 
-from megatron.core.models.gpt import GPTConfig, shift_targets
+from megatron.core.models import GPTConfig
+from megatron.core.models.gpt import shift_targets
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from tests.support.inputs import Microbatch, microbatch
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.core.weight_gather import Storage
 from tests.support.closeness import assert_all_close

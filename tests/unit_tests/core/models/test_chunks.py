@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     Coordinator,
     Solo,
@@ -18,9 +19,8 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.models.layer_pattern import StageSplit
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks

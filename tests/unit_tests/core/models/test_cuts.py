@@ -10,9 +10,10 @@ import math
 import pytest
 import torch
 
-from megatron.core.models.gpt import GPTModel, logical_weights
+from megatron.core import ProcessGroupCollection
+from megatron.core.models import GPTModel
+from megatron.core.models.gpt import logical_weights
 from megatron.core.models.layer_pattern import StageSplit
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import Recompute
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import relative_error

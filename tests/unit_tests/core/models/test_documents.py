@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks

@@ -10,12 +10,11 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.models.decoder import DecoderConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import DecoderConfig, GPTConfig, GPTModel
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import (
     AttentionConfig,
     MLPConfig,

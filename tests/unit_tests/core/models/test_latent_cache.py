@@ -10,11 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.inference import CacheShapes, EngineRequest, SamplingParams
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import LatentAttentionConfig, MLPConfig, RopeConfig
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread

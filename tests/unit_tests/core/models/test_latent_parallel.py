@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import LatentAttentionConfig, MLPConfig, Recompute, RopeConfig
 from tests.support.activation import assert_active
 from tests.support.closeness import assert_all_close, assert_piece_close

@@ -10,12 +10,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import ColumnParallelLinear, TensorParallelRegion
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_gather import StoreModule, WeightStore

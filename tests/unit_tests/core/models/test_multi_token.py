@@ -9,17 +9,12 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import (
-    GPTConfig,
-    GPTModel,
-    logical_weights,
-    shift_targets,
-    take_mean_mtp_losses,
-)
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt import logical_weights, shift_targets, take_mean_mtp_losses
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.models.chunk_steps import move

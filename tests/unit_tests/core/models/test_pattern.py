@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from megatron.core.models.gpt import GPTConfig, GPTModel, logical_weights
+from megatron.core import ProcessGroupCollection
+from megatron.core.models import GPTConfig, GPTModel, Pattern
+from megatron.core.models.gpt import logical_weights
 from megatron.core.models.layer_pattern import (
-    Pattern,
     StageSplit,
     even_problems,
     ffn_of,
@@ -20,7 +21,6 @@ from megatron.core.models.layer_pattern import (
     symbol_problems,
 )
 from megatron.core.moe import MoEConfig
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 

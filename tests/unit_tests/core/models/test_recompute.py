@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from tests.support.inputs import microbatch, one_thread, perturbed
 from tests.support.nan_memory import nan_memory

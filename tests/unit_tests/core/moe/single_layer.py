@@ -11,13 +11,12 @@ from dataclasses import replace
 
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.initialize import InitSpec
 from megatron.core.moe import MoE, MoEConfig
 from megatron.core.moe.router import Share
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild
 from megatron.core.weight_gather import WeightHandle, WeightStore

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, RouterLoad, routers_of
 from megatron.core.moe.router import MEASURES, Router
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.moe.single_layer import Layer, make_layer_build

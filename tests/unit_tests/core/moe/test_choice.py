@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.moe.moe_config import RouterConfig
+from megatron.core.moe import RouterConfig
 from megatron.core.moe.router import choose_experts, within_capacity
 from tests.support.inputs import generator
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import WgradQueue
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.device_products import products_of_a_gpu
 from tests.support.host_reads import HostReads
 from tests.support.inputs import generator

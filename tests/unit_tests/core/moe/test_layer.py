@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.moe import MoE, MoEConfig, RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread, perturbed
 from tests.support.nan_memory import nan_memory

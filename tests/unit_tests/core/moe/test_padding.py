@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.dispatch import dispatch
 from megatron.core.moe.router import Share, expert_capacity
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import TensorParallelRegion
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator, one_thread

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.moe.capacity import CapacityCheck, RankCapacity
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.core.moe import CapacityCheck
+from megatron.core.moe.capacity import RankCapacity
 from tests.support.closeness import assert_all_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

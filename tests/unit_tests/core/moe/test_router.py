@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import MEASURES, Router, Routing, Share, jitter_key, jittered
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.inference.requests import Completion, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.inference import Completion, EngineRequest, SamplingParams
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
 from megatron.core.moe.router import MEASURES, Share
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import assert_all_close, assert_close_by_metric

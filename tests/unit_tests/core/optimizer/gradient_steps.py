@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.optimizer import ConstantLossScaler, Optimizer, OptimizerConfig
 from megatron.core.weight_gather import WeightStore
-from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight
 from tests.support.inputs import generator
 
 ROWS = Shard(axis="tp", dim=0)

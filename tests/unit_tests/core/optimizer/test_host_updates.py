@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.range_state import CUT_QUANTUM, split_range
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

@@ -6,11 +6,7 @@ import random
 
 import pytest
 
-from megatron.core.optimizer.loss_scaler import (
-    ConstantLossScaler,
-    DynamicLossScaler,
-    DynamicLossScalerConfig,
-)
+from megatron.core.optimizer import ConstantLossScaler, DynamicLossScaler, DynamicLossScalerConfig
 
 
 def run(scaler, steps):

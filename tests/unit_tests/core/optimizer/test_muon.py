@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import CollectiveRecord, trace
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.closeness import assert_all_close, relative_error
 from tests.support.ranks import run_ranks

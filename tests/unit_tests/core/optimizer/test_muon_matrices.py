@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,

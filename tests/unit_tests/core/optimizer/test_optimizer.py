@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import OptimizerConfig, range_state
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

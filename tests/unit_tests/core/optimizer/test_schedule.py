@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.optimizer.schedule import (
-    ANNEAL_STYLES,
-    DECAY_STYLES,
-    LearningRateSchedule,
-    WeightDecaySchedule,
-)
+from megatron.core.optimizer import LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer.schedule import ANNEAL_STYLES, DECAY_STYLES
 
 # max 3e-4, min 3e-5, warm-up 100 samples from 1e-5, decay to 1100; wsd decays over the last 400.
 LR = {

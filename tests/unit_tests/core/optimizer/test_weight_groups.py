@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_all_close, assert_piece_close
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, random_gradients

@@ -6,10 +6,14 @@ import contextlib
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.pipeline_parallel import make_schedule, with_transfers, with_weight_traffic
-from megatron.core.pipeline_parallel.runtime import Executor
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.core.pipeline_parallel import (
+    Executor,
+    make_schedule,
+    with_transfers,
+    with_weight_traffic,
+)
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.pipeline_parallel.line import (

@@ -13,21 +13,16 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid
 from megatron.core.backend import LOCAL
 from megatron.core.comm import trace
-from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.context_parallel.layout import ContextParallel, PagedRows
+from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
+from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.ssm import mixer
+from megatron.core.optimizer import ConstantLossScaler, Optimizer, OptimizerConfig
+from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config, mixer
 from megatron.core.ssm.choice import choose_mode
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.ops.recurrence import (
@@ -21,7 +22,6 @@ from megatron.core.ops.recurrence import (
     state_space_recurrence,
 )
 from megatron.core.ops.sequences import Sequences
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm.choice import LinearShape, sent_bytes
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from tests.support.closeness import assert_all_close

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core import Group, ProcessGroupCollection
 from megatron.core.distributed import DataParallel
-from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close

@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.support.activation import assert_active, assert_silent
 from tests.support.closeness import assert_close_by_metric

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.tensor_parallel import vocab_parallel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, Recompute
 from megatron.core.weight_gather import WgradQueue

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.initialize import InitSpec
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
 from megatron.core.tensor_parallel.vocab_parallel import vocabulary_sharding
 from tests.support.closeness import assert_all_close, assert_close_by_metric

@@ -9,12 +9,11 @@ import math
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.initialize import InitSpec
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import (
     LatentAttention,

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import (
     MLP,

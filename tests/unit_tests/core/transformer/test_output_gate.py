@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from megatron.core.models.gpt import GPTConfig
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import ProcessGroupCollection
+from megatron.core.models import GPTConfig
 from megatron.core.transformer import AttentionConfig
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread

@@ -8,11 +8,10 @@ import random
 import pytest
 import torch
 
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.weight_gather import Bucket, Storage, WeightStore, owned_range
 from megatron.core.weight_gather.bucket import ALIGNMENT, BucketGroups, BufferLayout
-from megatron.core.weight_sharding import STRATEGIES, WeightSharding, placement
+from megatron.core.weight_sharding import STRATEGIES, placement
 from tests.support.pretended_groups import pretended_groups
 
 NORMAL = InitSpec.normal(1.0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.core.comm.collectives import poison_
-from megatron.core.weight_gather.gatherer import BufferPool, size_class
+from megatron.core.weight_gather import BufferPool
+from megatron.core.weight_gather.gatherer import size_class
 
 
 def spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:

@@ -8,11 +8,10 @@ import math
 import pytest
 import torch
 
-from megatron.core.process_groups import RankGrid
+from megatron.core import RankGrid, WeightSharding
 from megatron.core.weight_sharding import (
     Shard,
     SubWeight,
-    WeightSharding,
     check,
     local_boxes,
     local_shape,

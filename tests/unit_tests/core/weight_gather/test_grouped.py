@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
-from megatron.core.weight_sharding import SubWeight, WeightSharding
+from megatron.core.weight_sharding import SubWeight
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Gatherer, Storage, WeightStore, owned_range
 from megatron.core.weight_sharding import loss_factor
 from megatron.training.config.resolve import resolve

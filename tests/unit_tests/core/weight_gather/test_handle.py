@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.weight_gather import WeightHandle, WeightStore
-from megatron.core.weight_sharding import WeightSharding
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory

@@ -10,13 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.weight_gather.plan import (
-    GatherPlan,
-    PlannedUse,
-    check_plan,
-    compile_plan,
-    max_adjacent_bytes,
-)
+from megatron.core.weight_gather import GatherPlan, check_plan, compile_plan
+from megatron.core.weight_gather.plan import PlannedUse, max_adjacent_bytes
 
 UNLIMITED = 10**12
 

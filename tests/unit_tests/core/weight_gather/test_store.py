@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.initialize import InitSpec, fill_
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
+from megatron.core.initialize import fill_
 from megatron.core.weight_gather import OwnedRange, Storage, WeightStore, owned_range
-from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
+from megatron.core.weight_sharding import Shard, SubWeight
 from tests.support.pretended_groups import pretended_groups
 
 ROWS = Shard(axis="tp", dim=0)

@@ -22,7 +22,7 @@ import torch
 
 from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
-from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
 
 #: Upper bound on the header, enough for about 60,000 tensors.

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,
     make_folder,

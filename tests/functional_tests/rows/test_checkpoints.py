@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.shards import DTYPES
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from megatron.hf import convert
 from megatron.training import session, upcycle
 from megatron.training.monitoring.metrics import read_metrics

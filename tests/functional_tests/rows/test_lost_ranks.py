@@ -19,7 +19,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.datasets import GPTBatches
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.core.dist_checkpointing import save as save_module
+from megatron.core.dist_checkpointing.save_steps import SaveSteps
 from megatron.training.fault_tolerance.peers import PeerWatch
 from tests.functional_tests.planted_faults import on_microbatch, run_with, running_with
 from tests.functional_tests.small_run import flags, write_tokens
@@ -173,16 +173,16 @@ def test_other_ranks_end_after_any_kind_of_rank_loss(tmp_path, kind, code, messa
 
 def plant_in_save(rank: int) -> None:
     """Kill rank 1 in its third save."""
-    write_shard, count = save_module.write_shard, [0]
+    write, count = SaveSteps.write, [0]
 
     def dying(*args, **kwargs):
         count[0] += 1
         if count[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_shard(*args, **kwargs)
+        return write(*args, **kwargs)
 
     if rank == 1:
-        save_module.write_shard = dying
+        SaveSteps.write = dying
 
 
 @pytest.mark.covers("hang diagnosis")

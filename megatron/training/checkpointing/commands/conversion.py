@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, ShardWriter, encode_header
-from megatron.core.dist_checkpointing.shards import DTYPES, as_bytes
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig
@@ -407,12 +407,12 @@ def write_file(target: Path, tensors: Sequence[StreamedTensor]) -> int:
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
     try:
         with open_to_write(temporary, "x") as file:
-            output = ShardWriter(file.fileno())
-            output.write(memoryview(header))
+            output = ShardWriter(file)
+            output.write(header)
             for tensor in ordered:
                 for block in tensor.pieces():
                     output.write(block)
-            os.fsync(file.fileno())
+            output.sync()
         os.rename(temporary, target)
         sync_folder(target.parent)
     finally:

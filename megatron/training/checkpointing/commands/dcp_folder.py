@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from megatron.core.boxes import Box, BoxIndex, tiles
-from megatron.core.dist_checkpointing.shards import DTYPES, Scratch, as_bytes
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpointing.commands.plain_pickle import (
     Finish,

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.run_folder import reading as reading
     from megatron.core.dist_checkpointing.run_folder import verify_checkpoint as verify_checkpoint
     from megatron.core.dist_checkpointing.save import save_checkpoint as save_checkpoint
-    from megatron.core.dist_checkpointing.shards import optimizer_chunks as optimizer_chunks
-    from megatron.core.dist_checkpointing.shards import weight_chunks as weight_chunks
+    from megatron.core.dist_checkpointing.state_chunks import optimizer_chunks as optimizer_chunks
+    from megatron.core.dist_checkpointing.state_chunks import weight_chunks as weight_chunks
     from megatron.core.dist_checkpointing.transfer import TransferGroup as TransferGroup
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -77,7 +77,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "verify_checkpoint",
         ),
         "save": ("save_checkpoint",),
-        "shards": ("optimizer_chunks", "weight_chunks"),
+        "state_chunks": ("optimizer_chunks", "weight_chunks"),
         "transfer": ("TransferGroup",),
     },
     eager=("TensorChunk",),

@@ -26,7 +26,6 @@ import json
 import mmap
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
@@ -55,19 +54,14 @@ from megatron.core.device import (
 from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import check_extra
-from megatron.core.dist_checkpointing.run_folder import (
-    checkpoint_folder,
-    remove_temporary,
-    temporary_folder,
-)
-from megatron.core.dist_checkpointing.save import BLOCK_BYTES
-from megatron.core.dist_checkpointing.shards import (
-    ShardPlan,
-    as_bytes,
+from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, remove_temporary
+from megatron.core.dist_checkpointing.save import BLOCK_BYTES, CoordinatedSave
+from megatron.core.dist_checkpointing.save_plan import (
+    RankShard,
     check_updates_complete,
-    encode_plan,
     plan_shard,
 )
+from megatron.core.dist_checkpointing.tensor_memory import as_bytes
 from megatron.core.dist_checkpointing.writer_process import receive, send
 
 #: Chunks of at least this many bytes are copied one by one. Smaller chunks are gathered, many per
@@ -82,11 +76,11 @@ class StagingBuffer:
     """Shared memory with one rank's shard.
 
     Args:
-        plan: the shard's plan; each `begin` starts a copy of its tensors.
+        shard: the shard; each `begin` starts a copy of its tensors.
     """
 
-    def __init__(self, plan: ShardPlan) -> None:
-        self.bytes, self._header_bytes = plan.total_bytes, len(plan.header)
+    def __init__(self, shard: RankShard) -> None:
+        self.bytes, self._header_bytes = shard.plan.total_bytes, shard.plan.header_bytes
         self.fd = _shared_memory()
         try:
             os.ftruncate(self.fd, self.bytes)
@@ -98,15 +92,15 @@ class StagingBuffer:
                 "synchronously"
             ) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        os.pwrite(self.fd, plan.header, 0)
-        devices = {chunk.tensor.device for chunk in plan.source_chunks} - {torch.device("cpu")}
+        os.pwrite(self.fd, shard.header, 0)
+        devices = {chunk.tensor.device for chunk in shard.source_chunks} - {torch.device("cpu")}
         self._device = devices.pop() if devices else torch.device("cpu")
         if self._on_gpu:
             pin_in_place(self._memory)
         self._stream, self._copied = new_stream(self._device), new_event(self._device)
         self._from_device: list[Callable[[], object]] = []
         self._from_host: list[Callable[[], object]] = []
-        self._list_copies(plan)
+        self._list_copies(shard)
         self._settled = threading.Event()
         self._settled.set()
 
@@ -162,10 +156,10 @@ class StagingBuffer:
             os.close(self.fd)
             self.fd = -1
 
-    def _list_copies(self, plan: ShardPlan) -> None:
+    def _list_copies(self, shard: RankShard) -> None:
         """List the copies that fill the memory; adjacent small chunks share one copy."""
         sources: list[memoryview] = []
-        for chunk, planned in zip(plan.source_chunks, plan.chunks, strict=True):
+        for chunk, planned in zip(shard.source_chunks, shard.plan.chunks, strict=True):
             source, size = chunk.tensor.detach(), planned.end - planned.begin
             on_host = not runs_ahead(source.device)
             if on_host and source.is_contiguous() and size < MIN_SINGLE_COPY_BYTES:
@@ -181,7 +175,7 @@ class StagingBuffer:
                 target = target.view(source.dtype).view(source.shape)
                 copy = partial(target.copy_, source, non_blocking=True)
                 (self._from_host if on_host else self._from_device).append(copy)
-        self._from_host += self._gathers(sources, plan.total_bytes)
+        self._from_host += self._gathers(sources, shard.plan.total_bytes)
 
     def _gathers(self, sources: Sequence[memoryview], end: int) -> Iterator[Callable[[], object]]:
         """Yield calls that write adjacent chunks; the last chunk ends at byte `end`."""
@@ -414,16 +408,21 @@ class AsyncSaver:
         if streamed_name := next((c.name for c in chunks if c.byte_stream is not None), None):
             raise ValueError(f"{streamed_name} is streamed in pieces: save it with save_checkpoint")
         self._root, self._coordinator = Path(root), coordinator
-        self._block_bytes, self._keep, self._on_commit = block_bytes, keep, on_commit
-        self._folder_locked = folder_locked
-        self._shard_plan = plan = plan_shard(chunks, coordinator.rank)
-        self._shard = (plan.file, len(plan.header), [chunk.end for chunk in plan.chunks])
-        self._plan = json.dumps(encode_plan(plan), separators=(",", ":"))
-        self._plan_sent = False  # whether rank 0 has this rank's plan
-        self._plans: list[str] = []  # of all ranks, on rank 0
-        self.staging = StagingBuffer(plan)
+        self._keep, self._on_commit = keep, on_commit
+        self._shard = plan_shard(chunks, coordinator.rank)
+        self._plan = self._shard.plan.encode()
+        self.staging = StagingBuffer(self._shard)
         self.writer = WriterProcess(
             self.staging.fd, self._root, timeout_seconds=timeout_seconds, niceness=NICENESS
+        )
+        self._save_of_rank = CoordinatedSave(
+            root=self._root,
+            coordinator=coordinator,
+            execute=lambda step, **arguments: self.writer.call(step, **arguments),
+            block_bytes=block_bytes,
+            digests=True,
+            skip_existing=True,
+            folder_locked=folder_locked,
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
@@ -447,8 +446,8 @@ class AsyncSaver:
         """
         start_time = time.perf_counter()
         check_extra(extra)
-        check_updates_complete(self._shard_plan)
-        text = json.dumps(extra) if self._coordinator.rank == 0 else ""
+        check_updates_complete(self._shard)
+        text = json.dumps(extra) if self._coordinator.rank == 0 else "{}"
         self.wait()
         self._idle.clear()
         self.staging.begin()
@@ -530,28 +529,10 @@ class AsyncSaver:
             CheckpointError: on all ranks.
         """
         ranks = self._coordinator
-        temporary = temporary_folder(folder).name
-        ranks.begin(f"saving {folder.name}")
-        try:
-            opened = ranks.agree(
-                "plan", self._begin, lambda messages: self._open(messages, job, temporary)
-            )
-            self._plan_sent = True
-            lines += opened["notes"]
-            if "exists" in opened:
-                lines.append(opened["exists"])
-                return False
-            ranks.agree(
-                "write",
-                lambda: self._write(opened["name"]),
-                lambda written: self._commit(job, temporary, written),
-            )
-        except BaseException:
-            if ranks.rank == 0:
-                # The writer may have created the folder before it died. If only the tracker failed,
-                # the folder has its final name by now and stays.
-                shutil.rmtree(self._root / temporary, ignore_errors=True)
-            raise
+        if not self._save_of_rank.run(
+            job.iteration, json.loads(job.extra), self._prepare, say=lines.append
+        ):
+            return False
         try:
             self._on_commit()
             if ranks.rank == 0 and self._keep is not None:
@@ -565,63 +546,28 @@ class AsyncSaver:
                     remove_temporary(self._root)
         return True
 
-    def _begin(self) -> list[str]:
-        """Complete the copy; return [plan, note] for rank 0.
-
-        The plan is "" if rank 0 has it from an earlier save. The note reports a writer process that
-        ended since the last save, else it is "".
-        """
+    def _prepare(self) -> tuple[str, str]:
+        """Complete the copy; return this rank's plan, and a line about a writer process that ended
+        since the last save, else ""."""
         self.staging.complete_copy()
         ending = self.writer.exit_reason()
         self._ensure_writer()
-        note = (
+        line = (
             ""
             if ending is None
             else (f"rank {self._coordinator.rank}: {ending}; a new one was started")
         )
-        return ["" if self._plan_sent else self._plan, note]
+        return self._plan, line
 
     def _ensure_writer(self) -> None:
-        """Start a writer if none is running, and send it this rank's shard layout and, on rank 0,
-        all plans."""
+        """Start a writer if none is running, and send it this rank's plan and, on rank 0, all
+        plans."""
         if not self.writer.ensure_running():
             return
         try:
-            _, header_bytes, ends = self._shard
-            self.writer.call("shard", begin=header_bytes, ends=ends)
-            if self._plans:
-                self.writer.call("plans", texts=self._plans)
+            self.writer.call("shard", plan=self._plan)
+            if plans := self._save_of_rank.plans:
+                self.writer.call("plans", texts=plans)
         except CheckpointError:
             self.writer.close()
             raise
-
-    def _open(self, messages: list[list[str]], job: _Job, temporary: str) -> dict[str, Any]:
-        """Check new plans and create the temporary folder; on rank 0."""
-        if any(plan for plan, _ in messages):
-            previous_plans = self._plans or [""] * len(messages)
-            plans = [new or old for (new, _), old in zip(messages, previous_plans, strict=True)]
-            self.writer.call("plans", texts=plans)
-            self._plans = plans
-        opened = self.writer.call(
-            "open", iteration=job.iteration, name=temporary, folder_locked=self._folder_locked
-        )
-        return {"name": temporary, "notes": [note for _, note in messages if note], **opened}
-
-    def _write(self, name: str) -> str:
-        """Write this rank's shard."""
-        file, _, ends = self._shard
-        if not ends:
-            return json.dumps({"header_xxh3": "", "xxh3": []})
-        path = str(self._root / name / file)
-        return self.writer.call("write", path=path, block_bytes=self._block_bytes)
-
-    def _commit(self, job: _Job, temporary: str, written: list[str]) -> None:
-        """Publish the checkpoint; on rank 0."""
-        self.writer.call(
-            "commit",
-            temporary=temporary,
-            iteration=job.iteration,
-            written=written,
-            block_bytes=self._block_bytes,
-            extra=job.extra,
-        )

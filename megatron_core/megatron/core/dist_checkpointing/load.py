@@ -25,14 +25,13 @@ from megatron.core.dist_checkpointing.checkpoint_errors import (
 from megatron.core.dist_checkpointing.coordinator import Coordinator, Solo
 from megatron.core.dist_checkpointing.manifest import Manifest, StoredTensor, read_manifest
 from megatron.core.dist_checkpointing.run_folder import reading
-from megatron.core.dist_checkpointing.shards import (
-    DTYPES,
+from megatron.core.dist_checkpointing.shard_reader import (
     ChunkReadRequest,
     ReadItem,
-    Scratch,
     ShardReader,
     read_cost,
 )
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES, Scratch
 
 #: Budget of a `CheckpointReader`'s read items and blocks: a minimum for every checkpoint, plus one
 #: per so many bytes read. An item takes tens of microseconds, and reading rows of a tensor that is

@@ -6,9 +6,7 @@ of all bytes after that field, so an edited or corrupt manifest is refused. The 
 files with their sizes, and for every logical tensor its boxes with their byte ranges and one digest
 per block.
 
-Ranks send rank 0 the plans of their shards before they write, and the digests afterwards. Rank 0
-checks the plans: no element may be missing or written twice. It then joins plans and digests into
-the manifest's tables. Nothing here imports torch, because writer processes use this module.
+Nothing here imports torch, because writer processes use this module.
 
 `compare_architecture` compares the saved model with the model that loads a checkpoint.
 """
@@ -19,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.decoder import scanstring
 from operator import add, gt
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
-from megatron.core.boxes import Box, first_overlap, tiles
+from megatron.core.boxes import Box
 from megatron.core.dist_checkpointing.checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -164,18 +162,6 @@ def check_json(value: Any, where: str) -> None:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of `manifest.json`: one line per file and per tensor."""
-    files = {
-        name: {"bytes": f.bytes, "header_bytes": f.header_bytes, "header_xxh3": f.header_xxh3}
-        for name, f in sorted(manifest.files.items())
-    }
-    tensors = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "chunks": [_encode_chunk(chunk) for chunk in tensor.chunks],
-        }
-        for name, tensor in sorted(manifest.tensors.items())
-    }
     fields = [
         f'"format":{_dump(FORMAT)}',
         f'"version":{VERSION}',
@@ -183,8 +169,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         f'"world_size":{manifest.world_size}',
         f'"block_bytes":{manifest.block_bytes}',
         f'"digests":{_dump(manifest.digests)}',
-        f'"files":{_dump_lines(files)}',
-        f'"tensors":{_dump_lines(tensors)}',
+        f'"files":{_dump_lines(manifest.files, _encode_file)}',
+        f'"tensors":{_dump_lines(manifest.tensors, _encode_tensor)}',
         f'"extra":{_dump(manifest.extra)}',
     ]
     body = (",\n".join(fields) + "\n}\n").encode()
@@ -277,6 +263,22 @@ def read_extra(folder: Path | str) -> Mapping[str, Any]:
     return read_manifest(folder).extra
 
 
+def _encode_file(file: StoredFile) -> dict[str, Any]:
+    return {
+        "bytes": file.bytes,
+        "header_bytes": file.header_bytes,
+        "header_xxh3": file.header_xxh3,
+    }
+
+
+def _encode_tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "chunks": [_encode_chunk(chunk) for chunk in tensor.chunks],
+    }
+
+
 def _encode_chunk(chunk: StoredChunk) -> dict[str, Any]:
     return {
         "file": chunk.file,
@@ -291,10 +293,12 @@ def _dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _dump_lines(table: Mapping[str, Any]) -> str:
+def _dump_lines(table: Mapping[str, Any], encode: Callable[[Any], dict[str, Any]]) -> str:
     if not table:
         return "{}"
-    return "{\n" + ",\n".join(f"{_dump(key)}:{_dump(value)}" for key, value in table.items()) + "}"
+    # Only one entry at a time exists as JSON objects, which take ten times the memory of the text.
+    lines = (f"{_dump(key)}:{_dump(encode(value))}" for key, value in sorted(table.items()))
+    return "{\n" + ",\n".join(lines) + "}"
 
 
 class _JsonCursor:
@@ -629,149 +633,6 @@ def check_extra_size(extra: Mapping[str, Any]) -> None:
                 f"extra has more than {MAX_EXTRA_VALUES} values, or dotted names of more than "
                 f"{MAX_EXTRA_BYTES} characters: store arrays as tensors"
             )
-
-
-class PlannedChunk(NamedTuple):
-    """A box of a logical tensor that will be written to `file` at bytes [begin, end)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    file: str
-    begin: int
-    end: int
-
-
-def decode_chunks(message: dict[str, Any]) -> list[PlannedChunk]:
-    """Return a shard's planned chunks from its plan message."""
-    return [
-        PlannedChunk(
-            name=name,
-            dtype=dtype,
-            shape=tuple(shape),
-            box=Box(tuple(offsets), tuple(sizes)),
-            file=message["file"],
-            begin=begin,
-            end=end,
-        )
-        for name, dtype, shape, offsets, sizes, begin, end in message["chunks"]
-    ]
-
-
-def check_plans(messages: Sequence[dict[str, Any]]) -> None:
-    """Check the plans of all ranks together, before anything is written.
-
-    Raises:
-        CheckpointError: the plans contradict each other, an element is missing or written twice, or
-            there are more chunks than a manifest may list.
-    """
-    check_replicas(messages)
-    chunks = [chunk for message in messages for chunk in decode_chunks(message)]
-    check_coverage(group_by_tensor(chunks))
-    shard_bytes = sum(message["total_bytes"] for message in messages)
-    num_files = sum(bool(message["chunks"]) for message in messages)
-    if problem := problem_of_count(num_files + len(chunks), shard_bytes):
-        raise CheckpointError(f"nothing is saved: {problem}; join small tensors")
-
-
-def check_replicas(messages: Sequence[dict[str, Any]]) -> None:
-    """Check that all members of every replica set declare the same chunks for it.
-
-    Otherwise a chunk could be assigned to a rank that does not declare it.
-
-    Raises:
-        CheckpointError: two ranks of a set differ.
-    """
-    declared = [{tuple(ranks): summary for ranks, *summary in m["shared"]} for m in messages]
-    for rank, sets in enumerate(declared):
-        for ranks, expected in sets.items():
-            for peer in ranks:
-                actual = declared[peer].get(ranks) if peer < len(declared) else None
-                if actual != expected:
-                    count, name, _ = expected
-                    raise CheckpointError(
-                        f"rank {rank} declares {count} chunks, {name} among them, with "
-                        f"replica_ranks {list(ranks)}, but rank {peer} declares "
-                        f"{f'{actual[0]} different chunks' if actual else 'none'} for these ranks"
-                    )
-
-
-def group_by_tensor(chunks: Sequence[PlannedChunk]) -> dict[str, list[PlannedChunk]]:
-    """Return the chunks of every logical tensor, ascending by offsets."""
-    tensors: dict[str, list[PlannedChunk]] = {}
-    for chunk in chunks:
-        tensors.setdefault(chunk.name, []).append(chunk)
-    for group in tensors.values():
-        group.sort(key=lambda c: c.box)
-    return tensors
-
-
-def check_coverage(tensors: dict[str, list[PlannedChunk]]) -> None:
-    """Check that every element of every logical tensor is written exactly once.
-
-    Raises:
-        CheckpointError: an element is missing or written twice, or ranks differ in dtype or shape.
-    """
-    for name, chunks in tensors.items():
-        shape, dtype = chunks[0].shape, chunks[0].dtype
-        for chunk in chunks:
-            if (chunk.shape, chunk.dtype) != (shape, dtype):
-                raise CheckpointError(
-                    f"{name} is {dtype} {list(shape)} in {chunks[0].file} but "
-                    f"{chunk.dtype} {list(chunk.shape)} in {chunk.file}; ranks must agree"
-                )
-        boxes = [chunk.box for chunk in chunks]
-        if tiles(boxes, shape):
-            continue
-        if overlap := first_overlap(boxes):
-            a, b = (chunks[i] for i in overlap)
-            raise CheckpointError(
-                f"{name} would be written twice: {a.box} in {a.file} and {b.box} in {b.file}; "
-                "name all ranks that hold the same box in its replica_ranks"
-            )
-        covered = sum(box.numel for box in boxes)
-        raise CheckpointError(
-            f"{name} {list(shape)} has {math.prod(shape)} elements but the ranks "
-            f"declare only {covered}: a chunk of it is missing on some rank"
-        )
-
-
-def stored_tables(
-    planned: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]]
-) -> tuple[dict[str, StoredFile], dict[str, StoredTensor]]:
-    """Join every rank's plan with its digests into the manifest's two tables."""
-    files: dict[str, StoredFile] = {}
-    chunks: dict[str, list[StoredChunk]] = {}
-    layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for plan, file_digests in zip(planned, written, strict=True):
-        if not plan["chunks"]:
-            continue
-        files[plan["file"]] = StoredFile(
-            bytes=plan["total_bytes"],
-            header_bytes=plan["header_bytes"],
-            header_xxh3=file_digests["header_xxh3"],
-        )
-        for chunk, xxh3 in zip(decode_chunks(plan), file_digests["xxh3"], strict=True):
-            layouts[chunk.name] = (chunk.dtype, chunk.shape)
-            chunks.setdefault(chunk.name, []).append(
-                StoredChunk(
-                    file=chunk.file,
-                    box=chunk.box,
-                    begin=chunk.begin,
-                    end=chunk.end,
-                    xxh3=tuple(xxh3),
-                )
-            )
-    tensors = {
-        name: StoredTensor(
-            dtype=layouts[name][0],
-            shape=layouts[name][1],
-            chunks=tuple(sorted(group, key=lambda c: c.box)),
-        )
-        for name, group in chunks.items()
-    }
-    return files, tensors
 
 
 def compare_architecture(saved: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:

@@ -99,11 +99,11 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def open_temporary(root: Path, iteration: int, *, name: str | None = None) -> Path:
+def open_temporary(root: Path, iteration: int, *, name: str) -> None:
     """Create the temporary folder of a save.
 
     Args:
-        name: the folder's name, as returned by `temporary_folder`; None chooses one.
+        name: the folder's name, as returned by `temporary_folder`.
 
     Raises:
         CheckpointError: the step has already been saved, or `root` is not writable.
@@ -115,13 +115,11 @@ def open_temporary(root: Path, iteration: int, *, name: str | None = None) -> Pa
             raise CheckpointError(
                 f"{folder} exists already and is never overwritten: remove it, or save elsewhere"
             )
-        temporary = temporary_folder(folder) if name is None else root / name
-        temporary.mkdir()
+        (root / name).mkdir()
     except OSError as error:
         raise CheckpointError(
             f"cannot save under {root}: {error.strerror}; name a folder that can be written"
         ) from error
-    return temporary
 
 
 def publish(temporary: Path, manifest: Manifest) -> Path:

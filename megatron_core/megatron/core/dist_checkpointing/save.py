@@ -1,42 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: plan, write and commit; all ranks agree on the outcome of each stage."""
+"""Saving: plan, write and commit; all ranks agree on the outcome of each stage.
+
+`CoordinatedSave` is the save of one rank among all, synchronous or asynchronous. The two ways
+differ in where the steps are taken (`save_steps`), where the bytes come from, and how a failure is
+reported: `save_checkpoint` streams from the tensors and raises.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.core.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
-from megatron.core.dist_checkpointing.manifest import (
-    MAX_BLOCK_BYTES,
-    Manifest,
-    check_extra,
-    check_plans,
-    stored_tables,
-)
-from megatron.core.dist_checkpointing.run_folder import (
-    checkpoint_folder,
-    existing_note,
-    open_temporary,
-    publish,
-    sync_folder,
-    write_tracker,
-)
-from megatron.core.dist_checkpointing.shard_format import digest
-from megatron.core.dist_checkpointing.shards import (
-    ShardPlan,
-    check_updates_complete,
-    encode_plan,
-    plan_shard,
-    write_shard,
-)
+from megatron.core.dist_checkpointing.manifest import MAX_BLOCK_BYTES, check_extra
+from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, temporary_folder
+from megatron.core.dist_checkpointing.save_plan import check_updates_complete, plan_shard
+from megatron.core.dist_checkpointing.save_steps import SaveSteps
+from megatron.core.dist_checkpointing.tensor_memory import Scratch, stream_bytes
 
 #: Bytes per digest, and so the least that a verified read takes from a file.
 BLOCK_BYTES = 16 << 20
+
+
+@dataclass(kw_only=True)
+class CoordinatedSave:
+    """The saves of one rank among all ranks of a run.
+
+    Args:
+        root: folder of all checkpoints of a run.
+        coordinator: connects the ranks.
+        execute: takes a step of `SaveSteps`, in this process or in another.
+        block_bytes, digests: see `save_checkpoint`.
+        skip_existing: whether a step that has already been saved is skipped.
+        folder_locked: whether the run has a `SaveFolderLock` on `root`.
+
+    Attributes:
+        plans: on rank 0, the plans of all ranks from the latest save.
+    """
+
+    root: Path
+    coordinator: Coordinator
+    execute: Callable[..., Any]
+    block_bytes: int
+    digests: bool
+    skip_existing: bool
+    folder_locked: bool = False
+    plans: list[str] = field(default_factory=list)
+    _plan_sent: bool = False
+
+    def run(
+        self,
+        iteration: int,
+        extra: Mapping[str, Any],
+        prepare: Callable[[], tuple[str, str]],
+        *,
+        say: Callable[[str], None],
+    ) -> bool:
+        """Plan, write and commit; return whether there is a new checkpoint.
+
+        Args:
+            iteration, extra: see `save_checkpoint`.
+            prepare: makes this rank ready to write; returns its plan as text, and a line to report
+                or "".
+            say: receives lines to report to the user.
+
+        Raises:
+            CheckpointError: on all ranks alike; earlier checkpoints are intact.
+        """
+        ranks, folder = self.coordinator, checkpoint_folder(self.root, iteration)
+        # Rank 0 chooses the name: a process that creates the folder may die before it answers.
+        temporary = temporary_folder(folder).name
+
+        def plan() -> tuple[str, str]:
+            text, line = prepare()
+            return "" if self._plan_sent else text, line
+
+        ranks.begin(f"saving {folder.name}")
+        try:
+            opened = ranks.agree(
+                "plan", plan, lambda messages: self._open(messages, iteration, temporary)
+            )
+            self._plan_sent = True
+            for line in opened["lines"]:
+                say(line)
+            if opened["exists"]:
+                return False
+            ranks.agree(
+                "write",
+                lambda: self.execute(
+                    "write",
+                    name=opened["name"],
+                    block_bytes=self.block_bytes,
+                    digests=self.digests,
+                ),
+                lambda written: self.execute(
+                    "commit",
+                    iteration=iteration,
+                    name=temporary,
+                    written=written,
+                    block_bytes=self.block_bytes,
+                    digests=self.digests,
+                    extra=extra,
+                ),
+            )
+        except BaseException:
+            if ranks.rank == 0:
+                # If only the tracker failed, the folder has its final name by now and stays.
+                shutil.rmtree(self.root / temporary, ignore_errors=True)
+            raise
+        return True
+
+    def _open(
+        self, messages: Sequence[Sequence[str]], iteration: int, temporary: str
+    ) -> dict[str, Any]:
+        """Check new plans and create the temporary folder; on rank 0."""
+        if any(text for text, _ in messages):
+            previous_plans = self.plans or [""] * len(messages)
+            plans = [new or old for (new, _), old in zip(messages, previous_plans, strict=True)]
+            self.execute("plans", texts=plans)
+            self.plans = plans
+        existing_line = self.execute(
+            "open",
+            iteration=iteration,
+            name=temporary,
+            folder_locked=self.folder_locked,
+            skip_existing=self.skip_existing,
+        )
+        lines = [line for _, line in messages if line]
+        return {
+            "name": temporary,
+            "exists": existing_line is not None,
+            "lines": lines if existing_line is None else [*lines, existing_line],
+        }
 
 
 def save_checkpoint(
@@ -79,96 +178,32 @@ def save_checkpoint(
         )
     if existing not in ("error", "skip"):
         raise ValueError(f"existing must be 'error' or 'skip', got {existing!r}")
-    save = _Save(
-        root=Path(root),
-        iteration=iteration,
-        chunks=chunks,
-        extra=extra,
+    root = Path(root)
+    steps: list[SaveSteps] = []
+
+    def prepare() -> tuple[str, str]:
+        if coordinator.rank == 0:
+            check_extra(extra)
+        shard = plan_shard(chunks, coordinator.rank)
+        check_updates_complete(shard)
+        scratch = Scratch()
+
+        def buffers(index: int) -> Iterable[memoryview]:
+            chunk = shard.source_chunks[index]
+            if chunk.byte_stream is not None:
+                return chunk.byte_stream()
+            return stream_bytes(chunk.tensor.detach(), scratch)
+
+        steps.append(SaveSteps(root, shard.plan, shard.header, buffers))
+        return shard.plan.encode(), ""
+
+    save = CoordinatedSave(
+        root=root,
         coordinator=coordinator,
-        digests=digests,
+        execute=lambda step, **arguments: steps[0].execute(step, **arguments),
         block_bytes=block_bytes,
+        digests=digests,
         skip_existing=existing == "skip",
     )
-    return save.run()
-
-
-@dataclass(kw_only=True)
-class _Save:
-    """One save on one rank; only rank 0 calls `open` and `commit`."""
-
-    root: Path
-    iteration: int
-    chunks: Sequence[TensorChunk]
-    extra: Mapping[str, Any]
-    coordinator: Coordinator
-    digests: bool
-    block_bytes: int
-    skip_existing: bool
-    shard: ShardPlan | None = None
-    planned: list[dict[str, Any]] = field(default_factory=list)
-    temporary: Path | None = None
-
-    def run(self) -> Path:
-        """Plan, write and commit; remove the temporary folder after any failure."""
-        folder = checkpoint_folder(self.root, self.iteration)
-        self.coordinator.begin(f"saving {folder.name}")
-        try:
-            name = self.coordinator.agree("plan", self.plan, self.open)
-            if name is not None:
-                self.coordinator.agree("write", lambda: self.write(name), self.commit)
-        except BaseException:
-            if self.temporary is not None:
-                # If only the tracker failed, the folder has its final name by now and stays.
-                shutil.rmtree(self.temporary, ignore_errors=True)
-            raise
-        return folder
-
-    def plan(self) -> dict[str, Any]:
-        """Plan this rank's shard."""
-        if self.coordinator.rank == 0:
-            check_extra(self.extra)
-        self.shard = plan_shard(self.chunks, self.coordinator.rank)
-        check_updates_complete(self.shard)
-        return encode_plan(self.shard)
-
-    def open(self, plans: list[dict[str, Any]]) -> str | None:
-        """Check all plans together and create the temporary folder; None means "skip"."""
-        folder = checkpoint_folder(self.root, self.iteration)
-        if self.skip_existing and folder.is_dir():
-            self.coordinator.say(
-                f"{folder} exists already{existing_note(folder)}; it is not saved again"
-            )
-            return None
-        check_plans(plans)
-        self.planned = plans
-        self.temporary = open_temporary(self.root, self.iteration)
-        return self.temporary.name
-
-    def write(self, name: str) -> dict[str, Any]:
-        """Write and sync this rank's shard, and return its digests for the manifest."""
-        shard = self.shard
-        assert shard is not None
-        if not shard.chunks:
-            return {"header_xxh3": "", "xxh3": []}
-        folder = self.root / name
-        digests = write_shard(
-            folder / shard.file, shard, block_bytes=self.block_bytes, digests=self.digests
-        )
-        sync_folder(folder)
-        return {"header_xxh3": digest(shard.header) if self.digests else "", "xxh3": digests}
-
-    def commit(self, written: list[dict[str, Any]]) -> None:
-        """Publish the checkpoint, then make the tracker name it."""
-        assert self.temporary is not None
-        files, tensors = stored_tables(self.planned, written)
-        manifest = Manifest(
-            iteration=self.iteration,
-            world_size=self.coordinator.world_size,
-            block_bytes=self.block_bytes,
-            digests=self.digests,
-            files=files,
-            tensors=tensors,
-            extra=self.extra,
-        )
-        publish(self.temporary, manifest)
-        write_tracker(self.root, self.iteration)
+    save.run(iteration, extra, prepare, say=coordinator.say)
+    return checkpoint_folder(root, iteration)

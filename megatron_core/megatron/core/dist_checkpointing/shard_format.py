@@ -21,9 +21,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError
 
@@ -125,48 +125,53 @@ class ShardWriter:
     """Writes a shard file sequentially and starts its write-back early.
 
     Args:
-        fd: descriptor of a new, empty file.
+        file: a new, empty file. Its own buffer joins the writes of small chunks.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self.position = 0
         self._writeback_begin = 0
 
-    def write(self, buffer: memoryview) -> None:
-        """Write the whole buffer; one system call may write less, as on a nearly full disk."""
-        while len(buffer):
-            count = os.write(self._fd, buffer)
-            buffer = buffer[count:]
-            self.position += count
+    def write(self, buffer: bytes | memoryview) -> None:
+        """Write the whole buffer."""
+        self.position += self._file.write(buffer)
         pending_bytes = self.position - self._writeback_begin
         if pending_bytes >= WRITEBACK_BYTES:
             # On Linux this starts write-back of dirty pages and drops clean pages. The pages of
             # this range are dirty, so they are written and stay in memory.
-            os.posix_fadvise(self._fd, self._writeback_begin, pending_bytes, os.POSIX_FADV_DONTNEED)
+            fd = self._file.fileno()
+            os.posix_fadvise(fd, self._writeback_begin, pending_bytes, os.POSIX_FADV_DONTNEED)
             self._writeback_begin = self.position
 
+    def sync(self) -> None:
+        """Make all writes durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
-#: Bytes per element by dtype name of the format.
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "F64": 8,
-        "F32": 4,
-        "F16": 2,
-        "BF16": 2,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "I64": 8,
-        "I32": 4,
-        "I16": 2,
-        "I8": 1,
-        "U64": 8,
-        "U32": 4,
-        "U16": 2,
-        "U8": 1,
-        "BOOL": 1,
-    }
+
+# (dtype name of the format, name of the torch dtype, bytes per element)
+_DTYPES = (
+    ("F64", "float64", 8),
+    ("F32", "float32", 4),
+    ("F16", "float16", 2),
+    ("BF16", "bfloat16", 2),
+    ("F8_E4M3", "float8_e4m3fn", 1),
+    ("F8_E5M2", "float8_e5m2", 1),
+    ("I64", "int64", 8),
+    ("I32", "int32", 4),
+    ("I16", "int16", 2),
+    ("I8", "int8", 1),
+    ("U64", "uint64", 8),
+    ("U32", "uint32", 4),
+    ("U16", "uint16", 2),
+    ("U8", "uint8", 1),
+    ("BOOL", "bool", 1),
 )
+
+#: Names of torch dtypes, and bytes per element, by dtype name of the format.
+TORCH_NAMES: Mapping[str, str] = MappingProxyType({name: torch for name, torch, _ in _DTYPES})
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({name: count for name, _, count in _DTYPES})
 
 MAX_ITEM_BYTES = max(ITEM_BYTES.values())
 
@@ -175,6 +180,9 @@ MAX_ITEM_BYTES = max(ITEM_BYTES.values())
 MAX_HEADER_BYTES = 100_000_000
 
 LENGTH_BYTES = 8
+
+#: Encodes a value as compact JSON.
+encode_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
 #: Tensors start at a multiple of a cache line, as their memory does, because the kernel then copies
 #: a quarter faster. The safetensors library aligns them to 8 bytes.
@@ -191,13 +199,14 @@ def encode_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
     Raises ValueError if the header would exceed the format's limit.
     """
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    members = ['"__metadata__":{"format":"pt"}']
     begin = 0
     for key, dtype, sizes in entries:
         end = begin + tensor_bytes(dtype, sizes)
-        table[key] = {"dtype": dtype, "shape": list(sizes), "data_offsets": [begin, end]}
+        entry = {"dtype": dtype, "shape": sizes, "data_offsets": (begin, end)}
+        members.append(f"{encode_json(key)}:{encode_json(entry)}")
         begin = end
-    text = json.dumps(table, separators=(",", ":")).encode()
+    text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(

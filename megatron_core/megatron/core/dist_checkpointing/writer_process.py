@@ -8,12 +8,9 @@ no orphan completes a save after another run has started in the same folder.
 
 Commands, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
-    shard   map the shared memory, remember the ends of header and chunks
-    plans   check and store the shard plans of all ranks                 (rank 0)
-    open    create the temporary folder, unless the step has been saved  (rank 0)
-    write   write this rank's shard durably, return its digests as JSON text
-    commit  write the manifest, rename the folder, update the tracker    (rank 0)
-    prune   apply retention, return lines to log                         (rank 0)
+    shard   map the shared memory of a shard plan
+    plans, open, write, commit   the steps of a save, see `save_steps`
+    prune   apply retention, return lines to log
 """
 
 from __future__ import annotations
@@ -28,34 +25,16 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError, describe
-from megatron.core.dist_checkpointing.manifest import (
-    Manifest,
-    check_plans,
-    stored_tables,
-)
-from megatron.core.dist_checkpointing.run_folder import (
-    check_save_folder_lock,
-    checkpoint_folder,
-    existing_note,
-    open_temporary,
-    prune_checkpoints,
-    publish,
-    sync_folder,
-    write_tracker,
-)
-from megatron.core.dist_checkpointing.shard_format import (
-    WRITE_BUFFER_BYTES,
-    BlockDigester,
-    ShardWriter,
-    digest,
-)
-from megatron.core.untrusted_files import open_to_write
+from megatron.core.dist_checkpointing.checkpoint_errors import describe
+from megatron.core.dist_checkpointing.run_folder import prune_checkpoints
+from megatron.core.dist_checkpointing.save_plan import ShardPlan
+from megatron.core.dist_checkpointing.save_steps import SaveSteps
+from megatron.core.dist_checkpointing.shard_format import WRITE_BUFFER_BYTES
 
 #: Seconds between two heartbeats during long work.
 HEARTBEAT_SECONDS = 1.0
@@ -94,121 +73,43 @@ class CommandExecutor:
     """Executes the commands of one trainer process.
 
     Args:
-        memory_fd: descriptor of shared memory with the shard; command `shard` sends its layout.
+        memory_fd: descriptor of shared memory with the shard; command `shard` sends its plan.
         root: folder of all checkpoints.
         heartbeat: called after each write during long work.
     """
 
     def __init__(self, memory_fd: int, root: Path, heartbeat: Callable[[], None]) -> None:
         self._memory_fd, self._root, self._heartbeat = memory_fd, root, heartbeat
-        self._chunk_ends: list[int] = []
-        self._begin = self._total = 0
-        self._memory: mmap.mmap | None = None
-        self._plans: list[dict[str, Any]] = []
+        self._steps: SaveSteps | None = None
 
     def execute(self, command: Mapping[str, Any]) -> Any:
         """Execute a command and return its result.
 
         Raises CheckpointError, OSError, ValueError.
         """
-        commands: Mapping[str, Callable[..., Any]] = {
-            "shard": self.shard,
-            "plans": self.plans,
-            "open": self.open,
-            "write": self.write,
-            "commit": self.commit,
-            "prune": self.prune,
-        }
-        return commands[command["do"]](**command["with"])
+        name, arguments = command["do"], command["with"]
+        if name == "shard":
+            return self._map_shard(**arguments)
+        if name == "prune":
+            return self._prune(**arguments)
+        assert self._steps is not None, "the first command must be `shard`"
+        return self._steps.execute(name, **arguments)
 
-    def shard(self, begin: int, ends: list[int]) -> None:
-        """Map the shared memory and remember the layout of the shard in it.
+    def _map_shard(self, plan: str) -> None:
+        """Map the shared memory of the shard."""
+        shard_plan = ShardPlan.decode(plan)
+        size = shard_plan.total_bytes
+        shard = memoryview(mmap.mmap(self._memory_fd, size, prot=mmap.PROT_READ))
 
-        Args:
-            begin: size of the header, where the first chunk begins.
-            ends: end of each chunk, ascending; chunks are adjacent.
-        """
-        self._begin, self._chunk_ends = begin, ends
-        self._total = ends[-1] if ends else begin
-        self._memory = mmap.mmap(self._memory_fd, self._total, prot=mmap.PROT_READ)
+        def buffers(index: int) -> Iterator[memoryview]:
+            chunk = shard_plan.chunks[index]
+            for begin in range(chunk.begin, chunk.end, WRITE_BUFFER_BYTES):
+                yield shard[begin : min(begin + WRITE_BUFFER_BYTES, chunk.end)]
 
-    def plans(self, texts: list[str]) -> None:
-        """Check and store the plans of all ranks; no element may be missing or written twice."""
-        plans = [json.loads(text) for text in texts]
-        check_plans(plans)
-        self._plans = plans
+        header = shard[: shard_plan.header_bytes]
+        self._steps = SaveSteps(self._root, shard_plan, header, buffers, heartbeat=self._heartbeat)
 
-    def open(self, iteration: int, name: str, *, folder_locked: bool) -> dict[str, str]:
-        """Create the temporary folder `name`; return {"exists": text} if the step is saved."""
-        if folder_locked:
-            check_save_folder_lock(self._root)
-        folder = checkpoint_folder(self._root, iteration)
-        if folder.is_dir():
-            note = existing_note(folder)
-            return {"exists": f"{folder} exists already{note}; it is not saved again"}
-        open_temporary(self._root, iteration, name=name)
-        return {}
-
-    def write(self, path: str, block_bytes: int) -> str:
-        """Write and sync the shard; return its digests for the manifest, as JSON."""
-        assert self._memory is not None
-        try:
-            with open_to_write(path, "x", root=Path(path).parent.parent) as file:
-                with memoryview(self._memory) as shared, shared[: self._total] as shard:
-                    digests = self._stream(file.fileno(), shard, block_bytes)
-                    with shard[: self._begin] as header:
-                        header_digest = digest(header)
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {path} ({self._total} bytes): {error.strerror}; nothing was "
-                "saved, earlier checkpoints are intact"
-            ) from error
-        sync_folder(Path(path).parent)
-        return json.dumps({"header_xxh3": header_digest, "xxh3": digests}, separators=(",", ":"))
-
-    def _stream(self, fd: int, shard: memoryview, block_bytes: int) -> list[list[str]]:
-        """Write all bytes, each buffer right after its digest; return the digests by chunk."""
-        writer, begin, digests = ShardWriter(fd), self._begin, []
-        for chunk_end in self._chunk_ends:
-            digester = BlockDigester(block_bytes)
-            for position in range(begin, chunk_end, WRITE_BUFFER_BYTES):
-                stop = min(position + WRITE_BUFFER_BYTES, chunk_end)
-                digester.update(shard[position:stop])
-                if stop - writer.position >= WRITE_BUFFER_BYTES:
-                    writer.write(shard[writer.position : stop])
-                    self._heartbeat()
-            digests.append(digester.finish())
-            begin = chunk_end
-        writer.write(shard[writer.position :])
-        return digests
-
-    def commit(
-        self,
-        temporary: str,
-        iteration: int,
-        *,
-        written: list[str],
-        block_bytes: int,
-        extra: str,
-    ) -> None:
-        """Publish the checkpoint and make the tracker name it."""
-        files, tensors = stored_tables(self._plans, [json.loads(text) for text in written])
-        publish(
-            self._root / temporary,
-            Manifest(
-                iteration=iteration,
-                world_size=len(self._plans),
-                block_bytes=block_bytes,
-                digests=True,
-                files=files,
-                tensors=tensors,
-                extra=json.loads(extra),
-            ),
-        )
-        write_tracker(self._root, iteration)
-
-    def prune(self, keep: Mapping[str, Any]) -> list[str]:
+    def _prune(self, keep: Mapping[str, Any]) -> list[str]:
         """Apply retention; return lines to log."""
         lines: list[str] = []
         prune_checkpoints(self._root, say=lines.append, **keep)

@@ -32,7 +32,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import coordinator as coordinator_module
 from megatron.core.dist_checkpointing import save as save_module
+from megatron.core.dist_checkpointing import save_steps as save_steps_module
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.untrusted_files import open_to_write
 from tests.support.ranks import run_ranks, start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, on_threads, raise_errors
 
@@ -117,14 +119,12 @@ def test_gap_is_refused_on_a_single_process_too(tmp_path):
 
 @pytest.mark.parametrize("failing", [(2,), (0,), (1, 2)])
 def test_write_error_reaches_every_rank_and_leaves_no_files(tmp_path, monkeypatch, failing):
-    write = save_module.write_shard
-
-    def full(path, plan, **options):
+    def full(path, mode, **options):
         if int(path.stem[-5:]) in failing:
             raise OSError(28, os.strerror(28), str(path))
-        return write(path, plan, **options)
+        return open_to_write(path, mode, **options)
 
-    monkeypatch.setattr(save_module, "write_shard", full)
+    monkeypatch.setattr(save_steps_module, "open_to_write", full)
     chunks_by_rank = [[w_chunk(r, (r, 0), ROW if r < 2 else ROW.expand(2, 3))] for r in range(3)]
     text = common_error(save_on_ranks(tmp_path, chunks_by_rank), tmp_path)
     assert "No space left on device" in text
@@ -233,7 +233,8 @@ def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == victim:
-        setattr(save_module, stage, die)
+        owner = save_module if stage == "plan_shard" else save_steps_module.SaveSteps
+        setattr(owner, stage, die)
     try:
         chunks = full_chunks({f"w{rank}": torch.ones(5)}, (rank,))
         save_checkpoint(root, 2, chunks, {}, coordinator=coordinator)
@@ -243,7 +244,7 @@ def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage:
 
 
 @pytest.mark.parametrize(
-    ("victim", "stage"), [(1, "plan_shard"), (2, "write_shard"), (0, "write_shard"), (0, "publish")]
+    ("victim", "stage"), [(1, "plan_shard"), (2, "write"), (0, "write"), (0, "commit")]
 )
 def test_dead_rank_raises_on_the_others_within_the_timeout(tmp_path, victim, stage):
     before = save_checkpoint(tmp_path, 1, full_chunks({"w": ROW}), {}, coordinator=Solo())

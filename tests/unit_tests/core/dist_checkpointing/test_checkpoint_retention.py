@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import load as load_module
+from megatron.core.dist_checkpointing.save_steps import SaveSteps
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 
@@ -180,18 +181,16 @@ def test_remains_of_failed_removal_are_ignored_and_swept(tmp_path, monkeypatch):
 
 def test_a_writer_that_survives_the_sweep_cannot_commit(tmp_path):
     """A save continues although a new run has locked the folder and removed leftovers."""
-    from megatron.core.dist_checkpointing import save as save_module
+    write = SaveSteps.write
 
-    write_shard = save_module.write_shard
-
-    def swept_meanwhile(*arguments, **options):
-        shard = write_shard(*arguments, **options)
+    def swept_meanwhile(steps, *arguments, **options):
+        digests = write(steps, *arguments, **options)
         with SaveFolderLock(tmp_path) as lock:
             assert len(lock.removed_paths) == 1
-        return shard
+        return digests
 
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(save_module, "write_shard", swept_meanwhile)
+        context.setattr(SaveSteps, "write", swept_meanwhile)
         with pytest.raises(CheckpointError, match="No such file"):
             save(tmp_path, 1)
     assert iterations_left(tmp_path) == []

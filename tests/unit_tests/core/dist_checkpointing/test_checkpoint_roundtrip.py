@@ -22,7 +22,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.shards import DTYPES, chunks_to_write, replica_sets
+from megatron.core.dist_checkpointing.save_plan import chunks_to_write, replica_sets
+from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from tests.unit_tests.core.dist_checkpointing.layouts import (
     empty_like,
     full_chunks,

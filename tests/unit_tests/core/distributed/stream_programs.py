@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core import RankGrid
 from megatron.core.comm.collectives import reduce_scatter_fp32_async
 from megatron.core.dist_checkpointing.async_save import StagingBuffer
-from megatron.core.dist_checkpointing.shards import plan_shard
+from megatron.core.dist_checkpointing.save_plan import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.inference import (
     CacheShapes,

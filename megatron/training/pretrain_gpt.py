@@ -92,7 +92,7 @@ def read_run(
         accepted=accepted_flags(stored_options),
     )
     from megatron.training.config.check import check, without_effect
-    from megatron.training.config.option_checks import machine_problems
+    from megatron.training.config.unused_options import machine_problems
     from megatron.training.data import data_paths
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)

@@ -12,6 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.training.config.checkpoint_options import (
+    CheckpointConfig,
+    ExperimentConfig,
+    FailureConfig,
+    LoggingConfig,
+    ProfilingConfig,
+)
+from megatron.training.config.data_parallel_options import (
+    DataParallelOptions,
+    ExecutionConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
 from megatron.training.config.model_options import (
     AttentionOptions,
     ExpertConfig,
@@ -20,20 +33,7 @@ from megatron.training.config.model_options import (
     PositionConfig,
     TokenizerConfig,
 )
-from megatron.training.config.output_options import (
-    CheckpointConfig,
-    ExperimentConfig,
-    FailureConfig,
-    LoggingConfig,
-    ProfilingConfig,
-)
-from megatron.training.config.parallel_options import (
-    DataParallelOptions,
-    ExecutionConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
-from megatron.training.config.training_options import (
+from megatron.training.config.optimizer_options import (
     DataConfig,
     EvaluationConfig,
     LossScaleConfig,

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from megatron.core.datasets.batch_sizes import Division
 from megatron.training.config import (
     Config,
+    data_parallel_options,
     layer_pattern_options,
-    option_checks,
-    parallel_options,
+    optimizer_options,
     quantization,
     stages,
-    training_options,
+    unused_options,
 )
 
 
@@ -27,32 +27,32 @@ def check(config: Config, world_size: int) -> list[str]:
     return list(
         itertools.chain(
             _layout(config, world_size),
-            option_checks.context_problems(config),
-            option_checks.transformer_engine_problems(config),
+            unused_options.context_problems(config),
+            unused_options.transformer_engine_problems(config),
             quantization.problems(config),
             _batch(config, world_size),
             _data_parallel(config, world_size),
             layer_pattern_options.problems(config),
-            option_checks.missing_block_problems(config),
-            option_checks.hybrid_problems(config),
+            unused_options.missing_block_problems(config),
+            unused_options.hybrid_problems(config),
             _heads(config),
             _inner_features(config),
-            option_checks.attention_problems(config),
-            option_checks.expert_problems(config, world_size),
+            unused_options.attention_problems(config),
+            unused_options.expert_problems(config, world_size),
             _rope_scaling(config),
             _learned_positions(config),
             _kernels(config),
             _recompute(config),
             stages.problems(config, world_size),
-            option_checks.cuda_graph_problems(config),
+            unused_options.cuda_graph_problems(config),
             _length(config, world_size),
             _schedule(config),
             _weight_decay(config),
-            training_options.optimizer_problems(config.optimizer),
+            optimizer_options.optimizer_problems(config.optimizer),
             _vocabulary(config),
             _failures(config, world_size),
-            option_checks.missing_switches(config),
-            option_checks.profiling_problems(config, world_size),
+            unused_options.missing_switches(config),
+            unused_options.profiling_problems(config, world_size),
         )
     )
 
@@ -132,7 +132,7 @@ def _expert_blocks(config: Config) -> Iterator[str]:
     if block is None or experts.num_experts is None or config.parallel.expert_gtp_size == 1:
         return
     if config.data_parallel.strategy == "optim_grads_params":
-        return  # `parallel_options` reports that the format has no effect
+        return  # `data_parallel_options` reports that the format has no effect
     etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
     width = experts.moe_ffn_hidden_size or config.model.inner_features
     for rows, name in (
@@ -200,7 +200,7 @@ def _division(
 def _data_parallel(config: Config, world_size: int) -> Iterator[str]:
     ranks = config.model_parallel_size
     size = world_size // ranks if world_size % ranks == 0 else 1
-    yield from parallel_options.data_parallel_problems(
+    yield from data_parallel_options.data_parallel_problems(
         config.data_parallel,
         data_parallel_size=size,
         bf16=config.training.bf16,
@@ -431,7 +431,7 @@ def without_effect(config: Config, resolved: Config) -> list[str]:
         config: the config before derived fields are filled in.
         resolved: the same config, resolved.
     """
-    ineffective_flags = list(option_checks.ineffective(config))
+    ineffective_flags = list(unused_options.ineffective(config))
     kind, unused = resolved.tokenizer.tokenizer_type, _tiktoken_flags(config)
     if unused and kind != "tiktoken":
         tokenizer = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"

@@ -91,8 +91,9 @@ def read_run(
         replaced=program.replaced,
         accepted=accepted_flags(stored_options),
     )
-    from megatron.training.config.check import check, without_effect
-    from megatron.training.config.unused_options import machine_problems
+    from megatron.training.config.check import check
+    from megatron.training.config.implementation_checks import machine_problems
+    from megatron.training.config.unused_options import without_effect
     from megatron.training.data import data_paths
 
     config, overridden = with_checkpoint_schedule(line.config, launch.world_size)

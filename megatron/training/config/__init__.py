@@ -12,37 +12,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.checkpoint_options import (
-    CheckpointConfig,
-    ExperimentConfig,
-    FailureConfig,
-    LoggingConfig,
-    ProfilingConfig,
-)
-from megatron.training.config.data_parallel_options import (
-    DataParallelOptions,
-    ExecutionConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from megatron.training.config.checkpoint_options import CheckpointConfig
+from megatron.training.config.data_options import DataConfig, TokenizerConfig
+from megatron.training.config.data_parallel_options import DataParallelOptions
+from megatron.training.config.execution_options import ExecutionConfig, QuantizationOptions
+from megatron.training.config.experiment_options import ExperimentConfig
+from megatron.training.config.failure_options import FailureConfig
+from megatron.training.config.logging_options import LoggingConfig, ProfilingConfig
 from megatron.training.config.model_options import (
     AttentionOptions,
     ExpertConfig,
     HybridConfig,
     ModelConfig,
     PositionConfig,
-    TokenizerConfig,
 )
 from megatron.training.config.optimizer_options import (
-    DataConfig,
-    EvaluationConfig,
     LossScaleConfig,
     MuonOptions,
     OptimizerOptions,
-    QuantizationOptions,
     ScheduleConfig,
-    TrainingConfig,
 )
+from megatron.training.config.parallel_options import ParallelConfig
+from megatron.training.config.pipeline_options import PipelineConfig
+from megatron.training.config.training_options import EvaluationConfig, TrainingConfig
 
 __all__ = [
     "AttentionOptions",

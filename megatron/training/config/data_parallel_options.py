@@ -1,108 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of parallelism and execution.
-
-The sections cover the process groups (`ParallelConfig`), the pipeline and its schedule
-(`PipelineConfig`), sharding and communication over data-parallel ranks (`DataParallelOptions`), and
-how a step is executed: activation recomputation, CUDA graphs, CPU matrix products
-(`ExecutionConfig`).
-"""
+"""Options of data parallelism: sharding, communication and gradients, and their checks."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megatron.training.config.values import not_negative, positive, require, require_all
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """Pipeline parallelism."""
-
-    pipeline_model_parallel_size: int = 1
-    """Number of pipeline stages, each of which holds a contiguous part of the layers."""
-    pipeline_schedule: Literal["auto", "1f1b", "interleaved", "zb-h1"] = "auto"
-    """Pipeline schedule: 1f1b; interleaved, which needs several virtual stages per rank; zb-h1,
-    which splits the backward pass and fills pipeline bubbles with weight gradients. auto is
-    interleaved with virtual stages, else 1f1b."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers per virtual pipeline stage; the number of virtual stages follows from it."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    """Virtual stages (model chunks) per pipeline rank."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Consecutive microbatches that a virtual stage processes before the rank turns to its next
-    one; derived: the number of stages."""
-    decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage; the remaining layers are divided evenly."""
-    decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage; the remaining layers are divided evenly."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when dividing layers evenly."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output head and the loss as a layer when dividing layers evenly."""
-    pipeline_model_parallel_layout: str | None = None
-    """Explicit contents of each virtual stage, in the model's order: E embedding, t layer, L loss,
-    | between stages, as in Et*3|(tt|)*2tL."""
-
-    def __post_init__(self) -> None:
-        require_all(
-            lambda: positive(
-                self,
-                "pipeline_model_parallel_size",
-                "num_layers_per_virtual_pipeline_stage",
-                "num_virtual_stages_per_pipeline_rank",
-                "microbatch_group_size_per_virtual_pipeline_stage",
-            ),
-            lambda: not_negative(
-                self, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-            ),
-        )
-
-    def non_default_flags(self, *names: str) -> list[str]:
-        """Return the named options whose value is not the default, as flags with values."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {name: vars(self)[name] for name in names}
-        return [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            for name, value in values.items()
-            if value != defaults[name]
-        ]
-
-
-_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-_UNEVEN = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-
-
-def problems(config: PipelineConfig, cut_pattern: str | None) -> Iterator[str]:
-    """List pipeline options that cannot be combined, each with its fix.
-
-    Args:
-        cut_pattern: the layer pattern if it contains stage boundaries, else None.
-    """
-    pattern_flags = [] if cut_pattern is None else [f"--hybrid-layer-pattern {cut_pattern}"]
-    if config.pipeline_model_parallel_size == 1:
-        idle = config.non_default_flags(*(field.name for field in dataclasses.fields(config)))
-        for flag in idle + pattern_flags:
-            yield f"{flag} has no effect without --pipeline-model-parallel-size above 1: raise that"
-        return
-    ways = config.non_default_flags("pipeline_model_parallel_layout") + pattern_flags
-    if len(ways) > 1:
-        yield f"{' and '.join(ways)} are mutually exclusive: keep one"
-    for flag in config.non_default_flags(*_VIRTUAL, *_UNEVEN) if ways else ():
-        yield f"{flag} has no effect with {ways[0]}, which places every layer: drop one"
-    if len(virtual := config.non_default_flags(*_VIRTUAL)) > 1:
-        yield f"{' and '.join(virtual)} are mutually exclusive: keep one"
-
-
-#: Module names that `Backend.gtp_opt_in_modules` accepts.
-GTP_OPT_IN_MODULES = ("mla_down_proj", "position_embeddings")
 
 ShardingStrategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -183,7 +88,7 @@ class DataParallelOptions:
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
 
-def data_parallel_problems(
+def problems(
     config: DataParallelOptions,
     *,
     data_parallel_size: int,
@@ -319,135 +224,3 @@ def _instances(config: DataParallelOptions, size: int, context_size: int) -> Ite
                 f"{outer} with --data-parallel-sharding-strategy {strategy} is the same as one "
                 "instance: drop both instance options, or choose optim_grads_params"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutionConfig:
-    """Activation recomputation (bit-identical losses and gradients), CUDA graphs, CPU products."""
-
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """full stores only the inputs of layers and recomputes everything else in backward; selective
-    recomputes what is cheap: norms and MLP activations."""
-    recompute_method: Literal["uniform", "block"] | None = None
-    """With full: uniform divides all layers into groups of --recompute-num-layers and stores the
-    input of each group; block recomputes each of the first --recompute-num-layers layers."""
-    recompute_num_layers: int | None = None
-    """Number of layers for --recompute-method, counted per model chunk of a pipeline stage; an
-    attention or recurrent block and the block after it make a layer."""
-    keep_recurrent_states: bool = False
-    """On a GPU, store the chunk states of recurrent blocks (G, M) for backward instead of
-    recomputing them: one pass over the sequence less, at a memory cost that the log states. A CPU
-    always stores them."""
-    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
-    """full_iteration captures forward and backward of all microbatches of a step in one CUDA graph
-    and replays it; weights are not gathered between steps then (as with
-    --no-fsdp-all-gather-in-start-param-sync)."""
-    cuda_graph_warmup_steps: int = 3
-    """Steps run without a graph before the capture."""
-    cpu_matmul_dtype: Literal["auto", "weights", "fp32"] = "auto"
-    """Dtype of matrix products on a CPU with --bf16 or --fp16: the dtype of the weights, or fp32;
-    auto is whichever the first rank measures to be faster (fp32 with --fp16). A resumed run is
-    bit-identical only with the same choice, and logs a different one."""
-
-    def __post_init__(self) -> None:
-        require_all(
-            lambda: positive(self, "recompute_num_layers"),
-            lambda: positive(self, "cuda_graph_warmup_steps"),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Model parallelism, and the implementation of its layers."""
-
-    tensor_model_parallel_size: int = 1
-    """Degree of tensor model parallelism: ranks that share each weight matrix."""
-    tensor_parallel_num_weight_shards: int | None = None
-    """Generalized tensor parallelism: number of shards of each weight matrix, a multiple of the
-    tensor parallel size. Each tensor-parallel slice is sharded further over ranks with different
-    samples and gathered just before use; derived: the tensor parallel size."""
-    gtp_opt_in_modules: tuple[str, ...] | None = None
-    """With --tensor-parallel-num-weight-shards, additional modules to shard that are replicated
-    over tensor-parallel ranks: mla_down_proj (down projections of latent attention),
-    position_embeddings (learned absolute positions)."""
-    sequence_parallel: bool = False
-    """Shard activations along the sequence dimension over the tensor-parallel group (sequence
-    parallelism)."""
-    context_parallel_size: int = 1
-    """Degree of context parallelism: ranks that share the tokens of each sample."""
-    cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
-    """How attention exchanges data over context-parallel ranks: p2p sends keys and values around a
-    ring; all_gather gathers them from all ranks; a2a redistributes heads instead of tokens; auto
-    chooses the one that communicates least."""
-    context_parallel_cut: Literal["auto", "row", "documents"] = "auto"
-    """How rows of several documents are divided over context-parallel ranks: row divides the row as
-    one sequence, documents divides every document evenly over all ranks, with padding; auto picks
-    for each microbatch the division whose slowest rank is faster."""
-    linear_cp_mode: Literal["auto", "headwise", "segments"] = "auto"
-    """How recurrent mixers exchange data over context-parallel ranks: headwise redistributes heads
-    instead of tokens; segments passes states from each segment of a document to the next; auto
-    chooses the one that communicates least."""
-    expert_model_parallel_size: int = 1
-    """Degree of expert parallelism: ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = None
-    """Degree of tensor parallelism within each expert; derived: the tensor parallel size."""
-    expert_tensor_parallel_num_weight_shards: int | None = None
-    """Generalized tensor parallelism of experts: number of shards of each expert matrix, a multiple
-    of the expert tensor parallel size; derived: the expert tensor parallel size."""
-    moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall"] = "auto"
-    """How tokens reach the ranks of their experts: allgather sends all tokens to all ranks,
-    alltoall sends each rank only the tokens it needs; auto chooses the one that moves fewer
-    bytes."""
-    moe_expert_rank_capacity_factor: float | None = None
-    """In training, buffers of an expert-parallel rank hold this times its even share of tokens; a
-    step that exceeds it is an error before weights change. The host then never reads token counts,
-    so that steps can be captured in CUDA graphs. None = no limit."""
-    moe_shared_expert_overlap: bool = True
-    """Overlap the shared expert's computation with the token dispatch."""
-    distributed_timeout_minutes: float = 10.0
-    """Timeout of collectives, in minutes."""
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Implementation of linear layers, norms and attention: local is this package's,
-    transformer_engine is TransformerEngine's (extra te). Weights, checkpoints and initial values
-    are the same."""
-    attention_backend: Literal["auto", "reference", "triton"] = "auto"
-    """Attention kernel. auto is TransformerEngine's with --transformer-impl transformer_engine;
-    otherwise, on a GPU, cuDNN's or FlashAttention-2's for 16-bit attention without sinks and
-    dropout (packed documents not under --cuda-graph-impl), else triton if it supports the case,
-    else reference."""
-
-    def __post_init__(self) -> None:
-        positive(self, "tensor_model_parallel_size", "context_parallel_size")
-        positive(self, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        positive(self, "moe_expert_rank_capacity_factor")
-        positive(
-            self, "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"
-        )
-        positive(self, "distributed_timeout_minutes")
-        unknown = [name for name in self.gtp_opt_in_modules or () if name not in GTP_OPT_IN_MODULES]
-        require(
-            not unknown,
-            f"--gtp-opt-in-modules {' '.join(unknown)}: use {' or '.join(GTP_OPT_IN_MODULES)}",
-        )
-
-    @property
-    def gtp_size(self) -> int:
-        """Ranks over which generalized tensor parallelism shards a tensor-parallel slice of a
-        matrix."""
-        tp = self.tensor_model_parallel_size
-        return (self.tensor_parallel_num_weight_shards or tp) // tp
-
-    @property
-    def requests_gtp(self) -> bool:
-        """Whether the options request more shards than tensor-parallel ranks, for experts or other
-        weights; the number may still be invalid."""
-        tp = self.tensor_model_parallel_size
-        etp = self.expert_tensor_parallel_size or tp
-        experts = self.expert_tensor_parallel_num_weight_shards or etp
-        return (self.tensor_parallel_num_weight_shards or tp) > tp or experts > etp
-
-    @property
-    def expert_gtp_size(self) -> int:
-        """Ranks over which a tensor-parallel slice of an expert's matrix is sharded."""
-        etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        return (self.expert_tensor_parallel_num_weight_shards or etp) // etp

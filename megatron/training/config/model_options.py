@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a model: its shape, attention, experts, recurrent mixers and vocabulary.
+"""The options of a model: its shape, attention, position embedding, experts and recurrent mixers.
 
 An option that is a field of a core config is annotated with the path of that field in `GPTConfig`.
 A field that is derived from several options has its row in model_table.py.
@@ -7,6 +7,7 @@ A field that is derived from several options has its row in model_table.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -340,36 +341,24 @@ class PositionConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Tokenizer and vocabulary."""
-
-    tokenizer_type: Literal["hf", "sentencepiece", "tiktoken", "byte", "null"] | None = None
-    """Type of tokenizer; derived from --tokenizer-model: sentencepiece for a .model, tiktoken for a
-    .tiktoken, else hf."""
-    tokenizer_model: str | None = None
-    """Path of a tokenizer.json, of a folder that contains one, of a vocab.json, of a SentencePiece
-    .model, or of a tiktoken vocabulary: Megatron's JSON, or a file with one rank per line."""
-    merge_file: str | None = None
-    """Merges file of a vocab.json, in the same folder: gpt2-merges.txt for gpt2-vocab.json."""
-    tokenizer_hf_no_include_special_tokens: bool = False
-    """Do not add the tokenizer's special tokens, such as BOS, to prompts; the token files were
-    written without them."""
-    tiktoken_pattern: Literal["v1", "v2", "llama3"] | None = None
-    """Pre-tokenization pattern of --tokenizer-type tiktoken; derived: v2 for Megatron's JSON,
-    llama3 (also GPT-4's) for a file with one rank per line."""
-    tiktoken_num_special_tokens: int | None = None
-    """Number of ids that --tokenizer-type tiktoken reserves for special tokens, before the ranks of
-    Megatron's JSON, after the ranks of a file with one rank per line; derived: 1000, or the number
-    of named ones."""
-    tiktoken_special_tokens: tuple[str, ...] | None = None
-    """Names of the first special tokens; derived: unk, s, /s, mask, pad, cls and sep in <> for
-    Megatron's JSON, none for a file with one rank per line."""
-    vocab_size: int | None = None
-    """Vocabulary size before padding; derived: the tokenizer's."""
-    make_vocab_size_divisible_by: int = 128
-    """Pad the vocabulary to a multiple of this times the tensor parallel size; padding does not
-    change results."""
-
-    def __post_init__(self) -> None:
-        positive(self, "vocab_size", "make_vocab_size_divisible_by")
+def rope_scaling_problems(position: PositionConfig) -> Iterator[str]:
+    """Yield a message for each problem of the scaling of rotary embeddings."""
+    scalings = {
+        "--use-rope-scaling": position.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": (
+            position.rotary_seq_len_interpolation_factor is not None
+        ),
+        "--position-embedding-type yarn": position.position_embedding_type == "yarn",
+    }
+    chosen = [flag for flag, on in scalings.items() if on]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} are mutually exclusive: keep one"
+    low, high = position.rope_scaling_low_freq_factor, position.rope_scaling_high_freq_factor
+    if low >= high:
+        yield (
+            f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor "
+            f"{high}: change one"
+        )
+    slow, fast = position.yarn_beta_slow, position.yarn_beta_fast
+    if slow > fast:
+        yield f"--yarn-beta-slow {slow} must not be above --yarn-beta-fast {fast}: change one"

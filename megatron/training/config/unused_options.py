@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks between the options of one feature and the rest of a config.
-
-The features are context parallelism, TransformerEngine, CUDA graphs, attention, experts and
-recurrent mixers. Other checks report options for blocks that the layer pattern does not contain,
-and options that have no effect without another option.
-"""
+"""Options without effect: for blocks that the model does not have, or without their switch."""
 
 from __future__ import annotations
 
@@ -12,12 +7,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.extensions import transformer_engine_problem
-from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, EXPERTS, FEED_FORWARD
+from megatron.core.models.layer_pattern import ATTENTIONS, DENSE, FEED_FORWARD
+from megatron.training.config.data_options import tiktoken_flags
 from megatron.training.config.layer_pattern_options import (
     FLAG,
     blocks,
-    expert_layers,
     has,
     has_attention,
     is_hybrid,
@@ -30,74 +24,8 @@ from megatron.training.config.layer_pattern_options import (
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
-DOCUMENTS = "--reset-attention-mask"
-
-
-def cuda_graph_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each option that CUDA graphs cannot be combined with."""
-    chosen = config.execution
-    if chosen.cuda_graph_impl == "none":
-        return
-    flag = f"--cuda-graph-impl {chosen.cuda_graph_impl}"
-    cp = config.parallel.context_parallel_size
-    packed = config.data.sft or config.data.reset_attention_mask
-    if config.training.device == "cpu":
-        yield f"{flag} needs a GPU: drop it or --device cpu"
-    size = config.pipeline.pipeline_model_parallel_size
-    for conflicting, on, reason in (
-        (
-            f"--pipeline-model-parallel-size {size}",
-            size > 1,
-            "sends and receives between stages, which a graph cannot capture",
-        ),
-        (
-            f"--context-parallel-size {cp} with {'--sft' if config.data.sft else DOCUMENTS}",
-            cp > 1 and packed,
-            "attends block by block at document boundaries, with other blocks in every step",
-        ),
-        (
-            f"recurrent blocks with {'--sft' if config.data.sft else DOCUMENTS}",
-            is_recurrent(config) and packed,
-            "process sequences of other lengths in every step",
-        ),
-        (
-            "--step-batch-size-schedule",
-            config.training.step_batch_size_schedule is not None,
-            "changes the number of microbatches, and the graph has a fixed number",
-        ),
-        (
-            "--rampup-batch-size",
-            config.training.rampup_batch_size is not None,
-            "changes the number of microbatches, and the graph has a fixed number",
-        ),
-        (
-            "--check-weight-gather",
-            config.data_parallel.check_weight_gather,
-            "compares the order of gathers on the host in every step",
-        ),
-        (
-            "--check-collectives",
-            config.failures.check_collectives,
-            "does not see the collectives of a replayed step",
-        ),
-        (
-            "--log-straggler",
-            config.failures.log_straggler,
-            "does not see how long a replayed step waits",
-        ),
-    ):
-        if on:
-            yield f"{conflicting} {reason}: drop it or {flag}"
-    steps, iterations = chosen.cuda_graph_warmup_steps, config.training.train_iters
-    if iterations is not None and steps >= iterations:
-        yield (
-            f"--cuda-graph-warmup-steps {steps} is not below --train-iters {iterations}, so that "
-            "no graph is captured: lower it"
-        )
-
-
 #: Attention options: field names by section. An empty tuple means all fields of the section, except
-#: position_embedding_type, which `layer_pattern.problems` checks.
+#: position_embedding_type, which `layer_pattern_options.problems` checks.
 _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
     "model": (
         "num_attention_heads",
@@ -247,7 +175,7 @@ def _recurrent_dependents(config: Config) -> Iterator[tuple[object, str, bool, s
         yield parallel, "linear_cp_", has_cp, "--context-parallel-size above 1"
 
 
-def missing_switches(config: Config) -> Iterator[str]:
+def missing_switch_problems(config: Config) -> Iterator[str]:
     """Yield a message for each non-default option that has no effect without its switch."""
     for section, start, on, switch in _dependents(config):
         for field in () if on else dataclasses.fields(section):  # type: ignore[arg-type]
@@ -257,7 +185,7 @@ def missing_switches(config: Config) -> Iterator[str]:
                 yield f"--{flag} has no effect without {switch}: add that"
 
 
-def ineffective(config: Config) -> Iterator[tuple[str, str]]:
+def _ineffective(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each accepted option that has no effect with the other options, and the reason.
 
     Args:
@@ -279,11 +207,11 @@ def ineffective(config: Config) -> Iterator[tuple[str, str]]:
     if config.attention.multi_latent_attention and model.kv_channels is not None:
         reason = "latent attention has the sizes of --qk-head-dim and --v-head-dim"
         yield f"--kv-channels {model.kv_channels}", reason
-    yield from _ineffective_of_feed_forward(config)
+    yield from _ineffective_feed_forward(config)
 
 
-def _ineffective_of_feed_forward(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the rows of `ineffective` for MLPs and experts."""
+def _ineffective_feed_forward(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the rows of `_ineffective` for MLPs and experts."""
     width, experts = config.model.ffn_hidden_size, config.experts
     derived = dataclasses.replace(config.model, ffn_hidden_size=None).inner_features
     # In a resolved config, the widths may be derived rather than the user's.
@@ -308,250 +236,16 @@ def _feed_forward(config: Config) -> set[str]:
     return set(blocks(config) + mtp_blocks(config))
 
 
-def profiling_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a message for profiling of ranks or iterations that the run does not have."""
-    profiling, iterations = config.profiling, config.training.train_iters
-    is_profiled = profiling.profile or profiling.record_memory_history
-    unknown_ranks = [rank for rank in profiling.profile_ranks if rank >= world_size]
-    if is_profiled and unknown_ranks:
-        yield (
-            f"--profile-ranks {unknown_ranks[0]}: there are ranks 0 to {world_size - 1}: name one "
-            "of them"
-        )
-    start = profiling.profile_step_start
-    if profiling.profile and iterations is not None and start >= iterations:
-        yield f"--profile-step-start {start} is not below --train-iters {iterations}: lower it"
+def without_effect(config: Config, resolved: Config) -> list[str]:
+    """Return a line for each group of options that have no effect in combination with the others.
 
-
-def attention_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each option that latent attention cannot be combined with."""
-    flag, model = "--multi-latent-attention", config.model
-    if not config.attention.multi_latent_attention or model.num_attention_heads is None:
-        return
-    refused = {
-        "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
-        "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
-        "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
-        "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
-        "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
-        "--softmax-type learnable": (
-            config.attention.softmax_type == "learnable",
-            "it has no sinks",
-        ),
-    }
-    for conflicting, (is_set, reason) in refused.items():
-        if is_set:
-            yield f"{conflicting} cannot be combined with {flag}: {reason}: drop one"
-    if not model.disable_bias_linear:
-        yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
-    if not config.position.is_rotary:
-        kind = config.position.position_embedding_type
-        yield f"--position-embedding-type {kind} cannot be combined with {flag}: use rope or yarn"
-    # Imported on demand: options of other models do not need to import torch.
-    from megatron.training.config.model_table import part_config
-
-    parallel = config.parallel
-    latent = part_config(config, "attention")
-    for problem in latent.problems(
-        parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        engine=parallel.cp_comm_type,
-    ):
-        yield f"{flag}: {problem}"
-
-
-def expert_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a message with a fix for each problem of experts on `world_size` processes."""
-    yield from _layers(config)
-    if config.experts.num_experts is None:
-        return
-    yield from _layout(config, world_size)
-    yield from _switches(config)
-    # Imported on demand: options of dense models do not need to import torch.
-    from megatron.training.config.model_table import part_config
-
-    parallel = config.parallel
-    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    moe = part_config(config, "moe")
-    source = config.checkpoint
-    # A run that starts from existing weights keeps their router, normalised or not.
-    has_trained_router = (
-        source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
-    )
-    if moe.router.topk == 1 and moe.router.normalize and not has_trained_router:
-        yield (
-            "--moe-router-topk 1 with normalized scores gives every token the weight 1 "
-            "whatever the router's logits, so the router gets no gradient: give "
-            "--moe-router-pre-softmax"
-        )
-    for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
-        yield f"mixture of experts: {problem}"
-
-
-def _layers(config: Config) -> Iterator[str]:
-    """Yield a message if the options disagree about which layers have experts, or none has."""
-    experts, pattern = config.experts, config.hybrid.hybrid_layer_pattern
-    if experts.num_experts is None:
-        if EXPERTS in (pattern or ""):
-            yield f"{FLAG} {pattern} has layers with experts: give --num-experts"
-        return
-    try:
-        expert_layers(config)
-    except ValueError as error:
-        yield str(error)
-        return
-    kinds = set(blocks(config) + mtp_blocks(config))
-    if EXPERTS not in kinds:
-        yield f"--num-experts {experts.num_experts}: no layer has experts: change which layers do"
-    elif config.model.add_mlp_bias and config.model.disable_bias_linear and DENSE not in kinds:
-        yield "--add-mlp-bias has no effect where all layers have experts: drop it"
-
-
-def _layout(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a message for each parallel size of experts that does not divide the processes."""
-    parallel, pp = config.parallel, config.pipeline.pipeline_model_parallel_size
-    ep = parallel.expert_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    total = etp * ep * pp
-    product = (
-        f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
-        f"--pipeline-model-parallel-size {pp} = {total}"
-    )
-    if world_size % total:
-        yield (
-            f"{product} does not divide the world of {world_size} processes: start a multiple of "
-            f"{total} processes or lower it"
-        )
-        return
-    shards = parallel.expert_tensor_parallel_num_weight_shards
-    flag = f"--expert-tensor-parallel-num-weight-shards {shards}"
-    if shards is not None and shards % etp:
-        yield (
-            f"{flag} is not a multiple of --expert-tensor-parallel-size {etp}: it counts the "
-            f"shards over etp and gtp, use {-(-shards // etp) * etp}, for example"
-        )
-    elif world_size % (total * parallel.expert_gtp_size):
-        yield (
-            f"{flag}: {world_size} processes leave {world_size // total} expert data parallel "
-            f"ranks, which do not divide by {shards} / {etp} = {parallel.expert_gtp_size}: use a "
-            "divisor"
-        )
-    instances, edp = config.data_parallel.num_distributed_optimizer_instances, world_size // total
-    if edp % instances:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the expert data "
-            f"parallel size {world_size} / ({product}) = {edp}: use a divisor of {edp}"
-        )
-
-
-def _switches(config: Config) -> Iterator[str]:
-    """Yield a message for options that cannot be combined with experts, or with each other."""
-    chosen, graphs = config.experts, config.execution.cuda_graph_impl
-    if not config.model.disable_bias_linear:
-        yield (
-            "experts have no biases: add --disable-bias-linear (attention keeps its own with "
-            "--add-qkv-bias and --add-attention-output-bias, other MLPs with --add-mlp-bias)"
-        )
-    ep = config.parallel.expert_model_parallel_size
-    etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
-    factor = config.parallel.moe_expert_rank_capacity_factor
-    if graphs != "none" and ep * etp > 1 and factor is None:
-        yield (
-            f"experts on {ep * etp} ranks with --cuda-graph-impl {graphs}: the host reads how many "
-            "tokens each rank gets, which a graph cannot capture: add "
-            "--moe-expert-rank-capacity-factor"
-        )
-    if factor is not None and ep * etp == 1:
-        yield (
-            f"--moe-expert-rank-capacity-factor {factor:g} has no effect: every rank has all "
-            "experts: drop it or give --expert-model-parallel-size"
-        )
-    kind, coefficient = chosen.moe_router_load_balancing_type, chosen.moe_aux_loss_coeff
-    if kind == "none" and coefficient:
-        yield (
-            f"--moe-aux-loss-coeff {coefficient} has no effect with "
-            "--moe-router-load-balancing-type none: drop one"
-        )
-
-
-def hybrid_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each problem of the shapes of recurrent blocks."""
-    # Imported on demand: the model table imports this module's callers.
-    from megatron.training.config.model_table import recurrent_shapes
-
-    hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
-    shapes = recurrent_shapes(config)
-    if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
-        yield (
-            f"--mamba-head-dim {hybrid.mamba_head_dim} does not divide 2 x --hidden-size = "
-            f"{width}: change one or give --mamba-num-heads"
-        )
-        return
-    for name, shape in shapes.items():
-        for problem in shape.problems(
-            parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            mode=parallel.linear_cp_mode,
-        ):
-            yield f"{name}: {problem}"
-
-
-def context_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each problem of context parallelism."""
-    parallel, length = config.parallel, config.training.seq_length
-    cp, kernel = parallel.context_parallel_size, parallel.attention_backend
-    if cp == 1:
-        return
-    flag = f"--context-parallel-size {cp}"
-    if length % (2 * cp):
-        longer = -(-length // (2 * cp)) * 2 * cp
-        yield (
-            f"--seq-length {length} is not a multiple of 2 x {flag} = {2 * cp}, two chunks of each "
-            f"sample for every rank: use {longer}, for example"
-        )
-    if not has_attention(config):
-        return
-    if kernel != "auto":
-        yield (
-            f"--attention-backend {kernel} has no effect with {flag}, which uses the kernel of its "
-            "device: leave it at auto"
-        )
-    latent = config.attention.multi_latent_attention  # checks its heads itself
-    has_heads = config.model.num_attention_heads is not None
-    if parallel.cp_comm_type == "a2a" and has_heads and not latent:
-        yield from _heads(config)
-
-
-def machine_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each requirement that this machine does not meet."""
-    if config.parallel.transformer_impl == "transformer_engine":
-        problem = transformer_engine_problem()
-        if problem is not None:
-            flag = "--transformer-impl transformer_engine"
-            yield f"{flag}: {problem}, or take --transformer-impl local"
-
-
-def transformer_engine_problems(config: Config) -> Iterator[str]:
-    """Yield a message with a fix for each option that TransformerEngine does not support."""
-    if config.parallel.transformer_impl != "transformer_engine":
-        return
-    flag = "--transformer-impl transformer_engine"
-    chosen = config.execution
-    if chosen.cuda_graph_impl != "none":
-        yield f"{flag} cannot be captured by --cuda-graph-impl {chosen.cuda_graph_impl}: drop one"
-
-
-def _heads(config: Config) -> Iterator[str]:
-    """Yield a message if attention heads cannot be divided over the ranks."""
-    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    heads = config.model.num_attention_heads
-    assert heads is not None
-    groups = config.model.num_query_groups or heads
-    per_rank = f" on each of {tp} tensor parallel ranks" if tp > 1 else ""
-    fix = f"--context-parallel-size {cp}: use --cp-comm-type p2p"
-    if heads % tp == 0 and heads // tp % cp:
-        yield f"--cp-comm-type a2a: {heads // tp} heads{per_rank} do not divide over {fix}"
-    elif (groups_per_rank := max(1, groups // tp)) % cp and cp % groups_per_rank:
-        yield (
-            f"--cp-comm-type a2a: {groups_per_rank} query groups{per_rank} do not divide over {fix}"
-        )
+    Args:
+        config: the config before derived fields are filled in.
+        resolved: the same config, resolved.
+    """
+    ineffective_flags = list(_ineffective(config))
+    kind, unused = resolved.tokenizer.tokenizer_type, tiktoken_flags(config.tokenizer)
+    if unused and kind != "tiktoken":
+        tokenizer = "no tokenizer is given" if kind is None else f"--tokenizer-type is {kind}"
+        ineffective_flags.append((" ".join(unused), f"{tokenizer}, not tiktoken"))
+    return [f"no effect here: {flag} ({reason})" for flag, reason in ineffective_flags]

@@ -20,7 +20,9 @@ from megatron.cli.megatron_names import (
 )
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
-from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig
+from megatron.inference.bench import BenchConfig
+from megatron.inference.generate_config import GenerateConfig
+from megatron.inference.serve_config import ServeConfig
 from megatron.training.checkpointing.commands.options import (
     CompareConfig,
     ConvertConfig,

@@ -38,7 +38,7 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import replace_file
-from megatron.inference.config import BenchConfig, Load, start_facts
+from megatron.inference.config import Inference, ModelSource, Speculation, check, start_facts
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,82 @@ if TYPE_CHECKING:
     from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The requests of the measurement: random tokens of exact lengths."""
+
+    num_requests: int = 64
+    """Requests per repeat."""
+    input_tokens: int = 32
+    """Tokens of each prompt, including the shared prefix."""
+    shared_prefix_tokens: int = 0
+    """Tokens of a prefix that all prompts share; with the prefix cache it is computed once."""
+    min_output_tokens: int = 8
+    """Minimum number of tokens that a request generates; lengths are log-uniform."""
+    max_output_tokens: int = 128
+    """Maximum number of tokens that a request generates."""
+    request_rate: float | None = None
+    """Mean arrivals per second of a Poisson process (open loop); derived: all requests arrive at
+    the start, and --inference-max-requests of them run at a time (closed loop)."""
+    warmup: int = 1
+    """Warm-up repeats, which are not measured."""
+    repeats: int = 3
+    """Measured repeats."""
+    seed: int = 1234
+    """Seed of tokens, lengths and arrivals; all repeats have the same requests."""
+    output_json: str | None = None
+    """File for all figures as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """One measurement of the inference engine."""
+
+    source: ModelSource
+    requests: Load
+    inference: Inference
+    speculation: Speculation
+
+    def __post_init__(self) -> None:
+        check(self.source, self.inference, self.speculation)
+        load = self.requests
+        for name, value in (
+            ("num-requests", load.num_requests),
+            ("input-tokens", load.input_tokens),
+            ("min-output-tokens", load.min_output_tokens),
+            ("repeats", load.repeats),
+            ("request-rate", load.request_rate),
+        ):
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name} is {value}: it must be above 0")
+        if load.max_output_tokens < load.min_output_tokens:
+            raise ValueError(
+                f"--max-output-tokens is {load.max_output_tokens}: it must be at least "
+                f"--min-output-tokens {load.min_output_tokens}"
+            )
+        if not 0 <= load.shared_prefix_tokens < load.input_tokens:
+            raise ValueError(
+                f"--shared-prefix-tokens is {load.shared_prefix_tokens}: it must be at least "
+                f"0 and below --input-tokens {load.input_tokens}"
+            )
+        tp = self.source.tensor_model_parallel_size
+        stages = self.source.pipeline_model_parallel_size
+        if load.request_rate is not None and stages > 1:
+            raise ValueError(
+                "--request-rate cannot be combined with --pipeline-model-parallel-size "
+                f"{stages}, whose stages run different steps at the same time: drop one of "
+                "the two options"
+            )
+        if load.request_rate is not None and self.inference.async_scheduling and tp > 1:
+            raise ValueError(
+                "--request-rate cannot be combined with --async-scheduling on several ranks: "
+                "the ranks must agree on the time before each step, while a step is still "
+                "running; drop one of the two options"
+            )
+        if load.warmup < 0:
+            raise ValueError(f"--warmup is {load.warmup}: it must not be negative")
 
 
 @dataclass
@@ -279,8 +355,8 @@ def run(config: BenchConfig, launch: Launch, reports: ErrorReports) -> None:
     Raises:
         ValueError: anything the user can fix.
     """
-    from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.llm import LLM
+    from megatron.inference.load_model import load_checkpoint_model
 
     load, max_requests = config.requests, config.inference.inference_max_requests
     with load_checkpoint_model(

@@ -1,29 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of text generation, as fields of frozen dataclasses, and parsing of `--prompt`.
+"""The options that generate, serve and bench share, as fields of frozen dataclasses.
 
 `megatron.cli.flags` derives the flags and their help from these classes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.cli.flags import HelpRequested, parse_command_line
 from megatron.cli.rank_agreement import StartFacts, option_values, versions
-from megatron.cli.schema import flatten, options
-from megatron.cli.yaml_file import write_options
-from megatron.core.untrusted_files import read_named
-
-#: Largest prompt file, in bytes.
-MAX_PROMPT_BYTES = 64 << 20
-#: Variables of a chat template that hold the conversation; requests cannot set them.
-TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
 
 _CONTENT = "files that are compared by content, because their names may differ between machines"
 _RANK_0_LISTENS = "only rank 0 listens"
@@ -116,24 +105,6 @@ class ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """The prompts."""
-
-    prompt: tuple[str, ...] = ()
-    """Text to continue; repeat the flag for several. An empty text starts a new document."""
-    prompt_file: str | None = None
-    """UTF-8 file with one prompt per line, after those of --prompt; blank lines are skipped."""
-    chat: bool = False
-    """Chat with the model in the terminal, one line per turn, until the end of the input. Texts of
-    --prompt or --prompt-file are the first turns."""
-    chat_template: str | None = None
-    """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
-    tokenizer's folder."""
-    num_outputs: int = 1
-    """Outputs per prompt, each with different random draws."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Inference:
     """Sizes and options of the inference engine. They change outputs only by rounding."""
 
@@ -183,49 +154,6 @@ class Speculation:
     """The smaller model of --speculative-method draft, as for --load, with the same tokenizer. It
     has its own cache with the same number of blocks. It is sharded over the same tensor-parallel
     ranks; with pipeline stages, the first stage holds all of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling: penalties, then temperature, then top-k, top-p and min-p together."""
-
-    max_new_tokens: int = 64
-    """Maximum number of new tokens per output; an end-of-document token ends it earlier."""
-    stop: tuple[str, ...] | None = None
-    """Strings that end an output and are not part of it; they need not align with tokens."""
-    temperature: float = 1.0
-    """Divides the logits; 0 = greedy sampling."""
-    top_k: int = 0
-    """Keep only the k most probable tokens; 0 = all."""
-    top_p: float = 1.0
-    """Keep the most probable tokens that together reach this probability; 1 = all."""
-    min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the most probable one; 0 = all."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 =
-    none."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output; -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
-    seed: int = 1234
-    """Seed of sampling; the same seed repeats the draws in any layout and batch size."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOutput:
-    """Output files."""
-
-    output_json: str | None = None
-    """File for a JSON list with one object per output, in the order of the prompts: prompt,
-    prompt_ids, index, text, ids, logprobs (of ids, natural logarithm, before temperature and
-    filters), finish_reason; with the options below also top_logprobs and prompt_logprobs."""
-    output_jsonl: str | None = None
-    """File for the same objects as JSON lines, each as soon as its output has finished."""
-    logprobs: int = 0
-    """Number of most probable tokens to report per generated token, at most 20."""
-    prompt_logprobs: bool = False
-    """Report the log-probability of each prompt token after the first."""
 
 
 def _check_batch_invariant(source: ModelSource) -> None:
@@ -384,287 +312,10 @@ def _check_inference(inference: Inference) -> None:
         raise ValueError(f"--inference-block-size is {size}: use a power of two, at least 16")
 
 
-def _check(source: ModelSource, inference: Inference, speculation: Speculation) -> None:
+def check(source: ModelSource, inference: Inference, speculation: Speculation) -> None:
     """Raise ValueError for options that are invalid in every program."""
     _check_source(source)
     _check_ranks(source, inference)
     _check_graphs(source, inference)
     _check_speculation(speculation, source, inference)
     _check_inference(inference)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """One run of text generation."""
-
-    source: ModelSource
-    prompts: Prompts
-    sampling: Sampling
-    inference: Inference
-    output: GenerateOutput
-    speculation: Speculation
-
-    def __post_init__(self) -> None:
-        _check(self.source, self.inference, self.speculation)
-        for name, value in (
-            ("num-outputs", self.prompts.num_outputs),
-            ("max-new-tokens", self.sampling.max_new_tokens),
-        ):
-            if value <= 0:
-                raise ValueError(f"--{name} is {value}: it must be above 0")
-        chat, output = self.prompts.chat, self.output
-        if chat and output.output_json is not None:
-            raise ValueError("--output-json cannot be combined with --chat: give --output-jsonl")
-        if chat and self.prompts.num_outputs > 1:
-            raise ValueError(
-                "--num-outputs cannot be combined with --chat: a turn has one response"
-            )
-        if self.prompts.chat_template is not None and not chat:
-            raise ValueError("--chat-template applies to conversations: give --chat as well")
-        if output.output_json is None and output.output_jsonl is None:
-            for name, is_set in (
-                ("logprobs", output.logprobs),
-                ("prompt-logprobs", output.prompt_logprobs),
-            ):
-                if is_set:
-                    raise ValueError(
-                        f"--{name} applies to output files only: give --output-json or "
-                        "--output-jsonl"
-                    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """The requests of the measurement: random tokens of exact lengths."""
-
-    num_requests: int = 64
-    """Requests per repeat."""
-    input_tokens: int = 32
-    """Tokens of each prompt, including the shared prefix."""
-    shared_prefix_tokens: int = 0
-    """Tokens of a prefix that all prompts share; with the prefix cache it is computed once."""
-    min_output_tokens: int = 8
-    """Minimum number of tokens that a request generates; lengths are log-uniform."""
-    max_output_tokens: int = 128
-    """Maximum number of tokens that a request generates."""
-    request_rate: float | None = None
-    """Mean arrivals per second of a Poisson process (open loop); derived: all requests arrive at
-    the start, and --inference-max-requests of them run at a time (closed loop)."""
-    warmup: int = 1
-    """Warm-up repeats, which are not measured."""
-    repeats: int = 3
-    """Measured repeats."""
-    seed: int = 1234
-    """Seed of tokens, lengths and arrivals; all repeats have the same requests."""
-    output_json: str | None = None
-    """File for all figures as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """One measurement of the inference engine."""
-
-    source: ModelSource
-    requests: Load
-    inference: Inference
-    speculation: Speculation
-
-    def __post_init__(self) -> None:
-        _check(self.source, self.inference, self.speculation)
-        load = self.requests
-        for name, value in (
-            ("num-requests", load.num_requests),
-            ("input-tokens", load.input_tokens),
-            ("min-output-tokens", load.min_output_tokens),
-            ("repeats", load.repeats),
-            ("request-rate", load.request_rate),
-        ):
-            if value is not None and value <= 0:
-                raise ValueError(f"--{name} is {value}: it must be above 0")
-        if load.max_output_tokens < load.min_output_tokens:
-            raise ValueError(
-                f"--max-output-tokens is {load.max_output_tokens}: it must be at least "
-                f"--min-output-tokens {load.min_output_tokens}"
-            )
-        if not 0 <= load.shared_prefix_tokens < load.input_tokens:
-            raise ValueError(
-                f"--shared-prefix-tokens is {load.shared_prefix_tokens}: it must be at least "
-                f"0 and below --input-tokens {load.input_tokens}"
-            )
-        tp = self.source.tensor_model_parallel_size
-        stages = self.source.pipeline_model_parallel_size
-        if load.request_rate is not None and stages > 1:
-            raise ValueError(
-                "--request-rate cannot be combined with --pipeline-model-parallel-size "
-                f"{stages}, whose stages run different steps at the same time: drop one of "
-                "the two options"
-            )
-        if load.request_rate is not None and self.inference.async_scheduling and tp > 1:
-            raise ValueError(
-                "--request-rate cannot be combined with --async-scheduling on several ranks: "
-                "the ranks must agree on the time before each step, while a step is still "
-                "running; drop one of the two options"
-            )
-        if load.warmup < 0:
-            raise ValueError(f"--warmup is {load.warmup}: it must not be negative")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """Addresses, keys, formats and limits of the server."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on; an address that other machines reach needs --api-key-file."""
-    port: int = 8000
-    """Port to listen on; 0 selects a free port and logs it."""
-    api_key_file: str | None = None
-    """File with the API key, which every route except / and /health requires."""
-    served_model_name: str | None = None
-    """Name of the model for clients; derived: the name of the folder of --load."""
-    chat_template: str | None = None
-    """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
-    tokenizer's folder. Without a template there are no chat routes."""
-    tool_call_parser: (
-        Literal["hermes", "qwen3_coder", "llama3_json", "deepseek_v3", "nemotron"] | None
-    ) = None
-    """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
-    is XML, also for Nemotron 3; derived: requests with tools are refused."""
-    reasoning_parser: Literal["qwen3", "deepseek_r1", "nemotron", "mistral"] | None = None
-    """Tags around reasoning: [THINK] for mistral, <think> for the other values; derived: reasoning
-    is part of the text."""
-    chat_template_kwargs: tuple[str, ...] | None = None
-    """Variables of the chat template that requests may set, such as enable_thinking."""
-    max_queue: int = 64
-    """Maximum number of outputs in the queue, in addition to --inference-max-requests running
-    outputs; requests beyond are refused with 429."""
-    max_body_mb: float = 8.0
-    """Largest request body, in units of 1e6 bytes."""
-    max_unsent_tokens: int = 4096
-    """Maximum number of unread tokens of a slow client; beyond it, its stream is dropped."""
-    body_timeout_seconds: float = 30.0
-    """Time for a request's header, and then for its body, to arrive."""
-    request_timeout_seconds: float = 600.0
-    """Time for a response, including its time in the queue."""
-    drain_timeout_seconds: float = 30.0
-    """Time for running requests to finish after SIGTERM before they are aborted."""
-    admin_port: int | None = None
-    """Port for administration: pause, sleep, replace weights, profile; 0 selects a free port;
-    derived: no administration."""
-    admin_host: str = "127.0.0.1"
-    """Address to listen on for administration."""
-    admin_key_file: str | None = None
-    """File with the admin key, which --admin-port requires."""
-    log_format: Literal["text", "json"] = "text"
-    """Format of the HTTP process's log on stderr, one line per response: text, or a JSON object
-    with the request id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """One server."""
-
-    source: ModelSource
-    service: Service
-    inference: Inference
-    speculation: Speculation
-
-    def __post_init__(self) -> None:
-        _check(self.source, self.inference, self.speculation)
-        service = self.service
-        for variable in service.chat_template_kwargs or ():
-            if not variable.isidentifier() or variable in TEMPLATE_ARGUMENTS:
-                raise ValueError(
-                    f"--chat-template-kwargs {variable}: requests may not set this variable"
-                )
-        for name, value in (
-            ("max-body-mb", service.max_body_mb),
-            ("max-unsent-tokens", service.max_unsent_tokens),
-            ("body-timeout-seconds", service.body_timeout_seconds),
-            ("request-timeout-seconds", service.request_timeout_seconds),
-            ("drain-timeout-seconds", service.drain_timeout_seconds),
-        ):
-            if value <= 0:
-                raise ValueError(f"--{name} is {value}: it must be above 0")
-        if service.max_queue < 0:
-            raise ValueError(f"--max-queue is {service.max_queue}: it must not be negative")
-        for name, port in (("port", service.port), ("admin-port", service.admin_port or 0)):
-            if not 0 <= port < 1 << 16:
-                raise ValueError(f"--{name} is {port}: use 0 to 65535")
-        if service.admin_port is None and service.admin_key_file is not None:
-            raise ValueError("--admin-key-file needs --admin-port: give --admin-port as well")
-
-
-def split_prompts(argv: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Split arguments into the texts of every `--prompt` and all other arguments.
-
-    `--prompt` is parsed separately because it can be repeated and its text may start with dashes.
-
-    Raises:
-        ValueError: `--prompt` is last and has no text.
-    """
-    prompts: list[str] = []
-    arguments: list[str] = []
-    remaining = iter(argv)
-    for word in remaining:
-        name, equals, inline = word.partition("=")
-        if name != "--prompt":
-            arguments.append(word)
-        elif equals:
-            prompts.append(inline)
-        else:
-            text = next(remaining, None)
-            if text is None:
-                raise ValueError(
-                    "--prompt is empty: give a text, such as --prompt 'Once upon a time'"
-                )
-            prompts.append(text)
-    return tuple(prompts), arguments
-
-
-def parse_arguments(argv: Sequence[str], *, prog: str) -> GenerateConfig:
-    """Read the command line of `megatron.inference.generate`.
-
-    Raises:
-        HelpRequested: `--help` or `--print-config`.
-        ValueError: a flag is unknown or missing, or its value is invalid; one line.
-    """
-    texts, arguments = split_prompts(argv)
-    line = parse_command_line(
-        GenerateConfig,
-        arguments,
-        prog=prog,
-        description="Generate continuations of prompts with a trained model.",
-        print_now=False,
-    )
-    config = line.config
-    if texts:  # without --prompt, the prompts of a --config file apply
-        config = dataclasses.replace(
-            config, prompts=dataclasses.replace(config.prompts, prompt=texts)
-        )
-    if line.invocation.print_config:
-        values = flatten(config)
-        set_options = [o for o in options(GenerateConfig) if values[o.name] != ()]
-        raise HelpRequested(write_options(values, set_options))
-    return config
-
-
-def read_prompts(prompts: Prompts) -> list[str]:
-    """Return the prompts: the texts of `--prompt`, then the lines of `--prompt-file`.
-
-    Raises:
-        ValueError: the file cannot be read, or there is no prompt at all.
-    """
-    texts = list(prompts.prompt)
-    if prompts.prompt_file is not None:
-        try:
-            lines = read_named(prompts.prompt_file, MAX_PROMPT_BYTES).splitlines()
-        except OSError as error:
-            raise ValueError(
-                f"--prompt-file {prompts.prompt_file} cannot be read: {error}"
-            ) from None
-        texts += [line for line in lines if line.strip()]
-    if not texts and not prompts.chat:
-        raise ValueError(
-            "no prompt: give --prompt TEXT, a --prompt-file that contains text, or --chat"
-        )
-    return texts

@@ -31,7 +31,8 @@ from megatron.cli.errors import run_entry_point
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import replace_file, write_to
-from megatron.inference.config import GenerateConfig, parse_arguments, read_prompts, start_facts
+from megatron.inference.config import start_facts
+from megatron.inference.generate_config import GenerateConfig, parse_arguments, read_prompts
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
@@ -358,7 +359,7 @@ def run(config: GenerateConfig, launch: Launch, reports: ErrorReports) -> None:
     if is_rank_0 and config.output.output_json is not None:
         check_json_path(config.output.output_json)
     text_params(config)  # reports bad values before the model is loaded
-    from megatron.inference.checkpoint_model import load_checkpoint_model
+    from megatron.inference.load_model import load_checkpoint_model
 
     source = config.source
     if config.prompts.chat and source.tokenizer_hf_no_include_special_tokens is None:

@@ -214,7 +214,7 @@ class LLM:
             speculation: options of speculative decoding; None for no drafts.
             source: other fields of `ModelSource`, such as tensor_model_parallel_size.
         """
-        from megatron.inference.checkpoint_model import load_checkpoint_model
+        from megatron.inference.load_model import load_checkpoint_model
 
         launch = Launch.from_environment(os.environ)
         model_source = ModelSource(load=load, **source)

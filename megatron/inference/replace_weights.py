@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing.manifest import compare_architecture
 from megatron.core.models.gpt import GPTConfig
 from megatron.hf.folder import is_folder
 from megatron.hf.read_weights import read_weights
-from megatron.inference.checkpoint_model import CheckpointModel, inference_model_config
+from megatron.inference.checkpoint_model import CheckpointModel
+from megatron.inference.rank_context import inference_model_config
 from megatron.training.checkpointing.find import load_newest, read_together
 from megatron.training.checkpointing.hf_options import open_model
 from megatron.training.checkpointing.stored_model import stored_model

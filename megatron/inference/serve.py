@@ -34,7 +34,8 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import read_named
-from megatron.inference.config import ServeConfig, Service, start_facts
+from megatron.inference.config import start_facts
+from megatron.inference.serve_config import ServeConfig, Service
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
@@ -329,9 +330,9 @@ def serve(
         addresses: host and port of the API and of administration, on rank 0.
         reports: agrees with the other ranks on errors.
     """
-    from megatron.inference.checkpoint_model import load_checkpoint_model
     from megatron.inference.generate import describe_replicas
     from megatron.inference.llm import LLM
+    from megatron.inference.load_model import load_checkpoint_model
     from megatron.inference.server.engine.control import EngineControl
     from megatron.inference.server.engine.link import frame
     from megatron.inference.server.engine.loop import EngineLoop

@@ -23,8 +23,7 @@ import torch
 
 from megatron.core.device import peak_memory_bytes
 from megatron.core.inference.engine import LanguageModel, generate
-from megatron.inference.bench import make_requests
-from megatron.inference.config import Load
+from megatron.inference.bench import Load, make_requests
 from tools.bench.inference import (
     CLOCKS,
     TINY,

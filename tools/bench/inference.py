@@ -51,8 +51,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import SelfAttention
 from megatron.core.weight_gather import Storage
 from megatron.hf.read_weights import read_weights
-from megatron.inference.bench import make_requests, static_waste
-from megatron.inference.config import Load
+from megatron.inference.bench import Load, make_requests, static_waste
 from megatron.inference.server.guided_decoding.grammars import Grammars, json_grammar
 from megatron.training.checkpointing.hf_options import open_model
 from tools.bench import shapes

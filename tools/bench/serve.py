@@ -41,8 +41,7 @@ from megatron.core.inference.router import Replicas
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import Group
-from megatron.inference.bench import make_requests
-from megatron.inference.config import Load
+from megatron.inference.bench import Load, make_requests
 from megatron.inference.serve import http_process
 from megatron.inference.server.engine.control import EngineControl
 from megatron.inference.server.engine.link import frame

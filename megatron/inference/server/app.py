@@ -1,183 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of completions, models, tokens and operations, and the application with all routes."""
+"""The application: the routes, their OpenAPI document, and the answer to an exception."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-import secrets
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from megatron.inference.server.api.chat_page import chat_page
-from megatron.inference.server.chat_template import Conversation
-from megatron.inference.server.middleware.request_guard import (
-    ApiError,
-    RequestGuard,
-    internal_error,
+from megatron.inference.server.api import (
+    admin,
+    chat_completions,
+    chat_page,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    responses,
+    tokenize,
 )
+from megatron.inference.server.middleware.api_error import ApiError, internal_error
+from megatron.inference.server.middleware.request_guard import RequestGuard
 from megatron.inference.server.middleware.request_log import LOG
-from megatron.inference.server.output_processor import (
-    ModelCard,
-)
-from megatron.inference.server.protocol.completions import CompletionView
-from megatron.inference.server.protocol.generation import (
-    Body,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
-from megatron.inference.server.serving import (
-    Server,
-    check_stream_options,
-    respond,
-    text_tokens,
-)
-
-#: An engine without a message for this long is unhealthy; heartbeats come twice a second.
-SILENT_SECONDS = 60.0
-#: Default `max_tokens` of a completion, as in OpenAI's route.
-COMPLETION_TOKENS = 16
+from megatron.inference.server.protocol.body import Body
+from megatron.inference.server.serving import Handler, Route, Server
 
 #: Template of schema references in the OpenAPI document.
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
-
-async def completions(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/completions`."""
-    body = await server.read(request, CompletionBody)
-    server.check_model(body.model)
-    check_stream_options(body)
-    eod = server.tokenizer.eod
-    # An empty text becomes the end-of-document token, as in training.
-    empty_prompt = [] if eod is None else [eod]
-    prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
-    echo = bool(body.echo)
-    generation_request = body.generation_request(
-        prompts,
-        default_stop_tokens=server.card.stop_tokens,
-        max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
-        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
-        names={"max_new_tokens": "max_tokens"},
-        prompt_logprobs=echo and body.logprobs is not None,
-        grammar=await server.grammar(body),
-    )
-    view = CompletionView(
-        server.card.name,
-        server.tokenizer,
-        prompts=prompts,
-        n=generation_request.n,
-        logprobs=body.logprobs is not None,
-        echo=echo,
-    )
-    generation = server.generate(generation_request)
-    return await respond(server, request, body, generation, view)
-
-
-async def tokenize(server: Server, request: Request) -> Response:
-    """Answer `POST /tokenize`."""
-    body = await server.read(request, TokenizeBody)
-    server.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
-    if body.messages is not None:
-        turns = [message.turn() for message in body.messages]
-        tokens = (await server.conversations.prompt(Conversation(turns=turns))).tokens
-    else:
-        tokens = await asyncio.to_thread(
-            server.tokenizer.tokenize, body.prompt, add_special_tokens=body.add_special_tokens
-        )
-    return JSONResponse(
-        {"tokens": list(tokens), "count": len(tokens), "max_model_len": server.card.max_length}
-    )
-
-
-async def detokenize(server: Server, request: Request) -> Response:
-    """Answer `POST /detokenize`."""
-    body = await server.read(request, DetokenizeBody)
-    server.check_model(body.model)
-    invalid = [token for token in body.tokens if token >= server.card.vocab_size]
-    if invalid:
-        raise ApiError(
-            400,
-            f"token id {invalid[0]} is outside the vocabulary of {server.card.vocab_size}",
-            param="tokens",
-        )
-    text = await asyncio.to_thread(server.tokenizer.detokenize, body.tokens)
-    return JSONResponse({"prompt": text})
-
-
-async def models(server: Server, request: Request) -> Response:
-    """Answer `GET /v1/models`."""
-    return JSONResponse({"object": "list", "data": [_model_object(server.card)]})
-
-
-async def model(server: Server, request: Request) -> Response:
-    """Answer `GET /v1/models/{model}`."""
-    server.check_model(request.path_params["model"])
-    return JSONResponse(_model_object(server.card))
-
-
-def _model_object(card: ModelCard) -> dict[str, Any]:
-    """Return OpenAI's description of a model."""
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "megatron",
-        "max_model_len": card.max_length,
-    }
-
-
-async def health(server: Server, request: Request) -> Response:
-    """Answer `GET /health`: 200 while requests are admitted, else 503; `engine` explains it."""
-    client = server.client
-    live = not client.lost.is_set() and client.silent_seconds < SILENT_SECONDS
-    asleep = bool(client.stats.get("asleep"))
-    ready = live and bool(client.facts) and not asleep and not client.draining.is_set()
-    status = {
-        "live": live,
-        "ready": ready,
-        "heartbeat_seconds": round(client.silent_seconds, 3),
-        "active": client.active,
-        "paused": bool(client.stats.get("paused")),
-        "asleep": asleep,
-        "weight_epoch": client.stats.get("epoch", 0),
-        "engine": client.facts,
-    }
-    return JSONResponse(status, 200 if ready else 503)
-
-
-async def metrics(server: Server, request: Request) -> Response:
-    """Answer `GET /metrics`."""
-    return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
-
-
-Handler = Callable[[Server, Request], Awaitable[Response]]
-
-#: Method, path, handler, and body class.
-Route = tuple[str, str, Handler, type[Body] | None]
-ROUTES: Sequence[Route] = (
-    ("POST", "/v1/completions", completions, CompletionBody),
-    ("GET", "/v1/models", models, None),
-    ("GET", "/v1/models/{model:path}", model, None),
-    ("POST", "/tokenize", tokenize, TokenizeBody),
-    ("POST", "/detokenize", detokenize, DetokenizeBody),
-    ("GET", "/", chat_page, None),
-    ("GET", "/health", health, None),
-    ("GET", "/metrics", metrics, None),
+API_ROUTES: Sequence[Route] = (
+    *completions.ROUTES,
+    *models.ROUTES,
+    *tokenize.ROUTES,
+    *chat_page.ROUTES,
+    *health.ROUTES,
+    *chat_completions.ROUTES,
+    *embeddings.ROUTES,
+    *responses.ROUTES,
+    *messages.ROUTES,
 )
+#: Routes of the administration, on a separate address with a separate key.
+ADMIN_ROUTES: Sequence[Route] = admin.ROUTES
 
 
 def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> ASGIApp:

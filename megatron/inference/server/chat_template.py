@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.tool_parsers.formats import AnswerFormats
 from megatron.training.data.chat import END_MARK, ChatTemplate, TemplateRefusal
 from megatron.training.data.template_process import GENERATION_MARKS
@@ -94,6 +94,18 @@ class Conversation:
         if self.choice == "none":
             return ()
         return [tool for tool in self.tools if self.forced_tool in (None, tool.name)]
+
+
+def check_tools(tools: Sequence[Tool], *, forced_tool: str | None, required: bool) -> None:
+    """Raise ApiError for two tools of the same name, or a choice of a tool that is not listed."""
+    names = [tool.name for tool in tools]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ApiError(400, f"tools: two tools have the name {duplicate}", param="tools")
+    if forced_tool is not None and forced_tool not in names:
+        raise ApiError(400, f"tool_choice: there is no tool {forced_tool}", param="tool_choice")
+    if required and not names:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,56 +15,27 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from megatron.cli.standard_streams import go_on_without_streams
-from megatron.inference.checkpoint_model import choose_tokenizer
-from megatron.inference.server.api.admin import ADMIN_ROUTES
-from megatron.inference.server.api.chat_completions import chat
-from megatron.inference.server.api.embeddings import EmbeddingBody, embeddings
-from megatron.inference.server.app import ROUTES, Route, create_app
+from megatron.inference.choose_tokenizer import choose_tokenizer
+from megatron.inference.server.app import ADMIN_ROUTES, API_ROUTES, create_app
 from megatron.inference.server.chat_template import Conversations
 from megatron.inference.server.engine.client import EngineClient
 from megatron.inference.server.engine.link import LENGTH
 from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.middleware.request_guard import (
-    MAX_HEADER_BYTES,
-    Limits,
-    timed_protocol,
-)
+from megatron.inference.server.middleware.header_timeout import timed_protocol
+from megatron.inference.server.middleware.request_guard import MAX_HEADER_BYTES, Limits
 from megatron.inference.server.middleware.request_log import set_up as set_up_log
 from megatron.inference.server.output_processor import ModelCard
-from megatron.inference.server.protocol.generation import ChatBody
-from megatron.inference.server.protocol.messages import (
-    CountBody,
-    MessagesBody,
-    count_tokens,
-    messages,
-)
-from megatron.inference.server.protocol.responses import (
-    ResponseBody,
-    cancel_response,
-    create_response,
-)
 from megatron.inference.server.serving import Server
 from megatron.inference.server.tool_parsers.formats import formats_of
 from megatron.training.data.chat import ChatTemplate
-
-#: All routes.
-APP_ROUTES: Sequence[Route] = (
-    *ROUTES,
-    ("POST", "/v1/chat/completions", chat, ChatBody),
-    ("POST", "/v1/embeddings", embeddings, EmbeddingBody),
-    ("POST", "/v1/responses", create_response, ResponseBody),
-    ("POST", "/v1/responses/{response_id}/cancel", cancel_response, None),
-    ("POST", "/v1/messages", messages, MessagesBody),
-    ("POST", "/v1/messages/count_tokens", count_tokens, CountBody),
-)
 
 # Seconds between two checks whether the last answer has been sent.
 _POLL_SECONDS = 0.05
@@ -140,7 +111,7 @@ async def serve(
     client = EngineClient(reader, writer, **settings["client"])
     server = build(settings, client)
     servers = [
-        (_http_server(server, create_app(server, settings["key"], routes=APP_ROUTES)), listener)
+        (_http_server(server, create_app(server, settings["key"], routes=API_ROUTES)), listener)
     ]
     if admin is not None:
         app = create_app(server, settings["admin_key"], routes=ADMIN_ROUTES)

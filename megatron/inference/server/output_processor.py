@@ -12,7 +12,8 @@ from megatron.core.inference.text_stream import TextStream
 from megatron.inference.server.engine.client import Cancelled, EngineClient
 from megatron.inference.server.engine.link import DeltaMessage
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
+from megatron.inference.server.tool_parsers.output_parser import OutputParser
+from megatron.inference.server.tool_parsers.segments import OutputSegment
 
 #: Smallest log-probability in JSON, which has no minus infinity.
 MIN_LOGPROB = -9999.0
@@ -105,7 +106,7 @@ class Delta:
     Args:
         index: index of the output; the outputs of the first prompt come first.
         text: new text; it never ends within a character or within the start of a stop string.
-        answer_parts: the new text as parts of a chat answer; empty for completions.
+        segments: the new text as parts of a chat answer; empty for completions.
         scores: scores of the new tokens, even if their text is not complete yet.
         prompt_scores: scores of the prompt, in the first delta of an output, if requested.
         epochs: weight epoch of each new token: how often the weights had been replaced.
@@ -115,7 +116,7 @@ class Delta:
 
     index: int
     text: str
-    answer_parts: Sequence[AnswerPart] = ()
+    segments: Sequence[OutputSegment] = ()
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] | None = None
     epochs: Sequence[int] = ()
@@ -179,7 +180,7 @@ class Generation:
         card: ModelCard,
         request: GenerationRequest,
         *,
-        parsers: Sequence[AnswerParser] = (),
+        parsers: Sequence[OutputParser] = (),
     ) -> None:
         self._request, self._metrics, self._parsers = request, metrics, parsers
         self._start_time = time.perf_counter()
@@ -264,17 +265,17 @@ class Generation:
                 self.usage.cached_tokens += engine_delta.cached_tokens
         self.usage.completion_tokens += len(engine_delta.tokens)
         self._measure(index, len(engine_delta.tokens), reason)
-        answer_parts: Sequence[AnswerPart] = ()
+        segments: Sequence[OutputSegment] = ()
         if self._parsers:
             parser = self._parsers[index]
             cut_off = reason != "stop" or stream.stopped is not None
-            answer_parts = parser.push(text, finished=bool(reason), cut_off=cut_off)
+            segments = parser.push(text, finished=bool(reason), cut_off=cut_off)
             if reason == "stop" and parser.has_calls:
                 reason = "tool_calls"
         return Delta(
             index=index,
             text=text,
-            answer_parts=answer_parts,
+            segments=segments,
             scores=_scores(engine_delta.tokens, engine_delta.logprobs, engine_delta.top_logprobs),
             prompt_scores=prompt_scores,
             epochs=engine_delta.epochs,

@@ -11,7 +11,7 @@ import transformers
 
 from megatron.cli.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron.core.datasets import IndexedDataset
-from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Output

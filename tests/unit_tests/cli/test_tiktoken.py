@@ -21,7 +21,7 @@ from megatron.cli.tokenizers import (
     guess_type,
     is_tiktoken_file,
 )
-from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.config.check import check
 from megatron.training.data.preprocessing.options import TiktokenFlags

@@ -14,8 +14,7 @@ import pytest
 
 from megatron.core.inference.requests import EngineRequest
 from megatron.inference import generate, llm
-from megatron.inference.bench import arrival_times, main, make_requests, static_waste
-from megatron.inference.config import Load
+from megatron.inference.bench import Load, arrival_times, main, make_requests, static_waste
 from tests.support.launchers import serve_store
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import start_ranks

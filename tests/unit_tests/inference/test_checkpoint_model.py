@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
-from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.inference.generate import main
 from tests.support.arguments import last_wins
 from tests.support.launchers import serve_store

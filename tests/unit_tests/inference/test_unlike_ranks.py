@@ -20,9 +20,12 @@ from megatron.cli.schema import options
 from megatron.core.dist_checkpointing import StoreCoordinator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.inference import checkpoint_model, generate, llm, serve
 from megatron.inference import config as inference_options
-from megatron.inference.config import BenchConfig, GenerateConfig, ServeConfig, start_facts
+from megatron.inference import generate, llm, rank_context, serve
+from megatron.inference.bench import BenchConfig
+from megatron.inference.config import start_facts
+from megatron.inference.generate_config import GenerateConfig
+from megatron.inference.serve_config import ServeConfig
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, TENSOR, make_model, save
@@ -131,8 +134,8 @@ def generate_on_copy(rank: int, world: int, words: list[list[str]], launcher: di
     """Run a rank of generation; on rank 1, --load reads another folder."""
     if rank:
         load_folder, local_folder = Path(words[0][1]), Path(words[1][1])
-        read = checkpoint_model.open_regular
-        checkpoint_model.open_regular = lambda path, **options: read(
+        read = rank_context.open_regular
+        rank_context.open_regular = lambda path, **options: read(
             local_folder / path.relative_to(load_folder), **options
         )
     return generate_on_rank(rank, world, [words[0], words[0]], launcher)

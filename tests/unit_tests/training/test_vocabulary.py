@@ -9,7 +9,7 @@ import sentencepiece
 
 from megatron.cli.tokenizers import train_bpe
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.inference.checkpoint_model import choose_tokenizer
+from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

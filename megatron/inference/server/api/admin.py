@@ -10,11 +10,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.app import Route
 from megatron.inference.server.engine.client import ControlError, EngineLost
-from megatron.inference.server.middleware.request_guard import ApiError
-from megatron.inference.server.protocol.generation import Body
-from megatron.inference.server.serving import Server, engine_lost
+from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.body import Body
+from megatron.inference.server.serving import Route, Server, engine_lost
 
 MAX_PROFILE_STEPS = 1000
 MAX_PATH = 4096
@@ -97,7 +96,7 @@ async def profile(server: Server, request: Request) -> Response:
     return await _order(server, request, "profile", ProfileBody)
 
 
-ADMIN_ROUTES: Sequence[Route] = (
+ROUTES: Sequence[Route] = (
     ("POST", "/pause", pause, PauseBody),
     ("POST", "/resume", resume, NothingBody),
     ("POST", "/sleep", sleep, SleepBody),

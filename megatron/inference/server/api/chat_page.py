@@ -8,9 +8,12 @@ import functools
 import hashlib
 import pkgutil
 import re
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+
+from megatron.inference.server.serving import Route
 
 
 def content_policy(page: str) -> str:
@@ -55,3 +58,6 @@ async def chat_page(server: object, request: Request) -> Response:
         "x-content-type-options": "nosniff",
     }
     return HTMLResponse(text, headers=headers)
+
+
+ROUTES: Sequence[Route] = (("GET", "/", chat_page, None),)

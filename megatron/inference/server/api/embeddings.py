@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.engine.client import EngineLost, Outputs
-from megatron.inference.server.middleware.request_guard import ApiError
-from megatron.inference.server.protocol.generation import Body, Prompts
-from megatron.inference.server.serving import Server, admission, engine_lost, text_tokens
+from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.body import Body, Prompts
+from megatron.inference.server.serving import Route, Server, admission, engine_lost, text_tokens
+from megatron.inference.server.streaming import run_until_disconnect
 
 
 class EmbeddingBody(Body):
@@ -41,7 +42,7 @@ async def embeddings(server: Server, request: Request) -> Response:
         ids, outputs = server.client.add_requests(requests)
     num_tokens = sum(map(len, texts))
     server.metrics.note_prompts(num_tokens)
-    vectors = await server.run_until_disconnect(request, _collected(outputs))
+    vectors = await run_until_disconnect(request, _collected(outputs), server.limits)
     if vectors is None:
         return Response(status_code=499)  # the client has disconnected
     data = [
@@ -98,3 +99,6 @@ def _encoded(vector: Sequence[float], encoding_format: str | None) -> Any:
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()
+
+
+ROUTES: Sequence[Route] = (("POST", "/v1/embeddings", embeddings, EmbeddingBody),)

@@ -1,31 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outer layer of all routes: request ids, the API key, limits on requests, and errors.
-
-Errors have the format of OpenAI. Their messages never contain the text of an internal exception.
-"""
+"""The outermost layer of all routes: request ids, the API key, limits on requests, the log."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import json
-import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.middleware.request_log import REQUEST_ID, log_answer
 
 MAX_HEADER_BYTES = 16 << 10
-#: Path prefix of the routes whose errors have the format of Anthropic.
-ANTHROPIC_ROUTES = "/v1/messages"
 #: Routes without authentication.
 OPEN_ROUTES = frozenset({"/", "/health"})
 #: Routes that are polled and therefore not logged.
@@ -45,64 +35,6 @@ class Limits:
     max_body_bytes: int
     body_seconds: float
     request_seconds: float
-
-
-class ApiError(Exception):
-    """An error answer.
-
-    Args:
-        status: HTTP status.
-        message: message for the user; one line.
-        param: field of the request that caused the error; None for no single field.
-        code: machine-readable code.
-        retry_seconds: seconds until the client may retry.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_seconds: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_seconds = retry_seconds
-
-    def to_json(self, request_id: str, path: str = "") -> dict[str, Any]:
-        """Return the body of the answer, in the format of the route at `path`."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        if path.startswith(ANTHROPIC_ROUTES):
-            kinds |= {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-            default_kind = "api_error" if self.status >= 500 else "invalid_request_error"
-            error = {"type": kinds.get(self.status, default_kind), "message": self.message}
-            return {"type": "error", "error": error, "request_id": request_id}
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": kinds.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-                "request_id": request_id,
-            }
-        }
-
-    def response(self, request_id: str, path: str = "") -> Response:
-        """Return the answer, in the format of the route at `path`."""
-        headers = {}
-        if self.retry_seconds is not None:
-            headers["retry-after"] = str(self.retry_seconds)
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.to_json(request_id, path), self.status, headers=headers)
-
-
-def internal_error() -> ApiError:
-    """Return the answer to a request that raised an exception; the log has its traceback."""
-    return ApiError(500, "internal error: see the server's log under this request id")
 
 
 class RequestGuard:
@@ -196,153 +128,3 @@ class _BoundedBody:
         if self._bytes > self._limits.max_body_bytes:
             raise _too_long(self._limits)
         return message
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events, until they end, the client disconnects, or it stops reading.
-
-    Args:
-        events: data of each event, one line; or an object whose `type` names the event.
-        stalled: set when the client has too many unread tokens; the connection is then closed.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, events: AsyncGenerator[str | dict[str, Any], None], stalled: asyncio.Event
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._stalled = events, stalled
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        sending = asyncio.ensure_future(self._send_all(send))
-        watching = [
-            asyncio.ensure_future(disconnected(receive)),
-            asyncio.ensure_future(self._stalled.wait()),
-        ]
-        try:
-            await asyncio.wait([sending, *watching], return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            for task in (sending, *watching):
-                task.cancel()
-            await asyncio.gather(sending, *watching, return_exceptions=True)
-            await self._events.aclose()
-
-    async def _send_all(self, send: Send) -> None:
-        async for data in self._events:
-            text = f"data: {data}\n\n"
-            if not isinstance(data, str):
-                text = f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-class TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for the header of each request.
-
-    `header_seconds` is set by `timed_protocol`.
-    """
-
-    header_seconds: float
-    _waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the timer of the first header."""
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        """Keep the timer running until the header is complete."""
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-        elif self._waiting is None:
-            self._wait()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP, and drop the answer of a request whose body was invalid."""
-        super().send_400_response(msg)
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-
-    def on_response_complete(self) -> None:
-        """Stop the timer; uvicorn closes idle connections."""
-        self._stop_waiting()
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self._waiting = self.loop.call_later(self.header_seconds, self.transport.close)
-
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-
-
-def timed_protocol(seconds: float) -> type[TimedProtocol]:
-    """Return the protocol class with this time limit for headers."""
-    return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})
-
-
-def check_keys(data: bytes) -> None:
-    """Raise ApiError for JSON with a duplicate key in an object. Invalid JSON passes."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        json_object = dict(pairs)
-        if len(json_object) < len(pairs):
-            seen: set[str] = set()
-            for key, _ in pairs:
-                if key in seen:
-                    printable_key = key[:100].encode(errors="replace").decode()
-                    raise ApiError(
-                        400, f"the key {printable_key!r} is duplicated", param=printable_key
-                    )
-                seen.add(key)
-        return json_object
-
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(data, object_pairs_hook=unique)
-
-
-def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the answer to a body with invalid fields; it names the first invalid field.
-
-    For a field of a union type it explains the alternative that matched deepest.
-    """
-    field = problems[0]["loc"][:1]
-    deepest = max(
-        (problem for problem in problems if problem["loc"][:1] == field),
-        key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"),
-    )
-    # Drop the names of union members, which pydantic inserts into `loc`.
-    path = [
-        str(component)
-        for component in deepest["loc"]
-        if re.fullmatch(r"\d+|[a-z_]+", str(component))
-    ]
-    name = path[0] if path else None
-    dotted_path = ".".join(path)
-    kind = deepest["type"]
-    if kind == "extra_forbidden":
-        message = f"{dotted_path}: this server does not support this field: leave it out"
-    elif kind == "json_invalid":
-        message, name = "the body is not valid JSON", None
-    else:
-        message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])
-    return ApiError(400, message, param=name)

@@ -1,57 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests and their bounds. Unknown fields are rejected by name."""
+"""The fields of a body that all APIs with generated text share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from megatron.inference.server.chat_template import NO_PARAMETERS, Tool, ToolCall, Turn
-from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import GenerationRequest
+from megatron.inference.server.protocol.body import (
+    MAX_OUTPUTS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    Body,
+    Token,
+)
 
-#: Most outputs of one prompt, and of all prompts of a request.
-MAX_OUTPUTS, MAX_REQUEST_OUTPUTS = 16, 64
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
 MAX_STOP_TOKENS = 64
-MAX_PROMPTS = 64
 MAX_BIASES = 1024
-MAX_LOGPROBS = 20
-MAX_MESSAGES = 4096
-#: Most characters of a prompt or a message; the limit of the body is usually lower.
-MAX_TEXT = 8 << 20
-MAX_TOKENS = 1 << 24
 #: Most characters of a grammar or a regular expression.
 MAX_GRAMMAR = 64 << 10
 MAX_CHOICES = 1024
-MAX_TOOLS = 128
-#: Most tool calls of one message.
-MAX_CALLS = 128
 
-_Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_Tokens = Annotated[list[_Token], Field(min_length=1)]
-Prompts = (
-    _Text
-    | _Tokens
-    | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
-TemplateVariables = Annotated[
-    dict[Annotated[str, Field(max_length=64)], bool | int | float | _Text | None],
-    Field(max_length=16),
-]
-
-
-class Body(BaseModel):
-    """A JSON object with strictly typed fields; unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -65,7 +40,7 @@ class SchemaFormat(Body):
 
     name: Annotated[str, Field(max_length=256)]
     description: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")] = {"type": "object"}
+    json_schema: dict[str, Any] = Field({"type": "object"}, alias="schema")
     strict: bool | None = None
 
 
@@ -132,7 +107,7 @@ class GenerationBody(Body):
     ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[_Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
@@ -142,6 +117,16 @@ class GenerationBody(Body):
         Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
     structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the last chunk of a stream reports the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_stream_options(self) -> None:
+        """Raise ApiError for stream options without `stream`."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
     @property
     def json_schema(self) -> Mapping[str, Any] | None:
@@ -206,149 +191,3 @@ class GenerationBody(Body):
             priority=self.priority or 0,
             names=names,
         )
-
-
-class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
-
-    prompt: Prompts
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: _Text
-
-
-class CalledFunction(Body):
-    """The function of a tool call of an earlier turn."""
-
-    name: ToolName
-    arguments: _Text
-
-
-class MessageCall(Body):
-    """A tool call of an earlier turn."""
-
-    id: CallId
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class ChatMessage(Body):
-    """A turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        _Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
-    ) = None
-    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=MAX_CALLS)] | None = (
-        None
-    )
-    tool_call_id: CallId | None = None
-    reasoning_content: _Text | None = None
-    refusal: None = None
-
-    @property
-    def text(self) -> str:
-        """The joined text of all parts."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(text_part.text for text_part in self.content or ())
-
-    def turn(self) -> Turn:
-        """Return the turn of a conversation. Raises ApiError for an invalid message."""
-        answers = self.tool_calls is not None or self.reasoning_content is not None
-        problem = None
-        if answers and self.role != "assistant":
-            problem = "tool_calls and reasoning_content are allowed in assistant messages only"
-        elif self.content is None and not answers:
-            problem = "a message has no content"
-        elif (self.role == "tool") != (self.tool_call_id is not None):
-            problem = "tool_call_id is required in messages of role tool and not allowed in others"
-        if problem is not None:
-            raise ApiError(400, f"messages: {problem}", param="messages")
-        calls = [
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in self.tool_calls or ()
-        ]
-        return Turn(
-            role=self.role,
-            text=self.text,
-            calls=calls,
-            reasoning=self.reasoning_content,
-            call_id=self.tool_call_id,
-        )
-
-
-_Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class Function(Body):
-    """A function that may be called."""
-
-    name: ToolName
-    description: _Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def tool(self) -> Tool:
-        """Return the tool of a conversation."""
-        return Tool(
-            name=self.name,
-            description=self.description,
-            parameters=self.parameters or NO_PARAMETERS,
-            strict=bool(self.strict),
-        )
-
-
-class FunctionTool(Body):
-    """A tool, which has to be a function."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """The name of a function."""
-
-    name: ToolName
-
-
-class NamedChoice(Body):
-    """The function that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: _Messages
-    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-
-class TokenizeBody(Body):
-    """`POST /tokenize`: a text, or a conversation that the chat template renders."""
-
-    model: str | None = None
-    prompt: _Text | None = None
-    messages: _Messages | None = None
-    add_special_tokens: bool = True
-
-
-class DetokenizeBody(Body):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: list[_Token]

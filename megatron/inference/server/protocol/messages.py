@@ -10,36 +10,29 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.api.chat_completions import check_tools
-from megatron.inference.server.chat_serving import begin_answer, respond_with_events
-from megatron.inference.server.chat_template import Conversation, Tool, ToolCall, Turn
-from megatron.inference.server.middleware.request_guard import ANTHROPIC_ROUTES, ApiError
+from megatron.inference.server.chat_template import Conversation, Tool, ToolCall, Turn, check_tools
+from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES, ApiError
 from megatron.inference.server.output_processor import Delta, Usage
-from megatron.inference.server.protocol.generation import (
+from megatron.inference.server.protocol.body import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
-    MAX_TEXT,
     MAX_TOKENS,
     MAX_TOOLS,
     Body,
     CallId,
-    GenerationBody,
-    TextPart,
+    Text,
     ToolName,
-    schema_format,
 )
-from megatron.inference.server.serving import Server
-from megatron.inference.server.tool_parsers.output_parser import AnswerPart
+from megatron.inference.server.protocol.chat_completions import TextPart
+from megatron.inference.server.protocol.generation import GenerationBody, schema_format
+from megatron.inference.server.tool_parsers.segments import OutputSegment
 
 #: The variable of a chat template that `thinking` sets.
 THINKING_VARIABLE = "enable_thinking"
 
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Texts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -47,7 +40,7 @@ class ThinkingBlock(Body):
     """Reasoning of an earlier answer; this server's signature is always empty."""
 
     type: Literal["thinking"]
-    thinking: _Text
+    thinking: Text
     signature: Literal[""] = ""
 
 
@@ -65,7 +58,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: _Text | _Texts = ""
+    content: Text | _Texts = ""
     is_error: bool | None = None
 
 
@@ -74,7 +67,7 @@ class AnthropicMessage(Body):
 
     role: Literal["user", "assistant"]
     content: (
-        _Text
+        Text
         | Annotated[
             list[
                 Annotated[
@@ -133,7 +126,7 @@ class AnthropicTool(Body):
 
     type: Literal["custom"] | None = None
     name: ToolName
-    description: _Text | None = None
+    description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 
@@ -184,7 +177,7 @@ class CountBody(Body):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: _Text | _Texts | None = None
+    system: Text | _Texts | None = None
     tools: Annotated[list[AnthropicTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
@@ -273,8 +266,8 @@ def _joined_text(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(text_part.text for text_part in content)
 
 
-class MessageView:
-    """An answer as content blocks.
+class MessageFormatter:
+    """Formats a response as content blocks.
 
     Args:
         model: name of the model.
@@ -324,8 +317,8 @@ class MessageView:
             self._started = True
             usage = {**self._count(), "output_tokens": 0}
             events.append({"type": "message_start", "message": {**self._message, "usage": usage}})
-        for answer_part in delta.answer_parts:
-            events += self._part_events(answer_part)
+        for segment in delta.segments:
+            events += self._segment_events(segment)
         if delta.finish_reason:
             events += self._end()
             reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
@@ -338,23 +331,27 @@ class MessageView:
             events.append({"type": "message_stop"})
         return events
 
+    def closing_events(self) -> Sequence[dict[str, Any]]:
+        """Return no events: the last delta has the event of the end."""
+        return ()
+
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the event of an error, which ends the stream."""
         return error.to_json(self._request_id, ANTHROPIC_ROUTES)
 
-    def _part_events(self, answer_part: AnswerPart) -> list[dict[str, Any]]:
-        if answer_part.kind == "end":
+    def _segment_events(self, segment: OutputSegment) -> list[dict[str, Any]]:
+        if segment.kind == "end":
             return self._end()
-        if answer_part.kind == "call":
-            call = {"id": f"toolu_{secrets.token_hex(12)}", "name": answer_part.text, "input": {}}
+        if segment.kind == "call":
+            call = {"id": f"toolu_{secrets.token_hex(12)}", "name": segment.text, "input": {}}
             return [*self._end(), self._start("tool_use", **call)]
-        if answer_part.kind == "arguments":
-            return [self._delta("input_json_delta", partial_json=answer_part.text)]
+        if segment.kind == "arguments":
+            return [self._delta("input_json_delta", partial_json=segment.text)]
         kind, empty = ("thinking", {"thinking": "", "signature": ""})
-        if answer_part.kind == "text":
+        if segment.kind == "text":
             kind, empty = ("text", {"text": ""})
         opening = [] if self._kind == kind else [*self._end(), self._start(kind, **empty)]
-        return [*opening, self._delta(f"{kind}_delta", **{kind: answer_part.text})]
+        return [*opening, self._delta(f"{kind}_delta", **{kind: segment.text})]
 
     def _start(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._index, self._kind = self._index + 1, kind
@@ -387,31 +384,3 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"unparsed": text}
-
-
-async def messages(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/messages`."""
-    body = await server.read(request, MessagesBody)
-    server.check_model(body.model)
-    generation = await begin_answer(
-        server,
-        body.conversation(server.conversations.variables, body.max_tokens),
-        body.generation(),
-        max_new_tokens=body.max_tokens,
-        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
-        names={
-            "prompt": "messages",
-            "max_new_tokens": "max_tokens",
-            "response_format": "output_config",
-        },
-    )
-    view = MessageView(server.card.name, generation.usage, request.state.request_id)
-    return await respond_with_events(server, request, generation, view, stream=bool(body.stream))
-
-
-async def count_tokens(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/messages/count_tokens`."""
-    body = await server.read(request, CountBody)
-    server.check_model(body.model)
-    prompt = await server.conversations.prompt(body.conversation(server.conversations.variables))
-    return JSONResponse({"input_tokens": len(prompt.tokens)})

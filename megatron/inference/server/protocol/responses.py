@@ -13,40 +13,36 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.api.chat_completions import check_tools
-from megatron.inference.server.chat_serving import begin_answer, respond_with_events
 from megatron.inference.server.chat_template import (
     NO_PARAMETERS,
     Conversation,
     Tool,
     ToolCall,
     Turn,
+    check_tools,
 )
-from megatron.inference.server.middleware.request_guard import ApiError
+from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import Delta, Generation
-from megatron.inference.server.protocol.generation import (
+from megatron.inference.server.protocol.body import (
     MAX_MESSAGES,
-    MAX_TEXT,
     MAX_TOKENS,
     MAX_TOOLS,
     Body,
     CallId,
-    Function,
-    FunctionName,
+    TemplateVariables,
+    Text,
+    ToolName,
+)
+from megatron.inference.server.protocol.chat_completions import Function, FunctionName
+from megatron.inference.server.protocol.generation import (
     GenerationBody,
     JsonFormat,
-    TemplateVariables,
     TextFormat,
-    ToolName,
     schema_format,
 )
-from megatron.inference.server.serving import Server
-from megatron.inference.server.tool_parsers.output_parser import AnswerPart
+from megatron.inference.server.tool_parsers.segments import OutputSegment
 
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Id = Annotated[str, Field(max_length=256)]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -55,7 +51,7 @@ class ContentPart(Body):
     """A part of a message or of an earlier answer."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
-    text: _Text
+    text: Text
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -75,7 +71,7 @@ class MessageItem(OldItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | _ContentParts
+    content: Text | _ContentParts
 
 
 class ReasoningItem(OldItem):
@@ -93,7 +89,7 @@ class CallItem(OldItem):
     type: Literal["function_call"]
     call_id: CallId
     name: ToolName
-    arguments: _Text
+    arguments: Text
 
 
 class CallOutputItem(OldItem):
@@ -101,7 +97,7 @@ class CallOutputItem(OldItem):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: _Text | _ContentParts
+    output: Text | _ContentParts
 
 
 def _kind(item: Any) -> str | None:
@@ -137,7 +133,7 @@ class NamedSchema(Body):
 
     type: Literal["json_schema"]
     name: _Id
-    description: _Text | None = None
+    description: Text | None = None
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
@@ -155,13 +151,13 @@ class ResponseBody(Body):
 
     model: str | None = None
     input: (
-        _Text
+        Text
         | Annotated[
             list[_Item],
             Field(min_length=1, max_length=MAX_MESSAGES),
         ]
     )
-    instructions: _Text | None = None
+    instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -276,8 +272,8 @@ def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn
     return Turn(role="assistant", text="", calls=[call])
 
 
-class ResponseView:
-    """An answer as output items.
+class ResponseFormatter:
+    """Formats a response as output items.
 
     Args:
         model: name of the model.
@@ -333,9 +329,9 @@ class ResponseView:
         if not self._number:
             for name in ("created", "in_progress"):
                 events.append(self._event(f"response.{name}", response=self.response()))
-        for answer_part in delta.answer_parts:
-            events += self._part_events(answer_part)
-            self._in_reasoning = answer_part.kind == "reasoning"
+        for segment in delta.segments:
+            events += self._segment_events(segment)
+            self._in_reasoning = segment.kind == "reasoning"
         self._reasoning_tokens += len(delta.scores) if self._in_reasoning else 0
         if delta.finish_reason == "length":
             events += self._end("incomplete")
@@ -346,6 +342,10 @@ class ResponseView:
             events += self._end()
             events.append(self._event("response.completed", response=self.response("completed")))
         return events
+
+    def closing_events(self) -> Sequence[dict[str, Any]]:
+        """Return no events: the last delta has the event of the end."""
+        return ()
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the event of an error, which ends the stream."""
@@ -364,23 +364,23 @@ class ResponseView:
         position = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
         return self._event(f"response.{kind}", **position, **fields)
 
-    def _part_events(self, answer_part: AnswerPart) -> list[dict[str, Any]]:
-        if answer_part.kind == "end":
+    def _segment_events(self, segment: OutputSegment) -> list[dict[str, Any]]:
+        if segment.kind == "end":
             return self._end()
-        if answer_part.kind == "call":
+        if segment.kind == "call":
             call = {
                 "call_id": f"call_{secrets.token_hex(12)}",
-                "name": answer_part.text,
+                "name": segment.text,
                 "arguments": "",
             }
             return [*self._end(), self._start("function_call", "fc", **call)]
         item: dict[str, Any]
-        if answer_part.kind == "arguments":
-            self._output[-1]["arguments"] += answer_part.text
-            return [self._item_event("function_call_arguments.delta", delta=answer_part.text)]
+        if segment.kind == "arguments":
+            self._output[-1]["arguments"] += segment.text
+            return [self._item_event("function_call_arguments.delta", delta=segment.text)]
         events: list[dict[str, Any]] = []
         kind, content_type = "message", "output_text"
-        if answer_part.kind == "reasoning":
+        if segment.kind == "reasoning":
             kind, content_type = "reasoning", "reasoning_text"
         if self._kind != kind:
             events += self._end()
@@ -393,10 +393,10 @@ class ResponseView:
             self._output[-1]["content"].append(content)
             added = {**content}
             events.append(self._item_event("content_part.added", content_index=0, part=added))
-        self._output[-1]["content"][0]["text"] += answer_part.text
+        self._output[-1]["content"][0]["text"] += segment.text
         extra_fields = {"logprobs": []} if kind == "message" else {}
         delta = self._item_event(
-            f"{content_type}.delta", content_index=0, delta=answer_part.text, **extra_fields
+            f"{content_type}.delta", content_index=0, delta=segment.text, **extra_fields
         )
         return [*events, delta]
 
@@ -434,54 +434,3 @@ class ResponseView:
             "response.output_item.done", output_index=output_index, item={**item}
         )
         return [*events, done_event]
-
-
-async def create_response(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/responses`."""
-    body = await server.read(request, ResponseBody)
-    server.check_model(body.model)
-    if body.store:
-        raise ApiError(400, "store: this server stores nothing: set it to false", param="store")
-    if body.previous_response_id is not None:
-        raise ApiError(
-            400,
-            "previous_response_id: this server stores nothing: send the whole conversation "
-            "as input",
-            param="previous_response_id",
-        )
-    generation = await begin_answer(
-        server,
-        body.conversation(),
-        body.generation(),
-        max_new_tokens=body.max_output_tokens,
-        names={
-            "prompt": "input",
-            "max_new_tokens": "max_output_tokens",
-            "response_format": "text",
-        },
-    )
-    view = ResponseView(server.card.name, generation, body.request_fields())
-
-    def cancel() -> dict[str, Any]:
-        generation.cancel()
-        return view.response("cancelled")
-
-    if body.stream:  # without a stream the client does not know the id in time
-        server.running[view.id] = cancel
-    return await respond_with_events(
-        server,
-        request,
-        generation,
-        view,
-        stream=bool(body.stream),
-        ended=lambda: server.running.pop(view.id),
-    )
-
-
-async def cancel_response(server: Server, request: Request) -> Response:
-    """Answer `POST /v1/responses/{response_id}/cancel`: end a response and its stream."""
-    response_id = request.path_params["response_id"]
-    cancel = server.running.get(response_id)
-    if cancel is None:
-        raise ApiError(404, "there is no running response with this id")
-    return JSONResponse(cancel())

@@ -27,10 +27,12 @@ from megatron.core.inference.engine import EngineConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import MLPConfig
-from megatron.inference.checkpoint_model import CheckpointModel, load_checkpoint_model
-from megatron.inference.config import ModelSource, Service
+from megatron.inference.checkpoint_model import CheckpointModel
+from megatron.inference.config import ModelSource
+from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve import read_keys
-from megatron.inference.server.api.admin import ADMIN_ROUTES
+from megatron.inference.serve_config import Service
+from megatron.inference.server.app import ADMIN_ROUTES
 from tests.support.http_server import ADMIN_KEY, NextByte, Served, served, until
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save

@@ -22,7 +22,8 @@ from megatron.inference.server.tool_parsers.formats import (
     TOOL_FORMATS,
     AnswerFormats,
 )
-from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
+from megatron.inference.server.tool_parsers.output_parser import OutputParser
+from megatron.inference.server.tool_parsers.segments import OutputSegment
 from tests.support.http_server import END
 
 BOOK = Tool(
@@ -70,7 +71,7 @@ def random_answer(grammars: Grammars, grammar: str, begin: str = "", seed: int =
     raise AssertionError(f"never ends: {bytes(tokens[:200])!r}")
 
 
-def calls(parts: list[AnswerPart]) -> list[tuple[str, Any]]:
+def calls(parts: list[OutputSegment]) -> list[tuple[str, Any]]:
     """Check the calls of an answer; return their names and arguments."""
     pairs: list[list[str]] = []
     for part in parts:
@@ -105,7 +106,7 @@ def test_required_calls_validate_against_their_schemas(grammars: Grammars, name:
         conversation = Conversation(turns=[], tools=[BOOK, NOW], choice="required", **restriction)
         grammar = tool_grammar(conversation, formats)
         for seed in range(4 if restriction else 10):
-            parser = AnswerParser(
+            parser = OutputParser(
                 formats, {t.name: t.parameters for t in conversation.callable_tools}
             )
             parts = parser.push(random_answer(grammars, grammar, seed=seed), finished=True)
@@ -130,14 +131,14 @@ def test_strict_calls_follow_text_and_reasoning(
     bare = TOOL_FORMATS[name].bare
     opens = "{" if bare else "So " + TOOL_FORMATS[name].begin[0].strip()
     begin = ("" if in_reasoning else "<think>") + f"Hm</think>\n{opens}"
-    parser = AnswerParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
+    parser = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
     parts = parser.push(random_answer(grammars, grammar, begin), finished=True)
-    assert parts[0] == AnswerPart("reasoning", "Hm")
-    assert parts[1] == (AnswerPart("call", "book") if bare else AnswerPart("text", "So"))
+    assert parts[0] == OutputSegment("reasoning", "Hm")
+    assert parts[1] == (OutputSegment("call", "book") if bare else OutputSegment("text", "So"))
     assert calls(parts)
-    plain = AnswerParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
+    plain = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
     text = random_answer(grammars, grammar, begin.removesuffix(opens) + "No.")
-    assert plain.push(text, finished=True)[0] == AnswerPart("reasoning", "Hm")
+    assert plain.push(text, finished=True)[0] == OutputSegment("reasoning", "Hm")
 
 
 def test_grammar_refers_to_special_tokens_by_id() -> None:
@@ -157,10 +158,15 @@ def test_json_may_follow_reasoning(grammars: Grammars) -> None:
     schema = BOOK.parameters
     grammar = json_after_reasoning(schema, formats, in_reasoning=True)
     text = random_answer(grammars, grammar, "Hm {</think>\n\n")
-    assert calls([AnswerPart("call", "book"), AnswerPart("arguments", text.split("</think>")[1])])
+    assert calls(
+        [OutputSegment("call", "book"), OutputSegment("arguments", text.split("</think>")[1])]
+    )
     grammar = json_after_reasoning(schema, formats)
     assert calls(
-        [AnswerPart("call", "book"), AnswerPart("arguments", random_answer(grammars, grammar, "{"))]
+        [
+            OutputSegment("call", "book"),
+            OutputSegment("arguments", random_answer(grammars, grammar, "{")),
+        ]
     )
 
 
@@ -226,6 +232,6 @@ def test_text_cannot_contain_an_unenforced_call(grammars: Grammars, choice: Any)
         begin + "a </function> b <tool_call> c </function>\n</parameter>\n</function>\n</tool_call>"
     )
     assert allowed_length(grammars, grammar, text) == len(text)
-    parser = AnswerParser(formats, {"book": unbounded.parameters})
+    parser = OutputParser(formats, {"book": unbounded.parameters})
     arguments = [p.text for p in parser.push(text, finished=True) if p.kind == "arguments"]
     assert json.loads("".join(arguments)) == {"who": "a </function> b <tool_call> c </function>"}

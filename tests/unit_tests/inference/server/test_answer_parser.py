@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.config import Service
+from megatron.inference.serve_config import Service
+from megatron.inference.server.tool_parsers.char_reader import CharReader
 from megatron.inference.server.tool_parsers.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -23,7 +24,8 @@ from megatron.inference.server.tool_parsers.formats import (
     decode_with_marks,
     formats_of,
 )
-from megatron.inference.server.tool_parsers.output_parser import AnswerParser, AnswerPart
+from megatron.inference.server.tool_parsers.output_parser import OutputParser
+from megatron.inference.server.tool_parsers.segments import OutputSegment
 
 TOOLS = {
     "weather": {
@@ -54,14 +56,14 @@ ANSWERS = {
     "]</TOOLCALL>",
 }
 PARSED = [
-    AnswerPart("reasoning", "Hm é"),
-    AnswerPart("text", "Wait…"),
-    AnswerPart("call", "weather"),
-    AnswerPart("arguments", ARGUMENTS),
-    AnswerPart("end"),
-    AnswerPart("call", "now"),
-    AnswerPart("arguments", "{}"),
-    AnswerPart("end"),
+    OutputSegment("reasoning", "Hm é"),
+    OutputSegment("text", "Wait…"),
+    OutputSegment("call", "weather"),
+    OutputSegment("arguments", ARGUMENTS),
+    OutputSegment("end"),
+    OutputSegment("call", "now"),
+    OutputSegment("arguments", "{}"),
+    OutputSegment("end"),
 ]
 NO_CALLS = (
     "a <tool_call> b\n",
@@ -89,21 +91,21 @@ NO_CALLS = (
 
 def parse(
     name: str, chunks: Iterable[str], *, in_reasoning: bool = False, tools: Any = TOOLS
-) -> list[AnswerPart]:
+) -> list[OutputSegment]:
     """Parse the chunks of an answer; return its parts, adjacent parts of a kind merged."""
     formats = AnswerFormats(tools=TOOL_FORMATS[name], reasoning=REASONING_FORMATS["qwen3"])
-    parser = AnswerParser(formats, tools, in_reasoning=in_reasoning)
+    parser = OutputParser(formats, tools, in_reasoning=in_reasoning)
     parts = [part for chunk in chunks for part in parser.push(chunk)]
     parts += parser.push("", finished=True)
     assert parser.has_calls == any(part.kind == "call" for part in parts)
-    merged: list[AnswerPart] = []
+    merged: list[OutputSegment] = []
     for part in parts:
         if (
             merged
             and merged[-1].kind == part.kind
             and part.kind in ("text", "reasoning", "arguments")
         ):
-            merged[-1] = AnswerPart(part.kind, merged[-1].text + part.text)
+            merged[-1] = OutputSegment(part.kind, merged[-1].text + part.text)
         else:
             merged.append(part)
     return merged
@@ -248,9 +250,9 @@ def test_arguments_keep_their_values_and_types(name: str) -> None:
         for split in splits:
             content, call, arguments_part, end = parse(name, split, tools=schema(types))
             assert (content, call, end) == (
-                AnswerPart("text", "So."),
-                AnswerPart("call", "take"),
-                AnswerPart("end"),
+                OutputSegment("text", "So."),
+                OutputSegment("call", "take"),
+                OutputSegment("end"),
             )
             parsed = json.loads(arguments_part.text)
             assert parsed == arguments, split
@@ -305,9 +307,9 @@ def test_calls_are_parsed_with_missing_marks(mark: str, types: str | None) -> No
         "Bern\n</parameter>\n</function>\n</tool_call>\n"
     )
     calls = [
-        AnswerPart("call", "take"),
-        AnswerPart("arguments", '{"first": 1, "value": "Bern"}'),
-        AnswerPart("end"),
+        OutputSegment("call", "take"),
+        OutputSegment("arguments", '{"first": 1, "value": "Bern"}'),
+        OutputSegment("end"),
     ]
     for answer in (text.replace(mark, ""), text + text.replace(mark, "") + text):
         count = answer.count("<function=")
@@ -318,9 +320,9 @@ def test_calls_are_parsed_with_missing_marks(mark: str, types: str | None) -> No
 def test_next_parameter_ends_a_parameter_without_end_mark() -> None:
     text = "<function=weather><parameter=city>\nUlm\n<parameter=days>\n3\n</parameter>"
     parts = [
-        AnswerPart("call", "weather"),
-        AnswerPart("arguments", '{"city": "Ulm", "days": 3}'),
-        AnswerPart("end"),
+        OutputSegment("call", "weather"),
+        OutputSegment("arguments", '{"city": "Ulm", "days": 3}'),
+        OutputSegment("end"),
     ]
     for split in ([text], text):
         assert parse("qwen3_coder", split) == parts
@@ -337,7 +339,7 @@ def test_truncated_arguments_stay_open() -> None:
         "<tool_call><function=weather><parameter=days>\n3\n</parameter><parameter=city>\nrm -rf /"
     )
     for cut_off in (True, False):
-        parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
+        parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
         parts = parser.push(text, finished=True, cut_off=cut_off)
         arguments = "".join(part.text for part in parts if part.kind == "arguments")
         assert arguments == '{"days": 3, "city": "rm -rf /' + ("" if cut_off else '"}')
@@ -349,7 +351,7 @@ def test_truncated_call_leaves_no_text(name: str) -> None:
     text = call_text(name, {"first": 1, "value": "é", "last": "x"}, 0)
     formats, ends = AnswerFormats(tools=TOOL_FORMATS[name]), []
     for end in range(1, len(text) + 1):
-        parser = AnswerParser(formats, schema("string"))
+        parser = OutputParser(formats, schema("string"))
         parts = [*parser.push(text[:end]), *parser.push("", finished=True, cut_off=True)]
         if parser.has_calls:
             assert "text" not in {part.kind for part in parts}, text[:end]
@@ -381,7 +383,7 @@ def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, unknown: Seque
     text = f"Hm.{begin}{separator.join(written)}{end}"
     for split in ([text], text):
         content, *calls = parse(name, split)
-        assert content == AnswerPart("text", "Hm.")
+        assert content == OutputSegment("text", "Hm.")
         assert [part.kind for part in calls] == ["call", "arguments", "end"] * (3 - len(unknown))
         assert {part.text for part in calls if part.kind == "call"} == {"now"}
 
@@ -408,16 +410,16 @@ def test_missing_arguments_are_an_empty_object(name: str, written: str) -> None:
 def test_members_after_the_arguments_are_not_text() -> None:
     call = '{"name": "now", "arguments": {}, "id": "c", "more": [1, {"a": "}"}]}'
     parts = parse("hermes", f"<tool_call>{call}</tool_call>Yes")
-    assert parts[2:] == [AnswerPart("end"), AnswerPart("text", "Yes")]
+    assert parts[2:] == [OutputSegment("end"), OutputSegment("text", "Yes")]
 
 
 def test_json_answer_is_streamed_incrementally() -> None:
     """An answer may begin with a call; an object that cannot be a call is streamed early."""
-    parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
-    assert parser.push('{"result": [') == [AnswerPart("text", '{"result": [')]
-    parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
+    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
+    assert parser.push('{"result": [') == [OutputSegment("text", '{"result": [')]
+    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
     assert parser.push('{"name": "Ann", "age": 3') == [
-        AnswerPart("text", '{"name": "Ann", "age": 3')
+        OutputSegment("text", '{"name": "Ann", "age": 3')
     ]
 
 
@@ -430,43 +432,45 @@ def test_json_answer_is_streamed_incrementally() -> None:
         '<TOOLCALL>[{"arguments":{"a": "',
     ],
 )
-def test_parser_steps_grow_linearly_with_the_text(unit: str) -> None:
+def test_parser_steps_grow_linearly_with_the_text(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sections that never end do not make the parser quadratic."""
+    advance, counter = CharReader.advance, itertools.count()
+
+    def counted_advance(reader: CharReader) -> Any:
+        next(counter)
+        return advance(reader)
+
+    monkeypatch.setattr(CharReader, "advance", counted_advance)
     steps = []
     for count in (100, 400):
-        parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["nemotron"]), TOOLS)
-        counter = itertools.count()
-        step = parser._advance
-
-        def counted_step(step: Any = step, counter: Any = counter) -> Any:
-            next(counter)
-            return step()
-
-        parser._advance = counted_step  # type: ignore[method-assign]
+        parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["nemotron"]), TOOLS)
+        begin = next(counter)
         assert "".join(p.text for p in parser.push(unit * count, finished=True)) == unit * count
-        steps.append(next(counter))
+        steps.append(next(counter) - begin)
     assert steps[1] <= 4.1 * steps[0]
     assert steps[1] <= 8 * 400 * len(unit)
 
 
 def test_arguments_are_streamed_before_their_call_ends() -> None:
     formats = AnswerFormats(tools=TOOL_FORMATS["hermes"])
-    parser = AnswerParser(formats, TOOLS)
+    parser = OutputParser(formats, TOOLS)
     parts = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
-    assert parts == [AnswerPart("call", "now"), AnswerPart("arguments", '{"a": "lon')]
-    parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
+    assert parts == [OutputSegment("call", "now"), OutputSegment("arguments", '{"a": "lon')]
+    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
     parts = parser.push("<tool_call><function=weather><parameter=city>\nlon")
-    assert parts == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "lon')]
+    assert parts == [OutputSegment("call", "weather"), OutputSegment("arguments", '{"city": "lon')]
 
 
 def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
     for text in ("\nfirst\n</think>\n\nthen", "first</think>then"):
         assert parse("hermes", text, in_reasoning=True) == [
-            AnswerPart("reasoning", "first"),
-            AnswerPart("text", "then"),
+            OutputSegment("reasoning", "first"),
+            OutputSegment("text", "then"),
         ]
     assert parse("hermes", "never ends \n", in_reasoning=True) == [
-        AnswerPart("reasoning", "never ends")
+        OutputSegment("reasoning", "never ends")
     ]
 
 
@@ -494,8 +498,8 @@ def test_xml_parameters_have_the_types_of_their_schema(written: str, expected: o
 
 
 def test_text_is_unchanged_without_tools_and_reasoning() -> None:
-    parser = AnswerParser(AnswerFormats(tools=TOOL_FORMATS["hermes"]), {})
-    assert parser.push(" <tool_call> \n") == [AnswerPart("text", " <tool_call> \n")]
+    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["hermes"]), {})
+    assert parser.push(" <tool_call> \n") == [OutputSegment("text", " <tool_call> \n")]
 
 
 def test_special_token_markers_are_preserved() -> None:

@@ -16,14 +16,11 @@ import torch
 
 from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import EngineConfig
-from megatron.inference.config import Service
 from megatron.inference.serve import read_key
-from megatron.inference.server.http_process import APP_ROUTES
-from megatron.inference.server.middleware.request_guard import (
-    ANTHROPIC_ROUTES,
-    MAX_HEADER_BYTES,
-    OPEN_ROUTES,
-)
+from megatron.inference.serve_config import Service
+from megatron.inference.server.app import API_ROUTES
+from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
+from megatron.inference.server.middleware.request_guard import MAX_HEADER_BYTES, OPEN_ROUTES
 from tests.support.http_server import NextByte, Served, served, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -279,7 +276,7 @@ def test_client_that_does_not_read_is_dropped() -> None:
 
 def test_every_route_requires_the_key() -> None:
     with served(key="secret-key") as server:
-        paths = [(method, path) for method, path, *_ in APP_ROUTES]
+        paths = [(method, path) for method, path, *_ in API_ROUTES]
         for authorization in (None, "", "Bearer", "Bearer wrong", "secret-key", "Basic a"):
             headers = {} if authorization is None else {"authorization": authorization}
             for method, path in [*paths, ("GET", "/openapi.json"), ("GET", "/nowhere")]:

@@ -26,9 +26,10 @@ from megatron.core.moe import MoEConfig
 from megatron.core.moe.moe_config import RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.inference import serve
-from megatron.inference.checkpoint_model import load_checkpoint_model
-from megatron.inference.config import Inference, ModelSource, ServeConfig
+from megatron.inference.config import Inference, ModelSource
 from megatron.inference.llm import LLM
+from megatron.inference.load_model import load_checkpoint_model
+from megatron.inference.serve_config import ServeConfig
 from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store

@@ -23,8 +23,9 @@ from megatron.cli.tokenizers import (
     train_bpe,
 )
 from megatron.core.inference.text_stream import TextStream
-from megatron.inference.server.output_processor import Delta, TokenScore
-from megatron.inference.server.protocol.completions import CompletionView, token_bytes
+from megatron.inference.server.output_processor import Delta, TokenScore, Usage
+from megatron.inference.server.protocol.completions import CompletionBody, CompletionFormatter
+from megatron.inference.server.protocol.token_text import token_bytes
 from tests.support.http_server import Served, served
 from tests.support.llama_tokenizer import write_llama_tokenizer
 from tests.support.scripted_model import Scripted
@@ -60,6 +61,15 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     }
 
 
+def completion_formatter(
+    tokenizer: Tokenizer, prompt: Sequence[int], *, echo: bool = False
+) -> CompletionFormatter:
+    body = CompletionBody(prompt="", logprobs=1, echo=echo)
+    return CompletionFormatter(
+        body, Usage(), prompts=[prompt], model="m", tokenizer=tokenizer, request_id=""
+    )
+
+
 def choice(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
@@ -69,7 +79,7 @@ def choice(
     echo: bool = False,
 ) -> dict[str, Any]:
     """Return a choice built from deltas of `step` tokens, as `Generation` creates them."""
-    view = CompletionView("m", tokenizer, prompts=[prompt], n=1, logprobs=True, echo=echo)
+    formatter = completion_formatter(tokenizer, prompt, echo=echo)
     stream = TextStream(tokenizer.detokenize, prompt)
     deltas = []
     for start in range(0, len(tokens), step):
@@ -84,7 +94,7 @@ def choice(
                 prompt_scores=prompt_scores if echo and not start else None,
             )
         )
-    return view.choice(deltas)
+    return formatter.choice(deltas)
 
 
 def character_of_bytes(text: bytes, *, per_byte: bool = False) -> tuple[list[int], int]:
@@ -249,12 +259,12 @@ def test_alternatives_with_equal_text_are_distinguished(tokenizers: dict[str, To
     """In SentencePiece, a letter and its byte are different tokens."""
     tokenizer = tokenizers["llama"]
     letter, byte = (tokenizer._tokenizer.token_to_id(name) for name in ("a", "<0x61>"))
-    view = CompletionView("m", tokenizer, prompts=[[letter]], n=1, logprobs=True, echo=False)
+    formatter = completion_formatter(tokenizer, [letter])
     top = [(letter, -1.0), (byte, -2.0), (tokenizer.vocab_size, -3.0)]
     scores = [TokenScore(id=number, logprob=value, top=top) for number, value in top]
-    scores_view = view.choice([Delta(index=0, text="aa", scores=scores)])["logprobs"]
-    assert scores_view["tokens"] == ["a", "a", f"token_id:{tokenizer.vocab_size}"]
-    letter_top, byte_top, _ = scores_view["top_logprobs"]
+    logprobs = formatter.choice([Delta(index=0, text="aa", scores=scores)])["logprobs"]
+    assert logprobs["tokens"] == ["a", "a", f"token_id:{tokenizer.vocab_size}"]
+    letter_top, byte_top, _ = logprobs["top_logprobs"]
     assert letter_top == {
         "a": -1.0,
         f"token_id:{byte}": -2.0,

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from megatron.inference.server.middleware.request_guard import ANTHROPIC_ROUTES
+from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
 from tests.support.http_server import Served, served, until
 
 MAX_BODY_BYTES = 100_000

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's `/v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron.inference.server.guided_decoding.request_grammar import (
+    compiled_grammar,
+    grammar_makers,
+)
+from megatron.inference.server.protocol.completions import CompletionBody, CompletionFormatter
+from megatron.inference.server.serving import Route, Server, text_tokens
+from megatron.inference.server.streaming import respond
+
+#: Default `max_tokens` of a completion, as in OpenAI's route.
+COMPLETION_TOKENS = 16
+
+
+async def completions(server: Server, request: Request) -> Response:
+    """Answer `POST /v1/completions`."""
+    body = await server.read(request, CompletionBody)
+    server.check_model(body.model)
+    body.check_stream_options()
+    eod = server.tokenizer.eod
+    # An empty text becomes the end-of-document token, as in training.
+    empty_prompt = [] if eod is None else [eod]
+    prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
+    generation_request = body.generation_request(
+        prompts,
+        default_stop_tokens=server.card.stop_tokens,
+        max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
+        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
+        names={"max_new_tokens": "max_tokens"},
+        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        grammar=await compiled_grammar(server.grammars, body, grammar_makers(body)),
+    )
+    generation = server.generate(generation_request)
+    formatter = CompletionFormatter(
+        body,
+        generation.usage,
+        prompts=prompts,
+        model=server.card.name,
+        tokenizer=server.tokenizer,
+        request_id=request.state.request_id,
+    )
+    return await respond(request, generation, formatter, server.limits, stream=bool(body.stream))
+
+
+ROUTES: Sequence[Route] = (("POST", "/v1/completions", completions, CompletionBody),)

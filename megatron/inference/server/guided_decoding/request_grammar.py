@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammar that a request asks for, by its body or by its tools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megatron.inference.server.chat_template import Conversation
+from megatron.inference.server.guided_decoding.grammars import (
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from megatron.inference.server.guided_decoding.tool_grammar import (
+    enforced,
+    json_after_reasoning,
+    tool_grammar,
+)
+from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.generation import (
+    GenerationBody,
+    JsonFormat,
+    JsonSchemaFormat,
+)
+from megatron.inference.server.tool_parsers.formats import AnswerFormats
+
+#: Time limit for checking a grammar.
+GRAMMAR_SECONDS = 5.0
+
+
+#: The field that requests a grammar, and the function that returns the grammar.
+GrammarMaker = tuple[str, Callable[[], str]]
+
+
+def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
+    """Return the maker of each grammar that a body requests."""
+    all_makers: list[GrammarMaker] = []
+    structured, response_format = body.structured_outputs, body.response_format
+    if isinstance(response_format, JsonFormat):
+        all_makers.append(("response_format", partial(json_grammar, {"type": "object"})))
+    elif isinstance(response_format, JsonSchemaFormat):
+        schema = response_format.json_schema.json_schema
+        all_makers.append(("response_format", partial(json_grammar, schema)))
+    if structured is not None:
+        makers = (
+            (structured.json_schema, json_grammar),
+            (structured.regex, regex_grammar),
+            (structured.choice, choice_grammar),
+            (structured.grammar, lark_grammar),
+        )
+        structured_makers = [partial(make, value) for value, make in makers if value is not None]
+        all_makers += [("structured_outputs", make) for make in structured_makers]
+    return all_makers
+
+
+def chat_grammar_makers(
+    body: GenerationBody,
+    body_makers: list[GrammarMaker],
+    conversation: Conversation,
+    formats: AnswerFormats,
+    *,
+    in_reasoning: bool,
+) -> list[GrammarMaker]:
+    """Return the grammar makers of the answer to a conversation, from its body and its tools.
+
+    Args:
+        body: body of the request.
+        body_makers: makers of the grammars that the body requests.
+        conversation: the conversation to answer.
+        formats: answer formats of the model.
+        in_reasoning: whether the prompt ends inside reasoning.
+
+    Raises:
+        ApiError: the body and the tools conflict.
+    """
+    if body_makers and conversation.callable_tools:
+        name = body_makers[0][0]
+        raise ApiError(
+            400,
+            f"{name} cannot be combined with tools: drop one of them, or set tool_choice to none",
+            param=name,
+        )
+    if enforced(conversation):
+        make = partial(tool_grammar, conversation, formats, in_reasoning=in_reasoning)
+        return [("tools", make)]
+    schema = body.json_schema
+    if formats.reasoning is None or not body_makers:
+        return body_makers
+    if schema is not None:
+        make = partial(json_after_reasoning, schema, formats, in_reasoning=in_reasoning)
+        return [(name, make) for name, _ in body_makers]
+    if in_reasoning:
+        raise ApiError(
+            400,
+            "structured_outputs: the chat template opens the reasoning, and only JSON can "
+            "follow it: use json, or set chat_template_kwargs so that the template does not "
+            "open it",
+            param="structured_outputs",
+        )
+    return body_makers
+
+
+async def compiled_grammar(
+    grammars: Grammars | None, body: GenerationBody, makers: Sequence[GrammarMaker]
+) -> str | None:
+    """Return the grammar of the outputs, which is known to compile; None for any text.
+
+    Args:
+        grammars: cache of compiled grammars; None if the model does not support them.
+        body: body of the request.
+        makers: makers of the requested grammars.
+
+    Raises:
+        ApiError: more than one grammar is requested, or the grammar is invalid.
+    """
+    if not makers:
+        if body.structured_outputs is not None:
+            raise ApiError(
+                400,
+                "structured_outputs: give json, regex, choice or grammar",
+                param="structured_outputs",
+            )
+        return None
+    name, make = makers[0]
+    if len(makers) > 1:
+        raise ApiError(
+            400,
+            "give at most one of response_format and structured_outputs, and one kind of "
+            "constraint",
+            param=name,
+        )
+    if body.ignore_eos:
+        raise ApiError(400, f"ignore_eos cannot be combined with {name}", param="ignore_eos")
+    if grammars is None:
+        raise ApiError(
+            400,
+            f"{name} needs a model with a text tokenizer and a stop token",
+            param=name,
+        )
+
+    def compile_grammar() -> str:
+        grammar = make()
+        grammars.compile(grammar)
+        return grammar
+
+    try:
+        # After a timeout the thread still ends, by the limits of llguidance.
+        return await asyncio.wait_for(asyncio.to_thread(compile_grammar), GRAMMAR_SECONDS)
+    except TimeoutError:
+        raise ApiError(400, f"{name} takes too long to compile", param=name) from None
+    except ValueError as error:
+        raise ApiError(400, f"{name} cannot be used: {error}", param=name) from None

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's `/v1/chat/completions`: the body and the response."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron.cli.tokenizers import Tokenizer
+from megatron.inference.server.chat_template import (
+    NO_PARAMETERS,
+    Conversation,
+    Tool,
+    ToolCall,
+    Turn,
+    check_tools,
+)
+from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.output_processor import Delta, TokenScore, Usage
+from megatron.inference.server.protocol.body import (
+    MAX_CALLS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    Body,
+    CallId,
+    TemplateVariables,
+    Text,
+    ToolName,
+)
+from megatron.inference.server.protocol.choices import ChoicesFormatter, ending
+from megatron.inference.server.protocol.generation import GenerationBody
+from megatron.inference.server.protocol.token_text import token_bytes, token_text
+from megatron.inference.server.tool_parsers.segments import OutputSegment
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """The function of a tool call of an earlier turn."""
+
+    name: ToolName
+    arguments: Text
+
+
+class MessageCall(Body):
+    """A tool call of an earlier turn."""
+
+    id: CallId
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
+    ) = None
+    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=MAX_CALLS)] | None = (
+        None
+    )
+    tool_call_id: CallId | None = None
+    reasoning_content: Text | None = None
+    refusal: None = None
+
+    @property
+    def text(self) -> str:
+        """The joined text of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(text_part.text for text_part in self.content or ())
+
+    def turn(self) -> Turn:
+        """Return the turn of a conversation. Raises ApiError for an invalid message."""
+        answers = self.tool_calls is not None or self.reasoning_content is not None
+        problem = None
+        if answers and self.role != "assistant":
+            problem = "tool_calls and reasoning_content are allowed in assistant messages only"
+        elif self.content is None and not answers:
+            problem = "a message has no content"
+        elif (self.role == "tool") != (self.tool_call_id is not None):
+            problem = "tool_call_id is required in messages of role tool and not allowed in others"
+        if problem is not None:
+            raise ApiError(400, f"messages: {problem}", param="messages")
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
+        return Turn(
+            role=self.role,
+            text=self.text,
+            calls=calls,
+            reasoning=self.reasoning_content,
+            call_id=self.tool_call_id,
+        )
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class Function(Body):
+    """A function that may be called."""
+
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """Return the tool of a conversation."""
+        return Tool(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters or NO_PARAMETERS,
+            strict=bool(self.strict),
+        )
+
+
+class FunctionTool(Body):
+    """A tool, which has to be a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedChoice(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def conversation(self) -> Conversation:
+        """Return the conversation of a request. Raises ApiError for invalid tools."""
+        tools = [tool.function.tool() for tool in self.tools or ()]
+        choice, forced_tool = self.tool_choice or "auto", None
+        if isinstance(choice, NamedChoice):
+            choice, forced_tool = "required", choice.function.name
+        check_tools(tools, forced_tool=forced_tool, required=choice == "required")
+        if not tools and self.parallel_tool_calls is not None:
+            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+        return Conversation(
+            turns=[message.turn() for message in self.messages],
+            tools=tools,
+            choice=choice,
+            forced_tool=forced_tool,
+            parallel=self.parallel_tool_calls is not False,
+            variables=self.chat_template_kwargs or {},
+        )
+
+
+class ChatFormatter(ChoicesFormatter):
+    """Formats the response of `/v1/chat/completions`.
+
+    Args:
+        body: body of the request.
+        usage: token counts of the request, which grow with each delta.
+        model: name of the model.
+        tokenizer: tokenizer of the model.
+        request_id: id of the request, for errors.
+    """
+
+    def __init__(
+        self,
+        body: ChatBody,
+        usage: Usage,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        request_id: str,
+    ) -> None:
+        super().__init__(
+            usage,
+            outputs=body.n or 1,
+            kind="chat.completion",
+            chunk_kind="chat.completion.chunk",
+            id_prefix="chatcmpl",
+            model=model,
+            include_usage=body.include_usage,
+            request_id=request_id,
+        )
+        self._tokenizer, self._logprobs = tokenizer, bool(body.logprobs)
+        self._started: set[int] = set()
+        self._epochs: dict[int, list[int]] = {}
+        self._calls = [-1] * self.outputs  # index of the newest call
+
+    def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the choice of a complete output from all of its deltas."""
+        index = deltas[-1].index
+        texts = {"text": "", "reasoning": ""}
+        calls: list[dict[str, Any]] = []
+        for segment in (segment for delta in deltas for segment in delta.segments):
+            if segment.kind == "call":
+                calls.append(self._call(segment.text))
+            elif segment.kind == "arguments":
+                calls[-1]["function"]["arguments"] += segment.text
+            elif segment.kind in texts:
+                texts[segment.kind] += segment.text
+        scores = [score for delta in deltas for score in delta.scores]
+        message = {
+            "role": "assistant",
+            "content": None if calls and not texts["text"] else texts["text"],
+            "refusal": None,
+        }
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._scores(scores),
+            "weight_epochs": [epoch for delta in deltas for epoch in delta.epochs],
+            **ending(deltas[-1]),
+        }
+
+    def chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the choices of a delta. The first choice of an output has the role, the last has
+        only the finish reason."""
+        choices = []
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            choices.append(self._chunk_choice(delta.index, {"role": "assistant", "content": ""}))
+        # The epochs of tokens without text yet are sent with the next chunk.
+        epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
+        chunk_fields = [
+            fields for segment in delta.segments if (fields := self._fields(delta.index, segment))
+        ]
+        if not chunk_fields and self._logprobs and delta.scores:
+            chunk_fields.append({"content": ""})
+        for fields in chunk_fields:
+            choices.append(self._chunk_choice(delta.index, fields))
+        if chunk_fields:  # only one chunk of a step reports its tokens
+            token_fields = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
+            choices[-len(chunk_fields)] |= token_fields
+            epochs = []
+        if delta.finish_reason:
+            fields = {**ending(delta), "weight_epochs": epochs}
+            choices.append(self._chunk_choice(delta.index, {}, **fields))
+        else:
+            self._epochs[delta.index] = epochs
+        return choices
+
+    def _fields(self, index: int, segment: OutputSegment) -> dict[str, Any] | None:
+        """Return the chunk's fields for a part; None for no chunk."""
+        if segment.kind == "text":
+            return {"content": segment.text}
+        if segment.kind == "reasoning":
+            return {"reasoning_content": segment.text}
+        if segment.kind == "call":
+            self._calls[index] += 1
+            return {"tool_calls": [{"index": self._calls[index], **self._call(segment.text)}]}
+        if segment.kind == "arguments":
+            call = {"index": self._calls[index], "function": {"arguments": segment.text}}
+            return {"tool_calls": [call]}
+        return None
+
+    def _call(self, name: str) -> dict[str, Any]:
+        """Return a new tool call without arguments."""
+        function = {"name": name, "arguments": ""}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+    def _chunk_choice(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+
+    def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+
+        def token_score(token: int, logprob: float | None) -> dict[str, Any]:
+            text, in_bytes = (show(self._tokenizer, token) for show in (token_text, token_bytes))
+            return {"token": text, "logprob": logprob, "bytes": in_bytes}
+
+        return {
+            "content": [
+                {
+                    **token_score(score.id, score.logprob),
+                    "top_logprobs": [token_score(*top) for top in score.top],
+                }
+                for score in scores
+            ],
+            "refusal": None,
+        }

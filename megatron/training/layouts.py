@@ -22,7 +22,6 @@ from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.blockwise import PAIRS_WORTH_A_BLOCK, worth_blocks
 from megatron.core.context_parallel.comm_type import ALL_TO_ALL, choose
-from megatron.core.context_parallel.layout import documents_of
 from megatron.core.context_parallel.sequence_sharding import (
     DOCUMENTS,
     ROW,
@@ -30,6 +29,7 @@ from megatron.core.context_parallel.sequence_sharding import (
     Costs,
     Documents,
     attention_work,
+    documents_of,
     joined_documents,
     shard_documents,
 )

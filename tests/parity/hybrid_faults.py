@@ -41,14 +41,14 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
         _MAMBA,
     ),
     "states go on into the next document": (
-        "context_parallel.layout",
+        "context_parallel.packed_tokens",
         "whole_rows",
-        "[row * length + end for end in ends[1:]]",
-        "[row * length + ends[-1]]",
+        "[row * len(columns) + end for end in ends[1:]]",
+        "[row * len(columns) + ends[-1]]",
         {**_DELTA, "documents": "packed"},
     ),
     "a convolution borrows tokens of the document before": (
-        "context_parallel.layout",
+        "context_parallel.packed_tokens",
         "_halo_ranges",
         "skipped = max(0, begin - (top + transfer.row))",
         "skipped = 0",

@@ -22,8 +22,7 @@ import torch
 from megatron.core.comm import all_reduce
 from megatron.core.comm.nccl_memory import communicator_bytes
 from megatron.core.context_parallel.comm_type import explain
-from megatron.core.context_parallel.layout import documents_of
-from megatron.core.context_parallel.sequence_sharding import AttentionWork
+from megatron.core.context_parallel.sequence_sharding import AttentionWork, documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel.blockwise import worth_blocks
-from megatron.core.context_parallel.layout import documents_of
+from megatron.core.context_parallel.sequence_sharding import documents_of
 from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.training.config.check import check

@@ -11,8 +11,8 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.context_parallel.attention import context_attention as context_attention
     from megatron.core.context_parallel.layout import ContextParallel as ContextParallel
-    from megatron.core.context_parallel.layout import PackedTokens as PackedTokens
     from megatron.core.context_parallel.layout import SequenceLayout as SequenceLayout
+    from megatron.core.context_parallel.packed_tokens import PackedTokens as PackedTokens
     from megatron.core.context_parallel.sequence_sharding import (
         SequenceSharding as SequenceSharding,
     )
@@ -21,7 +21,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "attention": ("context_attention",),
-        "layout": ("ContextParallel", "PackedTokens", "SequenceLayout"),
+        "layout": ("ContextParallel", "SequenceLayout"),
+        "packed_tokens": ("PackedTokens",),
         "sequence_sharding": ("SequenceSharding",),
     },
 )

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from megatron.core.comm.collectives import all_to_all
-from megatron.core.context_parallel.layout import PackedTokens, SequenceLayout
+from megatron.core.context_parallel.layout import SequenceLayout
+from megatron.core.context_parallel.packed_tokens import PackedTokens
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.sequences import PackingIndices
 from megatron.core.process_groups import Group

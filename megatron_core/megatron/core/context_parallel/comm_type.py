@@ -70,6 +70,21 @@ def head_problem(heads: int, groups: int, cp: int) -> str | None:
     return None
 
 
+def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
+    """Return the reasons why an engine cannot run on cp ranks, each with its fix.
+
+    Args:
+        engine: "p2p", "all_gather", "a2a" or "auto".
+        heads: query heads of a rank, n/tp.
+        groups: key heads of a rank, at least 1.
+        cp: ranks.
+    """
+    if engine not in (AUTO, *ENGINES):
+        return [f"context-parallel engine {engine!r}: use {', '.join((AUTO, *ENGINES))}"]
+    reason = head_problem(heads, groups, cp) if engine == ALL_TO_ALL else None
+    return [] if reason is None else [f"context-parallel engine a2a: {reason}"]
+
+
 def sent_groups(groups: int, cp: int) -> int:
     """Return the key heads of each rank under all_to_all, with copies."""
     return max(1, groups // cp)

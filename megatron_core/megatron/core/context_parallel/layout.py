@@ -6,69 +6,34 @@ rank's tokens, in both directions; the documents of each row; on first use the b
 Tensors for layers are copied to the device asynchronously, and nothing is read back. The maps use
 NumPy: torch's multithreaded versions take far longer if threads share a core.
 
-`PackedTokens` packs the tokens of rows for a recurrence, document after document, and unpacks them.
-One gather undoes the split over ranks, drops padding, and turns columns of rows into rows of
-columns. The inverse map is known, so backward gathers too: no additions and no scatter.
-
-`LocalSequences` are the local sub-sequences of a rank, and the state transfers between all ranks. A
-local sub-sequence is the intersection of a token range with a document; they are in the order of
-the local tokens, row by row. A sub-sequence at the start of its document starts from a zero state.
-Any other continues a sub-sequence of another rank, because a rank joins contiguous token ranges. So
-only the last sub-sequence of a token range exports its state, and only the first receives one. All
-ranks compute this on the host, so a state that no rank needs is not sent.
-
 `ContextParallel` names the ranks that share the tokens of a row, and their attention engine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
-from megatron.core.context_parallel.comm_type import ALL_TO_ALL, AUTO, ENGINES, head_problem
-from megatron.core.context_parallel.sequence_sharding import PADDING, SequenceSharding, TokenRange
+from megatron.core.context_parallel.comm_type import AUTO
+from megatron.core.context_parallel.packed_tokens import LocalSequences, PackedTokens, whole_rows
+from megatron.core.context_parallel.sequence_sharding import (
+    PADDING,
+    SequenceSharding,
+    TokenRange,
+    documents_of,
+    ids_of,
+)
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.sequences import PackingIndices, Sequences
+from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
-
-
-def local_columns(sharding: SequenceSharding, rank: int) -> torch.Tensor:
-    """Return the row index of each token of a rank, int64 [s/cp], `PADDING` for padding.
-
-    Raises:
-        ValueError: a rank that does not exist.
-    """
-    index, row_index = _indices_and_row_indices(
-        [(run.start, run.length, run.row_start) for run in sharding.runs(rank)]
-    )
-    columns = np.full(sharding.local_length, PADDING, dtype=np.int64)
-    columns[index] = row_index
-    return torch.from_numpy(columns)
-
-
-def inverse_index(sharding: SequenceSharding) -> torch.Tensor | None:
-    """Return the index of each token of the row among the tokens gathered from all ranks, int64
-    [s]; None if these are in the order of the row, without padding."""
-    runs = [
-        (run.start + rank * sharding.local_length, run.length, run.row_start)
-        for rank in range(sharding.size)
-        for run in sharding.runs(rank)
-    ]
-    if not sharding.is_padded and all(start == row_start for start, _, row_start in runs):
-        return None
-    index, row_index = _indices_and_row_indices(runs)
-    inverse = np.empty_like(index)
-    inverse[row_index] = index
-    return torch.from_numpy(inverse)
 
 
 def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:
@@ -76,7 +41,7 @@ def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.T
 
     Args:
         x: [b, s, ...] on the host.
-        columns: int64 [s/cp], from `local_columns`.
+        columns: int64 [s/cp], from `SequenceSharding.row_indices`.
         fill: value of padding.
 
     Returns:
@@ -88,48 +53,6 @@ def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.T
     local_tokens = x.index_select(1, columns.clamp(min=0))
     local_tokens[:, torch.from_numpy(is_padding)] = fill
     return local_tokens
-
-
-def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return the cumulative lengths of the documents of each row, [0, ..., s].
-
-    Args:
-        ids: int [b, s], not decreasing along a row.
-
-    Raises:
-        ValueError: ids that decrease.
-    """
-    documents = []
-    for row, numbers in enumerate(ids):
-        starts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        document_ids = numbers[np.concatenate(([0], starts))].tolist()  # the id of each document
-        for column, (before, after) in zip(starts.tolist(), pairwise(document_ids), strict=True):
-            if after < before:
-                raise ValueError(
-                    f"document_ids of row {row} decrease from {before} to {after} at column "
-                    f"{column}: number documents in ascending order along the row"
-                )
-        documents.append((0, *starts.tolist(), len(numbers)))
-    return tuple(documents)
-
-
-def ids_of(bounds: Sequence[int], rows: int) -> torch.Tensor:
-    """Return the number of each token's document, int32 [b, s], the same in each row.
-
-    Args:
-        bounds: cumulative lengths of the documents, [0, ..., s].
-        rows: b.
-    """
-    ids = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
-    return torch.from_numpy(ids).expand(rows, -1)
-
-
-def _indices_and_row_indices(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index, row index) of each token of runs (first index, length, first row index)."""
-    start, length, row_start = np.array(runs, dtype=np.int64).reshape(-1, 3).T
-    before = np.repeat(length.cumsum() - length, length)  # tokens of earlier runs
-    within = np.arange(before.size) - before
-    return np.repeat(start, length) + within, np.repeat(row_start, length) + within
 
 
 _Map = TypeVar("_Map")
@@ -312,7 +235,7 @@ class SequenceLayout:
         elif len(sharding.bounds) > 2:
             documents = (sharding.bounds,) * rows
         device = torch.device("cpu") if device is None else device
-        columns = local_columns(sharding, rank)  # [s/cp]
+        columns = torch.from_numpy(sharding.row_indices(rank))  # [s/cp]
         row_indices = _to_device(columns, device)
         local_positions = row_indices
         if positions is not None:
@@ -323,12 +246,14 @@ class SequenceLayout:
             local_positions = _to_device(columns.clamp(min=0), device)
         ids = None
         if masks_by_ids and documents is not None:
-            ids = ids_of(sharding.bounds, rows) if document_ids is None else document_ids
-            ids = _to_device(take_columns(ids, columns, PADDING).t(), device)  # [s/cp, b]
+            if document_ids is None:
+                document_ids = torch.from_numpy(ids_of(sharding.bounds)).expand(rows, -1)
+            ids = _to_device(take_columns(document_ids, columns, PADDING).t(), device)  # [s/cp, b]
         padding = None
         if sharding.is_padded:
             padding = _to_device((columns == PADDING).unsqueeze(1).expand(-1, rows), device)
-        inverse = inverse_index(sharding)
+        inverse = sharding.inverse()
+        in_row_order = not sharding.is_padded and np.array_equal(inverse, np.arange(len(inverse)))
         return SequenceLayout(
             positions=local_positions,
             document_ids=ids,
@@ -339,7 +264,7 @@ class SequenceLayout:
             rows=rows,
             documents=documents,
             columns=columns,
-            inverse=None if inverse is None else _to_device(inverse, device),
+            inverse=None if in_row_order else _to_device(torch.from_numpy(inverse), device),
             padding=padding,
         )
 
@@ -465,22 +390,54 @@ class SequenceLayout:
         Raises:
             ValueError: another number of rows, or documents known only by ids.
         """
-        return self._plans.map(("cu_seqlens", batch), lambda: cu_seqlens(self, batch))
+        return self._plans.map(("cu_seqlens", batch), lambda: self._cu_seqlens(batch))
+
+    def _cu_seqlens(self, batch: int) -> tuple[torch.Tensor, int]:
+        bounds = [0]
+        for row in self._require_documents(batch):
+            start = bounds[-1]
+            bounds += [start + end for end in row[1:]]
+        longest = max(end - begin for begin, end in pairwise(bounds))
+        return _to_device(torch.tensor(bounds, dtype=torch.int32), self.positions.device), longest
 
     def whole_rows(self, batch: int) -> PackedTokens:
-        """Return the packing of the tokens of whole rows for a recurrence, computed once.
+        """Return the packing of whole rows from tokens gathered from all ranks, [cp · s/cp, b], for
+        a recurrence; computed once.
 
         Args:
             batch: b.
 
         Raises:
-            ValueError: another number of rows, or documents known only by ids: see `whole_rows`.
+            ValueError: another number of rows, or documents known only by ids.
         """
-        return self._plans.map(("whole rows", batch), lambda: whole_rows(self, batch))
+        return self._plans.map(("whole rows", batch), lambda: self._whole_rows(batch))
+
+    def _whole_rows(self, batch: int) -> PackedTokens:
+        documents, sharding = self._require_documents(batch), self.sharding
+        length, device = self.positions.shape[0], self.positions.device
+        if sharding is None:
+            return whole_rows(np.arange(length), documents, length=length, device=device)
+        columns, length = sharding.inverse(), sharding.padded[-1]
+        return whole_rows(columns, documents, length=length, device=device)
 
     def local_sequences(self, batch: int) -> LocalSequences:
-        """Return this rank's local sub-sequences, computed once."""
-        return self._plans.map(("local sequences", batch), lambda: local_sequences(self, batch))
+        """Return this rank's local sub-sequences, which are documents for whole rows; computed
+        once.
+
+        Args:
+            batch: b.
+
+        Raises:
+            ValueError: another number of rows, or documents known only by ids.
+        """
+        return self._plans.map(("local sequences", batch), lambda: self._local_sequences(batch))
+
+    def _local_sequences(self, batch: int) -> LocalSequences:
+        documents, sharding = self._require_documents(batch), self.sharding
+        if sharding is None:
+            sharding = SequenceSharding.of(self.positions.shape[0], 1)
+        device = self.positions.device
+        return LocalSequences(sharding, self.rank, documents=documents, device=device)
 
     def local(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """Return this rank's columns of whole rows, on the host.
@@ -586,6 +543,28 @@ class SequenceLayout:
             )
         raise ValueError(f"{problem}; make it with SequenceLayout.make, on the host")
 
+    def _require_documents(self, batch: int) -> Sequence[Sequence[int]]:
+        """Return the cumulative lengths of the documents of each row, [0, ..., s].
+
+        Raises:
+            ValueError: a layout of another number of rows, or with documents known only by ids.
+        """
+        if self.rows not in (None, batch):
+            raise ValueError(
+                f"{batch} rows of tokens, but the layout has {self.rows}: make the "
+                "layout for all rows"
+            )
+        if self.documents is None and self.document_ids is not None:
+            raise ValueError(
+                "this layout knows documents only by their ids: a recurrence needs their "
+                "boundaries (cu_seqlens), or its state would carry over into the next document; "
+                "make it with SequenceLayout.make, on the host"
+            )
+        if self.documents is not None:
+            return self.documents
+        length = self.positions.shape[0] if self.sharding is None else self.sharding.length
+        return ((0, length),) * batch
+
     def _plan(
         self,
         key: tuple,
@@ -649,398 +628,6 @@ def _check_sequences(documents: Sequence[Sequence[int]], sharding: SequenceShard
             )
 
 
-class PackedTokens:
-    """A packing of tokens of [n, b, ...] into sequences.
-
-    It is computed on the host, once; index maps are copied to the device asynchronously.
-
-    Args:
-        indices: int64 [t] on the host, the index of each packed token, column · b + row, without
-            duplicates. Tokens that are not listed are padding.
-        bounds: cumulative lengths of the packed sequences, [0, ..., t].
-        length: n.
-        batch: b.
-        device: device of the tensors for layers.
-
-    Attributes:
-        sequences: the packed sequences, on the device.
-        indices: gather indices of the packed tokens in [n · b, ...]; None if they are all tokens in
-            storage order.
-
-    Raises:
-        ValueError: bounds of another number of tokens.
-    """
-
-    def __init__(
-        self,
-        indices: np.ndarray,
-        bounds: Sequence[int],
-        *,
-        length: int,
-        batch: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.sequences = Sequences(bounds, device=device)
-        if self.sequences.tokens != len(indices):
-            raise ValueError(
-                f"bounds end at {self.sequences.tokens}, but there are {len(indices)} tokens: "
-                "the last bound is the number of tokens"
-            )
-        self.length, self.batch = length, batch
-        self.indices = PackingIndices.of(indices, length * batch, self.sequences.to_device)
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [t, ...] from x [n, b, ...]; a view if the tokens are in storage order."""
-        self._check("pack", x, (self.length, self.batch))
-        flat = x.flatten(0, 1)
-        return flat if self.indices is None else self.indices.pack(flat)
-
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, b, ...] from x [t, ...], zero for padding; a view if `pack` returns a view."""
-        self._check("unpack", x, (self.sequences.tokens,))
-        return self._rows(x if self.indices is None else self.indices.unpack(x))
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Pack outside of autograd, for ops that have a backward of their own."""
-        flat = x.flatten(0, 1)
-        return flat if self.indices is None else self.indices.pack_no_grad(flat)
-
-    def put_back(self, x: torch.Tensor) -> torch.Tensor:
-        """Unpack outside of autograd, for ops that have a backward of their own."""
-        return self._rows(x if self.indices is None else self.indices.unpack_no_grad(x))
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [n, b, ...], a view of [n · b, ...]."""
-        return x.unflatten(0, (self.length, self.batch))
-
-    @staticmethod
-    def _check(what: str, x: torch.Tensor, expected: tuple[int, ...]) -> None:
-        if tuple(x.shape[: len(expected)]) != expected:
-            raise ValueError(f"{what}: {tuple(x.shape)} must begin with {expected}")
-
-
-def whole_rows(layout: SequenceLayout, batch: int) -> PackedTokens:
-    """Return the packing of whole rows from tokens gathered from all ranks, [cp · s/cp, b].
-
-    Rows are concatenated in the order of the row, without padding. Documents are sequences.
-
-    Args:
-        layout: layout of this rank.
-        batch: b.
-
-    Raises:
-        ValueError: a layout of another number of rows, or with documents known only by ids.
-    """
-    documents = require_documents(layout, batch)
-    sharding, local_length = layout.sharding, layout.positions.shape[0]
-    length, gathered_length = (
-        (local_length, local_length) if sharding is None else (sharding.length, sharding.padded[-1])
-    )
-    inverse = None if sharding is None else inverse_index(sharding)
-    columns = np.arange(length) if inverse is None else inverse.numpy()
-    indices = columns * batch + np.arange(batch)[:, None]  # [b, s]
-    bounds = [0]
-    for row, ends in enumerate(documents):
-        bounds += [row * length + end for end in ends[1:]]
-    return PackedTokens(
-        indices.reshape(-1),
-        bounds,
-        length=gathered_length,
-        batch=batch,
-        device=layout.positions.device,
-    )
-
-
-def cu_seqlens(layout: SequenceLayout, batch: int) -> tuple[torch.Tensor, int]:
-    """Return the result of `SequenceLayout.cu_seqlens`."""
-    bounds = [0]
-    for row in require_documents(layout, batch):
-        start = bounds[-1]
-        bounds += [start + end for end in row[1:]]
-    longest = max(end - begin for begin, end in pairwise(bounds))
-    return _to_device(torch.tensor(bounds, dtype=torch.int32), layout.positions.device), longest
-
-
-def require_documents(layout: SequenceLayout, batch: int) -> Sequence[Sequence[int]]:
-    """Return the cumulative lengths of the documents of each row, [0, ..., s].
-
-    Raises:
-        ValueError: a layout of another number of rows, or with documents known only by ids.
-    """
-    if layout.rows not in (None, batch):
-        raise ValueError(
-            f"{batch} rows of tokens, but the layout has {layout.rows}: make the "
-            "layout for all rows"
-        )
-    if layout.documents is None and layout.document_ids is not None:
-        raise ValueError(
-            "this layout knows documents only by their ids: a recurrence needs their "
-            "boundaries (cu_seqlens), or its state would carry over into the next document; "
-            "make it with SequenceLayout.make, on the host"
-        )
-    if layout.documents is not None:
-        return layout.documents
-    length = layout.positions.shape[0] if layout.sharding is None else layout.sharding.length
-    return ((0, length),) * batch
-
-
-@dataclass(frozen=True)
-class StateTransfer:
-    """A document that continues from a local sub-sequence of one rank on another rank: the state at
-    its end is passed on.
-
-    Args:
-        source: the rank of the earlier sub-sequence.
-        export: number of this sub-sequence among the exported ones of `source`.
-        target: the rank of the later sub-sequence.
-        entry: number of this sub-sequence among the continuing ones of `target`.
-    """
-
-    source: int
-    export: int
-    target: int
-    entry: int
-
-
-TransferChain = tuple[StateTransfer, ...]
-"""Consecutive transfers of a document: the target of each is the source of the next."""
-
-
-@dataclass(frozen=True)
-class SequenceHalo:
-    """The exchange of the `width` tokens before each local sub-sequence, in the same document.
-
-    Args:
-        send_index: int64 [n], the packed tokens to send, sorted by receiving rank.
-        send_counts, receive_counts: number of tokens to send to and to receive from each rank.
-        take: int64 [N · width], the received token of each halo row; the number of received tokens
-            for an empty row.
-        halo_rows: int64 [m], the halo row of each received token.
-    """
-
-    send_index: torch.Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
-    take: torch.Tensor
-    halo_rows: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _HaloRange:
-    """Tokens of one row of the batch for the halo of a token range, on source and target."""
-
-    source: int
-    target: int
-    row: int
-    run: int
-    first_row: int
-    start: int
-    length: int
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sort key of the tokens between two ranks, the same on both."""
-        return self.row, self.run, self.first_row
-
-
-class LocalSequences(PackedTokens):
-    """The local sub-sequences of a rank, computed once per microbatch; packed as its sequences.
-
-    Args:
-        sharding: the split of every row.
-        rank: the context-parallel rank.
-        documents: cumulative lengths of the documents of each row, [0, ..., s].
-        device: device of the tensors for layers.
-
-    Attributes:
-        exports: local sub-sequences that another rank continues.
-        entries: local sub-sequences that continue another rank's.
-        export_slots, entry_slots: maximum number of exports and of entries over all ranks.
-        chains: the state transfers of all ranks.
-    """
-
-    def __init__(
-        self,
-        sharding: SequenceSharding,
-        rank: int,
-        *,
-        documents: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.sharding, self.rank = sharding, rank
-        self._documents, self._runs = documents, sharding.runs(rank)
-        self._first_sequences: dict[tuple[int, int], int] = {}  # (row, run): its first sub-sequence
-        last_sequences: dict[tuple[int, int], int] = {}
-        bounds = [0]
-        for row, document_bounds in enumerate(documents):
-            for number, run in enumerate(self._runs):
-                self._first_sequences[row, number] = len(bounds) - 1
-                for length in _lengths(run, document_bounds):
-                    bounds.append(bounds[-1] + length)
-                last_sequences[row, number] = len(bounds) - 2
-        batch = len(documents)
-        columns = _concat_ranges([(run.start, run.length) for run in self._runs])
-        indices = columns * batch + np.arange(batch)[:, None]  # [b, tokens of a row]
-        super().__init__(
-            indices.reshape(-1),
-            bounds if len(bounds) > 1 else (0, 0),
-            length=sharding.local_length,
-            batch=batch,
-            device=device,
-        )
-        builder = _ChainBuilder(sharding)
-        self.chains: tuple[TransferChain, ...] = tuple(
-            chain
-            for row, document_bounds in enumerate(documents)
-            for chain in builder.chains(row, document_bounds)
-        )
-        self.exports = tuple(last_sequences[key] for key in builder.exports[rank])
-        self.entries = tuple(self._first_sequences[key] for key in builder.entries[rank])
-        self.export_slots = max(map(len, builder.exports))
-        self.entry_slots = max(map(len, builder.entries))
-
-    @property
-    def crossed(self) -> bool:
-        """Return whether any document continues on another rank; the same on all ranks."""
-        return bool(self.chains)
-
-    @property
-    def chained(self) -> bool:
-        """Return whether a document is on three or more ranks, so that a state is passed on."""
-        return any(len(chain) > 1 for chain in self.chains)
-
-    def halo(self, width: int) -> SequenceHalo:
-        """Return the exchange of the `width` tokens before each sub-sequence, computed once.
-
-        Raises:
-            ValueError: a negative width.
-        """
-        return self.sequences.cached(("halo", width), lambda: self._halo(width))
-
-    def _halo(self, width: int) -> SequenceHalo:
-        ranges = list(_halo_ranges(self.sharding, width, self._documents, rank=self.rank))
-        sent = [x for x in ranges if x.source == self.rank]
-        sent.sort(key=lambda x: (x.target, x.order))
-        received = [x for x in ranges if x.target == self.rank]
-        received.sort(key=lambda x: (x.source, x.order))
-        starts = [run.start for run in self._runs]
-        before = [0, *accumulate(run.length for run in self._runs)]  # packed tokens of a row
-        send = []
-        for halo_range in sent:
-            run = bisect_right(starts, halo_range.start) - 1
-            start = halo_range.row * before[-1] + before[run] + halo_range.start - starts[run]
-            send.append((start, halo_range.length))
-        halo_ranges = [
-            (self._first_sequences[x.row, x.run] * width + x.first_row, x.length) for x in received
-        ]
-        halo_rows = _concat_ranges(halo_ranges)
-        take = np.full(self.sequences.count * width, len(halo_rows), dtype=np.int64)
-        take[halo_rows] = np.arange(len(halo_rows))
-        ranks = range(self.sharding.size)
-        to_device = self.sequences.to_device
-        return SequenceHalo(
-            to_device(_concat_ranges(send)),
-            tuple(sum(p.length for p in sent if p.target == rank) for rank in ranks),
-            tuple(sum(p.length for p in received if p.source == rank) for rank in ranks),
-            to_device(take),
-            to_device(halo_rows),
-        )
-
-
-def local_sequences(layout: SequenceLayout, batch: int) -> LocalSequences:
-    """Return the local sub-sequences of a layout's rank, which are documents for whole rows.
-
-    Args:
-        layout: layout of this rank.
-        batch: b.
-
-    Raises:
-        ValueError: a layout of another number of rows, or with documents known only by ids.
-    """
-    documents = require_documents(layout, batch)
-    device, sharding = layout.positions.device, layout.sharding
-    if sharding is None:
-        sharding = SequenceSharding.of(layout.positions.shape[0], 1)
-    return LocalSequences(sharding, layout.rank, documents=documents, device=device)
-
-
-class _ChainBuilder:
-    """Numbers the exports and entries of every rank in the order of rows and row indices, the same
-    on all ranks."""
-
-    def __init__(self, sharding: SequenceSharding) -> None:
-        owned = [
-            (run, number, rank)
-            for rank in range(sharding.size)
-            for number, run in enumerate(sharding.runs(rank))
-        ]
-        self._owned = sorted(owned, key=lambda run_owner: run_owner[0].row_start)
-        self.exports: list[list[tuple[int, int]]] = [[] for _ in range(sharding.size)]  # (row, run)
-        self.entries: list[list[tuple[int, int]]] = [[] for _ in range(sharding.size)]
-
-    def chains(self, row: int, bounds: Sequence[int]) -> Iterator[TransferChain]:
-        """Yield the chains of state transfers of a row, from its cumulative document lengths."""
-        transfers: list[StateTransfer] = []
-        for (run, number, source), (following, next_number, target) in pairwise(self._owned):
-            next_bound = bounds[
-                bisect_right(bounds, run.row_start)
-            ]  # end of its first token's document
-            if transfers and next_bound <= run.row_end:
-                yield tuple(transfers)
-                transfers = []
-            if following.row_start == bounds[bisect_left(bounds, following.row_start)]:
-                continue
-            exports, entries = self.exports[source], self.entries[target]
-            transfers.append(StateTransfer(source, len(exports), target, len(entries)))
-            exports.append((row, number))
-            entries.append((row, next_number))
-        if transfers:
-            yield tuple(transfers)
-
-
-def _lengths(run: TokenRange, bounds: Sequence[int]) -> list[int]:
-    """Return the lengths of the local sub-sequences of a token range."""
-    inner = bounds[bisect_right(bounds, run.row_start) : bisect_left(bounds, run.row_end)]
-    return [
-        end - start for start, end in pairwise((run.row_start, *inner, run.row_end)) if end > start
-    ]
-
-
-def _halo_ranges(
-    sharding: SequenceSharding, width: int, documents: Sequence[Sequence[int]], *, rank: int
-) -> Iterator[_HaloRange]:
-    """Yield the halo tokens that a rank sends and receives for all rows, without tokens of earlier
-    documents."""
-    row_starts = [
-        [run.row_start for run in sharding.runs(target)] for target in range(sharding.size)
-    ]
-    transfers = [x for x in sharding.halo(width).transfers if rank in (x.source, x.target)]
-    for row, bounds in enumerate(documents):
-        for transfer in transfers:
-            row_start = row_starts[transfer.target][transfer.run]
-            top = row_start - width  # row index of the first halo row
-            # Rows before the document of the run's first token are left out.
-            begin = bounds[bisect_right(bounds, row_start) - 1]
-            skipped = max(0, begin - (top + transfer.row))
-            if skipped < transfer.length:
-                yield _HaloRange(
-                    source=transfer.source,
-                    target=transfer.target,
-                    row=row,
-                    run=transfer.run,
-                    first_row=transfer.row + skipped,
-                    start=transfer.start + skipped,
-                    length=transfer.length - skipped,
-                )
-
-
-def _concat_ranges(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the concatenation of ranges (first, length)."""
-    if not ranges:
-        return np.zeros(0, dtype=np.int64)
-    return np.concatenate([np.arange(start, start + length) for start, length in ranges])
-
-
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
     """Context parallelism of a model.
@@ -1057,18 +644,3 @@ class ContextParallel:
     engine: str = AUTO
     linear_mode: str = AUTO
     cpu_dtype: torch.dtype | None = None
-
-
-def context_problems(engine: str, *, heads: int, groups: int, cp: int) -> list[str]:
-    """Return the reasons why an engine cannot run on cp ranks, each with its fix.
-
-    Args:
-        engine: "p2p", "all_gather", "a2a" or "auto".
-        heads: query heads of a rank, n/tp.
-        groups: key heads of a rank, at least 1.
-        cp: ranks.
-    """
-    if engine not in (AUTO, *ENGINES):
-        return [f"context-parallel engine {engine!r}: use {', '.join((AUTO, *ENGINES))}"]
-    reason = head_problem(heads, groups, cp) if engine == ALL_TO_ALL else None
-    return [] if reason is None else [f"context-parallel engine a2a: {reason}"]

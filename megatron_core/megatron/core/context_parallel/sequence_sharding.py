@@ -244,24 +244,34 @@ class SequenceSharding:
                 start += chunk_length
         return tuple(ranges)
 
-    def row_indices(self, rank: int) -> list[int]:
-        """Return the row index of each token of a rank, `PADDING` for padding."""
-        indices = [PADDING] * self.local_length
-        for run in self.runs(rank):
-            indices[run.start : run.stop] = range(run.row_start, run.row_end)
-        return indices
+    def row_indices(self, rank: int) -> np.ndarray:
+        """Return the row index of each token of a rank, int64 [s/cp], `PADDING` for padding.
 
-    def inverse(self) -> list[int]:
-        """Return the index of each token of the row among the concatenated tokens of all ranks.
+        Raises:
+            ValueError: a rank that does not exist.
+        """
+        index, row_index = _indices_and_row_indices(
+            [(run.start, run.length, run.row_start) for run in self.runs(rank)]
+        )
+        row_indices = np.full(self.local_length, PADDING, dtype=np.int64)
+        row_indices[index] = row_index
+        return row_indices
+
+    def inverse(self) -> np.ndarray:
+        """Return the index of each token of the row among the concatenated tokens of all ranks,
+        int64 [s].
 
         `gathered[inverse]` brings an all-gather's output into the order of the row.
         """
-        index = [PADDING] * self.length
-        for rank in range(self.size):
-            offset = rank * self.local_length
-            for run in self.runs(rank):
-                index[run.row_start : run.row_end] = range(offset + run.start, offset + run.stop)
-        return index
+        runs = [
+            (run.start + rank * self.local_length, run.length, run.row_start)
+            for rank in range(self.size)
+            for run in self.runs(rank)
+        ]
+        index, row_index = _indices_and_row_indices(runs)
+        inverse = np.empty_like(index)
+        inverse[row_index] = index
+        return inverse
 
     def halo(self, width: int) -> Halo:
         """Return the transfers of the `width` tokens before each token range, in the same sequence.
@@ -292,6 +302,14 @@ class SequenceSharding:
                     )
                     index = holder.row_end
         return Halo(width, tuple(transfers))
+
+
+def _indices_and_row_indices(runs: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (index, row index) of each token of runs (first index, length, first row index)."""
+    start, length, row_start = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    before = np.repeat(length.cumsum() - length, length)  # tokens of earlier runs
+    within = np.arange(before.size) - before
+    return np.repeat(start, length) + within, np.repeat(row_start, length) + within
 
 
 def _append(runs: list[TokenRange], run: TokenRange) -> None:
@@ -384,6 +402,38 @@ class AttentionWork:
             costs.pair * pairs + costs.sub_sequence * sub_sequences for pairs, sub_sequences in work
         )
         return costs.token * self.tokens + slowest
+
+
+def documents_of(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return the cumulative lengths of the documents of each row, [0, ..., s].
+
+    Args:
+        ids: int [b, s], not decreasing along a row.
+
+    Raises:
+        ValueError: ids that decrease.
+    """
+    documents = []
+    for row, numbers in enumerate(ids):
+        starts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        document_ids = numbers[np.concatenate(([0], starts))].tolist()  # the id of each document
+        for column, (before, after) in zip(starts.tolist(), pairwise(document_ids), strict=True):
+            if after < before:
+                raise ValueError(
+                    f"document_ids of row {row} decrease from {before} to {after} at column "
+                    f"{column}: number documents in ascending order along the row"
+                )
+        documents.append((0, *starts.tolist(), len(numbers)))
+    return tuple(documents)
+
+
+def ids_of(bounds: Sequence[int]) -> np.ndarray:
+    """Return the number of each token's document, int32 [s].
+
+    Args:
+        bounds: cumulative lengths of the documents, [0, ..., s].
+    """
+    return np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
 
 
 def joined_documents(documents: Documents) -> tuple[int, ...]:

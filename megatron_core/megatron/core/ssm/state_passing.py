@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from megatron.core.comm.collectives import all_gather, all_to_all
-from megatron.core.context_parallel.layout import LocalSequences, SequenceHalo
+from megatron.core.context_parallel.packed_tokens import LocalSequences, SequenceHalo
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.recurrence import (
     Recurrence,

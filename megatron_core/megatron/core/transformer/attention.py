@@ -27,7 +27,8 @@ from torch import nn
 from megatron.core.backend import AttentionLayer, Backend, LayerBuild
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
-from megatron.core.context_parallel.layout import ContextParallel, PagedRows, context_problems
+from megatron.core.context_parallel.comm_type import context_problems
+from megatron.core.context_parallel.layout import ContextParallel, PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import (

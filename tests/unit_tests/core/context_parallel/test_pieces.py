@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.context_parallel.layout import LocalSequences
+from megatron.core.context_parallel.packed_tokens import LocalSequences
 from tests.unit_tests.core.context_parallel.random_cuts import ShardingCase, random_case
 
 ROWS = 3

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from megatron.core.boxes import Box
+from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.core.untrusted_files import link_target, read_json
 from megatron.hf.quantized import Quantization, QuantizedTensor, quantization_of
-from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

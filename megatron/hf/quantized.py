@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from megatron.core.boxes import Box, row_boxes
+from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf.fields import Fields
-from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 
 _FP8 = "F8_E4M3"
 

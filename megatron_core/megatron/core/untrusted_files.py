@@ -28,7 +28,8 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, cast
+from types import TracebackType
+from typing import IO, Any, BinaryIO, Literal, Self, cast
 
 #: Largest JSON file that is parsed, in bytes; its values take up to thirty times the memory.
 MAX_JSON_BYTES = 16 << 20
@@ -96,6 +97,56 @@ def regular_fd(path: Path | str, *, follow_links: bool = False) -> int:
         os.close(fd)
         raise
     return fd
+
+
+class PositionedFile:
+    """An open regular file that is read by position; counts the bytes read.
+
+    Reads do not use a memory mapping. If a mapped file is truncated, the process dies with SIGBUS,
+    whereas a short read is an error that names the file.
+
+    Args:
+        path: of the file.
+        follow_links: see `open_regular`.
+
+    Attributes:
+        size: size of the file in bytes, when it was opened.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+        self.path, self.bytes_read = path, 0
+        self._fd = regular_fd(path, follow_links=follow_links)
+        self.size = os.fstat(self._fd).st_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def read_into(self, target: memoryview, offset: int) -> int:
+        """Read bytes from `offset` on; return their number, which is less than the length of
+        `target` only if the file ends. Raises OSError."""
+        position = 0
+        while position < len(target):
+            count = os.preadv(self._fd, [target[position:]], offset + position)
+            if not count:
+                break
+            position += count
+        self.bytes_read += position
+        return position
 
 
 def regular_size(path: Path | str) -> int:

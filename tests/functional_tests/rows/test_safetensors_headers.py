@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hf.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
+from megatron.core.dist_checkpointing.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile
 from tests.support.hf_folders import entry, raw_safetensors
 
 F32 = entry("F32", [2], 0, 8)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from megatron.core import RankGrid
 from megatron.core.boxes import Box
 from megatron.core.dist_checkpointing import TensorChunk
+from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf import HuggingFaceModel, open_folder, read_folder
-from megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf.tensor_map import tensor_map
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_converter import (

@@ -14,12 +14,10 @@ the 64-bit records that torch always writes.
 from __future__ import annotations
 
 import math
-import os
 import struct
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -28,7 +26,7 @@ import torch
 
 from megatron.core.boxes import Box, BoxIndex, tiles
 from megatron.core.dist_checkpointing.tensor_memory import DTYPES, Scratch, as_bytes
-from megatron.core.untrusted_files import read_regular, regular_fd
+from megatron.core.untrusted_files import PositionedFile, read_regular
 from megatron.training.checkpointing.commands.plain_pickle import (
     Finish,
     Name,
@@ -565,7 +563,7 @@ class DcpFolder:
         self.path, self.bytes_read = path, 0
         self._checksums = checksums
         self.tensors, self.others, self._lengths = read_metadata(path)
-        self._fds: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, PositionedFile] = {}
         self._sizes: dict[str, int] = {}
         self._reads = 0
         self._open_tensors: dict[tuple[str, int], SavedTensor] = {}  # by name and chunk number
@@ -581,8 +579,8 @@ class DcpFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for fd, _ in self._fds.values():
-            os.close(fd)
+        for file in self._files.values():
+            file.close()
 
     def find(self, name: str) -> DcpTensor:
         """Return a tensor after checking that it can be read completely. Raises ValueError."""
@@ -687,7 +685,7 @@ class DcpFolder:
             ValueError: the file is too small.
         """
         needed = stored.box.numel * DTYPES[tensor.dtype].itemsize
-        size = self._file(stored.file)[1]
+        size = self._file(stored.file).size
         if stored.begin + stored.length > size or stored.length < needed:
             raise ValueError(
                 f"{self.path / stored.file}: {name}{stored.box} of {needed} bytes does not fit in "
@@ -709,25 +707,24 @@ class DcpFolder:
                 "match their checksum; if torch wrote none, give --no-checksums"
             )
 
-    def _file(self, name: str) -> tuple[int, int]:
-        """Return descriptor and size of a file. Raises ValueError."""
-        if name not in self._fds:
-            while len(self._fds) >= MAX_OPEN:
-                os.close(self._fds.pop(next(iter(self._fds)))[0])
+    def _file(self, name: str) -> PositionedFile:
+        """Return an open file. Raises ValueError."""
+        if name not in self._files:
+            while len(self._files) >= MAX_OPEN:
+                self._files.pop(next(iter(self._files))).close()
             path = self.path / name
             try:
-                fd = regular_fd(path)
+                file = PositionedFile(path)
             except OSError as error:
                 raise ValueError(f"cannot read {path}: {error.strerror}") from None
-            size = os.fstat(fd).st_size
-            self._fds[name] = (fd, size)
-            self._sizes[name] = size
-            if (claimed := self._lengths.get(name, 0)) > size:
+            self._files[name] = file
+            self._sizes[name] = file.size
+            if (claimed := self._lengths.get(name, 0)) > file.size:
                 raise ValueError(
-                    f"{path} has {size} bytes, its tensors take {claimed} by {METADATA_NAME}: it "
-                    "was truncated"
+                    f"{path} has {file.size} bytes, its tensors take {claimed} by {METADATA_NAME}: "
+                    "it was truncated"
                 )
-        return self._fds[name]
+        return self._files[name]
 
     def _count_reads(self, number: int = 1) -> None:
         """Limit the number of reads by the size of the files. Raises ValueError."""
@@ -745,20 +742,15 @@ class DcpFolder:
         return bytes(block)
 
     def _read(self, file: str, offset: int, target: memoryview, *, name: str) -> None:
-        position = 0
         self._count_reads()
-        read = partial(os.preadv, self._file(file)[0])
-        while position < len(target):
-            try:
-                got = read([target[position:]], offset + position)
-            except OSError as error:
-                raise ValueError(
-                    f"cannot read {name} from {self.path / file}: {error.strerror}"
-                ) from None
-            if not got:
-                raise ValueError(f"cannot read {name} from {self.path / file}: it was truncated")
-            position += got
-        self.bytes_read += len(target)
+        opened = self._file(file)
+        try:
+            count = opened.read_into(target, offset)
+        except OSError as error:
+            raise ValueError(f"cannot read {name} from {opened.path}: {error.strerror}") from None
+        if count < len(target):
+            raise ValueError(f"cannot read {name} from {opened.path}: it was truncated")
+        self.bytes_read += count
 
 
 def _strides(saved: SavedTensor, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

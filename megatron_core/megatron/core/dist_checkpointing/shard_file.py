@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An open shard: positioned reads of whole blocks, verified before use; without torch.
-
-Reads do not use a memory mapping. If a mapped file is truncated, the process dies with SIGBUS,
-whereas a short read raises an error that names the file.
-"""
+"""An open shard: positioned reads of whole blocks, verified before use; without torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megatron.core.dist_checkpointing.checkpoint_errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
@@ -22,13 +15,13 @@ from megatron.core.dist_checkpointing.shard_format import (
     format_digest,
     new_hasher,
 )
-from megatron.core.untrusted_files import regular_fd, regular_size
+from megatron.core.untrusted_files import PositionedFile, regular_size
 
 #: Bytes per read. A buffer of this size stays in a core's cache until it is digested.
 READ_BUFFER_BYTES = 1 << 19
 
 
-class ShardFile:
+class ShardFile(PositionedFile):
     """An open shard with checked size and header; counts bytes read and bytes verified.
 
     Args:
@@ -51,37 +44,20 @@ class ShardFile:
         verify: bool,
         header_verified: bool = False,
     ) -> None:
-        self.bytes_read = 0
         self.bytes_verified = 0
         self.block_bytes = block_bytes
         self.verifies = verify
-        self._path = path
         self._file = file
         check_size(path, file)
         try:
-            self._fd = regular_fd(path)
+            super().__init__(path)
         except OSError as error:
             raise DamagedCheckpointError(f"cannot read {path}: {error.strerror}") from error
         try:
             self._check_header(verify=verify and not header_verified)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
 
     def verify(self, name: str, chunk: StoredChunk, scratch: memoryview) -> None:
         """Read a whole stored chunk and compare its digests.
@@ -132,11 +108,10 @@ class ShardFile:
                 hasher.update(buffer)
             yield position, buffer
             position += len(buffer)
-        self.bytes_read += position - begin
         if hasher is not None:
             if format_digest(hasher, digest_algorithm(expected_digest)) != expected_digest:
                 raise DamagedCheckpointError(
-                    f"{self._path} is damaged: {name}{chunk.box} does not match its digest in "
+                    f"{self.path} is damaged: {name}{chunk.box} does not match its digest in "
                     f"bytes [{chunk.begin + begin}, {chunk.begin + position}); "
                     "use another checkpoint"
                 )
@@ -144,29 +119,25 @@ class ShardFile:
 
     def _fill(self, target: memoryview, offset: int, name: str) -> None:
         """Read the file's bytes from `offset` on."""
-        position = 0
-        while position < len(target):
-            try:
-                count = os.preadv(self._fd, [target[position:]], offset + position)
-            except OSError as error:
-                raise DamagedCheckpointError(
-                    f"cannot read {name} from {self._path}: {error.strerror}"
-                ) from error
-            if not count:
-                raise DamagedCheckpointError(
-                    f"{self._path} ends at byte {offset + position}, inside {name}"
-                )
-            position += count
+        try:
+            count = self.read_into(target, offset)
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"cannot read {name} from {self.path}: {error.strerror}"
+            ) from error
+        if count < len(target):
+            raise DamagedCheckpointError(
+                f"{self.path} ends at byte {offset + count}, inside {name}"
+            )
 
     def _check_header(self, *, verify: bool) -> None:
         """Compare the header's length and, when verifying, its digest with the manifest."""
         length_field = memoryview(bytearray(LENGTH_BYTES))
         self._fill(length_field, 0, "the header")
-        self.bytes_read += LENGTH_BYTES
         announced, size = decode_length(bytes(length_field)), self._file.header_bytes
         if announced != size:
             raise DamagedCheckpointError(
-                f"{self._path} is damaged: it announces a header of {announced} bytes, but "
+                f"{self.path} is damaged: it announces a header of {announced} bytes, but "
                 f"the manifest says {size}"
             )
         if not verify:
@@ -179,9 +150,8 @@ class ShardFile:
             buffer = scratch[: size - position]
             self._fill(buffer, position, "the header")
             hasher.update(buffer)
-        self.bytes_read += size - LENGTH_BYTES
         if format_digest(hasher, digest_algorithm(expected_digest)) != expected_digest:
-            raise DamagedCheckpointError(f"{self._path} is damaged: its header has changed")
+            raise DamagedCheckpointError(f"{self.path} is damaged: its header has changed")
 
 
 def check_size(path: Path, file: StoredFile) -> None:

@@ -3,33 +3,32 @@
 
 The header must describe the file exactly: every byte of data belongs to one tensor. Its size is
 bounded, so that a malicious header can neither exhaust memory nor cause a read outside the file.
-Reads are positioned (`preadv`) rather than memory-mapped, because a file that is truncated while it
-is mapped kills the process with SIGBUS.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from megatron.core.boxes import Box, row_boxes
+from megatron.core.dist_checkpointing.manifest import MAX_DIMENSIONS
 from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
-from megatron.core.untrusted_files import MAX_JSON_DEPTH, check_depth, regular_fd
+from megatron.core.dist_checkpointing.tensor_memory import (
+    DTYPES,
+    Scratch,
+    as_bytes,
+    is_contiguous_cpu,
+)
+from megatron.core.untrusted_files import MAX_JSON_DEPTH, PositionedFile, check_depth
 
 #: Upper bound on the header, enough for about 60,000 tensors.
 MAX_HEADER_BYTES = 8 << 20
-
-#: Upper bound on the number of dimensions of a tensor.
-MAX_DIMENSIONS = 8
 
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -43,7 +42,7 @@ class TensorInfo(NamedTuple):
     end: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(PositionedFile):
     """An open safetensors file with a valid header.
 
     Args:
@@ -52,54 +51,22 @@ class SafetensorsFile:
 
     Attributes:
         tensors: the tensors of the file, by name.
-        bytes_read: bytes read so far, the header included.
 
     Raises:
         ValueError: the file cannot be read, or its header is invalid.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = False) -> None:
-        self.path = path
-        self.bytes_read = 0
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = Scratch()
         try:
-            self._fd = regular_fd(path, follow_links=follow_links)
+            super().__init__(path, follow_links=follow_links)
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         try:
-            size = os.fstat(self._fd).st_size
-            self.tensors: Mapping[str, TensorInfo] = self._header(size)
+            self.tensors: Mapping[str, TensorInfo] = self._header(self.size)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
-
-    def read_bytes(self, target: memoryview, offset: int, *, name: str) -> None:
-        """Fill `target` from a byte offset. Raises ValueError if the file ends too early."""
-        position = 0
-        while position < len(target):
-            try:
-                got = os.preadv(self._fd, [target[position:]], offset + position)
-            except OSError as error:
-                raise ValueError(f"cannot read {name} from {self.path}: {error.strerror}") from None
-            if not got:
-                self._refuse(f"it ends inside {name}: it was truncated")
-            position += got
-        self.bytes_read += len(target)
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Read only the elements of a box of a tensor into `target`.
@@ -115,14 +82,13 @@ class SafetensorsFile:
         if not box.numel:
             return
         tensor_info = self.tensors[name]
-        plain = target.is_contiguous() and target.device.type == "cpu"
-        if plain and target.dtype == DTYPES[tensor_info.dtype]:
+        if is_contiguous_cpu(target) and target.dtype == DTYPES[tensor_info.dtype]:
             self._read_runs(name, box, as_bytes(target))
             return
         dtype = DTYPES[tensor_info.dtype]
         for band in row_boxes(box.sizes, dtype.itemsize):
             offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
-            scratch = self._take(dtype.itemsize * band.numel)
+            scratch = self._scratch.take(dtype.itemsize * band.numel)
             self._read_runs(name, Box(offsets, band.sizes), as_bytes(scratch))
             target[band.slices].copy_(scratch.view(dtype).view(band.sizes))
 
@@ -144,19 +110,23 @@ class SafetensorsFile:
             for dim in range(cut - 1, -1, -1):
                 remainder, index = divmod(remainder, box.sizes[dim])
                 offset += index * strides[dim]
-            self.read_bytes(target[position : position + run_bytes], offset, name=name)
+            self._fill(target[position : position + run_bytes], offset, name)
 
-    def _take(self, size: int) -> torch.Tensor:
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[:size]
+    def _fill(self, target: memoryview, offset: int, name: str) -> None:
+        """Fill `target` from a byte offset. Raises ValueError if the file ends too early."""
+        try:
+            count = self.read_into(target, offset)
+        except OSError as error:
+            raise ValueError(f"cannot read {name} from {self.path}: {error.strerror}") from None
+        if count < len(target):
+            self._refuse(f"it ends inside {name}: it was truncated")
 
     def _header(self, file_bytes: int) -> dict[str, TensorInfo]:
         """Read and check the header. Raises ValueError."""
         if file_bytes < LENGTH_BYTES:
             self._refuse(f"it has {file_bytes} bytes, too few for a header's length")
         length_bytes = bytearray(LENGTH_BYTES)
-        self.read_bytes(memoryview(length_bytes), 0, name="the header")
+        self._fill(memoryview(length_bytes), 0, "the header")
         start = decode_length(bytes(length_bytes))
         if start > file_bytes:
             self._refuse(
@@ -169,7 +139,7 @@ class SafetensorsFile:
                 f"{MAX_HEADER_BYTES}"
             )
         text = bytearray(start - LENGTH_BYTES)
-        self.read_bytes(memoryview(text), LENGTH_BYTES, name="the header")
+        self._fill(memoryview(text), LENGTH_BYTES, "the header")
         try:
             # Entries become tuples while they are parsed. As dicts they would take twenty times the
             # memory of their text.
@@ -205,7 +175,7 @@ class SafetensorsFile:
     def _check_cover(self, tensors: Mapping[str, TensorInfo], start: int, end: int) -> None:
         """Check that the tensors are adjacent and end where the file ends."""
         position, previous = start, "the header"
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        for name, tensor in sorted(tensors.items(), key=lambda entry: entry[1][2:]):
             if tensor.begin != position:
                 verb = "overlaps" if tensor.begin < position else "leaves a gap after"
                 self._refuse(f"{_short(name)} {verb} {_short(previous)}")

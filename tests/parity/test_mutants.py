@@ -69,14 +69,14 @@ FAULTS = {
         {"qk_norm": True},
     ),
     "a tied weight is reduced before its second gradient": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBlock.grad_accumulated",
         "== handle.uses",
         "== 1",
         {"tp": 1, "dp": 2, "tied": True, "bucket": "small"},
     ),
     "gradients of the last step are kept": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBlock._reset",
         "handle.overwrite_main_grad = True",
         "handle.overwrite_main_grad = handle.overwrite_main_grad",
@@ -111,7 +111,7 @@ FAULTS = {
         {"tp": 1, "gtp": 2},
     ),
     "replicas of a weight over gtp are not summed": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBucket.needs_outer",
         "if self.bucket.outer.size == 1:",
         "if self.bucket.gtp:",
@@ -188,14 +188,14 @@ FAULTS = {
         {"tp": 1, "dp": 4, "placement": "optim_grads_params", "instances": 2, "outer": "optim"},
     ),
     "gradients of the outer ranks are not summed": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBucket.needs_outer",
         "if self.bucket.outer.size == 1:",
         "if True:",
         {"tp": 1, "dp": 4, "placement": "optim_grads", "instances": 2},
     ),
     "a microbatch's cut gradients replace those of the one before": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBucket.reduction_output",
         "start not in self._received",
         "True",
@@ -265,7 +265,7 @@ FAULTS = {
         {"sequence_parallel": True},
     ),
     "feature off: reduction during backward": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBlock.grad_accumulated",
         "self.num_unfinished == 0",
         "self.num_unfinished < 0",
@@ -314,21 +314,21 @@ FAULTS = {
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim", "wire": "mxfp8"},
     ),
     "feature off: one reduce-scatter over gtp a step": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBucket.__init__",
         'config.gtp_reduce_scatter_per == "step"',
         "False",
         {"tp": 1, "gtp": 2, "dp": 2, "reduce_scatter": "step", "accumulation": 3},
     ),
     "a second microbatch's shards replace those of the first": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBucket.finish_outer_grad_sync",
         "self.gradients.add_(summed)",
         "self.gradients.copy_(summed)",
         {"tp": 1, "gtp": 2, "dp": 2, "placement": "optim_grads", "accumulation": 3},
     ),
     "feature off: reduce-scatter of a sharded optimizer": (
-        "distributed.data_parallel",
+        "distributed.gradient_bucket",
         "GradientBlock._start_reduction",
         "return reduce_scatter_async(buffer, group, out=output)",
         "return Pending(all_reduce_async(buffer, group, out=buffer).wait() is None or output)",
@@ -422,7 +422,7 @@ EQUIVALENT = {
     f"{CORE}.weight_gather.bucket|_span_name|first_name == last_name"
     "|first_name == last_name: to NotEq|1": "a name for messages",
     **{
-        f"{CORE}.distributed.data_parallel|{owner}.__init__|0|0 to 1|{number}": (
+        f"{CORE}.distributed.gradient_bucket|{owner}.__init__|0|0 to 1|{number}": (
             "counters that each step resets"
         )
         for owner, number in (("GradientBlock", 1), ("GradientBlock", 2), ("GradientBucket", 1))

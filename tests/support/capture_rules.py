@@ -21,7 +21,7 @@ import torch
 from megatron.core.comm import collectives
 from megatron.core.comm.collectives import CollectiveWork, Transfer
 from megatron.core.context_parallel import layout
-from megatron.core.distributed import capture, data_parallel
+from megatron.core.distributed import capture, data_parallel, gradient_bucket
 from megatron.core.ops import sequences
 from megatron.core.weight_gather import gatherer
 
@@ -30,8 +30,7 @@ MODULES: tuple[ModuleType, ...] = (
     capture,
     collectives,
     data_parallel,
-    gatherer,
-    data_parallel,
+    gradient_bucket,
 )
 
 

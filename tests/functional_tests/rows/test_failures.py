@@ -104,9 +104,9 @@ def test_error_is_printed_once_and_peers_exit_soon(prefix, error, code, num_trac
 def plant_skipped_collective(rank: int) -> None:
     """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
     from megatron.core.comm import Pending
-    from megatron.core.distributed import data_parallel
+    from megatron.core.distributed import gradient_bucket
 
-    all_reduce_async = data_parallel.all_reduce_async
+    all_reduce_async = gradient_bucket.all_reduce_async
     is_skipping = [False]
 
     def skip_after_fault(x, group, *, out=None, **options):
@@ -117,7 +117,7 @@ def plant_skipped_collective(rank: int) -> None:
     def start_skipping(batch):
         is_skipping[0] = True
 
-    data_parallel.all_reduce_async = skip_after_fault
+    gradient_bucket.all_reduce_async = skip_after_fault
     on_microbatch(6, start_skipping)
 
 

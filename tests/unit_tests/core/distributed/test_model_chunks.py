@@ -309,7 +309,7 @@ BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
     ),
     "sharded gradients of a microbatch are not reduced": (
         (
-            "megatron.core.distributed.data_parallel",
+            "megatron.core.distributed.gradient_bucket",
             "GradientBlock.grad_accumulated",
             "self.num_unfinished == 0",
             "self.num_unfinished < 0",

@@ -27,7 +27,8 @@ from tests.unit_tests.core.distributed.engine_steps import (
 from tests.unit_tests.core.distributed.small_model import tokens
 
 GATHERER = "megatron.core.weight_gather.gatherer"
-ENGINE = GRADIENTS = "megatron.core.distributed.data_parallel"
+ENGINE = "megatron.core.distributed.data_parallel"
+GRADIENTS = "megatron.core.distributed.gradient_bucket"
 ZERO3 = {"strategy": "optim_grads_params", "overlap_param_gather": True}
 ZERO2 = {"strategy": "optim_grads", "overlap_param_gather": True}
 SINGLE_BUCKET = {"strategy": "optim_grads", "bucket_bytes": 10**9}

@@ -16,18 +16,15 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.boxes import Box
 from megatron.training import checkpoint
-from megatron.training.checkpointing.commands.dcp_folder import (
-    DcpFolder,
-    _Member,
-    _saved_tensor,
-    read_metadata,
-)
+from megatron.training.checkpointing.commands.dcp_folder import DcpFolder
+from megatron.training.checkpointing.commands.dcp_metadata import read_metadata
 from megatron.training.checkpointing.commands.plain_pickle import (
     Name,
     Persistent,
     PickledObject,
     read_pickle,
 )
+from megatron.training.checkpointing.commands.torch_save_archive import _Member, _saved_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = b"cposix\nsystem\n(S'touch canary'\ntR"

@@ -12,15 +12,15 @@ from megatron.training.config.resolve import ResolvedRun
 from megatron.training.data.data_sets import build_data_sets
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.fault_tolerance.faults import refuse_faulty_hosts
-from megatron.training.fault_tolerance.session_faults import arm_stop, failure_hooks
+from megatron.training.fault_tolerance.replica_check import arm_stop, failure_hooks
 from megatron.training.hooks import TrainingHooks
 from megatron.training.loop import TrainingLoop
-from megatron.training.monitoring.describe import GatheredBytes, start_lines
-from megatron.training.monitoring.observation import Observation, observing
+from megatron.training.observation import Observation, observing
 from megatron.training.progress_state import Progress
 from megatron.training.run_inputs import RunInputs
-from megatron.training.saves import Saves, locked_save_folder, saving
+from megatron.training.save_hooks import Saves, locked_save_folder, saving
 from megatron.training.session import Session, build_session, open_steps, restore
+from megatron.training.startup_report import GatheredBytes, start_lines
 
 
 def pretrain(run: ResolvedRun, context: DistributedContext, inputs: RunInputs) -> None:

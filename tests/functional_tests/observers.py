@@ -22,15 +22,21 @@ import torch.distributed as dist
 from megatron.cli.launch import Launch
 from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import Solo
-from megatron.training import core_configs, distributed_context, run_inputs, saves, session
+from megatron.training import (
+    core_configs,
+    distributed_context,
+    observation,
+    run_inputs,
+    save_hooks,
+    session,
+)
 from megatron.training.config import model_table
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
-from megatron.training.fault_tolerance import session_faults
+from megatron.training.fault_tolerance import replica_check
 from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.layouts import packed_cuts
-from megatron.training.monitoring import observation
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.pretrain_gpt import read_run, start_watch
 from tests.functional_tests.small_run import program_of, run_in_process
@@ -137,9 +143,9 @@ def _straggler_factor(run: ResolvedRun) -> Any:
     groups = ProcessGroupCollection.single()
     context: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
     session: Any = SimpleNamespace(run=run, context=context)
-    with mock.patch.object(session_faults, "StragglerReport", _stop):
+    with mock.patch.object(replica_check, "StragglerReport", _stop):
         try:
-            session_faults.straggler_report(session, say=print, metrics=mock.Mock())
+            replica_check.straggler_report(session, say=print, metrics=mock.Mock())
         except _ConstructorCalled as called:
             return called.args
     return None
@@ -195,7 +201,7 @@ _CONSTRUCTORS = (
     (observation, "open_display"),
     (observation, "scheduled_collection"),
     (run_inputs, "read_vocabulary"),
-    (saves, "Saves"),
+    (save_hooks, "Saves"),
     (data_sets, "PrefetchedBatches"),
     (torch, "use_deterministic_algorithms"),
     (signal, "siginterrupt"),

@@ -12,7 +12,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
 from megatron.training import session
-from megatron.training.fault_tolerance import session_faults
+from megatron.training.fault_tolerance import replica_check
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -217,14 +217,14 @@ def test_consecutive_bad_steps_roll_back_past_their_data(prefix, tmp_path, monke
     rollback_flags = (
         f"{SPIKES} --rollback-after-bad-steps 2 --save {tmp_path / 'save'} --log-interval 4"
     )
-    load = session_faults.load_newest
+    load = replica_check.load_newest
     load_folders = []
 
     def load_iteration_3(folder, *args, **kwargs):
         load_folders.append(folder)
         return load(str(tmp_path / "save" / "iter_0000003"), *args, **kwargs)
 
-    monkeypatch.setattr(session_faults, "load_newest", load_iteration_3)
+    monkeypatch.setattr(replica_check, "load_newest", load_iteration_3)
     _scaled_losses(monkeypatch, {5: 10.0, 6: 10.0})
     assert run_in_process(flags(prefix, f"{EIGHT_STEPS} {rollback_flags}")) == 0
     assert load_folders == [str(tmp_path / "save")]

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.core.dist_checkpointing.shard_format import ShardWriter
-from megatron.training import saves, session
+from megatron.training import save_hooks, session
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens
 
@@ -111,7 +111,7 @@ def plant_kill_in_save(moment: float, rank: int) -> None:
     if rank:
         return
     pauses = Pauses(moment)
-    whole_save, whole_write = saves.save_checkpoint, ShardWriter.write
+    whole_save, whole_write = save_hooks.save_checkpoint, ShardWriter.write
 
     def save(*args, **options):
         pauses.save, pauses.inside = pauses.save + 1, True
@@ -125,7 +125,7 @@ def plant_kill_in_save(moment: float, rank: int) -> None:
             pauses.pause("while it writes a shard")
             whole_write(self, half)
 
-    saves.save_checkpoint, ShardWriter.write = save, write
+    save_hooks.save_checkpoint, ShardWriter.write = save, write
     for function in (os.fsync, os.rename, os.replace, os.mkdir):
 
         def paused(*args, function=function, **options):

@@ -13,7 +13,6 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import logical_weights
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.monitoring.describe import capacity_line, expert_line, parameters
 from megatron.training.monitoring.flops import (
     flops_per_square,
     peak_flops,
@@ -22,6 +21,7 @@ from megatron.training.monitoring.flops import (
 )
 from megatron.training.monitoring.step_window import Speedometer
 from megatron.training.session import squared_lengths
+from megatron.training.startup_report import capacity_line, expert_line, parameters
 from tests.unit_tests.training.small_config import small_config
 
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from megatron.training.monitoring.observation import scheduled_collection
+from megatron.training.observation import scheduled_collection
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from megatron.cli.launch import Launch
 from megatron.core.models import hybrid
 from megatron.training.config.model_table import gpt_config
-from megatron.training.monitoring.describe import parameters
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from megatron.training.startup_report import parameters
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
 PUBLISHED = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import TensorChunk
-from megatron.training.fault_tolerance import session_faults
-from megatron.training.fault_tolerance.session_faults import (
+from megatron.training.fault_tolerance import replica_check
+from megatron.training.fault_tolerance.replica_check import (
     Difference,
     differences,
     replica_sets,
@@ -21,7 +21,7 @@ from megatron.training.fault_tolerance.session_faults import (
 @pytest.fixture
 def sum_weights_of_16(monkeypatch):
     """Sum in chunks of 16 elements, so that tensors have several chunks."""
-    monkeypatch.setattr(session_faults, "CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(replica_check, "CHUNK_ELEMENTS", 16)
     return sum_weights(torch.device("cpu"))
 
 
@@ -34,7 +34,7 @@ def signed(value: int) -> int:
 def test_weighted_sums_match_integer_arithmetic(sum_weights_of_16, dtype):
     values = torch.randn(50, generator=torch.Generator().manual_seed(1)).to(dtype)
     integers = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()
-    join = session_faults._JOIN
+    join = replica_check._JOIN
     expected = []
     for weights in sum_weights_of_16:
         total = 0

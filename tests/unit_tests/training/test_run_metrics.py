@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron.training.monitoring.metrics import read_metrics, redacted
-from megatron.training.monitoring.observation import run_metrics
+from megatron.training.observation import run_metrics
 from tests.support.trackers import fake_mlflow, fake_wandb
 from tests.unit_tests.training.small_config import small_config
 

@@ -59,7 +59,7 @@ from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
-from megatron.training.saves import Saves
+from megatron.training.save_hooks import Saves
 from megatron.training.session import Session, load_session
 
 #: Elements per summation; each takes 24 bytes with its weights.

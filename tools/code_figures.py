@@ -9,7 +9,8 @@ Code lines exclude docstrings, comments and blank lines. A module imports anothe
 statements does, including statements inside functions and under TYPE_CHECKING. "One importer":
 modules with exactly one importer, as a share of all modules that could be merged into their
 importer; entry points, kernels and `__init__`s cannot. "Circles" are import cycles, where a name
-imported from a package counts as an import of the module that defines it.
+imported from a package counts as an import of the module that defines it. "Arrows up in training":
+imports inside megatron.training against the order of its import-linter contract.
 
 Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
 forward pass with loss, and one decode step; with the number of files that they are in. `--root`
@@ -21,8 +22,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import statistics
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +42,9 @@ WHEELS = {
     "megatron/hf": "megatron.hf",
     "megatron/cli": "megatron.cli",
 }
+
+#: The package whose arrows up are counted.
+TRAINING = "megatron.training"
 
 
 class Module:
@@ -175,6 +181,38 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return cycles
 
 
+def layer_order(root: Path, container: str) -> dict[str, int]:
+    """Return the layer of each child of a package, 0 on top, in its import-linter contract."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        if contract.get("containers") == [container]:
+            layers = enumerate(contract["layers"])
+            return {child: depth for depth, layer in layers for child in re.findall(r"\w+", layer)}
+    return {}
+
+
+def arrows_up(
+    graph: dict[str, set[str]], layers: dict[str, int], container: str
+) -> list[tuple[str, str]]:
+    """Return (importer, imported) of the imports inside a package against its order.
+
+    Args:
+        layers: the layer of each child of the package, 0 on top.
+    """
+
+    def depth(module: str) -> int | None:
+        name = module.removeprefix(f"{container}.")
+        return None if name == module else layers.get(name.partition(".")[0])
+
+    arrows = []
+    for importer in graph:
+        for imported in graph[importer]:
+            below, above = depth(importer), depth(imported)
+            if below is not None and above is not None and below > above:
+                arrows.append((importer, imported))
+    return sorted(arrows)
+
+
 def calls_of(run: Callable[[], object], root: Path) -> tuple[int, int]:
     """Return how many Python calls inside the wheels `run` makes, and in how many files."""
     folders = tuple(str(root / folder) for folder in WHEELS)
@@ -270,6 +308,8 @@ def figures(root: Path) -> dict[str, object]:
         "modules in circles": sum(map(len, circles(graph))),
         "modules that pretraining imports": len(graph.get("megatron.training.pretraining", ())),
     }
+    if layers := layer_order(root, TRAINING):
+        figure_by_name["arrows up in training"] = len(arrows_up(graph, layers, TRAINING))
     for what, run in small_runs(root).items():
         figure_by_name[f"calls: {what}"], figure_by_name[f"files: {what}"] = calls_of(run, root)
     return figure_by_name
@@ -290,6 +330,8 @@ def main() -> None:
         graph = import_graph(modules)
         for members in circles(graph):
             print("circle:", " ".join(members))
+        for importer, imported in arrows_up(graph, layer_order(root, TRAINING), TRAINING):
+            print(f"arrow up: {importer} -> {imported}")
         return
     figure_by_name = figures(root)
     if args.json:

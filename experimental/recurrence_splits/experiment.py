@@ -14,8 +14,7 @@ from megatron.core.ops.recurrence import Recurrence, RecurrenceInputs
 from megatron.core.ops.sequences import Sequences
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.experiments import Experiment
-from megatron.training.hooks import TrainingHooks
-from megatron.training.monitoring.log_line import LogPart
+from megatron.training.hooks import LogPart, TrainingHooks
 from megatron.training.step import TrainStep
 
 

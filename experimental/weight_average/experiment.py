@@ -14,11 +14,10 @@ from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.models.gpt import GPTModel
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.experiments import Experiment
-from megatron.training.hooks import TrainingHooks
-from megatron.training.monitoring.log_line import LogPart
-from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.hooks import LogPart, TrainingHooks
 from megatron.training.progress_state import Progress
 from megatron.training.step import TrainStep
+from megatron.training.step_report import StepReport
 
 #: Default half-life as a share of the run's samples.
 DEFAULT_SHARE = 0.02
@@ -56,11 +55,11 @@ class AverageHooks(TrainingHooks):
         if not self._updates:
             self.average.restart()
 
-    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
+    def on_step_computed(self, progress: Progress, outcome: StepReport, loss_limit: float) -> None:
         """Record the step's batch size."""
         self._samples = self._samples_at(progress.consumed_samples)
 
-    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
         """Update the average if the step was applied."""
         if not outcome.applied:
             return

@@ -14,13 +14,29 @@ Every rank calls the same hooks in the same order, so a hook may use collectives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from megatron.training.progress_state import Progress
+from megatron.training.step_report import StepReport
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import TensorChunk
-    from megatron.training.monitoring.log_line import LogPart
-    from megatron.training.monitoring.step_window import StepOutcome
-    from megatron.training.progress_state import Progress
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """Additional values in a log line.
+
+    Args:
+        words: text for the log line, between bars.
+        numbers: scalars by name, for every metrics writer.
+        tables: tables by name, each with rows by name; written to metrics.jsonl only.
+    """
+
+    words: str
+    numbers: Mapping[str, float]
+    tables: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
 
 class TrainingHooks:
@@ -36,14 +52,14 @@ class TrainingHooks:
             iteration: number of the iteration that begins, from 1.
         """
 
-    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
+    def on_step_computed(self, progress: Progress, outcome: StepReport, loss_limit: float) -> None:
         """Called with the outcome of a step, before the step is counted.
 
         Args:
             loss_limit: the step is skipped if its loss is above this.
         """
 
-    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
         """Called when an iteration is counted and logged: `progress.iteration` is its number."""
 
     def log_parts(self) -> Sequence[LogPart]:

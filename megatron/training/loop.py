@@ -27,8 +27,9 @@ from megatron.training.monitoring.log_line import (
     format_validation,
 )
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.step_window import StepOutcome, StepWindow
+from megatron.training.monitoring.step_window import StepWindow
 from megatron.training.progress_state import Progress
+from megatron.training.step_report import StepReport
 
 
 class Steps(Protocol):
@@ -44,7 +45,7 @@ class Steps(Protocol):
     scaler: LossScaler
     window: StepWindow
 
-    def take_step(self, samples: int, *, update_samples: int, loss_limit: float) -> StepOutcome:
+    def take_step(self, samples: int, *, update_samples: int, loss_limit: float) -> StepReport:
         """Train on the next global batch, unless its loss is above the limit.
 
         Args:
@@ -145,7 +146,7 @@ class TrainingLoop:
         if progress.iteration != first_iteration or validation_was_pending:
             self._evaluate_at_end(progress)
 
-    def _one_iteration(self, progress: Progress) -> StepOutcome:
+    def _one_iteration(self, progress: Progress) -> StepReport:
         """Take one step, update the counters and log if due.
 
         Raises:
@@ -187,7 +188,7 @@ class TrainingLoop:
             hooks.on_step_end(progress, outcome)
         return outcome
 
-    def _count(self, progress: Progress, outcome: StepOutcome, scale: float) -> None:
+    def _count(self, progress: Progress, outcome: StepReport, scale: float) -> None:
         """Update the counters of skipped and bad steps.
 
         An overflow of fp16 gradients while the loss scale can still be lowered is not a bad step:

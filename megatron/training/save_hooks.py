@@ -32,9 +32,9 @@ from megatron.core.dist_checkpointing.run_folder import check_save_folder_lock
 from megatron.training.checkpointing.state import run_extra
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session, hook_chunks
+from megatron.training.step_report import StepReport
 
 #: Seconds that a run which stops because of a fault waits for the save in progress.
 LAST_WAIT_SECONDS = 60.0
@@ -107,7 +107,7 @@ class Saves(TrainingHooks):
         self.poll(progress)
         self._write(progress, is_last=True)
 
-    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
         """Log finished background saves."""
         self.poll(progress)
 

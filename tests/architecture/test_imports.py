@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.code_figures import circles, import_graph, read_modules
+from tools.code_figures import TRAINING, arrows_up, circles, import_graph, layer_order, read_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = '# SPDX-License-Identifier: Apache-2.0\n"""Planted."""\n'
@@ -58,10 +58,12 @@ def test_imports_follow_the_layers() -> None:
         ("nowhere.py", "import torch"),
         ("/megatron/cli/planted.py", "import megatron.hf.folder"),
         ("/megatron/hf/planted.py", "def late():\n    import megatron.training.session"),
-        ("/megatron/training/planted.py", "from megatron.inference import generate"),
+        ("/megatron/training/data/planted.py", "from megatron.inference import generate"),
         ("/megatron/inference/planted.py", "import experimental"),
-        ("/megatron/training/planted.py", "def late():\n    import experimental.splits"),
+        ("/megatron/training/data/planted.py", "def late():\n    import experimental.splits"),
         ("device.py", "import megatron.cli.errors"),
+        ("/megatron/training/step.py", "def late():\n    import megatron.training.session"),
+        ("/megatron/training/nowhere.py", "import torch"),
     ],
     ids=[
         "to the layer above",
@@ -77,6 +79,8 @@ def test_imports_follow_the_layers() -> None:
         "inference to experimental",
         "training to experimental",
         "core to the applications",
+        "step to session",
+        "module of training without a layer",
     ],
 )
 def test_planted_import_breaks_a_contract(copy: Path, path: str, line: str) -> None:
@@ -99,6 +103,27 @@ def test_imports_have_no_cycles() -> None:
     modules = read_modules(ROOT)
     assert len(modules) > 100
     assert circles(import_graph(modules)) == []
+
+
+def test_few_imports_of_training_point_up() -> None:
+    layers = layer_order(ROOT, TRAINING)
+    assert layers["pretraining"] < layers["session"] < layers["step"] < layers["config"]
+    assert len(arrows_up(import_graph(read_modules(ROOT)), layers, TRAINING)) <= 3
+
+
+def test_planted_arrows_up_are_counted(copy: Path) -> None:
+    layers = layer_order(copy, TRAINING)
+    before = set(arrows_up(import_graph(read_modules(copy)), layers, TRAINING))
+    late = "def late():\n    from megatron.training.session import Session\n"
+    for name in ("step.py", "monitoring/planted.py", "restore.py"):
+        with (copy / "megatron/training" / name).open("a") as file:
+            file.write(f"\n{late}")
+    after = arrows_up(import_graph(read_modules(copy)), layers, TRAINING)
+    session = f"{TRAINING}.session"
+    assert {*after} - before == {
+        (f"{TRAINING}.step", session),
+        (f"{TRAINING}.monitoring.planted", session),
+    }
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import Solo
 from megatron.training import (
     core_configs,
     distributed_context,
+    failure_hooks,
     observation,
     run_inputs,
     save_hooks,
@@ -34,7 +35,6 @@ from megatron.training.config import model_table
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.data import data_sets
 from megatron.training.data.vocabulary import Vocabulary
-from megatron.training.fault_tolerance import replica_check
 from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.layouts import packed_cuts
 from megatron.training.monitoring.metrics import read_metrics
@@ -143,9 +143,9 @@ def _straggler_factor(run: ResolvedRun) -> Any:
     groups = ProcessGroupCollection.single()
     context: Any = SimpleNamespace(groups=groups, device=torch.device("cpu"), watch=None)
     session: Any = SimpleNamespace(run=run, context=context)
-    with mock.patch.object(replica_check, "StragglerReport", _stop):
+    with mock.patch.object(failure_hooks, "StragglerReport", _stop):
         try:
-            replica_check.straggler_report(session, say=print, metrics=mock.Mock())
+            failure_hooks.straggler_report(session, str, say=print, metrics=mock.Mock())
         except _ConstructorCalled as called:
             return called.args
     return None

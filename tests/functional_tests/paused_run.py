@@ -7,12 +7,12 @@ import os
 import sys
 import time
 
-from megatron.training import pretrain_gpt, session
+from megatron.training import pretrain_gpt, train_steps
 
 
 def hold(step: int) -> None:
     """Pause this process when it reaches step number `step`."""
-    take_step = session.SessionSteps.take_step
+    take_step = train_steps.SessionSteps.take_step
     count = [0]
 
     def paused(self, *args, **kwargs):
@@ -21,7 +21,7 @@ def hold(step: int) -> None:
             time.sleep(600)
         return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = paused
+    train_steps.SessionSteps.take_step = paused
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.training import session
+from megatron.training import train_steps
+from megatron.training.step import Microbatch
 from tests.functional_tests import small_run
 from tests.support.ranks import Outcome, RankSet, start_ranks
 
@@ -45,10 +46,10 @@ def run_with(
         return outcomes, [ranks.log(rank) for rank in range(world)]
 
 
-def on_microbatch(number: int, fault: Callable[[session.Microbatch], None]) -> None:
+def on_microbatch(number: int, fault: Callable[[Microbatch], None]) -> None:
     """Apply `fault` to this process's microbatch `number`, counted from 1."""
     count = [0]
-    build_microbatch = session.microbatch
+    build_microbatch = train_steps.microbatch
 
     def faulty(batch, device, **kwargs):
         microbatch = build_microbatch(batch, device, **kwargs)
@@ -57,4 +58,4 @@ def on_microbatch(number: int, fault: Callable[[session.Microbatch], None]) -> N
             fault(microbatch)
         return microbatch
 
-    session.microbatch = faulty
+    train_steps.microbatch = faulty

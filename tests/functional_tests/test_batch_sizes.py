@@ -13,15 +13,8 @@ from megatron.core.datasets import GPTBatch
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.layouts import layouts_of
 from megatron.training.monitoring.metrics import read_metrics
-from megatron.training.session import SessionSteps, microbatch
-from tests.functional_tests.small_run import (
-    digests,
-    flags,
-    losses,
-    run_on,
-    timeless,
-    write_tokens,
-)
+from megatron.training.train_steps import SessionSteps, microbatch
+from tests.functional_tests.small_run import digests, flags, losses, run_on, timeless, write_tokens
 
 #: With 24 tokens per sample: 4 up to sample 8, 12 up to sample 30 (within a step), then 8.
 STEPS = "--step-batch-size-schedule 0:4 192:12 720:8"

@@ -14,7 +14,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_extra
 from megatron.training.fault_tolerance.stopping import StopRequests
-from megatron.training.session import SessionSteps
+from megatron.training.train_steps import SessionSteps
 from tests.functional_tests.small_run import (
     digests,
     flags,

@@ -28,16 +28,11 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.pipeline_parallel import (
-    Schedule,
-    Times,
-    make_schedule,
-    simulate,
-    with_transfers,
-)
+from megatron.core.pipeline_parallel import Schedule, Times, make_schedule, simulate, with_transfers
 from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import Microbatch, TrainStep
 from tools.bench import gloo_ranks, shapes
 from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape

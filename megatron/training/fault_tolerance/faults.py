@@ -45,10 +45,9 @@ from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.fault_tolerance.replay import StepAnomaly
 from megatron.training.hooks import TrainingHooks
-from megatron.training.monitoring.step_window import StepOutcome
 from megatron.training.progress_state import Progress
+from megatron.training.step_report import StepAnomaly, StepReport
 
 
 def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:
@@ -456,7 +455,7 @@ class Faults(TrainingHooks):
     clear: Callable[[int, float], None] = lambda iteration, loss: None
     roll_back: Callable[[], Progress | None] = lambda: None
 
-    def on_step_computed(self, progress: Progress, outcome: StepOutcome, loss_limit: float) -> None:
+    def on_step_computed(self, progress: Progress, outcome: StepReport, loss_limit: float) -> None:
         """Check a step before it is counted.
 
         Args:
@@ -496,7 +495,7 @@ class Faults(TrainingHooks):
         host_text = {str(rank): host for rank, host in hosts.items()}
         raise judge(SuspectStep(iteration, host_text, anomaly.kind, anomaly.values))
 
-    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
         """Check the number of consecutive bad steps.
 
         Raises:

@@ -21,6 +21,7 @@ import torch
 from megatron.core.comm import all_gather
 from megatron.core.distributed import DataParallel
 from megatron.core.process_groups import Group
+from megatron.training.step_report import AnomalyKind, StepAnomaly, Verdict
 
 
 class Checksum:
@@ -214,10 +215,6 @@ def narrow_to_stages(
     return tuple(sorted(suspects))
 
 
-AnomalyKind = Literal["nan", "spike", "inf_norm", "determinism"]
-Verdict = Literal["transient", "reproduced", "unchecked", "undecided"]
-
-
 @dataclass(frozen=True)
 class RerunPolicy:
     """When and how a step is recomputed.
@@ -259,27 +256,6 @@ class StepComputation:
     def value(self) -> float:
         """Return the value that `kind` refers to."""
         return self.norm if self.kind == "inf_norm" else self.loss
-
-
-@dataclass(frozen=True)
-class StepAnomaly:
-    """An anomaly of a step, equal on every rank.
-
-    Args:
-        kind: the first anomaly.
-        verdict: `transient` (the rerun is sound and was used), `reproduced` (the rerun is
-            anomalous), `unchecked` (no rerun) or `undecided` (sound, but no two of three
-            computations are equal).
-        ranks: ranks with the anomaly; all if it appears only in sums over ranks.
-        values: the loss of each computation, or its gradient norm if that is not finite.
-        same: whether the evidence of the last two computations is equal on every rank.
-    """
-
-    kind: AnomalyKind
-    verdict: Verdict
-    ranks: tuple[int, ...]
-    values: tuple[float, ...]
-    same: bool = False
 
 
 class Replayer:

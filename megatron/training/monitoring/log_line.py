@@ -11,25 +11,12 @@ from __future__ import annotations
 import datetime
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-
-@dataclass(frozen=True)
-class LogPart:
-    """Additional values in a log line.
-
-    Args:
-        words: text for the log line, between bars.
-        numbers: scalars by name, for every metrics writer.
-        tables: tables by name, each with rows by name; written to metrics.jsonl only.
-    """
-
-    words: str
-    numbers: Mapping[str, float]
-    tables: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+from megatron.training.hooks import LogPart
 
 
 @dataclass(frozen=True, kw_only=True)

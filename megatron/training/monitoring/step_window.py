@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.fault_tolerance.replay import StepAnomaly
 from megatron.training.monitoring.flops import (
     flops_per_square,
     training_flops,
@@ -19,38 +17,7 @@ from megatron.training.monitoring.flops import (
 )
 from megatron.training.monitoring.log_line import StepRecord
 from megatron.training.progress_state import Progress
-
-
-class StepOutcome(Protocol):
-    """Result of one training step, equal on every rank: `step.StepReport`."""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the global batch, in nats per token."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the weights were updated; False if a number was not finite or the loss spiked."""
-
-    @property
-    def grad_norm(self) -> float:
-        """L2 norm of the gradient before clipping."""
-
-    @property
-    def num_zeros(self) -> int | None:
-        """Gradient elements that are zero, if counted."""
-
-    @property
-    def control_flags(self) -> tuple[float, ...]:
-        """Control flags (`StopRequests.control_flags`), summed over all ranks."""
-
-    @property
-    def anomaly(self) -> StepAnomaly | None:
-        """Anomaly of the step's first computation; None if it was sound."""
-
-    @property
-    def spiked(self) -> bool:
-        """Whether the step was skipped because its loss was above the limit."""
+from megatron.training.step_report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +96,7 @@ class StepWindow:
         self._squares = 0
         self._sums: dict[str, float] = {"skipped": 0, "nan": 0, "good": 0, "loss": 0.0}
 
-    def add(self, outcome: StepOutcome, seconds: float, *, samples: int) -> None:
+    def add(self, outcome: StepReport, seconds: float, *, samples: int) -> None:
         """Add one step with its number of samples and its seconds."""
         self._num_steps += 1
         self._samples, self._last_step_samples = self._samples + samples, samples
@@ -164,7 +131,7 @@ class StepWindow:
     def record(
         self,
         progress: Progress,
-        last_outcome: StepOutcome,
+        last_outcome: StepReport,
         *,
         learning_rate: float,
         loss_scale: float,

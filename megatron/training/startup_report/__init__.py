@@ -10,564 +10,47 @@ follows if the first step needs more memory for gathered weights than estimated.
 
 from __future__ import annotations
 
-import importlib.metadata
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import islice
 
-import torch
-
-from megatron.core.comm import all_reduce
-from megatron.core.comm.nccl_memory import communicator_bytes
-from megatron.core.context_parallel.comm_type import explain
-from megatron.core.context_parallel.sequence_sharding import AttentionWork, documents_of
-from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
-from megatron.core.extensions import GATHERED
-from megatron.core.models.gpt import GPTConfig, logical_weights
-from megatron.core.models.layer_pattern import EXPERTS
-from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
-from megatron.core.ops.attention import explain as explain_attention
-from megatron.core.ops.compiler import explain as explain_compiler
-from megatron.core.ops.recurrence import CHUNK_SIZE
-from megatron.core.optimizer import Optimizer
-from megatron.core.pipeline_parallel.schedule import make_schedule
-from megatron.core.pipeline_parallel.simulate import Times, simulate
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm.choice import explain as explain_linear
-from megatron.core.ssm.choice import linear_shape
-from megatron.core.transformer import LatentAttentionConfig
+from megatron.core.distributed import DataParallel
 from megatron.training.config import Config
-from megatron.training.config.layer_pattern_options import has_attention, num_layers
-from megatron.training.config.model_table import recurrent_shapes
-from megatron.training.config.quantization import quantization
-from megatron.training.config.resolve import ResolvedRun
-from megatron.training.core_configs import (
-    attention_shape,
-    early_gather,
-    pipeline_order,
-    split,
-    weight_dtype,
-)
+from megatron.training.core_configs import early_gather, weight_dtype
 from megatron.training.data.data_sets import training_batches
-from megatron.training.distributed_context import rank_grid
 from megatron.training.hooks import TrainingHooks
-from megatron.training.layouts import PackedCuts, packed_cuts
-from megatron.training.monitoring.step_window import StepOutcome
+from megatron.training.layouts import packed_cuts
 from megatron.training.progress_state import Progress
 from megatron.training.session import Session
-
-
-def batch_words(run: ResolvedRun) -> str:
-    """Return how a step's samples are divided into microbatches, for the run line."""
-    division = run.final_division
-    num_ranks = division.data_parallel_size
-    if division.is_even:
-        return (
-            f"global batch {division.samples} = {num_ranks} x {division.micro_batch_size} x "
-            f"{division.rounds} microbatches"
-        )
-    return (
-        f"global batch {division.samples} in {division.blocks} microbatches of "
-        f"{division.micro_batch_size}"
-    )
-
-
-def batch_sizes_line(run: ResolvedRun) -> str | None:
-    """Return the sizes of a global batch that ramps up; None if the size is constant."""
-    stages = run.batch_sizes.stages
-    if len(stages) == 1:
-        return None
-    sizes = [f"{size} from sample {threshold:,} on" for threshold, size in stages]
-    if len(sizes) > 8:
-        sizes = [*sizes[:3], f"... {len(sizes) - 4} more", sizes[-1]]
-    return f"global batch by samples: {', '.join(sizes)}"
-
-
-def batch_line(run: ResolvedRun) -> str | None:
-    """Return the padding microbatches of each data-parallel rank in a step, and the share of time
-    that padding and a smaller last microbatch waste; None if the batch divides evenly."""
-    division = run.final_division
-    if division.is_even:
-        return None
-    padding = "no padding microbatch"
-    num_ranks = division.data_parallel_size
-    ranks = f"{num_ranks} data-parallel rank{'s' if num_ranks > 1 else ''}"
-    if division.padding_microbatches:
-        first_rank = num_ranks - division.padding_microbatches
-        padded = (
-            f"rank {first_rank}"
-            if division.padding_microbatches == 1
-            else f"ranks {first_rank}-{num_ranks - 1}"
-        )
-        padding = f"1 padding microbatch on {padded}"
-    last_size = division.samples % division.micro_batch_size
-    last_text = f", the last one of {last_size}" if last_size else ""
-    return (
-        f"uneven batch: {division.blocks} microbatches of {division.micro_batch_size}"
-        f"{last_text}, on {ranks}, {division.rounds} each, {padding}; "
-        f"{100.0 * division.wasted:.1f} % of their time is wasted"
-    )
-
-
-def data_parallel_line(engine: DataParallel, optimizer: Optimizer) -> str:
-    """Return the data-parallel strategy in effect, its buckets, and the bytes per rank.
-
-    With several pipeline stages, each number is the maximum over the stages; every rank calls this.
-    Bytes of weights and gradients come from the formula; bytes of gathered weights are the budget
-    in force; bytes of optimizer state are measured, in device and host memory, because weights can
-    have different kinds of state.
-
-    Raises:
-        ValueError: the strategy in effect differs from the requested one.
-    """
-    config = engine.config
-    if engine.groups["dense_dp"].size == engine.groups["expert_dp"].size == 1:
-        scope = "one rank"
-        if idle := _idle_flags(config):
-            verb = "has" if len(idle) == 1 else "have"
-            scope += f", so that {', '.join(idle)} {verb} nothing to do"
-    elif engine.placement != config.placement:
-        raise ValueError(
-            f"data parallelism shards {engine.placement} but {config.strategy} was requested, "
-            f"which is {config.placement}"
-        )
-    else:
-        scope = f"{config.strategy} over {_scope(engine)}"
-    buckets = [BucketSize.of(bucket) for bucket in engine.store.buckets]
-    element_bytes = ElementBytes(
-        weight=engine.store.dtype.itemsize,
-        gradient=config.grad_dtype.itemsize,
-        optimizer=0,
-        fp32_sum=config.fp32_accumulation and engine.sharded,
-        gtp_once=config.gtp_reduce_scatter_per == "step",
-    )
-    rank_bytes = bytes_per_rank(
-        buckets,
-        engine.placement,
-        element_bytes=element_bytes,
-        overlap=config.overlap_grad_reduce,
-    )
-    largest_gather = element_bytes.weight * max((bucket.numel for bucket in buckets), default=0)
-    states = [optimizer.state_bytes(on_host=host) for host in (False, True)]
-    count, largest, weights, gradients, state, on_host, gathered, reducing = _max_over_stages(
-        engine,
-        [len(buckets), largest_gather, rank_bytes.weights, rank_bytes.gradients, *states]
-        + [engine.gathered_bytes, rank_bytes.reducing],
-    )
-    stages = engine.groups["pp"].size
-    line = (
-        f"data parallel: {scope}; {count} bucket{'s' * (count != 1)} of up to "
-        f"{_megabytes(largest)}; per rank {'at most ' if stages > 1 else ''}{_megabytes(weights)} "
-        f"of weights, {_megabytes(gradients)} of gradients, {_megabytes(state)} of optimizer state"
-    )
-    if on_host:
-        line += f" on the device and {_megabytes(on_host)} in host memory"
-    if gathered:
-        line += f", at most {_megabytes(gathered)} of gathered weights"
-    if reducing:
-        line += f", at most {_megabytes(reducing)} of gradients that are being reduced"
-    return line
-
-
-def communicators_line(
-    groups: ProcessGroupCollection, device: torch.device, environment: Mapping[str, str]
-) -> str | None:
-    """Return the number of NCCL communicators of this rank and their approximate device memory,
-    which torch's allocator does not count; None without NCCL communicators.
-
-    Args:
-        environment: NCCL's variables, see `communicator_bytes`.
-    """
-    count = groups.num_communicators
-    if not count or device.type != "cuda":
-        return None
-    num_bytes = count * communicator_bytes(environment)
-    return (
-        f"communicators: {count} of NCCL, about {_megabytes(num_bytes)} of device memory once "
-        "all are used, which torch does not count"
-    )
-
-
-def weight_shards_line(engine: DataParallel) -> str | None:
-    """Return which weights of this rank's stage generalized tensor parallelism shards, over which
-    ranks, and how they are gathered; None if it shards nothing."""
-    grid = engine.groups.grid
-    if grid.gtp * grid.egtp == 1:
-        return None
-    if engine.placement.weight:
-        return (
-            f"weight shards: gtp {grid.gtp} and egtp {grid.egtp} have no effect: "
-            f"{engine.config.strategy} already shards all weights over the data parallel "
-            "ranks that include them"
-        )
-    descriptions = []
-    for expert, axis, size in ((False, "gtp", grid.gtp), (True, "egtp", grid.egtp)):
-        sharded_blocks = [
-            block
-            for bucket in engine.store.buckets
-            if bucket.gtp and bucket.expert == expert
-            for block in bucket.blocks
-        ]
-        if sharded_blocks:
-            total_bytes = sum(block.unsharded_bytes for block in sharded_blocks)
-            noun = "matrix" if len(sharded_blocks) == 1 else "matrices"
-            kind = f"{noun} of experts" if expert else noun
-            descriptions.append(
-                f"{len(sharded_blocks)} {kind} over {axis} {size}: "
-                f"{_megabytes(total_bytes // size)} of {_megabytes(total_bytes)} on this rank"
-            )
-    if not descriptions:  # a pipeline stage without matrices
-        return None
-    gather_format = engine.config.gather_format
-    if gather_format == "bf16":
-        gather_format = str(engine.store.dtype).removeprefix("torch.")
-    elif engine.config.gather_scale_blocks == "1d":
-        gather_format += " with separate 1-D scale blocks for forward and backward,"
-    interval = engine.config.gtp_reduce_scatter_per
-    return (
-        f"weight shards: {'; '.join(descriptions)}; gathered in {gather_format} before each use, "
-        f"gradients reduce-scattered once per {interval}"
-    )
-
-
-class GatheredBytes(TrainingHooks):
-    """Log when the order of use in a step needs more gathered bytes than logged before, for this
-    rank's pipeline stage.
-
-    Args:
-        log: writes a line to the log.
-    """
-
-    def __init__(self, engine: DataParallel, log: Callable[[str], None]) -> None:
-        self._engine, self._log, self._reported_bytes = engine, log, engine.gathered_bytes
-
-    def on_step_end(self, progress: Progress, outcome: StepOutcome) -> None:
-        """Compare the gathered bytes with the logged ones."""
-        if self._engine.gathered_bytes > self._reported_bytes:
-            self._reported_bytes = self._engine.gathered_bytes
-            self._log(
-                f"weight shards: their order of use needs at most "
-                f"{_megabytes(self._reported_bytes)} of gathered weights"
-            )
-
-
-def _max_over_stages(engine: DataParallel, values: Sequence[int]) -> list[int]:
-    """Return the maximum of each value over the pipeline stages."""
-    stage_values = torch.tensor(values, dtype=torch.int64, device=engine.store.device)
-    return [
-        int(value) for value in all_reduce(stage_values, engine.groups["pp"], op="max").tolist()
-    ]
-
-
-def _idle_flags(config: DataParallelConfig) -> list[str]:
-    """Return the data-parallel flags in use, which have no effect on one rank."""
-    flags = {
-        f"--data-parallel-sharding-strategy {config.strategy}": config.strategy != "no_shard",
-        "--overlap-grad-reduce": config.overlap_grad_reduce,
-        "--overlap-param-gather": config.overlap_param_gather,
-        f"--param-gather-prefetch-bytes {config.prefetch_bytes}": config.prefetch_bytes > 0,
-        f"--param-gather-granularity {config.granularity}": config.granularity != "unit",
-        "--reduce-scatter-with-fp32-accumulation": config.fp32_accumulation,
-        "--use-nccl-ub": config.use_nccl_ub,
-        "--check-weight-gather": config.debug,
-    }
-    return [flag for flag, is_set in flags.items() if is_set]
-
-
-def _scope(engine: DataParallel) -> str:
-    """Return the number of data-parallel ranks of dense weights and of experts."""
-    groups, instances = engine.groups, engine.groups.grid.instances
-    dense_ranks, expert_ranks = (
-        groups[name].size // instances for name in ("dense_dp", "expert_dp")
-    )
-    text = f"{dense_ranks} rank{'s' if dense_ranks > 1 else ''}"
-    if expert_ranks != dense_ranks:
-        text += f" of dense weights and {expert_ranks} of experts"
-    if instances == 1:
-        return text
-    text = f"the {text} in each" if expert_ranks != dense_ranks else f"the {text} of each"
-    text += f" of {instances} instances"
-    if engine.config.outer == "optim":
-        text += ", optimizer state over all of them"
-    return text
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
-
-
-def loss_weight_line(run: ResolvedRun) -> str | None:
-    """Return how microbatches of conversations are weighted in the loss, and the flag that weights
-    all tokens equally; None if tokens are weighted equally, or without --sft."""
-    training, blocks = run.config.training, run.final_division.blocks
-    if not run.config.data.sft or training.calculate_per_token_loss or blocks == 1:
-        return None
-    return (
-        f"--sft without --calculate-per-token-loss: each of the {blocks} microbatches of a "
-        "step has the same weight, however few of its tokens have a loss, so tokens of short "
-        "responses count more; with the flag all tokens with a loss have the same weight"
-    )
-
-
-def attention_line(config: Config, model: GPTConfig, device: torch.device) -> str | None:
-    """Return which GPU kernel attention uses and why; None on a CPU, without attention, and with
-    TransformerEngine's layers. Context-parallel ranks compute attention block by block, each block
-    within one document, and apply sinks afterwards."""
-    parallel, attention = config.parallel, model.attention
-    if device.type != "cuda" or not has_attention(config) or parallel.transformer_impl != "local":
-        return None
-    blockwise = parallel.context_parallel_size > 1
-    if parallel.attention_backend != "auto":
-        return f"attention: {parallel.attention_backend} (--attention-backend)"
-    latent = isinstance(attention, LatentAttentionConfig)
-    features = attention.query_channels if latent else attention.kv_channels
-    packed = config.data.sft or config.data.reset_attention_mask
-    uses_graphs = config.execution.cuda_graph_impl != "none"
-    options = {
-        "a window": not latent and attention.window is not None,
-        "documents": packed and not uses_graphs and not blockwise,
-        "documents known by ids alone": packed and uses_graphs and not blockwise,
-        "sinks": not latent and attention.sinks and not blockwise,
-        "attention dropout": attention.dropout > 0,
-    }
-    used_options = [name for name, is_used in options.items() if is_used]
-    kernel = explain_attention(device, weight_dtype(config), features, options=used_options)
-    return f"attention{' of each block' if blockwise else ''}: {kernel}"
-
-
-def kernels_line(device: torch.device) -> str | None:
-    """Return the Triton and ptxas versions with their known bugs; None on a CPU."""
-    compilers = explain_compiler(device)
-    return None if compilers is None else f"kernels: {compilers}"
-
-
-def dropout_line(config: Config, device: torch.device) -> str | None:
-    """Return which dropout is on, its cost and how to turn it off; None if all is off."""
-    rates = {
-        "attention": config.attention.attention_dropout if has_attention(config) else 0.0,
-        "hidden": config.model.hidden_dropout,
-    }
-    active = {name: rate for name, rate in rates.items() if rate}
-    if not active:
-        return None
-    costs = ["a mask for every value in forward and backward"]
-    if (
-        "attention" in active
-        and device.type == "cuda"
-        and config.parallel.attention_backend == "auto"
-    ):
-        length, cp = config.training.seq_length, config.parallel.context_parallel_size
-        costs.append(
-            "attention in plain torch instead of its kernel, which has no dropout, with scores of "
-            f"{length // cp:,} x {length:,} for each head"
-        )
-    return (
-        f"dropout: {', '.join(f'{name} {rate:g}' for name, rate in active.items())} (Megatron's "
-        f"default is 0.1); costs {'; '.join(costs)}; most models are pretrained without: "
-        f"{' '.join(f'--{name}-dropout 0' for name in active)}"
-    )
-
-
-def expert_line(run: ResolvedRun, model: GPTConfig) -> str | None:
-    """Return the experts' placement, router and dispatcher; None without experts."""
-    moe = model.moe
-    if moe is None:
-        return None
-    grid = rank_grid(run)
-    layers, noun = model.blocks.count(EXPERTS), "blocks" if model.pattern else "layers"
-    total, active = (f"{count:,}" for count in parameters(model))
-    scores = moe.router.score_function
-    scores += ", weights that sum to 1" if moe.router.normalize else ", weights as they are"
-    shared = "" if moe.shared_ffn_hidden_size is None else " and a shared one"
-    return (
-        f"experts: {moe.num_experts} in {layers} of {model.num_layers} {noun}, a token goes to "
-        f"{moe.router.topk}{shared} by {scores}; expert parallel {grid.ep}, expert tensor parallel "
-        f"{grid.size('etp')}, expert data parallel {grid.edp}; {_dispatcher(run, model)}; a token "
-        f"uses {active} of {total} parameters"
-    )
-
-
-def capacity_line(run: ResolvedRun, model: GPTConfig) -> str | None:
-    """Return which options change the results under an expert capacity; None without one."""
-    moe, parallel = model.moe, run.config.parallel
-    if moe is None or moe.capacity_factor is None:
-        return None
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return (
-        f"expert capacity: each expert takes at most {moe.capacity_factor:g} x the even share of a "
-        f"rank's tokens of a microbatch, without padding, and drops others by {moe.drop_policy}; "
-        f"results depend on --micro-batch-size {run.config.training.micro_batch_size} and on how "
-        f"the ranks of --tensor-model-parallel-size {tp} and --context-parallel-size {cp} divide "
-        "a microbatch: keep these to compare runs"
-    )
-
-
-def _dispatcher(run: ResolvedRun, model: GPTConfig) -> str:
-    """Return the token dispatcher and the number of rows it moves."""
-    grid, moe, parallel = rank_grid(run), model.moe, run.config.parallel
-    etp = grid.size("etp")
-    if etp * grid.ep == 1:
-        return "all experts are on every rank, no token is sent"
-    assert moe is not None
-    requested, topk = parallel.moe_token_dispatcher_type, moe.router.topk
-    dispatcher = choose_dispatcher(requested, topk=topk, ep=grid.ep)
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    tokens = run.config.training.micro_batch_size * run.config.training.seq_length
-    local_tokens = math.ceil(tokens / ranks)
-    rows = {
-        kind: dispatched_rows(kind, tokens=local_tokens, topk=topk, etp=etp, ep=grid.ep)
-        for kind in ("alltoall", "allgather")
-    }
-    row_counts = ", ".join(f"{kind} {rows[kind]:,}" for kind in sorted(rows, key=rows.__getitem__))
-    reason = "fewest rows" if requested == "auto" else "requested; rows"
-    line = f"tokens by {dispatcher}: {reason} per rank, dispatch and combine: {row_counts}"
-    factor = parallel.moe_expert_rank_capacity_factor
-    if factor is None:
-        return line
-    return (
-        f"{line}; in training the capacity of a rank is {factor:g} x the even share of "
-        f"{etp * local_tokens * topk:,}"
-    )
-
-
-def parameters(model: GPTConfig) -> tuple[int, int]:
-    """Return the number of parameters, and of active parameters per token."""
-    total = active = 0.0
-    share = 0.0 if model.moe is None else model.moe.router.topk / model.moe.num_experts
-    for name, shape in logical_weights(model).items():
-        count = math.prod(shape)
-        total += count
-        active += count * share if ".moe.experts." in name else count
-    return round(total), round(active)
-
-
-def pipeline_words(config: Config) -> str:
-    """Return the pipeline layout for the run line; empty for one stage."""
-    if (stages := split(config)) is None:
-        return ""
-    schedule = pipeline_order(config)["schedule"]
-    return f"pipeline parallel {stages.stages} ({schedule}), {stages.describe()}, "
-
-
-def pipeline_line(run: ResolvedRun) -> str | None:
-    """Return the pipeline schedule and its bubble; None for one stage.
-
-    The bubble is simulated: forward, input gradient and weight gradient of a layer take the same
-    time; transfers, embedding and output layer take none.
-    """
-    if (stages := split(run.config)) is None:
-        return None
-    schedule_options = pipeline_order(run.config)
-    schedule = make_schedule(
-        schedule_options["schedule"],
-        stages=stages.stages,
-        microbatches=run.num_microbatches,
-        chunks=stages.chunks,
-        group_size=schedule_options["group_size"],
-        weight_delay=schedule_options["weight_delay"],
-    )
-    blocks = tuple(float(end - begin) for begin, end in stages.ranges)
-    simulation = simulate(
-        schedule, Times(forward=blocks, input_gradient=blocks, weight_gradient=blocks)
-    )
-    bubble = 100.0 * simulation.bubble_fraction
-    return (
-        f"pipeline: {schedule.name}, {schedule.stages} stages of {stages.describe()}, "
-        f"{schedule.microbatches} microbatches, bubble {bubble:.1f} % if a layer's input and "
-        "weight gradients take as long as its forward"
-    )
-
-
-def context_words(config: Config) -> str:
-    """Return the context-parallel size for the run line; empty for one rank."""
-    cp = config.parallel.context_parallel_size
-    return f"context parallel {cp}, " if cp > 1 else ""
-
-
-def context_line(run: ResolvedRun) -> str | None:
-    """Return the context-parallel communication of attention and why; None without any."""
-    parallel, training = run.config.parallel, run.config.training
-    cp, shape = parallel.context_parallel_size, attention_shape(run)
-    if cp == 1 or shape is None:
-        return None
-    return (
-        f"{explain(parallel.cp_comm_type, shape, cp)}; each rank has {shape.tokens:,} of the "
-        f"{training.seq_length:,} tokens of a sample"
-    )
-
-
-def linear_lines(run: ResolvedRun) -> list[str]:
-    """Return the context-parallel mode of each kind of recurrent block and why; empty without
-    context parallelism."""
-    parallel, training = run.config.parallel, run.config.training
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if cp == 1:
-        return []
-    sizes = {
-        "tokens": training.seq_length // cp,
-        "rows": training.micro_batch_size,
-        "element_bytes": weight_dtype(run.config).itemsize,
-    }
-    lines = []
-    for name, config in recurrent_shapes(run.config).items():
-        shape = replace(linear_shape(config, tp), **sizes)
-        lines.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
-    return lines
-
-
-def recurrent_states_line(run: ResolvedRun, device: torch.device) -> str | None:
-    """Return the size of the states stored by --keep-recurrent-states; None without it."""
-    if not run.config.execution.keep_recurrent_states:
-        return None
-    if device.type == "cpu":
-        return "recurrent states: a CPU always stores them, with or without --keep-recurrent-states"
-    parallel, training = run.config.parallel, run.config.training
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    tokens = training.micro_batch_size * training.seq_length // cp
-    texts = []
-    for name, config in recurrent_shapes(run.config).items():
-        shape = linear_shape(config, tp)
-        elements = shape.heads * shape.key_channels * shape.value_channels
-        chunk_bytes = elements * weight_dtype(run.config).itemsize
-        texts.append(f"{name} {-(-tokens // CHUNK_SIZE) * chunk_bytes / 2**20:,.1f} MiB per layer")
-    return f"recurrent states stored for backward, per microbatch: {', '.join(texts)}"
-
-
-def cut_line(cuts: PackedCuts, batches: Iterable[GPTBatch]) -> str | None:
-    """Return the load balance of attention for both ways to split packed rows, and the selected
-    one; None without packed rows.
-
-    Args:
-        batches: the first batches of the run.
-    """
-    document_ids = (batch.document_ids for batch in batches)
-    choices = [cuts.choice(documents_of(ids.numpy())) for ids in document_ids if ids is not None]
-    if not choices:
-        return None
-    by_documents, num_batches = [choice.by_document for choice in choices], len(choices)
-    padding = sum(work.padding for work in by_documents)
-    tokens = sum(work.tokens for work in by_documents) * cuts.size - padding
-    num_cut = sum(choice.cut is not None for choice in choices)
-    selected = f"{num_cut} of them are split by documents"
-    if num_cut in (0, num_batches):
-        selected = "documents" if num_cut else "row"
-    reason = "auto" if cuts.kind == "auto" else "by --context-parallel-cut"
-    return (
-        f"context parallel cut: in the first {num_batches} microbatches the slowest rank has "
-        f"{_pairs_imbalance([choice.row for choice in choices]):.2f} x the mean attention pairs by "
-        f"row, {_pairs_imbalance(by_documents):.2f} x by documents, with "
-        f"{padding / tokens:.1%} padding; {reason}: {selected}"
-    )
-
-
-def _pairs_imbalance(work_per_batch: list[AttentionWork]) -> float:
-    """Return the attention pairs of the slowest rank over the mean; 1 is perfectly balanced."""
-    mean = sum(sum(work.pairs) / len(work.pairs) for work in work_per_batch)
-    return sum(max(work.pairs) for work in work_per_batch) / max(mean, 1.0)
+from megatron.training.startup_report.batches import (
+    batch_line,
+    batch_sizes_line,
+    batch_words,
+    cut_line,
+    loss_weight_line,
+)
+from megatron.training.startup_report.layers import (
+    attention_line,
+    capacity_line,
+    delayed_scaling_line,
+    dropout_line,
+    expert_line,
+    kernels_line,
+    layers_line,
+    recurrent_states_line,
+)
+from megatron.training.startup_report.parallelism import (
+    communicators_line,
+    context_line,
+    context_words,
+    data_parallel_line,
+    linear_lines,
+    megabytes,
+    pipeline_line,
+    pipeline_words,
+    weight_shards_line,
+)
+from megatron.training.step_report import StepReport
 
 
 def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
@@ -606,63 +89,6 @@ def start_lines(session: Session, *, consumed_samples: int) -> list[str]:
         _rows_line(session, consumed_samples),
     )
     return [line for line in lines if line is not None]
-
-
-def layers_line(config: Config) -> str | None:
-    """Return which layers come from TransformerEngine; None if all are local."""
-    if config.parallel.transformer_impl == "local":
-        return None
-    release = importlib.metadata.version("transformer-engine")
-    recipe_config, layers = quantization(config), num_layers(config)
-    precision = "the dtype of the weights"
-    if recipe_config is not None:
-        covered = sum(recipe_config.covers(layer, layers) for layer in range(layers))
-        number_format = "FP4" if recipe_config.recipe == "nvfp4" else "FP8"
-        precision = f"{number_format} ({recipe_config.recipe}) in {covered} of {layers} layers"
-        precision += _gathered_weights(
-            recipe_config.recipe, config.data_parallel.weight_gather_format
-        )
-    reasons = {
-        "context parallelism": config.parallel.context_parallel_size > 1,
-        "--attention-backend": config.parallel.attention_backend != "auto",
-        "dropout of attention weights": config.attention.attention_dropout > 0,
-    }
-    reason = " and ".join(name for name, applies in reasons.items() if applies)
-    te_layers, local_layers = "linear, grouped linear, norms and attention", ""
-    if reason:
-        te_layers, local_layers = "linear, grouped linear and norms", f"attention (for {reason}), "
-    return (
-        f"layers: {te_layers} of TransformerEngine {release}; linear layers compute in "
-        f"{precision}; {local_layers}embedding, output layer, router and recurrences are local"
-    )
-
-
-def delayed_scaling_line(config: Config) -> str | None:
-    """Return when delayed scales are updated, which differs from TransformerEngine; None without
-    delayed scaling."""
-    recipe_config = quantization(config)
-    if recipe_config is None or recipe_config.recipe != "delayed":
-        return None
-    steps = (
-        "step" if recipe_config.amax_history_len == 1 else f"{recipe_config.amax_history_len} steps"
-    )
-    return (
-        "delayed scaling: scales are updated once per step, from the amax of the last "
-        f"{steps} over tp and data parallel ranks; TransformerEngine itself updates them per "
-        "microbatch"
-    )
-
-
-def _gathered_weights(recipe: str, gather_format: str) -> str:
-    """Return how a recipe uses weights gathered over gtp, as a suffix to its name."""
-    if gather_format == "bf16":
-        return ""
-    if GATHERED.get(recipe) == gather_format:
-        return f", with weights used as gathered in {gather_format}"
-    return (
-        f", with weights quantized twice: gathered in {gather_format}, dequantized, and "
-        f"quantized by {recipe}"
-    )
 
 
 def _export_line(session: Session) -> str | None:
@@ -715,3 +141,24 @@ def _run_line(session: Session) -> str:
         f"{context_words(config)}{pipeline_words(config)}data parallel {run.data_parallel_size} "
         f"({config.data_parallel.strategy}); {batch_words(run)}; {run.train_iters:,} iterations"
     )
+
+
+class GatheredBytes(TrainingHooks):
+    """Log when the order of use in a step needs more gathered bytes than logged before, for this
+    rank's pipeline stage.
+
+    Args:
+        log: writes a line to the log.
+    """
+
+    def __init__(self, engine: DataParallel, log: Callable[[str], None]) -> None:
+        self._engine, self._log, self._reported_bytes = engine, log, engine.gathered_bytes
+
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
+        """Compare the gathered bytes with the logged ones."""
+        if self._engine.gathered_bytes > self._reported_bytes:
+            self._reported_bytes = self._engine.gathered_bytes
+            self._log(
+                f"weight shards: their order of use needs at most "
+                f"{megabytes(self._reported_bytes)} of gathered weights"
+            )

@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.training import pretrain_gpt, session
+from megatron.training import pretrain_gpt, train_steps
 
 
 def crash_once(step: int) -> None:
     """Exit rank 1 silently in a step, unless the launcher has restarted it."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" or os.environ["RANK"] != "1":
         return
-    take_step = session.SessionSteps.take_step
+    take_step = train_steps.SessionSteps.take_step
     count = [0]
 
     def crashing(self, *args, **kwargs):
@@ -22,7 +22,7 @@ def crash_once(step: int) -> None:
             os._exit(9)
         return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = crashing
+    train_steps.SessionSteps.take_step = crashing
 
 
 if __name__ == "__main__":

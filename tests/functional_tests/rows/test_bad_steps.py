@@ -11,8 +11,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra, verify_checkpoint
-from megatron.training import session
-from megatron.training.fault_tolerance import replica_check
+from megatron.training import failure_hooks, train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -120,7 +119,7 @@ def test_exit_16_requests_other_hosts_and_17_blames_data(prefix, tmp_path, monke
     def run(microbatch: int, *, host: str = hostname) -> tuple[int, str]:
         with monkeypatch.context() as context:
             context.setattr(socket, "gethostname", lambda: host)
-            context.setattr(session, "microbatch", session.microbatch)
+            context.setattr(train_steps, "microbatch", train_steps.microbatch)
             on_microbatch(microbatch, _make_nan)
             code = run_in_process(flags(prefix, f"--global-batch-size 2 {SIX_STEPS} {options}"))
         return code, capsys.readouterr().err
@@ -148,7 +147,7 @@ def _scaled_losses(monkeypatch, factors):
     """Scale the model's loss in the steps `factors`, also when a step is recomputed."""
     from megatron.core.models import GPTModel
 
-    loss_of, take_step, count = GPTModel.loss, session.SessionSteps.take_step, [0]
+    loss_of, take_step, count = GPTModel.loss, train_steps.SessionSteps.take_step, [0]
 
     def scaled(self, *args, **kwargs):
         loss, nll = loss_of(self, *args, **kwargs)
@@ -159,7 +158,7 @@ def _scaled_losses(monkeypatch, factors):
         return take_step(self, *args, **kwargs)
 
     monkeypatch.setattr(GPTModel, "loss", scaled)
-    monkeypatch.setattr(session.SessionSteps, "take_step", counted)
+    monkeypatch.setattr(train_steps.SessionSteps, "take_step", counted)
 
 
 EIGHT_STEPS = "--global-batch-size 4 --train-iters 8 --eval-interval 0 --save-interval 1"
@@ -217,14 +216,14 @@ def test_consecutive_bad_steps_roll_back_past_their_data(prefix, tmp_path, monke
     rollback_flags = (
         f"{SPIKES} --rollback-after-bad-steps 2 --save {tmp_path / 'save'} --log-interval 4"
     )
-    load = replica_check.load_newest
+    load = failure_hooks.load_newest
     load_folders = []
 
     def load_iteration_3(folder, *args, **kwargs):
         load_folders.append(folder)
         return load(str(tmp_path / "save" / "iter_0000003"), *args, **kwargs)
 
-    monkeypatch.setattr(replica_check, "load_newest", load_iteration_3)
+    monkeypatch.setattr(failure_hooks, "load_newest", load_iteration_3)
     _scaled_losses(monkeypatch, {5: 10.0, 6: 10.0})
     assert run_in_process(flags(prefix, f"{EIGHT_STEPS} {rollback_flags}")) == 0
     assert load_folders == [str(tmp_path / "save")]

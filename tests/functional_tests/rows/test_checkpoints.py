@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from megatron.hf import convert
-from megatron.training import session, upcycle
+from megatron.training import train_steps, upcycle
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.paused_run import hold
 from tests.functional_tests.planted_faults import run_with
@@ -213,7 +213,7 @@ def plant_full_disk(rank: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    take_step, count = session.SessionSteps.take_step, [0]
+    take_step, count = train_steps.SessionSteps.take_step, [0]
 
     def limited_step(self, *args, **kwargs):
         count[0] += 1
@@ -223,7 +223,7 @@ def plant_full_disk(rank: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = limited_step
+    train_steps.SessionSteps.take_step = limited_step
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
@@ -250,7 +250,7 @@ def test_full_disk_skips_a_save_or_ends_the_run(prefix, whole, tmp_path, policy)
 
 def plant_vanishing(save: Path, rank: int) -> None:
     """Replace the save folder in the third step, like an unmounted file system."""
-    take_step, count = session.SessionSteps.take_step, [0]
+    take_step, count = train_steps.SessionSteps.take_step, [0]
 
     def step_after_rename(self, *args, **kwargs):
         count[0] += 1
@@ -259,7 +259,7 @@ def plant_vanishing(save: Path, rank: int) -> None:
             save.mkdir()
         return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = step_after_rename
+    train_steps.SessionSteps.take_step = step_after_rename
 
 
 def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):

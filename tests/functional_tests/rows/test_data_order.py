@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.cli.flags import parse_command_line
 from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.training import session
+from megatron.training import train_steps
 from megatron.training.config import Config
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import build_data_sets, read_ahead, training_batches
@@ -87,8 +87,8 @@ def test_resumed_run_continues_with_the_next_sample(prefix, tmp_path, monkeypatc
         microbatches.append(batch.tokens.tolist())
         return microbatch(batch, device, **kwargs)
 
-    microbatch = session.microbatch
-    monkeypatch.setattr(session, "microbatch", recorded)
+    microbatch = train_steps.microbatch
+    monkeypatch.setattr(train_steps, "microbatch", recorded)
     write_tokens(prefix, documents=20)
     common = f"{PLAIN} --dataloader-type {dataloader} --global-batch-size 4"
     assert run_in_process(flags(prefix, f"{common} --save {tmp_path}/run --save-interval 1")) == 0
@@ -122,8 +122,8 @@ def test_resuming_with_other_length_keeps_sample_order(prefix, tmp_path, monkeyp
         samples.extend(batch.tokens.tolist())
         return microbatch(batch, device, **options)
 
-    microbatch = session.microbatch
-    monkeypatch.setattr(session, "microbatch", recorded)
+    microbatch = train_steps.microbatch
+    monkeypatch.setattr(train_steps, "microbatch", recorded)
     common = f"{PLAIN} --lr-decay-iters 12"
 
     def rows(folder: str, options: str) -> list[list[int]]:

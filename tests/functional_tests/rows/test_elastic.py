@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
-from megatron.training import checkpoint, pretrain_gpt, session
+from megatron.training import checkpoint, pretrain_gpt, train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     flags,
@@ -114,7 +114,7 @@ def _counted_rank(
     rank: int, world: int, port: int, argv: list[str], counts: list[int], dies_in: int
 ) -> NoReturn:
     """Run a rank with the launcher's restart count; rank 1 exits in step `dies_in`."""
-    take_step = session.SessionSteps.take_step
+    take_step = train_steps.SessionSteps.take_step
     steps = [0]
 
     def dying(self, *args, **kwargs):
@@ -123,7 +123,7 @@ def _counted_rank(
             os._exit(9)
         return take_step(self, *args, **kwargs)
 
-    session.SessionSteps.take_step = dying
+    train_steps.SessionSteps.take_step = dying
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

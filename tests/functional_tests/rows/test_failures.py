@@ -13,7 +13,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from megatron.training import session
+from megatron.training import train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -174,13 +174,13 @@ def test_matching_collectives_pass_the_check(prefix):
 
 def plant_slow_rank(rank: int) -> None:
     if rank == 1:
-        take_batch = session.take
+        take_batch = train_steps.take
 
         def slow(*args, **kwargs):
             time.sleep(0.25)
             return take_batch(*args, **kwargs)
 
-        session.take = slow
+        train_steps.take = slow
 
 
 @pytest.mark.covers("straggler detection")

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.core.dist_checkpointing.shard_format import ShardWriter
-from megatron.training import save_hooks, session
+from megatron.training import save_hooks, train_steps
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens
 
@@ -41,7 +41,7 @@ def plant_kill(step: int, rank: int) -> None:
     """Kill rank `step % 2` between the two microbatches of a step."""
     if rank != step % 2:
         return
-    whole_microbatch, count = session.microbatch, [0]
+    whole_microbatch, count = train_steps.microbatch, [0]
 
     def killing(*args, **options):
         count[0] += 1
@@ -49,7 +49,7 @@ def plant_kill(step: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole_microbatch(*args, **options)
 
-    session.microbatch = killing
+    train_steps.microbatch = killing
 
 
 def resume(argv: list[str], save: Path, whole: Path) -> str:

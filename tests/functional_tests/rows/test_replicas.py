@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import (
     optimizer_chunks,
     weight_chunks,
 )
-from megatron.training import session
+from megatron.training import train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import flags, run_on, running, write_tokens
@@ -35,7 +35,7 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
     """Flip one bit of a rank's chunk of a tensor after a step."""
     if rank != victim:
         return
-    take_step, count = session.SessionSteps.take_step, [0]
+    take_step, count = train_steps.SessionSteps.take_step, [0]
 
     def faulty(self, *args, **kwargs):
         report = take_step(self, *args, **kwargs)
@@ -49,7 +49,7 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
             chunk.tensor.detach().view(integers).view(-1)[-1] ^= 1 << 3
         return report
 
-    session.SessionSteps.take_step = faulty
+    train_steps.SessionSteps.take_step = faulty
 
 
 @pytest.fixture

@@ -75,9 +75,9 @@ def test_sigterm_to_one_rank_saves_and_run_resumes_bit_exactly(prefix, tmp_path)
 
 def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
     """Run a rank whose steps are slow: rank 0 sleeps when it reads a batch."""
-    from megatron.training import session
+    from megatron.training import train_steps
 
-    take_batch = session.take
+    take_batch = train_steps.take
 
     def slow(*args, **kwargs):
         if rank == 0:
@@ -85,7 +85,7 @@ def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
             time.sleep(30)
         return take_batch(*args, **kwargs)
 
-    session.take = slow
+    train_steps.take = slow
     rank_process(rank, world, port, argv)
 
 

@@ -19,11 +19,8 @@ from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES, placement
 from megatron.training.progress_state import Progress
-from megatron.training.startup_report import (
-    GatheredBytes,
-    communicators_line,
-    data_parallel_line,
-)
+from megatron.training.startup_report import GatheredBytes
+from megatron.training.startup_report.parallelism import communicators_line, data_parallel_line
 from tests.support.ranks import run_ranks
 
 

@@ -20,8 +20,8 @@ from megatron.training.monitoring.flops import (
     training_flops,
 )
 from megatron.training.monitoring.step_window import Speedometer
-from megatron.training.session import squared_lengths
-from megatron.training.startup_report import capacity_line, expert_line, parameters
+from megatron.training.startup_report.layers import capacity_line, expert_line, parameters
+from megatron.training.train_steps import squared_lengths
 from tests.unit_tests.training.small_config import small_config
 
 

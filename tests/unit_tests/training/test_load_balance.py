@@ -13,8 +13,8 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import RouterLoad
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
+from megatron.training.monitoring.model_log import layer_name, load_balance, relative
 from megatron.training.plot import color, comparison, draw, load_svg, page, read_run
-from megatron.training.session import layer_name, load_balance, relative
 from megatron.training.step import Microbatch, auxiliary_factors
 from tests.support.ranks import run_ranks
 

@@ -7,12 +7,8 @@ import dataclasses
 import datetime
 import re
 
-from megatron.training.monitoring.log_line import (
-    LogPart,
-    StepRecord,
-    format_step,
-    format_validation,
-)
+from megatron.training.hooks import LogPart
+from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 RECORD = StepRecord(

@@ -10,7 +10,7 @@ from megatron.core.datasets.samplers import GPTBatch
 from megatron.core.models.gpt import shift_targets
 from megatron.core.process_groups import Group
 from megatron.training.layouts import Layouts
-from megatron.training.session import microbatch
+from megatron.training.train_steps import microbatch
 
 CPU = torch.device("cpu")
 #: Columns of 12 that each of two ranks has, in zigzag order.

@@ -15,7 +15,8 @@ from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import Recompute
-from megatron.training.step import ForwardBackward, Microbatch, PipelineForwardBackward
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import ForwardBackward, Microbatch
 from tests.support import inputs
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread

@@ -16,7 +16,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.transformer.recompute import Recompute
 from megatron.core.weight_gather import WgradQueue
-from megatron.training.step import PipelineForwardBackward
+from megatron.training.pipeline_step import PipelineForwardBackward
 from tests.support.inputs import microbatch
 from tests.support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from megatron.core.models import hybrid
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from megatron.training.startup_report import parameters
+from megatron.training.startup_report.layers import parameters
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
 PUBLISHED = [

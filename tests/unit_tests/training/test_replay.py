@@ -15,10 +15,10 @@ from megatron.training.fault_tolerance.replay import (
     Evidence,
     Replayer,
     RerunPolicy,
-    StepAnomaly,
     StepComputation,
     find_anomaly,
 )
+from megatron.training.step_report import StepAnomaly
 
 NAN, INF = math.nan, math.inf
 

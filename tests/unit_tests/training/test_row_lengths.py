@@ -28,8 +28,9 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts, PackedCuts
-from megatron.training.session import take
-from megatron.training.step import PipelineForwardBackward, TrainStep
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import TrainStep
+from megatron.training.train_steps import take
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks
 

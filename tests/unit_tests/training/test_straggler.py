@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.fault_tolerance.replica_check import WaitClock, straggler_text
+from megatron.training.fault_tolerance.stragglers import WaitClock, straggler_text
 from tests.support.ranks import run_ranks
 
 

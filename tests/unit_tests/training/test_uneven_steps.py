@@ -26,8 +26,9 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts
-from megatron.training.session import take
-from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
+from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import Microbatch, TrainStep
+from megatron.training.train_steps import take
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.support.op_tape import OpTape, TapeRecorder

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Straggler detection (`--log-straggler`): ranks that compute slower than the others.
+
+A step takes equally long on every rank, because each rank waits for the slowest one in its
+collectives. So the measure is the time of a step minus the time in collectives, by the clock on a
+CPU and by stream events on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megatron.core.comm import all_gather
+from megatron.core.process_groups import Group
+from megatron.training.hooks import TrainingHooks
+from megatron.training.progress_state import Progress
+from megatron.training.step_report import StepReport
+
+
+class _Event:
+    """A time stamp on a CPU, with the interface of a CUDA event."""
+
+    def __init__(self) -> None:
+        self.timestamp = 0.0
+
+    def record(self) -> None:
+        self.timestamp = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1000.0 * (end.timestamp - self.timestamp)
+
+
+class WaitClock:
+    """An observer of process groups that measures the time in which a rank waits in collectives.
+
+    Args:
+        device: the run's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._device = device
+        self._in_step = False
+        self._waits: list[tuple[Any, Any]] = []
+        self._steps: list[tuple[Any, Any]] = []
+
+    def _record_event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True) if self._gpu else _Event()
+        event.record()
+        return event
+
+    def __call__(self, record: object) -> WaitClock | None:
+        """Return the context for the caller's wait in a collective; None outside a step."""
+        return self if self._in_step else None
+
+    def __enter__(self) -> None:
+        self._begun = self._record_event()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Record one wait."""
+        self._waits.append((self._begun, self._record_event()))
+
+    def begin_step(self) -> None:
+        """Record the start of a step."""
+        self._in_step, self._step_begun = True, self._record_event()
+
+    def end_step(self) -> None:
+        """Record the end of a step."""
+        self._in_step = False
+        self._steps.append((self._step_begun, self._record_event()))
+
+    def compute_seconds(self) -> float:
+        """Return the mean compute time of the steps since the last call; 0.0 without steps."""
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+        steps = sum(begin.elapsed_time(end) for begin, end in self._steps)
+        waits = sum(begin.elapsed_time(end) for begin, end in self._waits)
+        count = len(self._steps)
+        self._steps.clear()
+        self._waits.clear()
+        return max(0.0, steps - waits) / 1000.0 / count if count else 0.0
+
+
+def slow_ranks(
+    seconds: Sequence[float],
+    factor: float,
+    *,
+    comparable_ranks: Sequence[Sequence[int]] | None = None,
+) -> dict[int, float]:
+    """Return {rank: median} of ranks slower than `factor` times the median, the slowest first.
+
+    The lower median is used, so that one of two ranks can be slow.
+
+    Args:
+        comparable_ranks: groups of ranks with equal work, each with its own median; None: one group
+            of all ranks.
+    """
+    medians = {}
+    for ranks in [range(len(seconds))] if comparable_ranks is None else comparable_ranks:
+        median = statistics.median_low([seconds[rank] for rank in ranks])
+        medians.update({rank: median for rank in ranks if 0.0 < factor * median < seconds[rank]})
+    slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
+    return {rank: medians[rank] for rank in slow}
+
+
+def straggler_text(
+    seconds: Sequence[float],
+    factor: float,
+    host_of: Callable[[int], str],
+    *,
+    comparable_ranks: Sequence[Sequence[int]] | None = None,
+) -> str | None:
+    """Return a line about the slow ranks; None without any."""
+    medians = slow_ranks(seconds, factor, comparable_ranks=comparable_ranks)
+    if not medians:
+        return None
+    slow = list(medians)
+    stage_text = (
+        "of its stage " if comparable_ranks is not None and len(comparable_ranks) > 1 else ""
+    )
+    descriptions = ", ".join(
+        f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
+        f"long as the median {stage_text}({1000.0 * seconds[rank]:.1f} ms a step, median "
+        f"{1000.0 * medians[rank]:.1f} ms)"
+        for rank in slow[:4]
+    )
+    return f"straggler: {descriptions}" + (f", and {len(slow) - 4} more" if len(slow) > 4 else "")
+
+
+class StragglerReport(TrainingHooks):
+    """Compares the ranks' compute times at every log line, with a gather of one number per rank.
+
+    Args:
+        clock: this rank's clock.
+        world: all ranks.
+        device: the run's device.
+        factor: a rank is slow above this multiple of the median.
+        host_of: returns a rank's machine.
+        say: prints one line.
+        record: records {rank: (seconds per step, median)} of the slow ranks of an iteration.
+        comparable_ranks: groups of ranks with equal work; None: one group of all ranks.
+    """
+
+    def __init__(
+        self,
+        clock: WaitClock,
+        world: Group,
+        *,
+        device: torch.device,
+        factor: float,
+        host_of: Callable[[int], str],
+        say: Callable[[str], None],
+        record: Callable[[int, dict[str, list[float]]], None],
+        comparable_ranks: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._comparable_ranks, self._record = comparable_ranks, record
+        self._clock, self._world, self._device, self._factor = clock, world, device, factor
+        self._host_of, self._say = host_of, say
+
+    def on_step_begin(self, iteration: int) -> None:
+        """Start the clock."""
+        self._iteration = iteration
+        self._clock.begin_step()
+
+    def on_step_computed(self, progress: Progress, outcome: StepReport, loss_limit: float) -> None:
+        """Stop the clock."""
+        self._clock.end_step()
+
+    def on_log(self) -> None:
+        """Compare the ranks' times since the last call; every rank calls it."""
+        local_seconds = torch.tensor(
+            [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
+        )
+        seconds = all_gather(local_seconds, self._world).tolist()
+        if text := straggler_text(
+            seconds, self._factor, self._host_of, comparable_ranks=self._comparable_ranks
+        ):
+            self._say(text)
+            medians = slow_ranks(seconds, self._factor, comparable_ranks=self._comparable_ranks)
+            slow = {str(rank): [seconds[rank], median] for rank, median in medians.items()}
+            self._record(self._iteration, slow)

@@ -231,7 +231,7 @@ def test_folder_with_recognized_weight_names_is_converted(names, modern, tmp_pat
     words = f"convert {tmp_path / 'more'} {tmp_path / 'other'} --from dcp --to native"
     code, _, err = command(capsys, f"{words} {MODERN_FLAGS}")
     assert code == 2
-    assert "model.more.weight does not belong to the model of the flags" in err
+    assert "model.more.weight" in err
 
 
 def test_experts_and_biases_convert_from_native_names(tmp_path, capsys):

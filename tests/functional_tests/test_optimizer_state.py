@@ -64,7 +64,7 @@ def test_group_patterns_without_a_match_are_refused(tmp_path, capfd):
     assert run_in_process(flags(prefix, options)) == ExitCode.USER_ERROR
     err = capfd.readouterr().err
     assert "--lr-group: no weight matches nothing.*: weights have names such as" in err
-    assert "; --weight-decay-group: no weight matches none: " in err
+    assert "; --weight-decay-group" in err
     assert err.count("\n") == 1
     assert not folder.exists()
 

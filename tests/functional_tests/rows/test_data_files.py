@@ -152,13 +152,13 @@ def test_resume_refuses_other_inputs_and_options(tmp_path):
     assert not (folder / "data.idx").exists()
     with open(tmp_path / "corpus" / "a.jsonl", "a") as stream:
         stream.write("{}\n")
-    with pytest.raises(ValueError, match=r"--resume: the input .*a\.jsonl was .* bytes.*and is"):
+    with pytest.raises(ValueError, match=r"--resume.*a\.jsonl"):
         preprocess_corpus(str(folder), resume=True)
     config = PreprocessConfig(
         input=(f"{tmp_path}/corpus",), output_prefix=f"{folder}/data", tokenizer_type="byte",
         resume=True,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="--append-eod was True and is False"):
+    with pytest.raises(ValueError, match="--append-eod"):
         preprocess(config)
     assert preprocess_corpus(str(folder), resume=False)[f"{folder}/data"].documents == 180
 

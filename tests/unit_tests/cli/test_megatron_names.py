@@ -134,7 +134,7 @@ def test_megatron_values_are_accepted_and_printed_by_local_name():
             ).config
             assert vars(vars(config)[str(OPTIONS[name].section)])[OPTIONS[name].field] == local
     assert our_value("tokenizer-type", "hf") == "hf"
-    with pytest.raises(ValueError, match=r"use one of .*: save it as a tokenizer.json and use hf"):
+    with pytest.raises(ValueError, match=r"tokenizer.json"):
         small_config("--tokenizer-type BertWordPieceCase")
 
 
@@ -185,7 +185,7 @@ def test_defaults_that_change_results_match_megatron():
 def test_unknown_flag_may_be_near_a_flag_with_advice():
     assert answer("inference-whatever") is not None
     assert answer("whatever") is None
-    with pytest.raises(ValueError, match="did you mean --attention-softmax-in-fp32"):
+    with pytest.raises(ValueError, match="--attention-softmax-in-fp32"):
         read("--attention-softmax-fp32")
     with pytest.raises(ValueError) as caught:
         read("--attention-softmax-fp32 --strict-flags")
@@ -202,7 +202,7 @@ def test_alias_of_an_option_sets_it(name):
 
 
 def test_alias_with_a_value_or_a_contradiction_is_refused():
-    with pytest.raises(ValueError, match="--recompute-activations takes no value"):
+    with pytest.raises(ValueError, match="--recompute-activations"):
         read("--recompute-activations full")
     for arguments in (
         "--use-rotary-position-embeddings --position-embedding-type none",

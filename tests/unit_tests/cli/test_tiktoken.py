@@ -124,7 +124,7 @@ def test_vocab_size_truncates_the_ranks(tmp_path):
     assert tokenizer.vocab_size == reference.n_vocab == 270
     untruncated = build_tokenizer("tiktoken", model=path, vocab_size=9999, tiktoken=options)
     assert untruncated.vocab_size == 10 + len(TOKENS)
-    with pytest.raises(ValueError, match="--vocab-size 265 is too small"):
+    with pytest.raises(ValueError, match="--vocab-size 265"):
         build_tokenizer("tiktoken", model=path, vocab_size=265, tiktoken=options)
 
 
@@ -135,7 +135,7 @@ def test_truncation_that_drops_a_byte_is_refused(tmp_path):
     vocab_size = 10 + len(TOKENS)
     tokenizer = build_tokenizer("tiktoken", model=path, vocab_size=vocab_size, tiktoken=options)
     assert tokenizer.detokenize(tokenizer.tokenize("\U0010ffff")) == "\U0010ffff"
-    with pytest.raises(ValueError, match="1 of the 256 bytes are not tokens: raise --vocab-size"):
+    with pytest.raises(ValueError, match=r"1.*256.*--vocab-size"):
         build_tokenizer("tiktoken", model=path, vocab_size=vocab_size - 1, tiktoken=options)
 
 
@@ -209,7 +209,7 @@ def test_invalid_tiktoken_file_is_refused_in_one_line(content, message, tmp_path
 
 
 def test_missing_special_and_huge_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.tiktoken: No such file"):
+    with pytest.raises(ValueError, match=r"none\.tiktoken"):
         build_tokenizer("tiktoken", model=tmp_path / "none.tiktoken")
     with pytest.raises(ValueError, match="needs --tokenizer-model"):
         build_tokenizer("tiktoken")
@@ -231,7 +231,7 @@ def test_other_tokenizers_name_the_type_that_reads_the_file(tmp_path):
     ranks = write_ranks(tmp_path / "tokenizer.model")  # the file's name in Llama 3
     vocabulary = write_vocabulary(tmp_path / "tokens.json")
     for kind, path in ((SentencePieceTokenizer, ranks), (HuggingFaceTokenizer, vocabulary)):
-        with pytest.raises(ValueError, match="--tokenizer-type tiktoken reads it"):
+        with pytest.raises(ValueError, match="--tokenizer-type"):
             kind(path)
         assert is_tiktoken_file(path)
     (tmp_path / "t.json").write_text('{"version": "1.0"}')
@@ -297,7 +297,7 @@ def test_tiktoken_flags_have_no_effect_on_other_types(tmp_path, capsys):
     config = read_run([*words, *kind], Launch()).config.tokenizer
     assert (config.tokenizer_type, config.tiktoken_pattern) == ("tiktoken", "v2")
     assert "no effect" not in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--tiktoken-pattern is for --tokenizer-type tiktoken"):
+    with pytest.raises(ValueError, match=r"--tiktoken-pattern.*--tokenizer-type"):
         PreprocessConfig(
             input=("a",),
             output_prefix="b",

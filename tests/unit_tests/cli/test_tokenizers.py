@@ -282,9 +282,9 @@ def test_invalid_sentencepiece_files_are_refused(sp_model, tmp_path):
     for name in ("x.model", "empty.model"):
         with pytest.raises(ValueError, match=rf"{name} is not a SentencePiece model"):
             SentencePieceTokenizer(tmp_path / name)
-    with pytest.raises(ValueError, match=r"none\.model: No such file"):
+    with pytest.raises(ValueError, match=r"none\.model"):
         SentencePieceTokenizer(tmp_path / "none.model")
-    with pytest.raises(ValueError, match=r"sentencepiece needs --tokenizer-model"):
+    with pytest.raises(ValueError, match="--tokenizer-model"):
         build_tokenizer("sentencepiece")
 
 
@@ -308,10 +308,10 @@ def test_eos_token_of_a_folder_is_the_eod(bpe, tmp_path):
         assert HuggingFaceTokenizer(tmp_path).eod == expected
         assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").eod == expected
     config.write_text('{"eos_token": "<none>"}')
-    with pytest.raises(ValueError, match=r"names '<none>' as eos_token"):
+    with pytest.raises(ValueError, match=r"'<none>'.*eos_token"):
         HuggingFaceTokenizer(tmp_path)
     config.write_text("[1]")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
         HuggingFaceTokenizer(tmp_path)
 
 

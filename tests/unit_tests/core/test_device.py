@@ -35,7 +35,7 @@ def test_each_local_rank_gets_its_own_gpu(monkeypatch):
 
 
 def test_unknown_device_is_refused():
-    with pytest.raises(ValueError, match="unknown device 'tpu'"):
+    with pytest.raises(ValueError, match="'tpu'"):
         devices.choose_device("tpu")
 
 

@@ -216,7 +216,7 @@ def test_constant_scalar_and_empty_tensors_are_filled():
     ],
 )
 def test_boxes_outside_the_tensor_are_refused(out, shape, offsets):
-    with pytest.raises(ValueError, match=r"q\.weight: box of \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"q\.weight.*\(3, 4\)"):
         fill_(out, NORMAL, seed=1, name="q.weight", shape=shape, offsets=offsets)
 
 

@@ -113,7 +113,7 @@ def test_hybrid_sharding_splits_dp_into_inner_and_outer_axes():
     ):
         with pytest.raises(ValueError, match=text):
             RankGrid(world_size=16, tp=2, instances=instances)
-    with pytest.raises(ValueError, match="2 optimizer instances do not divide edp=1"):
+    with pytest.raises(ValueError, match=r"2.*edp=1"):
         RankGrid(world_size=8, tp=2, etp=1, ep=8, instances=2)
 
 
@@ -189,7 +189,7 @@ def test_single_process_has_all_groups_without_distributed():
     for name in GROUP_NAMES:
         assert (groups[name].size, groups[name].rank, groups[name].handle) == (1, 0, None)
     assert set(groups.coordinates.values()) == {0}
-    with pytest.raises(ValueError, match="no group 'other': this collection has dense_dp, dp_cp"):
+    with pytest.raises(ValueError, match=r"'other'.*dense_dp, dp_cp"):
         groups["other"]
 
 
@@ -216,7 +216,7 @@ def check_groups_on_four_ranks(rank: int, world: int) -> None:
             total = all_reduce(torch.tensor([2.0**rank]), groups["tied"])
             assert total.item() == sum(2.0**r for r in {stages[0], stages[-1]})
         else:
-            with pytest.raises(ValueError, match="no group 'tied'"):
+            with pytest.raises(ValueError, match="'tied'"):
                 groups["tied"]
         if grid.gtp > 1:  # equal groups share a communicator if they carry the same kind of traffic
             equal = [groups[name] for name in ("dense_dp", "shard_gather", "gtp")]
@@ -242,11 +242,11 @@ def _check_replica_groups_and_errors(rank: int) -> None:
     for name in ("tp/1", "tp/3", "cp/2"):
         with pytest.raises(ValueError, match=f"no group '{name}': this collection has dense_dp"):
             groups[name]
-    with pytest.raises(ValueError, match=r"unknown group 'tp/3': one of .*, tied, tp/2, tp/4"):
+    with pytest.raises(ValueError, match=r"'tp/3'.*tp/2, tp/4"):
         grid.named_ranks("tp/3")
     with pytest.raises(ValueError, match="the grid is for 2 ranks but the world has 4"):
         ProcessGroupCollection.create(RankGrid(world_size=2), rank=0)
-    with pytest.raises(ValueError, match="unknown group 'nobody'"):
+    with pytest.raises(ValueError, match="'nobody'"):
         ProcessGroupCollection.create(grid, rank=rank, names=("nobody",))
 
 

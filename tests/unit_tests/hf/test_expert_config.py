@@ -143,7 +143,7 @@ def test_q_lora_rank_is_null_or_a_number_but_not_absent() -> None:
     assert isinstance(attention, LatentAttentionConfig)
     assert attention.q_lora_rank is None
     absent = {key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"}
-    with pytest.raises(ValueError, match="q_lora_rank is absent"):
+    with pytest.raises(ValueError, match="q_lora_rank"):
         read_model(absent, where="x")
 
 
@@ -232,7 +232,7 @@ def test_norms_of_low_rank_vectors_have_their_own_epsilon() -> None:
     fields = write_config(config, max_length=9, dtype=torch.float32, end_tokens=())
     assert read_model(fields, where="x").config == config
     same_epsilon = replace(config, attention=replace(config.attention, norm_epsilon=None))
-    with pytest.raises(ValueError, match=r"attention.norm_epsilon is 1e-05, there 1e-06"):
+    with pytest.raises(ValueError, match=r"attention.norm_epsilon.*1e-05.*1e-06"):
         write_config(same_epsilon, max_length=9, dtype=torch.float32, end_tokens=())
 
 
@@ -244,13 +244,13 @@ def test_mtp_layers_are_read_only_with_mtp() -> None:
     written = write_config(model, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert written == {**fields, "dtype": "float32"}
     many = {**fields, "num_nextn_predict_layers": 65}
-    with pytest.raises(ValueError, match="num_nextn_predict_layers is 65: more than 64"):
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers.*65.*64"):
         read_model(many, where="x", with_mtp=True)
     fewer = replace(model, mtp_num_layers=1)
     written = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert written["num_nextn_predict_layers"] == 1
     mixtral = replace(read_model(MIXTRAL, where="x").config, mtp_num_layers=1)
-    with pytest.raises(ValueError, match="mtp_num_layers is 1, there 0"):
+    with pytest.raises(ValueError, match=r"mtp_num_layers.*1.*0"):
         write_config(mixtral, max_length=9, dtype=torch.float32, end_tokens=())
 
 

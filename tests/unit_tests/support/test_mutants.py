@@ -80,7 +80,7 @@ def test_wrapped_and_nested_functions_are_reached(victim):
 
 
 def test_planted_fault_whose_text_is_gone_is_an_error(victim):
-    with pytest.raises(ValueError, match="holds 'value' 9 times, not once"):
+    with pytest.raises(ValueError, match="'value' 9"):
         planted("victim_module", "mean", "value", "x")
     with pytest.raises(ValueError, match="0 times"):
         planted("victim_module", "mean", "absent", "x")

@@ -261,9 +261,7 @@ def test_tensors_of_wrong_length_are_reported():
 def test_missing_sharding_is_reported(method):
     layout = SequenceLayout.of_rows(8)
     argument = {"blocks": 0, "row_blocks": None}.get(method, torch.zeros(8))
-    with pytest.raises(
-        ValueError, match=r"is not sharded; make it with SequenceLayout\.make, on the host"
-    ):
+    with pytest.raises(ValueError, match=r"SequenceLayout\.make"):
         getattr(layout, method)(argument)
 
 

@@ -190,9 +190,9 @@ def test_tokens_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="3 rows of tokens, but the layout has 2"):
         layout.whole_rows(3)
     rows = layout.whole_rows(2)
-    with pytest.raises(ValueError, match=r"pack: \(4, 2\) must begin with \(8, 2\)"):
+    with pytest.raises(ValueError, match=r"\(4, 2\).*\(8, 2\)"):
         rows.pack(torch.ones(4, 2))
-    with pytest.raises(ValueError, match=r"unpack: \(8, 2\) must begin with \(16,\)"):
+    with pytest.raises(ValueError, match=r"\(8, 2\).*\(16,\)"):
         rows.unpack(torch.ones(8, 2))
     with pytest.raises(ValueError, match="bounds end at 3, but there are 2 tokens"):
         PackedTokens(np.arange(2), [0, 3], length=2, batch=1)

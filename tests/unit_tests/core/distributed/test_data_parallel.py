@@ -320,7 +320,7 @@ def test_padding_of_gradients_and_weights_stays_zero():
 
 
 def test_unknown_strategy_or_unmaterialized_store_is_refused():
-    with pytest.raises(ValueError, match="strategy 'zero9': use one of no_shard, optim"):
+    with pytest.raises(ValueError, match=r"'zero9'.*no_shard"):
         DataParallelConfig(strategy="zero9")
     groups = ProcessGroupCollection.single()
     with pytest.raises(ValueError, match="materialize the weight store before"):
@@ -354,7 +354,7 @@ def test_invalid_settings_are_refused(settings: dict, message: str):
 
 
 def test_all_config_problems_are_reported_at_once():
-    with pytest.raises(ValueError, match=r"strategy 'x'.*; grad_dtype is .*; prefetch_bytes is -2"):
+    with pytest.raises(ValueError, match=r"'x'.*; grad_dtype.*; prefetch_bytes.*-2"):
         DataParallelConfig(strategy="optim", outer="x", grad_dtype=torch.float64, prefetch_bytes=-2)
 
 
@@ -362,7 +362,7 @@ def build_mismatched_engine(rank: int, world: int) -> None:
     """Build an engine with a strategy that differs from the weight store's."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     model = SmallModel(groups, config=DataParallelConfig(strategy="optim_grads_params"))
-    with pytest.raises(ValueError, match="stored for strategy optim_grads_params"):
+    with pytest.raises(ValueError, match="optim_grads_params"):
         DataParallel(model.store, groups, config=DataParallelConfig(strategy="optim"))
 
 

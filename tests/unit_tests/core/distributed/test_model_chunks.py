@@ -254,7 +254,7 @@ def test_calls_outside_a_step_are_refused():
         lambda: engine.post_backward(1),
         lambda: engine.prefetch_segment("x"),
     ):
-        with pytest.raises(ValueError, match="outside a step: call begin_step"):
+        with pytest.raises(ValueError, match="begin_step"):
             call()
     with engine.evaluation():
         with (
@@ -262,7 +262,7 @@ def test_calls_outside_a_step_are_refused():
             engine.evaluation(),
         ):
             pass
-        with pytest.raises(ValueError, match=r"begin_last_backward\(0\) outside a step"):
+        with pytest.raises(ValueError, match=r"begin_last_backward\(0\)"):
             engine.begin_last_backward(0)
     assert model.store.queue is None
 

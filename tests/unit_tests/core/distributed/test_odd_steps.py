@@ -163,9 +163,9 @@ def failed_steps(groups: Groups, config: Config) -> None:
         engine.abort()
         assert engine.pool.live_bytes == 0
         assert all(gatherer.pool.live_bytes == 0 for gatherer in engine.gatherers)
-        with pytest.raises(ValueError, match=r"backward outside a step: call begin_step\(\) first"):
+        with pytest.raises(ValueError, match=r"begin_step\(\)"):
             engine.backward(torch.zeros(()), last=True)
-        with pytest.raises(ValueError, match=r"finish outside a step: call begin_step\(\) first"):
+        with pytest.raises(ValueError, match=r"begin_step\(\)"):
             engine.finish()
         train_and_compare(model, engine, reference, ((first_index + 1, first_index + 2),))
     assert_weights(engine, reference.weights)

@@ -168,5 +168,5 @@ def test_every_strategy_updates_its_shards_on_the_host():
 
 
 def test_invalid_offload_fraction_is_refused():
-    with pytest.raises(ValueError, match=r"offload_fraction is 1.5: use 0 to 1"):
+    with pytest.raises(ValueError, match=r"offload_fraction.*1.5.*0.*1"):
         OptimizerConfig(offload_fraction=1.5)

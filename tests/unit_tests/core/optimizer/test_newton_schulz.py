@@ -74,5 +74,5 @@ def test_update_scales_match_their_formulas():
     assert update_scale("shape_scaling", 12, 3) == 2.0
     assert update_scale("unit_rms_norm", 3, 12) == 0.5
     assert update_scale("rms", 100, 9) == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="unknown scale mode 'linear' of muon"):
+    with pytest.raises(ValueError, match="'linear'"):
         update_scale("linear", 3, 3)

@@ -109,10 +109,10 @@ def test_rates_warm_up_and_then_never_increase(style, anneal, warmup, length, da
         ({"min_lr": 1e-3}, "use 0 <= min <= max"),
         ({"init_lr": 1e-3}, "warm-up starts at 0.001"),
         ({"warmup_samples": 1100}, "use 0 <= warm-up < decay"),
-        ({"style": "cosin"}, "unknown decay style 'cosin': one of constant, linear, cosine"),
+        ({"style": "cosin"}, "'cosin'"),
         ({"style": "wsd", "wsd_decay_samples": None}, "needs wsd_decay_samples"),
         ({"style": "wsd", "wsd_decay_samples": 1001}, "use 1 to 1000"),
-        ({"style": "wsd", "wsd_decay_style": "sqrt"}, "unknown wsd decay style 'sqrt'"),
+        ({"style": "wsd", "wsd_decay_style": "sqrt"}, "'sqrt'"),
     ],
 )
 def test_invalid_settings_are_refused(change, message):

@@ -143,7 +143,7 @@ def test_a_schedule_for_another_number_of_stages_is_refused():
 
 def test_directions_with_different_ranks_are_refused():
     schedule = make_schedule("1f1b", stages=1, microbatches=2)
-    with pytest.raises(ValueError, match=r"pp has the ranks \(0,\), pp_backward has \(1,\)"):
+    with pytest.raises(ValueError, match=r"\(0,\), pp_backward.*\(1,\)"):
         Executor(
             schedule,
             LinearWorker(schedule, 0),

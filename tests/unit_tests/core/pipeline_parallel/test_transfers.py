@@ -236,10 +236,10 @@ def computes_only(schedule):
 
 def test_adding_transfers_or_traffic_twice_is_refused():
     schedule = with_transfers(make_schedule("1f1b", stages=2, microbatches=2))
-    with pytest.raises(ValueError, match=r"has send_forward, receive_forward.* already"):
+    with pytest.raises(ValueError, match="send_forward, receive_forward"):
         with_transfers(schedule)
     schedule = with_weight_traffic(schedule, gathers="once", reduces="once")
     with pytest.raises(ValueError, match="has gather, reduce already"):
         with_weight_traffic(schedule, gathers="each", reduces="none")
-    with pytest.raises(ValueError, match="reduces 'twice': use none, once or each"):
+    with pytest.raises(ValueError, match="'twice'"):
         with_weight_traffic(schedule, gathers="none", reduces="twice")

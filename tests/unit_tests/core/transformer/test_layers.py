@@ -263,9 +263,9 @@ def test_invalid_layer_config_is_refused():
             norm=NormConfig(),
             build=make_layer_build(),
         )
-    with pytest.raises(ValueError, match="activation 'swish': use one of"):
+    with pytest.raises(ValueError, match="'swish'"):
         MLP("m", config=MLPConfig(ffn_hidden_size=8, activation="swish"), build=make_layer_build())
-    with pytest.raises(ValueError, match="normalization 'BatchNorm': use one of RMSNorm"):
+    with pytest.raises(ValueError, match=r"'BatchNorm'.*RMSNorm"):
         NormConfig(kind="BatchNorm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"norm epsilon is 0.0: use a positive number"):
         NormConfig(epsilon=0.0)

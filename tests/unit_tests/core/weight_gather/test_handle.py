@@ -269,7 +269,7 @@ def test_unmaterialized_weight_and_missing_engine_name_the_call():
     store.materialize()
     out = handle.linear(x)
     store.disable_param_grads()
-    with pytest.raises(ValueError, match="w has no gradient buffer: build a DataParallel engine"):
+    with pytest.raises(ValueError, match="DataParallel"):
         out.sum().backward()
 
 

@@ -278,7 +278,7 @@ def test_check_plan_refuses_releasing_permanent_storage():
 @pytest.mark.parametrize(
     ("traces", "kwargs", "message"),
     [
-        ({"f": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "'forward' has no trace"),
+        ({"f": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "'forward'"),
         ({"forward": (3,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": 0}, "needs block 3"),
         ({"forward": (0,)}, {"sizes": [-1], "budget": 1, "prefetch_bytes": 0}, "0 or more"),
         ({"forward": (0,)}, {"sizes": [1], "budget": 1, "prefetch_bytes": -1}, "0 or more"),

@@ -125,9 +125,9 @@ def test_second_declaration_counts_as_a_second_use():
 def test_invalid_declarations_are_refused():
     grid = RankGrid(world_size=2, tp=2)
     store = WeightStore(pretended_groups(grid, 0))
-    with pytest.raises(ValueError, match=r"w: dimension 1 of 7 does not divide by tp=2"):
+    with pytest.raises(ValueError, match=r"1.*7.*tp=2"):
         store.declare(WeightSharding.of("w", (4, 7), Shard(axis="tp", dim=1)), NORMAL)
-    with pytest.raises(ValueError, match="n: it is not sharded over tp=2"):
+    with pytest.raises(ValueError, match="tp=2"):
         store.declare(WeightSharding.of("n", (4,)), NORMAL)
     assert not store.handles
     handle = store.declare(shardings()[0], NORMAL)
@@ -136,10 +136,10 @@ def test_invalid_declarations_are_refused():
         store.materialize()
     with pytest.raises(ValueError, match="norm: the store is materialized"):
         store.declare(shardings()[1], NORMAL)
-    with pytest.raises(ValueError, match="no weight 'tabel' to freeze"):
+    with pytest.raises(ValueError, match="'tabel'"):
         store.freeze("tabel")
     handle.gradients = object()  # stands for an engine
-    with pytest.raises(ValueError, match="table: freeze it before building DataParallel"):
+    with pytest.raises(ValueError, match="DataParallel"):
         store.freeze("table")
 
 
@@ -317,7 +317,7 @@ def test_sharded_weights_are_grouped_by_unit_and_may_be_empty():
         assert all(b.data.numel() == b.numel // 24 for b in store.buckets)
     sizes = [store.handles["norm"].param.numel() for store in stores]
     assert sorted(sizes) == [0] * 23 + [6]
-    with pytest.raises(ValueError, match="table is stored in shards: build DataParallel over"):
+    with pytest.raises(ValueError, match="DataParallel"):
         stores[0].handles["table"].get()
 
 

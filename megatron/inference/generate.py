@@ -128,19 +128,11 @@ def text_params(config: GenerateConfig) -> TextParams:
     from megatron.inference.llm import TextParams
 
     sampling = config.sampling
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    shared_fields = {name: value for name, value in vars(sampling).items() if name in names}
     return TextParams(
         max_new_tokens=sampling.max_new_tokens,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logprobs=config.output.logprobs or None,
-        ),
+        sampling=SamplingParams(**shared_fields, logprobs=config.output.logprobs or None),
         stop=sampling.stop or (),
         num_outputs=config.prompts.num_outputs,
         prompt_logprobs=config.output.prompt_logprobs,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 from collections.abc import Mapping
 
 from megatron.inference.server.chat_template import Conversation
@@ -49,21 +47,8 @@ async def begin_answer(
     if thinking_budget is not None:
         _check_budget(server)
     prompt = await server.conversations.prompt(conversation)
-    max_length = server.card.max_length
-    if max_new_tokens is None and max_length is None:
-        raise ApiError(
-            400,
-            f"the model has no maximum length: give {names['max_new_tokens']}",
-            param=names["max_new_tokens"],
-        )
-    if max_new_tokens is None and len(prompt.tokens) >= (max_length or 0):
-        raise ApiError(
-            400,
-            f"the conversation has {len(prompt.tokens)} tokens, but the model takes at most "
-            f"{max_length}",
-            param=names["prompt"],
-            code="context_length_exceeded",
-        )
+    if max_new_tokens is None:
+        max_new_tokens = _remaining_tokens(server, len(prompt.tokens), names)
     makers = chat_grammar_makers(
         body,
         [(names.get(name, name), make) for name, make in grammar_makers(body)],
@@ -71,25 +56,44 @@ async def begin_answer(
         server.formats,
         in_reasoning=prompt.in_reasoning,
     )
-    generation_request = body.generation_request(
-        [prompt.tokens],
-        default_stop_tokens=server.card.stop_tokens,
-        max_new_tokens=max_new_tokens,
-        sampling=body.sampling(seed=secrets.randbits(63), logprobs=logprobs),
-        names=names,
-        grammar=await compiled_grammar(server.grammars, body, makers),
-    )
+    grammar = await compiled_grammar(server.grammars, body, makers)
+    limit = None
     if thinking_budget is not None:
         limit = reasoning_limit(
             server.formats, server.tokenizer, thinking_budget, in_reasoning=prompt.in_reasoning
         )
-        generation_request = dataclasses.replace(generation_request, reasoning_limit=limit)
+    generation_request = body.generation_request(
+        [prompt.tokens],
+        default_stop_tokens=server.card.stop_tokens,
+        max_new_tokens=max_new_tokens,
+        logprobs=logprobs,
+        names=names,
+        grammar=grammar,
+        reasoning_limit=limit,
+    )
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}
     parsers = [
         OutputParser(server.formats, tools, in_reasoning=prompt.in_reasoning)
         for _ in range(generation_request.n)
     ]
     return server.generate(generation_request, parsers)
+
+
+def _remaining_tokens(server: Server, num_prompt_tokens: int, names: Mapping[str, str]) -> int:
+    """Return the tokens that fit after a prompt. Raises ApiError if there are none."""
+    max_length = server.card.max_length
+    if max_length is None:
+        name = names["max_new_tokens"]
+        raise ApiError(400, f"the model has no maximum length: give {name}", param=name)
+    if num_prompt_tokens >= max_length:
+        raise ApiError(
+            400,
+            f"the conversation has {num_prompt_tokens} tokens, but the model takes at most "
+            f"{max_length}",
+            param=names["prompt"],
+            code="context_length_exceeded",
+        )
+    return max_length - num_prompt_tokens
 
 
 def _check_budget(server: Server) -> None:

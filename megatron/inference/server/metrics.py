@@ -38,10 +38,11 @@ class _EngineStats:
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._stats = stats
+        self.lookups = {"prefix_queried": 0, "prefix_hit": 0}
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""
-        stats = self._stats()
+        stats = {**self._stats(), **self.lookups}
         for key, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"megatron:{name}", text, value=stats.get(key, 0))
         for key, (name, text) in _COUNTERS.items():
@@ -57,7 +58,8 @@ class ServerMetrics:
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineStats(stats))
+        self._engine_stats = _EngineStats(stats)
+        self._registry.register(self._engine_stats)
 
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(
@@ -95,6 +97,12 @@ class ServerMetrics:
     def note_prompts(self, tokens: int) -> None:
         """Count tokens of admitted prompts."""
         self._prompt_tokens.inc(tokens)
+
+    def note_lookup(self, queried: int, hit: int) -> None:
+        """Count prompt tokens that were looked up in the prefix cache, and those found."""
+        lookups = self._engine_stats.lookups
+        lookups["prefix_queried"] += queried
+        lookups["prefix_hit"] += hit
 
     def note_tokens(self, count: int) -> None:
         """Count generated tokens."""

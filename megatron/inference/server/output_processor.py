@@ -8,28 +8,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.inference.requests import EngineRequest, OutputDelta
 from megatron.core.inference.text_stream import TextStream
 from megatron.inference.server.engine.client import Cancelled, EngineClient
-from megatron.inference.server.engine.link import DeltaMessage
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
 from megatron.inference.server.tool_parsers.segments import OutputSegment
 
 #: Smallest log-probability in JSON, which has no minus infinity.
 MIN_LOGPROB = -9999.0
-
-
-class Refused(Exception):
-    """The engine cannot serve a request.
-
-    Args:
-        message: message for the user.
-        field: field of the request that caused the error; None for no single field.
-    """
-
-    def __init__(self, message: str, field: str | None) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class NotFinite(Exception):
@@ -57,36 +44,22 @@ class ModelCard:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request for outputs, independent of the route.
+    """The engine's requests for the outputs of one HTTP request.
 
     Args:
-        prompts: token ids of each prompt.
+        requests: one request per output, in the order of the prompts.
         n: number of outputs per prompt.
-        max_new_tokens: most tokens of each output; None for the remaining length of the model.
-        sampling: fields of `SamplingParams`.
-        stop: strings that end an output.
-        stop_tokens: ids of the tokens that end an output.
-        prompt_logprobs: report the log-probabilities of the prompts' tokens.
-        grammar: grammar of the outputs, see `guided_decoding.grammars`; None for any text.
-        priority: requests with a lower value are scheduled first.
-        reasoning_limit: see `RequestMessage`.
-        names: the route's names of fields of the engine's `EngineRequest`, where they differ.
+        stop: strings that end an output; the engine handles tokens only.
+        names: the API's names of fields of `EngineRequest`, where they differ.
     """
 
-    prompts: Sequence[Sequence[int]]
+    requests: Sequence[EngineRequest]
     n: int = 1
-    max_new_tokens: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()
-    prompt_logprobs: bool = False
-    grammar: str | None = None
-    priority: int = 0
-    reasoning_limit: Mapping[str, Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, engine_field: str) -> str | None:
-        """Return the route's name for a field of `EngineRequest`; None for no field."""
+        """Return the API's name for a field of `EngineRequest`; None for no field."""
         return self.names.get(engine_field, engine_field) or None
 
 
@@ -164,7 +137,6 @@ class Generation:
         client: client of the engine.
         decode: converts token ids to text.
         metrics: counters of tokens and latencies.
-        card: facts about the model.
         request: the request.
         parsers: parser of each output of a chat route; empty for completions.
 
@@ -177,43 +149,25 @@ class Generation:
         client: EngineClient,
         decode: Callable[[Sequence[int]], str],
         metrics: ServerMetrics,
-        card: ModelCard,
         request: GenerationRequest,
         *,
         parsers: Sequence[OutputParser] = (),
     ) -> None:
-        self._request, self._metrics, self._parsers = request, metrics, parsers
+        self.request, self._metrics, self._parsers = request, metrics, parsers
         self._start_time = time.perf_counter()
-        engine_requests = []
-        for prompt_index, prompt in enumerate(request.prompts):
-            for index in range(request.n):
-                max_new_tokens = request.max_new_tokens
-                if max_new_tokens is None:
-                    assert card.max_length is not None
-                    max_new_tokens = card.max_length - len(prompt)
-                engine_requests.append(
-                    {
-                        "prompt": prompt,
-                        "max_new_tokens": max_new_tokens,
-                        "sampling": request.sampling,
-                        "stop_tokens": request.stop_tokens,
-                        "sequence": prompt_index * request.n + index,
-                        "prompt_logprobs": request.prompt_logprobs,
-                        "grammar": request.grammar,
-                        "priority": request.priority,
-                        "reasoning_limit": request.reasoning_limit,
-                        "counts_prompt": index == 0,
-                    }
-                )
-        ids, self._outputs = client.add_requests(engine_requests)
+        ids, self._outputs = client.add_requests(request.requests)
         self._output_index = {request_id: index for index, request_id in enumerate(ids)}
         self._streams = [
-            TextStream(decode, context=engine_request["prompt"], stop=request.stop)
-            for engine_request in engine_requests
+            TextStream(decode, context=engine_request.prompt, stop=request.stop)
+            for engine_request in request.requests
         ]
+        # Requests with prompt log-probabilities compute the whole prompt.
+        self._looks_up_prefixes = (
+            client.facts.get("prefix_caching") and not request.requests[0].prompt_logprobs
+        )
         self._last_token_time: dict[int, float] = {}  # by output index, in seconds
         self._finished: set[int] = set()
-        self.usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
+        self.usage = Usage(prompt_tokens=sum(len(r.prompt) for r in request.requests[:: request.n]))
         metrics.note_prompts(self.usage.prompt_tokens)
         self.stalled = self._outputs.stalled
 
@@ -230,39 +184,34 @@ class Generation:
         """Yield deltas until all outputs have finished.
 
         Raises:
-            Refused: the engine cannot serve the request.
             NotFinite: the logits are not finite, or a grammar allows no token.
             Cancelled: `cancel` was called.
-            EngineLost, ReaderStalled: see `Outputs.deltas`.
+            Refused, EngineLost, ReaderStalled: see `Outputs.deltas`.
         """
         try:
             async for engine_delta in self._outputs.deltas():
-                if self._output_index[engine_delta.id] in self._finished:
+                if self._output_index[engine_delta.request_id] in self._finished:
                     continue  # sent before the engine received the abort at a stop string
-                if engine_delta.refused:
-                    raise Refused(
-                        engine_delta.refused, self._request.name(engine_delta.refused_field)
-                    )
                 if engine_delta.finish_reason == "error":
                     raise NotFinite
                 yield self._delta(engine_delta)
         finally:
             self.close()
 
-    def _delta(self, engine_delta: DeltaMessage) -> Delta:
-        index = self._output_index[engine_delta.id]
+    def _delta(self, engine_delta: OutputDelta) -> Delta:
+        index = self._output_index[engine_delta.request_id]
         stream, reason = self._streams[index], engine_delta.finish_reason
         # The token that ends a document has no text.
         num_text_tokens = len(engine_delta.tokens) - (reason == "stop")
         text = stream.push(engine_delta.tokens[:num_text_tokens], finished=bool(reason))
         if stream.stopped is not None:
             reason = "stop"
-            self._outputs.finish(engine_delta.id)
+            self._outputs.finish(engine_delta.request_id)
         prompt_scores = None
         if index not in self._last_token_time:
             prompt_scores = self._prompt_scores(index, engine_delta)
-            if index % self._request.n == 0:
-                self.usage.cached_tokens += engine_delta.cached_tokens
+            if index % self.request.n == 0:  # each prompt is counted once
+                self._count_lookup(index, engine_delta.cached_tokens)
         self.usage.completion_tokens += len(engine_delta.tokens)
         self._measure(index, len(engine_delta.tokens), reason)
         segments: Sequence[OutputSegment] = ()
@@ -283,15 +232,21 @@ class Generation:
             stop=stream.stopped,
         )
 
-    def _prompt_scores(self, index: int, engine_delta: DeltaMessage) -> Sequence[TokenScore] | None:
+    def _prompt_scores(self, index: int, engine_delta: OutputDelta) -> Sequence[TokenScore] | None:
         if engine_delta.prompt_logprobs is None:
             return None
-        prompt = self._request.prompts[index // self._request.n]
+        prompt = self.request.requests[index].prompt
         top_logprobs = engine_delta.prompt_top_logprobs or ()
         return [
             TokenScore(id=prompt[0], logprob=None),
             *_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
         ]
+
+    def _count_lookup(self, index: int, cached_tokens: int) -> None:
+        """Count the prompt tokens that the prefix cache held."""
+        self.usage.cached_tokens += cached_tokens
+        if self._looks_up_prefixes:
+            self._metrics.note_lookup(len(self.request.requests[index].prompt), cached_tokens)
 
     def _measure(self, index: int, num_tokens: int, reason: str) -> None:
         now = time.perf_counter()

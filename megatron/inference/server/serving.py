@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.requests import EngineRequest, RequestError, check_request
-from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.chat_template import Conversations
 from megatron.inference.server.engine.client import Draining, EngineClient, EngineLost, QueueFull
 from megatron.inference.server.guided_decoding.grammars import Grammars
@@ -68,43 +67,34 @@ class Server:
             ApiError: the request is invalid, or the engine is unavailable.
         """
         self.check_awake()
-        num_outputs = len(request.prompts) * request.n
+        num_outputs = len(request.requests)
         max_outputs = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
         if num_outputs > max_outputs:
             raise ApiError(
                 400, f"{num_outputs} outputs in one request: the limit is {max_outputs}", param="n"
             )
-        for prompt in request.prompts:
-            self._check(prompt, request)
+        for engine_request in request.requests[:: request.n]:
+            self._check(engine_request, request)
         with admission():
             decode = self.tokenizer.detokenize
             if parsers and self.formats.marks:
                 decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
-            return Generation(
-                self.client, decode, self.metrics, self.card, request, parsers=parsers
-            )
+            return Generation(self.client, decode, self.metrics, request, parsers=parsers)
 
-    def _check(self, prompt: Sequence[int], generation_request: GenerationRequest) -> None:
+    def _check(self, request: EngineRequest, generation_request: GenerationRequest) -> None:
+        """Raise ApiError for a request that the model cannot serve."""
+        max_length = self.card.max_length
         try:
-            request = EngineRequest(
-                prompt=tuple(prompt),
-                max_new_tokens=generation_request.max_new_tokens or 1,
-                sampling=SamplingParams(**generation_request.sampling),
-            )
-            check_request(request, max_length=self.card.max_length, vocab_size=self.card.vocab_size)
+            check_request(request, max_length=max_length, vocab_size=self.card.vocab_size)
         except RequestError as error:
-            max_length = self.card.max_length
-            is_too_long = (
-                max_length is not None and len(prompt) + request.max_new_tokens > max_length
-            )
+            length = len(request.prompt) + request.max_new_tokens
+            is_too_long = max_length is not None and length > max_length
             raise ApiError(
                 400,
                 str(error),
                 param=generation_request.name(error.field),
                 code="context_length_exceeded" if is_too_long else None,
             ) from None
-        except ValueError as error:  # one line for the user
-            raise ApiError(400, str(error)) from None
 
     def check_awake(self) -> None:
         """Raise ApiError if the engine is asleep."""

@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine.client import Cancelled, EngineLost, ReaderStalled
+from megatron.inference.server.engine.client import Cancelled, EngineLost, ReaderStalled, Refused
 from megatron.inference.server.middleware.api_error import ApiError, internal_error
 from megatron.inference.server.middleware.event_stream import Event, EventStream, disconnected
 from megatron.inference.server.middleware.request_guard import Limits
 from megatron.inference.server.middleware.request_log import LOG
-from megatron.inference.server.output_processor import Delta, Generation, NotFinite, Refused
+from megatron.inference.server.output_processor import Delta, Generation, NotFinite
 from megatron.inference.server.serving import engine_lost
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ async def _checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
         async for delta in generation.deltas():
             yield delta
     except Refused as error:
-        raise ApiError(400, str(error), param=error.field) from None
+        raise ApiError(400, str(error), param=generation.request.name(error.field)) from None
     except NotFinite:
         raise ApiError(
             500,

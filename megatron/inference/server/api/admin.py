@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine.client import ControlError, EngineLost
+from megatron.inference.server.engine.client import EngineLost, Refused
 from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.protocol.body import Body
 from megatron.inference.server.serving import Route, Server, engine_lost
@@ -60,7 +60,7 @@ async def _order(server: Server, request: Request, action: str, body: type[Body]
         raise ApiError(400, "give exactly one of load and address", param="load")
     try:
         return JSONResponse(await server.client.control(action, **vars(options)))
-    except ControlError as error:
+    except Refused as error:
         raise ApiError(409, str(error)) from None
     except EngineLost:
         raise engine_lost() from None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -34,7 +33,7 @@ async def completions(server: Server, request: Request) -> Response:
         prompts,
         default_stop_tokens=server.card.stop_tokens,
         max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
-        sampling=body.sampling(seed=secrets.randbits(63), logprobs=body.logprobs),
+        logprobs=body.logprobs,
         names={"max_new_tokens": "max_tokens"},
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         grammar=await compiled_grammar(server.grammars, body, grammar_makers(body)),

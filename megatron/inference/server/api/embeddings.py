@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import base64
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.engine.client import EngineLost, Outputs
+from megatron.inference.server.engine.client import EngineLost, Refused
 from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.protocol.body import Body, Prompts
 from megatron.inference.server.serving import Route, Server, admission, engine_lost, text_tokens
@@ -38,20 +39,19 @@ async def embeddings(server: Server, request: Request) -> Response:
     for tokens in texts:
         _check(server, tokens)
     with admission():
-        requests = [{"prompt": tokens, "max_new_tokens": 1, "embed": True} for tokens in texts]
-        ids, outputs = server.client.add_requests(requests)
+        embeddings = server.client.embed(texts)
     num_tokens = sum(map(len, texts))
     server.metrics.note_prompts(num_tokens)
-    vectors = await run_until_disconnect(request, _collected(outputs), server.limits)
+    vectors = await run_until_disconnect(request, _collected(embeddings), server.limits)
     if vectors is None:
         return Response(status_code=499)  # the client has disconnected
     data = [
         {
             "object": "embedding",
             "index": index,
-            "embedding": _encoded(vectors[output_id], body.encoding_format),
+            "embedding": _encoded(vector, body.encoding_format),
         }
-        for index, output_id in enumerate(ids)
+        for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return JSONResponse({"object": "list", "data": data, "model": server.card.name, "usage": usage})
@@ -76,19 +76,17 @@ def _check(server: Server, tokens: Sequence[int]) -> None:
         )
 
 
-async def _collected(outputs: Outputs) -> dict[int, Sequence[float]]:
-    """Return the vectors by request id. Raises ApiError if the engine rejects a text."""
-    vectors: dict[int, Sequence[float]] = {}
+async def _collected(embeddings: Sequence[asyncio.Future[list[float]]]) -> list[list[float]]:
+    """Return the vectors of all texts. Raises ApiError if the engine rejects a text."""
     try:
-        async for delta in outputs.deltas():
-            if delta.refused:
-                raise ApiError(400, delta.refused, param="input")
-            vectors[delta.id] = delta.embedding
+        return await asyncio.gather(*embeddings)
+    except Refused as error:
+        raise ApiError(400, str(error), param="input") from None
     except EngineLost:
         raise engine_lost() from None
     finally:
-        outputs.close()
-    return vectors
+        for embedding in embeddings:
+            embedding.cancel()
 
 
 def _encoded(vector: Sequence[float], encoding_format: str | None) -> Any:

@@ -7,11 +7,14 @@ It bounds the number of outputs in flight and the tokens that a slow reader leav
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
+from megatron.core.inference.requests import EngineRequest, OutputDelta
+from megatron.inference.server.engine.link import FrameReader, frame, to_message
 
 _READ_BYTES = 1 << 20
 # Iterations of the event loop between a message and its frame. Requests that arrive meanwhile go
@@ -40,8 +43,17 @@ class ReaderStalled(Exception):
     """The client does not read, and its unread tokens have reached the limit."""
 
 
-class ControlError(Exception):
-    """The engine rejects an administration command; the text is one line for the user."""
+class Refused(Exception):
+    """The engine rejects a request, a text to embed, or an administration command.
+
+    Args:
+        message: one line for the user.
+        field: field of `EngineRequest` that the message is about; "" for no single field.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Outputs:
@@ -55,22 +67,27 @@ class Outputs:
 
     def __init__(self, client: EngineClient, ids: Sequence[int], max_unsent: int) -> None:
         self._client, self._max_unsent = client, max_unsent
-        self._queue: asyncio.Queue[DeltaMessage | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
         self._open, self._unsent = set(ids), 0
         self.stalled = asyncio.Event()
         """Set when `max_unsent` is reached; the outputs have been aborted then."""
 
-    def put(self, delta: DeltaMessage) -> None:
+    def put(self, delta: OutputDelta) -> None:
         """Queue a delta of one output."""
         self._unsent += len(delta.tokens)
-        if delta.finish_reason or delta.refused:
-            self._open.discard(delta.id)
+        if delta.finish_reason:
+            self._open.discard(delta.request_id)
         elif self._unsent > self._max_unsent:
             self.close()
             self.stalled.set()
             self._queue.put_nowait(ReaderStalled())
             return
         self._queue.put_nowait(delta)
+
+    def refuse(self, request_id: int, error: Refused) -> None:
+        """End one output with an error of the engine."""
+        self._open.discard(request_id)
+        self._queue.put_nowait(error)
 
     def fail(self, error: Exception) -> None:
         """End all outputs with an error."""
@@ -88,10 +105,11 @@ class Outputs:
         self._client.abort(list(self._open))
         self._open.clear()
 
-    async def deltas(self) -> AsyncIterator[DeltaMessage]:
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
         """Yield deltas until all outputs have finished.
 
         Raises:
+            Refused: the engine rejects a request.
             EngineLost: the engine process has exited.
             ReaderStalled: the unread tokens exceed `max_unsent`.
         """
@@ -125,7 +143,8 @@ class EngineClient:
         self._outputs: dict[int, Outputs] = {}
         self._frames: list[bytes] = []  # messages that are not written yet
         self._next_id = 0
-        self._control_futures: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}  # of commands and embeddings
+        self._num_embeddings = 0  # texts that wait for their embedding
         self._last_message_time = time.monotonic()
         self.lost = asyncio.Event()
         """Set when the engine process has exited."""
@@ -138,52 +157,87 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of unfinished outputs."""
-        return len(self._outputs)
+        """Number of unfinished outputs and embeddings."""
+        return len(self._outputs) + self._num_embeddings
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last message of the engine."""
         return time.monotonic() - self._last_message_time
 
-    def add_requests(self, requests: Sequence[Mapping[str, Any]]) -> tuple[list[int], Outputs]:
+    def add_requests(self, requests: Sequence[EngineRequest]) -> tuple[list[int], Outputs]:
         """Send the requests of one HTTP request; return their ids and the queue of their deltas.
 
         Args:
-            requests: fields of a `RequestMessage` each, without the id.
+            requests: requests for one output each, without ids.
 
         Raises:
             QueueFull: the outputs would exceed `max_outputs`.
             Draining: the server is shutting down.
             EngineLost: the engine process has exited.
         """
+        ids = self._admit(len(requests))
+        outputs = Outputs(self, ids, self._max_unsent)
+        for request_id, request in zip(ids, requests, strict=True):
+            request = dataclasses.replace(request, request_id=request_id)
+            self._send({"kind": "add", "request": to_message(request)}, turns=_TURNS)
+            self._outputs[request_id] = outputs
+        return ids, outputs
+
+    def embed(self, prompts: Sequence[Sequence[int]]) -> list[asyncio.Future[list[float]]]:
+        """Send texts; return their embeddings. Cancelling an embedding aborts it.
+
+        An embedding raises Refused if the engine rejects the text, and EngineLost if the engine
+        process exits.
+
+        Args:
+            prompts: token ids of each text.
+
+        Raises:
+            QueueFull, Draining, EngineLost: as in `add_requests`.
+        """
+        embeddings = []
+        for request_id, prompt in zip(self._admit(len(prompts)), prompts, strict=True):
+            self._send({"kind": "embed", "id": request_id, "prompt": prompt}, turns=_TURNS)
+            embedding = self._expect_reply(request_id)
+            self._num_embeddings += 1
+            embedding.add_done_callback(functools.partial(self._end_embedding, request_id))
+            embeddings.append(embedding)
+        return embeddings
+
+    def _admit(self, count: int) -> list[int]:
+        """Return the ids of new outputs. Raises as `add_requests`."""
         if self.lost.is_set():
             raise EngineLost
         if self.draining.is_set():
             raise Draining
-        if self.active + len(requests) > self.max_outputs:
+        if self.active + count > self.max_outputs:
             raise QueueFull
-        ids = list(range(self._next_id, self._next_id + len(requests)))
-        self._next_id += len(requests)
-        outputs = Outputs(self, ids, self._max_unsent)
-        for request_id, fields in zip(ids, requests, strict=True):
-            self._send(RequestMessage(id=request_id, **fields).to_json(), turns=_TURNS)
-            self._outputs[request_id] = outputs
-        return ids, outputs
+        self._next_id += count
+        return list(range(self._next_id - count, self._next_id))
+
+    def _end_embedding(self, request_id: int, embedding: asyncio.Future[Any]) -> None:
+        self._num_embeddings -= 1
+        if embedding.cancelled() and self._replies.pop(request_id, None) is not None:
+            self._send({"kind": "abort", "id": request_id})
+
+    def _expect_reply(self, message_id: int) -> asyncio.Future[Any]:
+        reply = self._replies[message_id] = asyncio.get_running_loop().create_future()
+        return reply
 
     async def control(self, action: str, **fields: Any) -> dict[str, Any]:
         """Run an administration command between two steps (see `EngineControl`); return the reply.
 
         Raises:
-            ControlError: the engine rejects the command; its state has not changed.
+            Refused: the engine rejects the command; its state has not changed.
             EngineLost: the engine process has exited.
         """
         if self.lost.is_set():
             raise EngineLost
         message_id, self._next_id = self._next_id, self._next_id + 1
-        self._control_futures[message_id] = asyncio.get_running_loop().create_future()
+        reply = self._expect_reply(message_id)
         self._send({"kind": "control", "id": message_id, "action": action, **fields})
-        return await self._control_futures[message_id]
+        return await reply
 
     def abort(self, ids: Sequence[int]) -> None:
         """Abort outputs; finished outputs are ignored."""
@@ -216,25 +270,32 @@ class EngineClient:
                 elif message["kind"] == "facts":
                     self.facts = message["facts"]
                 elif message["kind"] == "done":
-                    self._resolve_control(message)
+                    self._deliver_reply(message)
+                elif message["kind"] == "refused":
+                    self._deliver_refusal(message)
                 else:
                     self._deliver_step(message)
         self.lost.set()
         for outputs in set(self._outputs.values()):
             outputs.fail(EngineLost())
         self._outputs.clear()
-        for future in self._control_futures.values():
-            if not future.done():
-                future.set_exception(EngineLost())
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(EngineLost())
 
-    def _resolve_control(self, message: Mapping[str, Any]) -> None:
-        future = self._control_futures.pop(message["id"])
-        if future.done():  # the caller has been cancelled
+    def _deliver_reply(self, message: Mapping[str, Any]) -> None:
+        reply = self._replies.pop(message["id"], None)
+        if reply is None or reply.done():  # the caller has been cancelled
             return
-        if message["refused"]:
-            future.set_exception(ControlError(message["refused"]))
+        if message["error"]:
+            reply.set_exception(Refused(message["error"]))
         else:
-            future.set_result(message["told"])
+            reply.set_result(message["result"])
+
+    def _deliver_refusal(self, message: Mapping[str, Any]) -> None:
+        outputs = self._outputs.pop(message["id"], None)
+        if outputs is not None:  # not aborted meanwhile
+            outputs.refuse(message["id"], Refused(message["error"], message["field"]))
 
     async def _read(self) -> bytes:
         try:
@@ -244,11 +305,11 @@ class EngineClient:
 
     def _deliver_step(self, message: Mapping[str, Any]) -> None:
         self.stats = message["stats"]
-        for fields in message["news"]:
-            delta = DeltaMessage(**fields)
-            outputs = self._outputs.get(delta.id)
+        for values in message["deltas"]:
+            delta = OutputDelta(*values)
+            outputs = self._outputs.get(delta.request_id)
             if outputs is None:  # aborted meanwhile
                 continue
-            if delta.finish_reason or delta.refused:
-                del self._outputs[delta.id]
+            if delta.finish_reason:
+                del self._outputs[delta.request_id]
             outputs.put(delta)

@@ -8,6 +8,7 @@ same requests and all ranks of a replica schedule the same steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import select
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.requests import EngineRequest, OutputDelta, RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
-from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.scheduler import SchedulerStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine.control import EngineControl
-from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
+from megatron.inference.server.engine.link import FrameReader, frame, from_message
 
 if TYPE_CHECKING:
     from megatron.inference.server.engine.embedder import Embedder
@@ -73,18 +73,13 @@ class EngineLoop:
         self._replicas, self._engine = replicas, replicas.engine
         self._link, self._host_group = link, host_group
         self._grammars, self._embedder = grammars, embedder
-        self._embedding_requests: dict[int, RequestMessage] = {}  # by request id
+        self._texts: dict[int, Sequence[int]] = {}  # texts to embed, by request id
         self._compiler = ThreadPoolExecutor(1)
         self._compiling: dict[int, tuple[EngineMessage, Future[object]]] = {}  # by request id
         self._reader = FrameReader()
-        self._requests: dict[int, RequestMessage] = {}  # unfinished, by request id
-        self._unanswered: set[int] = set()  # ids of the requests without a delta so far
+        self._unfinished: set[int] = set()  # ids of requests
         self._weights_message_id = -1  # replied to once the weights are installed
-        # Prompt tokens that were looked up in the prefix cache, and the hits among them.
-        self._prefix_queried = self._prefix_hit = 0
-        self._extra_deltas: list[
-            DeltaMessage
-        ] = []  # outside of steps: errors, aborts, and profiles
+        self._extra_deltas: list[OutputDelta] = []  # outside of steps: aborts and profiles
         # A socket and not a flag, as it has to interrupt the `select` of an idle loop.
         self._wake, self._woken = socket.socketpair()
 
@@ -105,7 +100,9 @@ class EngineLoop:
         while True:
             for message in self._broadcast(self._receive()):
                 if message["kind"] == "add":
-                    self._add(RequestMessage.from_json(message))
+                    self._add(from_message(EngineRequest, message["request"]))
+                elif message["kind"] == "embed":
+                    self._add_text(message["id"], message["prompt"])
                 elif message["kind"] == "abort":
                     self._abort(message["id"])
                 elif message["kind"] == "control":
@@ -115,10 +112,9 @@ class EngineLoop:
                 else:
                     assert message["kind"] == "end", message
                     return
-            # A pause may have aborted every request of the step.
-            deltas = self._deltas(self._replicas.step())
-            self._report(self._extra_deltas + deltas + self._embed())
+            self._report(self._extra_deltas + self._replicas.step())
             self._extra_deltas = []
+            self._embed()
 
     def _broadcast(self, messages: Sequence[EngineMessage]) -> list[EngineMessage]:
         """Return the messages of rank 0; all ranks call it.
@@ -139,7 +135,7 @@ class EngineLoop:
         """Return the messages of the HTTP process; an idle engine waits a moment for them."""
         if self._link is None:
             return []
-        busy = (self._requests or self._embedding_requests) and not self._engine.paused
+        busy = (self._unfinished or self._texts) and not self._engine.paused
         wait = 0.0 if busy else IDLE_SECONDS
         if wait and self._compiling:
             futures.wait([work for _, work in self._compiling.values()], _COMPILE_SECONDS)
@@ -168,10 +164,11 @@ class EngineLoop:
         requests whose grammar is ready. Steps do not wait for a compilation."""
         ready = []
         for message in messages:
-            if message["kind"] == "add" and message["grammar"] is not None:
+            if message["kind"] == "add" and "grammar" in message["request"]:
                 assert self._grammars is not None
-                work = self._compiler.submit(self._grammars.compile, message["grammar"])
-                self._compiling[message["id"]] = (message, work)
+                request = message["request"]
+                work = self._compiler.submit(self._grammars.compile, request["grammar"])
+                self._compiling[request["request_id"]] = (message, work)
             elif message["kind"] != "abort" or self._compiling.pop(message["id"], None) is None:
                 ready.append(message)
         compiled_ids = [
@@ -179,57 +176,48 @@ class EngineLoop:
         ]
         return ready + [self._compiling.pop(request_id)[0] for request_id in compiled_ids]
 
-    def _add(self, request: RequestMessage) -> None:
-        if request.embed:
-            assert self._embedder is not None
-            max_tokens = self._embedder.max_tokens
-            if len(request.prompt) <= max_tokens:
-                self._embedding_requests[request.id] = request
-            else:
-                error = (
-                    f"a text has {len(request.prompt)} tokens, but embeddings take at most "
-                    f"{max_tokens} (--inference-max-tokens)"
-                )
-                self._extra_deltas.append(DeltaMessage(id=request.id, refused=error))
-            return
+    def _add(self, request: EngineRequest) -> None:
+        assert request.request_id is not None
         try:
-            mask: TokenMask | ReasoningLimit | None = None
-            if request.grammar is not None:
-                assert self._grammars is not None
-                mask = self._grammars.mask(request.grammar)
-            if request.reasoning_limit is not None:
-                assert self._grammars is not None
-                mask = self._grammars.reasoning_limit(mask, **request.reasoning_limit)
-            self._replicas.add(
-                EngineRequest(
-                    request_id=request.id,
-                    prompt=tuple(request.prompt),
-                    max_new_tokens=request.max_new_tokens,
-                    sampling=SamplingParams(**request.sampling),
-                    stop_tokens=frozenset(request.stop_tokens),
-                    sequence=request.sequence,
-                    prompt_logprobs=request.prompt_logprobs,
-                    mask=mask,
-                    forced=None if mask is None else mask.forced,
-                    priority=request.priority,
-                )
-            )
+            self._replicas.add(self._with_mask(request))
         except ValueError as error:  # one line for the user: the cache is too small for it
             field = error.field if isinstance(error, RequestError) else ""
-            self._extra_deltas.append(
-                DeltaMessage(id=request.id, refused=str(error), refused_field=field)
-            )
+            refusal = {"id": request.request_id, "error": str(error), "field": field}
+            self._send({"kind": "refused", **refusal})
             return
-        self._requests[request.id] = request
-        self._unanswered.add(request.id)
+        self._unfinished.add(request.request_id)
+
+    def _with_mask(self, request: EngineRequest) -> EngineRequest:
+        """Return a request with the mask of its grammar and its reasoning limit."""
+        mask: TokenMask | ReasoningLimit | None = None
+        if request.grammar is not None:
+            assert self._grammars is not None
+            mask = self._grammars.mask(request.grammar)
+        if request.reasoning_limit is not None:
+            assert self._grammars is not None
+            mask = self._grammars.reasoning_limit(mask, **request.reasoning_limit)
+        if mask is None:
+            return request
+        return dataclasses.replace(request, mask=mask, forced=mask.forced)
+
+    def _add_text(self, request_id: int, text: Sequence[int]) -> None:
+        """Queue a text to embed."""
+        assert self._embedder is not None
+        max_tokens = self._embedder.max_tokens
+        if len(text) > max_tokens:
+            error = (
+                f"a text has {len(text)} tokens, but embeddings take at most "
+                f"{max_tokens} (--inference-max-tokens)"
+            )
+            self._reply(request_id, error=error)
+            return
+        self._texts[request_id] = text
 
     def _abort(self, request_id: int) -> None:
-        """Abort an output; a finished output is ignored."""
-        self._embedding_requests.pop(request_id, None)
-        if request_id in self._requests:
-            self._replicas.abort(request_id)
-            self._unanswered.discard(request_id)
-            del self._requests[request_id]
+        """Abort an output or an embedding; a finished one is ignored."""
+        self._texts.pop(request_id, None)
+        self._replicas.abort(request_id)
+        self._unfinished.discard(request_id)
 
     def _administer(self, message: EngineMessage) -> None:
         """Execute an administration command and reply."""
@@ -239,76 +227,52 @@ class EngineLoop:
                 self._weights_message_id = message["id"]
                 return
             if message["action"] == "pause" and message["mode"] == "abort":
-                for request_id in list(self._requests):
-                    self._extra_deltas += self._deltas(self._replicas.abort(request_id))
+                for request_id in sorted(self._unfinished):
+                    self._extra_deltas += self._replicas.abort(request_id)
             state, deltas = self._control.apply(message)
         except ValueError as error:  # one line for the user
-            self._reply(message["id"], error=str(error))
+            self._reply_to_command(message["id"], error=str(error))
             return
-        self._extra_deltas += self._deltas(deltas)
-        self._reply(message["id"], state)
+        self._extra_deltas += deltas
+        self._reply_to_command(message["id"], state)
 
     def _install_weights(self, failure: str) -> None:
         """Install the weights that all ranks have received, and reply to the command."""
         try:
             state = self._control.install_received(failure)
         except ValueError as error:
-            self._reply(self._weights_message_id, error=str(error))
+            self._reply_to_command(self._weights_message_id, error=str(error))
             return
-        self._reply(self._weights_message_id, state)
+        self._reply_to_command(self._weights_message_id, state)
 
-    def _reply(
+    def _reply_to_command(
         self, message_id: int, state: Mapping[str, Any] | None = None, error: str = ""
     ) -> None:
-        """Reply to an administration command."""
         self._report([])  # the metrics must show the new state before the reply
-        self._send({"kind": "done", "id": message_id, "told": state or {}, "refused": error})
+        self._reply(message_id, state or {}, error)
 
-    def _deltas(self, deltas: Sequence[OutputDelta]) -> list[DeltaMessage]:
-        """Return the messages of outputs that have not been aborted."""
-        return [self._delta(delta) for delta in deltas if delta.request_id in self._requests]
+    def _reply(self, message_id: int, content: Any = None, error: str = "") -> None:
+        """Reply to an administration command or with an embedding."""
+        self._send({"kind": "done", "id": message_id, "result": content, "error": error})
 
-    def _embed(self) -> list[DeltaMessage]:
+    def _embed(self) -> None:
         """Embed the oldest texts that fit one forward pass; a step runs between two passes."""
-        if not self._embedding_requests or self._engine.paused or self._engine.asleep:
-            return []
+        if not self._texts or self._engine.paused or self._engine.asleep:
+            return
         assert self._embedder is not None
-        requests = list(self._embedding_requests.values())
-        requests = requests[
-            : self._embedder.batch_size([len(request.prompt) for request in requests])
-        ]
+        count = self._embedder.batch_size([len(text) for text in self._texts.values()])
+        ids = list(self._texts)[:count]
         if self._engine.config.asynchronous:
             # Collectives of a step in flight must precede those of the forward pass.
             self._engine.drain()
-        vectors = self._embedder([request.prompt for request in requests])
-        for request in requests:
-            del self._embedding_requests[request.id]
-        return [
-            DeltaMessage(id=request.id, finish_reason="stop", embedding=vector)
-            for request, vector in zip(requests, vectors, strict=True)
-        ]
+        vectors = self._embedder([self._texts.pop(request_id) for request_id in ids])
+        for request_id, vector in zip(ids, vectors, strict=True):
+            self._reply(request_id, vector)
 
-    def _delta(self, delta: OutputDelta) -> DeltaMessage:
-        """Return the message of a delta."""
-        request = self._requests[delta.request_id]
-        if request.id in self._unanswered:
-            self._unanswered.discard(request.id)
-            # Count prefix-cache hits of a prompt, once for all of its outputs.
-            looks_up = self._engine.config.prefix_caching and not request.prompt_logprobs
-            if looks_up and request.counts_prompt:
-                self._prefix_queried += len(request.prompt)
-                self._prefix_hit += delta.cached_tokens
-        if delta.finish_reason:
-            del self._requests[request.id]
-        fields = delta._asdict()
-        del fields["request_id"], fields["index"]
-        return DeltaMessage(id=request.id, **fields)
-
-    def _report(self, deltas: Sequence[DeltaMessage]) -> None:
+    def _report(self, deltas: Sequence[OutputDelta]) -> None:
         """Send the deltas of a step; without deltas the message is a heartbeat."""
-        self._send(
-            {"kind": "step", "news": [delta.to_json() for delta in deltas], "stats": self._stats()}
-        )
+        self._unfinished -= {delta.request_id for delta in deltas if delta.finish_reason}
+        self._send({"kind": "step", "deltas": deltas, "stats": self._stats()})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         """Send a message to the HTTP process, on rank 0."""
@@ -325,8 +289,6 @@ class EngineLoop:
             "running": sum(load.running for load in loads),
             "waiting": sum(load.waiting for load in loads),
             "cache_usage": sum(n.used_blocks for n in loads) / sum(n.num_blocks for n in loads),
-            "prefix_queried": self._prefix_queried,
-            "prefix_hit": self._prefix_hit,
             "preempted": stats.preempted,
             "steps": stats.steps,
             "drafted": stats.drafted,

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron.core.inference.requests import EngineRequest
+from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import GenerationRequest
 from megatron.inference.server.protocol.body import (
@@ -137,57 +141,63 @@ class GenerationBody(Body):
             return {"type": "object"}
         return None if self.structured_outputs is None else self.structured_outputs.json_schema
 
-    def sampling(self, *, seed: int, logprobs: int | None) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` that the request sets.
+    def sampling(self, *, logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters: the fields of the body with the names of its fields.
 
         Args:
-            seed: seed if the request sets none.
             logprobs: number of alternatives to report per token.
         """
-        names = ("temperature", "top_p", "min_p", "repetition_penalty")
-        names += ("presence_penalty", "frequency_penalty", "seed")
-        values = {name: getattr(self, name) for name in names}
-        fields = {name: value for name, value in values.items() if value is not None}
+        fields = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(SamplingParams)}
         if self.top_k is not None:
             fields["top_k"] = max(self.top_k, 0)  # -1 keeps all, as 0 does
-        if self.logit_bias:
-            fields["logit_bias"] = [(int(t), bias) for t, bias in self.logit_bias.items()]
-        return {"seed": seed, "logprobs": logprobs, **fields}
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.seed is None:
+            fields["seed"] = secrets.randbits(63)
+        # Each API has its own field for the number of alternatives.
+        fields["logprobs"] = logprobs
+        return SamplingParams(**{k: value for k, value in fields.items() if value is not None})
 
     def generation_request(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         default_stop_tokens: Sequence[int],
-        max_new_tokens: int | None,
-        sampling: dict[str, Any],
+        max_new_tokens: int,
+        logprobs: int | None,
         names: Mapping[str, str],
-        prompt_logprobs: bool = False,
-        grammar: str | None = None,
+        **engine_fields: Any,
     ) -> GenerationRequest:
-        """Return the request for outputs.
+        """Return the engine's requests, one for each output.
 
         Args:
             prompts: token ids of each prompt.
             default_stop_tokens: stop tokens of the model, ignored with `ignore_eos`.
-            max_new_tokens: see `GenerationRequest`.
-            sampling: return value of `sampling`.
-            names, prompt_logprobs, grammar: see `GenerationRequest`.
+            max_new_tokens: most tokens of each output.
+            logprobs: number of alternatives to report per token.
+            names: see `GenerationRequest`.
+            engine_fields: other fields of `EngineRequest`.
         """
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         stop_tokens = {
             *(self.stop_token_ids or ()),
             *(() if self.ignore_eos else default_stop_tokens),
         }
-        return GenerationRequest(
-            prompts=prompts,
-            n=self.n or 1,
+        request = EngineRequest(
+            prompt=(),
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            stop_tokens=sorted(stop_tokens),
-            prompt_logprobs=prompt_logprobs,
-            grammar=grammar,
+            sampling=self.sampling(logprobs=logprobs),
+            stop_tokens=tuple(sorted(stop_tokens)),
             priority=self.priority or 0,
+            **engine_fields,
+        )
+        n = self.n or 1
+        outputs = [tuple(prompt) for prompt in prompts for _ in range(n)]
+        return GenerationRequest(
+            requests=[
+                dataclasses.replace(request, prompt=prompt, sequence=sequence)
+                for sequence, prompt in enumerate(outputs)
+            ],
+            n=n,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             names=names,
         )

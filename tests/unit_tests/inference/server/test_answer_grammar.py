@@ -71,14 +71,14 @@ def random_answer(grammars: Grammars, grammar: str, begin: str = "", seed: int =
     raise AssertionError(f"never ends: {bytes(tokens[:200])!r}")
 
 
-def calls(parts: list[OutputSegment]) -> list[tuple[str, Any]]:
+def calls(segments: list[OutputSegment]) -> list[tuple[str, Any]]:
     """Check the calls of an answer; return their names and arguments."""
     pairs: list[list[str]] = []
-    for part in parts:
-        if part.kind == "call":
-            pairs.append([part.text, ""])
-        elif part.kind == "arguments":
-            pairs[-1][1] += part.text
+    for segment in segments:
+        if segment.kind == "call":
+            pairs.append([segment.text, ""])
+        elif segment.kind == "arguments":
+            pairs[-1][1] += segment.text
     checked = [(name, json.loads(arguments)) for name, arguments in pairs]
     for name, arguments_of_call in checked:
         if name == "now":
@@ -109,9 +109,9 @@ def test_required_calls_validate_against_their_schemas(grammars: Grammars, name:
             parser = OutputParser(
                 formats, {t.name: t.parameters for t in conversation.callable_tools}
             )
-            parts = parser.push(random_answer(grammars, grammar, seed=seed), finished=True)
-            assert {part.kind for part in parts} <= {"call", "arguments", "end"}
-            answer_calls = calls(parts)
+            segments = parser.push(random_answer(grammars, grammar, seed=seed), finished=True)
+            assert {segment.kind for segment in segments} <= {"call", "arguments", "end"}
+            answer_calls = calls(segments)
             assert len(answer_calls) == 1 if restriction else answer_calls
             assert not conversation.forced_tool or answer_calls[0][0] == "now"
             names |= {name for name, _ in answer_calls}
@@ -132,10 +132,10 @@ def test_strict_calls_follow_text_and_reasoning(
     opens = "{" if bare else "So " + TOOL_FORMATS[name].begin[0].strip()
     begin = ("" if in_reasoning else "<think>") + f"Hm</think>\n{opens}"
     parser = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
-    parts = parser.push(random_answer(grammars, grammar, begin), finished=True)
-    assert parts[0] == OutputSegment("reasoning", "Hm")
-    assert parts[1] == (OutputSegment("call", "book") if bare else OutputSegment("text", "So"))
-    assert calls(parts)
+    segments = parser.push(random_answer(grammars, grammar, begin), finished=True)
+    assert segments[0] == OutputSegment("reasoning", "Hm")
+    assert segments[1] == (OutputSegment("call", "book") if bare else OutputSegment("text", "So"))
+    assert calls(segments)
     plain = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
     text = random_answer(grammars, grammar, begin.removesuffix(opens) + "No.")
     assert plain.push(text, finished=True)[0] == OutputSegment("reasoning", "Hm")

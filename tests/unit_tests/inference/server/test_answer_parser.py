@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer parser yields the same parts for every split of an answer's text."""
+"""The answer parser yields the same segments for every split of an answer's text."""
 
 from __future__ import annotations
 
@@ -92,22 +92,22 @@ NO_CALLS = (
 def parse(
     name: str, chunks: Iterable[str], *, in_reasoning: bool = False, tools: Any = TOOLS
 ) -> list[OutputSegment]:
-    """Parse the chunks of an answer; return its parts, adjacent parts of a kind merged."""
+    """Parse the chunks of an answer; return its segments, adjacent segments of a kind merged."""
     formats = AnswerFormats(tools=TOOL_FORMATS[name], reasoning=REASONING_FORMATS["qwen3"])
     parser = OutputParser(formats, tools, in_reasoning=in_reasoning)
-    parts = [part for chunk in chunks for part in parser.push(chunk)]
-    parts += parser.push("", finished=True)
-    assert parser.has_calls == any(part.kind == "call" for part in parts)
+    segments = [segment for chunk in chunks for segment in parser.push(chunk)]
+    segments += parser.push("", finished=True)
+    assert parser.has_calls == any(segment.kind == "call" for segment in segments)
     merged: list[OutputSegment] = []
-    for part in parts:
+    for segment in segments:
         if (
             merged
-            and merged[-1].kind == part.kind
-            and part.kind in ("text", "reasoning", "arguments")
+            and merged[-1].kind == segment.kind
+            and segment.kind in ("text", "reasoning", "arguments")
         ):
-            merged[-1] = OutputSegment(part.kind, merged[-1].text + part.text)
+            merged[-1] = OutputSegment(segment.kind, merged[-1].text + segment.text)
         else:
-            merged.append(part)
+            merged.append(segment)
     return merged
 
 
@@ -248,13 +248,13 @@ def test_arguments_keep_their_values_and_types(name: str) -> None:
             cuts = sorted(source.sample(range(len(text)), source.randint(1, 6)))
             splits.append([text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])])
         for split in splits:
-            content, call, arguments_part, end = parse(name, split, tools=schema(types))
+            content, call, arguments_segment, end = parse(name, split, tools=schema(types))
             assert (content, call, end) == (
                 OutputSegment("text", "So."),
                 OutputSegment("call", "take"),
                 OutputSegment("end"),
             )
-            parsed = json.loads(arguments_part.text)
+            parsed = json.loads(arguments_segment.text)
             assert parsed == arguments, split
             assert type(parsed["value"]) is type(value), split
 
@@ -319,13 +319,13 @@ def test_calls_are_parsed_with_missing_marks(mark: str, types: str | None) -> No
 
 def test_next_parameter_ends_a_parameter_without_end_mark() -> None:
     text = "<function=weather><parameter=city>\nUlm\n<parameter=days>\n3\n</parameter>"
-    parts = [
+    segments = [
         OutputSegment("call", "weather"),
         OutputSegment("arguments", '{"city": "Ulm", "days": 3}'),
         OutputSegment("end"),
     ]
     for split in ([text], text):
-        assert parse("qwen3_coder", split) == parts
+        assert parse("qwen3_coder", split) == segments
     # A mark of an unknown or repeated parameter belongs to the value.
     text = "<function=weather><parameter=city>\n<parameter=x> <parameter=city>\n</parameter>"
     assert json.loads(parse("qwen3_coder", text)[1].text) == {
@@ -340,8 +340,8 @@ def test_truncated_arguments_stay_open() -> None:
     )
     for cut_off in (True, False):
         parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
-        parts = parser.push(text, finished=True, cut_off=cut_off)
-        arguments = "".join(part.text for part in parts if part.kind == "arguments")
+        segments = parser.push(text, finished=True, cut_off=cut_off)
+        arguments = "".join(segment.text for segment in segments if segment.kind == "arguments")
         assert arguments == '{"days": 3, "city": "rm -rf /' + ("" if cut_off else '"}')
 
 
@@ -352,10 +352,12 @@ def test_truncated_call_leaves_no_text(name: str) -> None:
     formats, ends = AnswerFormats(tools=TOOL_FORMATS[name]), []
     for end in range(1, len(text) + 1):
         parser = OutputParser(formats, schema("string"))
-        parts = [*parser.push(text[:end]), *parser.push("", finished=True, cut_off=True)]
+        segments = [*parser.push(text[:end]), *parser.push("", finished=True, cut_off=True)]
         if parser.has_calls:
-            assert "text" not in {part.kind for part in parts}, text[:end]
-            ends.append("".join(part.text for part in parts if part.kind == "arguments"))
+            assert "text" not in {segment.kind for segment in segments}, text[:end]
+            ends.append(
+                "".join(segment.text for segment in segments if segment.kind == "arguments")
+            )
     assert all(ends[-1].startswith(arguments) for arguments in ends)
     assert json.loads(ends[-1]) == {"first": 1, "value": "é", "last": "x"}
 
@@ -384,8 +386,10 @@ def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, unknown: Seque
     for split in ([text], text):
         content, *calls = parse(name, split)
         assert content == OutputSegment("text", "Hm.")
-        assert [part.kind for part in calls] == ["call", "arguments", "end"] * (3 - len(unknown))
-        assert {part.text for part in calls if part.kind == "call"} == {"now"}
+        assert [segment.kind for segment in calls] == ["call", "arguments", "end"] * (
+            3 - len(unknown)
+        )
+        assert {segment.text for segment in calls if segment.kind == "call"} == {"now"}
 
 
 def test_unknown_call_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -402,15 +406,15 @@ def test_missing_arguments_are_an_empty_object(name: str, written: str) -> None:
         f'"name": "now", "arguments": {written}',
         f'"arguments": {written}, "name": "now"',
     ):
-        parts = parse(name, [f"{before}{{{members}}}{after}"])
-        assert [part.kind for part in parts] == ["call", "arguments", "end"]
-        assert json.loads(parts[1].text) == {}
+        segments = parse(name, [f"{before}{{{members}}}{after}"])
+        assert [segment.kind for segment in segments] == ["call", "arguments", "end"]
+        assert json.loads(segments[1].text) == {}
 
 
 def test_members_after_the_arguments_are_not_text() -> None:
     call = '{"name": "now", "arguments": {}, "id": "c", "more": [1, {"a": "}"}]}'
-    parts = parse("hermes", f"<tool_call>{call}</tool_call>Yes")
-    assert parts[2:] == [OutputSegment("end"), OutputSegment("text", "Yes")]
+    segments = parse("hermes", f"<tool_call>{call}</tool_call>Yes")
+    assert segments[2:] == [OutputSegment("end"), OutputSegment("text", "Yes")]
 
 
 def test_json_answer_is_streamed_incrementally() -> None:
@@ -456,11 +460,14 @@ def test_parser_steps_grow_linearly_with_the_text(
 def test_arguments_are_streamed_before_their_call_ends() -> None:
     formats = AnswerFormats(tools=TOOL_FORMATS["hermes"])
     parser = OutputParser(formats, TOOLS)
-    parts = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
-    assert parts == [OutputSegment("call", "now"), OutputSegment("arguments", '{"a": "lon')]
+    segments = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
+    assert segments == [OutputSegment("call", "now"), OutputSegment("arguments", '{"a": "lon')]
     parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
-    parts = parser.push("<tool_call><function=weather><parameter=city>\nlon")
-    assert parts == [OutputSegment("call", "weather"), OutputSegment("arguments", '{"city": "lon')]
+    segments = parser.push("<tool_call><function=weather><parameter=city>\nlon")
+    assert segments == [
+        OutputSegment("call", "weather"),
+        OutputSegment("arguments", '{"city": "lon'),
+    ]
 
 
 def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
@@ -489,8 +496,8 @@ def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
 def test_xml_parameters_have_the_types_of_their_schema(written: str, expected: object) -> None:
     def parsed_value(key: str) -> object:
         text = f"<tool_call><function=weather><parameter={key}>\n{written}\n</parameter></function>"
-        parts = parse("qwen3_coder", text)
-        return json.loads("".join(p.text for p in parts if p.kind == "arguments"))[key]
+        segments = parse("qwen3_coder", text)
+        return json.loads("".join(p.text for p in segments if p.kind == "arguments"))[key]
 
     assert parsed_value("city") == written
     assert parsed_value("days") == (expected if isinstance(expected, int) else written)

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of the engine link, and batches of requests that arrive together."""
+"""Messages of the engine link, and batches of requests that arrive together."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import socket
+from typing import Any
 
 import pytest
 
+from megatron.core.inference import EngineRequest, SamplingParams
 from megatron.inference.server.engine.client import EngineClient
-from megatron.inference.server.engine.link import LENGTH, MAX_FRAME_BYTES, FrameReader, frame
+from megatron.inference.server.engine.link import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    FrameReader,
+    frame,
+    from_message,
+    to_message,
+)
+from megatron.inference.server.protocol.generation import GenerationBody
 
 MESSAGES = [{"kind": "a", "text": "é\n" * 9}, {"kind": "b"}, {"kind": "c", "ids": list(range(99))}]
 
@@ -23,9 +35,50 @@ def test_frames_are_reassembled_from_any_split(size: int) -> None:
     assert messages == MESSAGES
 
 
+def test_every_field_of_a_body_reaches_the_engine() -> None:
+    """A new field of the sampling parameters needs a field of the body with its name, and no more:
+    the requests of the engine and their messages are derived."""
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 2.0,
+        "seed": 7,
+    }
+    bias, names = {"5": 1.0}, {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == {*sampling, "logit_bias", "logprobs"}
+    body = GenerationBody(**sampling, logit_bias=bias, stop_token_ids=[9, 8], priority=-2, n=2)
+    requests = body.generation_request(
+        [[1, 2], [3]],
+        default_stop_tokens=[4],
+        max_new_tokens=6,
+        logprobs=2,
+        names={},
+        prompt_logprobs=True,
+        grammar="start: /a/",
+        reasoning_limit={"begin": "", "end": "x", "end_tokens": [7], "after": 3},
+    ).requests
+    params = SamplingParams(**sampling, logit_bias={5: 1.0}, logprobs=2)
+    assert requests[0].sampling == params
+    sent = dataclasses.replace(requests[3], request_id=11)
+    assert (sent.prompt, sent.sequence, sent.stop_tokens) == ((3,), 3, (4, 8, 9))
+    unset = {f.name for f in dataclasses.fields(sent) if getattr(sent, f.name) == f.default}
+    assert unset == {"n", "mask", "forced"}
+    received = from_message(EngineRequest, json.loads(json.dumps(to_message(sent))))
+    assert received == sent
+    assert to_message(EngineRequest(prompt=(1,))) == {"prompt": (1,)}
+
+
 def test_oversized_frame_is_refused_by_its_header() -> None:
     with pytest.raises(ValueError, match=str(MAX_FRAME_BYTES + 1)):
         FrameReader().feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+def request_id(message: dict[str, Any]) -> int:
+    return message["request"]["request_id"] if message["kind"] == "add" else message["id"]
 
 
 async def writes_of_requests(delays: list[int]) -> list[list[int]]:
@@ -37,7 +90,7 @@ async def writes_of_requests(delays: list[int]) -> list[list[int]]:
         write, writes = writer.write, []
 
         def recorded_write(data: bytes) -> None:
-            writes.append([order["id"] for order in FrameReader().feed(data)])
+            writes.append([request_id(message) for message in FrameReader().feed(data)])
             write(data)
 
         writer.write = recorded_write  # type: ignore[method-assign]
@@ -45,7 +98,7 @@ async def writes_of_requests(delays: list[int]) -> list[list[int]]:
         async def submit(turns: int) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            client.add_requests([{"prompt": [5], "max_new_tokens": 2}])
+            client.add_requests([EngineRequest(prompt=(5,), max_new_tokens=2)])
 
         await asyncio.gather(*map(submit, delays))
         client.abort([0])

@@ -18,8 +18,8 @@ import torch
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
+from megatron.core.inference import Completion, EngineRequest, OutputDelta
 from megatron.core.inference.engine import generate
-from megatron.core.inference.requests import Completion, EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig
@@ -30,7 +30,7 @@ from megatron.inference.config import Inference, ModelSource
 from megatron.inference.llm import LLM
 from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve_config import ServeConfig
-from megatron.inference.server.engine.link import DeltaMessage, FrameReader, RequestMessage, frame
+from megatron.inference.server.engine.link import FrameReader, frame, to_message
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
@@ -39,20 +39,20 @@ from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 #: Sequences that run at a time on each replica.
 ROWS = 3
-SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 5, "logprobs": 2})
+SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=5, logprobs=2))
 LONG, TOO_LONG = 40, 90
 WORDS = ["--device", "cpu", "--inference-max-requests", "3", "--inference-memory-gb", "0.0005"]
 
 
-def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[RequestMessage]:
+def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[EngineRequest]:
     """Return eight requests: two prefixes, greedy and sampled, the last with prompt logprobs."""
     requests = []
     for n in range(8):
         prefix = [3 + n % 2] * LONG
         requests.append(
-            RequestMessage(
-                id=first_id + n,
-                prompt=[*prefix, *range(7, 8 + n)],
+            EngineRequest(
+                request_id=first_id + n,
+                prompt=(*prefix, *range(7, 8 + n)),
                 max_new_tokens=max_new_tokens - n,
                 sampling=SAMPLINGS[n // 2 % 2],
                 sequence=n,
@@ -76,24 +76,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def request_of(request: RequestMessage) -> EngineRequest:
-    return EngineRequest(
-        prompt=tuple(request.prompt),
-        max_new_tokens=request.max_new_tokens,
-        sampling=SamplingParams(**request.sampling),
-        stop_tokens=frozenset(request.stop_tokens),
-        sequence=request.sequence,
-        prompt_logprobs=request.prompt_logprobs,
-    )
-
-
 def single_engine_outputs(folder: Path) -> list[Completion]:
     source = ModelSource(load=str(folder), device="cpu")
     with load_checkpoint_model(source, Launch.from_environment({})) as loaded:
         engine = LLM(loaded, Inference(inference_max_requests=ROWS)).engine
-        return [
-            completion for (completion,) in generate(engine, map(request_of, engine_requests()))
-        ]
+        return [completion for (completion,) in generate(engine, engine_requests())]
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +104,19 @@ class EngineLink:
     def __init__(self, link: socket.socket) -> None:
         self._link, self._reader = link, FrameReader()
         self.outputs: dict[int, Completion] = {}
-        self.ended: dict[int, DeltaMessage] = {}
-        self.cached: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self.replies: dict[int, Mapping[str, Any]] = {}  # refusals, embeddings and control results
         self.stats: list[Mapping[str, Any]] = []
         self.quiet = 0  # steps without output since the last output
         self.facts: Mapping[str, Any] = {}
-        self._control_results: dict[int, Mapping[str, Any]] = {}
         self._next_control_id = 1000
 
     def send(self, *messages: Mapping[str, Any]) -> None:
         self._link.sendall(b"".join(map(frame, messages)))
 
-    def submit(self, requests: Sequence[RequestMessage]) -> None:
-        self.outputs |= {a.id: Completion(request_id=a.id) for a in requests}
-        self.send(*(a.to_json() for a in requests))
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        self.outputs |= {a.request_id: Completion() for a in requests}
+        self.send(*({"kind": "add", "request": to_message(a)} for a in requests))
 
     def receive_until(self, condition: Callable[[], object]) -> None:
         """Receive messages until a condition holds."""
@@ -143,42 +129,35 @@ class EngineLink:
     def _handle(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "facts":
             self.facts = message["facts"]
-        elif message["kind"] == "done":
-            self._control_results[message["id"]] = message
+        elif message["kind"] in ("done", "refused"):
+            self.replies[message["id"]] = message
         elif message["kind"] == "step":
             self.stats.append(message["stats"])
-            self.quiet = 0 if message["news"] else self.quiet + 1
-            for fields in message["news"]:
-                self._add(DeltaMessage(**fields))
+            self.quiet = 0 if message["deltas"] else self.quiet + 1
+            for delta in map(OutputDelta.from_json, message["deltas"]):
+                self.outputs[delta.request_id].add(delta)
+                if delta.finish_reason:
+                    self.ended.add(delta.request_id)
 
-    def _add(self, delta: DeltaMessage) -> None:
-        output = self.outputs[delta.id]
-        self.cached.setdefault(delta.id, delta.cached_tokens)
-        for name in ("tokens", "logprobs", "epochs", "top_logprobs"):
-            vars(output)[name] += getattr(delta, name)
-        if delta.prompt_logprobs is not None:
-            output.prompt_logprobs = list(delta.prompt_logprobs)
-        output.finish_reason = delta.finish_reason
-        if delta.finish_reason or delta.refused:
-            self.ended[delta.id] = delta
-
-    def finished(self, requests: Sequence[RequestMessage]) -> list[Completion]:
+    def finished(self, requests: Sequence[EngineRequest]) -> list[Completion]:
         """Return the outputs once all requests have finished."""
-        self.receive_until(lambda: all(a.id in self.ended for a in requests))
-        return [self.outputs[a.id] for a in requests]
+        self.receive_until(lambda: all(a.request_id in self.ended for a in requests))
+        return [self.outputs[a.request_id] for a in requests]
 
     def control(self, action: str, **fields: Any) -> Mapping[str, Any]:
         """Send a control message; return the answer."""
         number, self._next_control_id = self._next_control_id, self._next_control_id + 1
         self.send({"kind": "control", "id": number, "action": action, **fields})
-        self.receive_until(lambda: number in self._control_results)
-        return self._control_results[number]
+        self.receive_until(lambda: number in self.replies)
+        return self.replies[number]
 
-    def start(self, requests: Sequence[RequestMessage], count: int) -> None:
+    def start(self, requests: Sequence[EngineRequest], count: int) -> None:
         """Submit requests; wait until an output has `count` tokens while none has finished."""
         self.submit(requests)
-        self.receive_until(lambda: any(len(self.outputs[a.id].tokens) >= count for a in requests))
-        assert not any(a.id in self.ended for a in requests)
+        self.receive_until(
+            lambda: any(len(self.outputs[a.request_id].tokens) >= count for a in requests)
+        )
+        assert not any(a.request_id in self.ended for a in requests)
 
 
 Script = Callable[..., Any]
@@ -239,20 +218,19 @@ def assert_same_outputs(actual: Sequence[Completion], expected: Sequence[Complet
 
 def submit_abort_and_embed(engine: EngineLink) -> Any:
     """Complete all requests; abort a request, have a request refused, and embed a text."""
-    aborted, too_long = RequestMessage(id=90, prompt=[9] * 20, max_new_tokens=60), [5] * TOO_LONG
-    engine.submit(
-        [*engine_requests(), aborted, RequestMessage(id=91, prompt=too_long, max_new_tokens=9)]
-    )
-    engine.receive_until(lambda: 91 in engine.ended and engine.outputs[0].tokens)
-    engine.send({"kind": "abort", "id": aborted.id})
+    aborted = EngineRequest(request_id=90, prompt=(9,) * 20, max_new_tokens=60)
+    too_long = EngineRequest(request_id=91, prompt=(5,) * TOO_LONG, max_new_tokens=9)
+    engine.submit([*engine_requests(), aborted, too_long])
+    engine.receive_until(lambda: 91 in engine.replies and engine.outputs[0].tokens)
+    engine.send({"kind": "abort", "id": aborted.request_id})
     for number in range(92, 102):  # between steps of running requests
-        engine.submit([RequestMessage(id=number, prompt=[5, 6, 7], max_new_tokens=0, embed=True)])
-        engine.receive_until(lambda: number in engine.ended)  # noqa: B023
-    assert not all(request.id in engine.ended for request in engine_requests())
+        engine.send({"kind": "embed", "id": number, "prompt": [5, 6, 7]})
+        engine.receive_until(lambda: number in engine.replies)  # noqa: B023
+    assert not all(request.request_id in engine.ended for request in engine_requests())
     outputs = engine.finished(engine_requests())
     engine.receive_until(lambda: engine.stats[-1]["running"] == 0)
-    refused = engine.ended[91].refused
-    return outputs, engine.stats, engine.facts, refused, list(engine.ended[92].embedding)
+    error, vector = engine.replies[91]["error"], engine.replies[92]["result"]
+    return outputs, engine.stats, engine.facts, error, vector
 
 
 GRIDS = [
@@ -271,13 +249,13 @@ def test_ranks_answer_as_a_single_engine(
     folders: list[Path], single_engine: list[list[Completion]], world: int, flags: str
 ) -> None:
     replicas = world // ((1 + (TP in flags)) * (1 + (PP in flags)))
-    outputs, stats, facts, refused, vector = run(folders[0], world, flags, submit_abort_and_embed)
+    outputs, stats, facts, error, vector = run(folders[0], world, flags, submit_abort_and_embed)
     assert_same_outputs(outputs, single_engine[0])
-    assert str(TOO_LONG) in refused
+    assert str(TOO_LONG) in error
     # All rows of all replicas were used, and all blocks are free at the end.
     assert max(step["running"] for step in stats) == ROWS * replicas
     assert max(step["cache_usage"] for step in stats) > 0 == stats[-1]["cache_usage"]
-    assert stats[-1]["waiting"] == 0 < stats[-1]["prefix_hit"]
+    assert stats[-1]["waiting"] == 0 < max(output.cached_tokens for output in outputs)
     sizes = [facts[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "data")]
     assert sizes == [1 + (TP in flags), 1 + (PP in flags), replicas]
     assert facts["async_scheduling"] == ("async" in flags)
@@ -317,33 +295,32 @@ def pause_sleep_and_profile(engine: EngineLink) -> list[list[Completion]]:
     for n, mode in enumerate(("keep", "recompute")):
         requests = engine_requests(100 * n)
         engine.start(requests, 4)
-        assert engine.control("pause", mode=mode)["told"]["paused"]
+        assert engine.control("pause", mode=mode)["result"]["paused"]
         engine.receive_until(lambda: engine.quiet > 1)
         assert engine.stats[-1]["paused"] == 1
-        computed = [len(engine.outputs[a.id].tokens) for a in requests]
-        assert engine.control("pause", mode="keep")["told"]["paused"]
-        assert computed == [len(engine.outputs[a.id].tokens) for a in requests]
-        assert not engine.control("resume")["told"]["paused"]
+        computed = [len(engine.outputs[a.request_id].tokens) for a in requests]
+        assert engine.control("pause", mode="keep")["result"]["paused"]
+        assert computed == [len(engine.outputs[a.request_id].tokens) for a in requests]
+        assert not engine.control("resume")["result"]["paused"]
         batches.append(engine.finished(requests))
         assert (engine.stats[-1]["preempted"] > 0) == (mode == "recompute")
     requests = engine_requests(200)
     engine.start(requests, 4)
     profiled = engine.control("profile", steps=2)
     if engine.facts["async_scheduling"]:  # the profiler does not record the thread of these steps
-        assert "asynchronous" in profiled["refused"]
+        assert "asynchronous" in profiled["error"]
     else:
-        assert profiled["told"]["steps"] == 2
-    assert engine.control("sleep", level=1)["told"]["asleep"]
-    refused = RequestMessage(id=300, prompt=[5] * LONG, max_new_tokens=5)
-    engine.submit([refused])
-    engine.receive_until(lambda: 300 in engine.ended)
-    assert "asleep" in engine.ended[300].refused
-    assert "wake" in engine.control("resume")["refused"]
-    assert not engine.control("wake")["told"]["asleep"]
+        assert profiled["result"]["steps"] == 2
+    assert engine.control("sleep", level=1)["result"]["asleep"]
+    engine.submit([EngineRequest(request_id=300, prompt=(5,) * LONG, max_new_tokens=5)])
+    engine.receive_until(lambda: 300 in engine.replies)
+    assert "asleep" in engine.replies[300]["error"]
+    assert "wake" in engine.control("resume")["error"]
+    assert not engine.control("wake")["result"]["asleep"]
     batches.append(engine.finished(requests))
     requests = engine_requests(400)
     engine.start(requests, 4)
-    assert engine.control("pause", mode="abort")["told"]["paused"]
+    assert engine.control("pause", mode="abort")["result"]["paused"]
     assert {c.finish_reason for c in engine.finished(requests)} == {"abort"}
     assert engine.stats[-1]["running"] == engine.stats[-1]["waiting"] == 0
     engine.control("resume")
@@ -371,25 +348,25 @@ def test_pause_and_sleep_change_no_token(
 
 def replace_weights(engine: EngineLink, control: Mapping[str, Any]) -> tuple[Any, ...]:
     """Replace weights while requests run; return the answer, and the outputs during and after."""
-    cached_request = RequestMessage(id=50, prompt=[9] * LONG, max_new_tokens=1)
-    for repeated in (cached_request, replace(cached_request, id=51)):
+    cached_request = EngineRequest(request_id=50, prompt=(9,) * LONG, max_new_tokens=1)
+    for repeated in (cached_request, replace(cached_request, request_id=51)):
         engine.submit([repeated])
         engine.finished([repeated])
-    assert engine.cached[51] > 0
+    assert engine.outputs[51].cached_tokens > 0
     during = engine_requests(100)
     engine.start(during, 4)
     refusal = engine.control("weights", load="/nowhere", address=None)
-    assert "/nowhere" in refusal["refused"]
-    answer = engine.control("weights", **control)["told"]
+    assert "/nowhere" in refusal["error"]
+    answer = engine.control("weights", **control)["result"]
     outputs_during = engine.finished(during)
-    engine.submit([replace(cached_request, id=200)])
-    engine.finished([replace(cached_request, id=200)])
+    engine.submit([replace(cached_request, request_id=200)])
+    engine.finished([replace(cached_request, request_id=200)])
     after = engine_requests(300)
     engine.submit(after)
     return (
         answer,
         outputs_during,
-        engine.cached[200],
+        engine.outputs[200].cached_tokens,
         engine.finished(after),
         engine.stats[-1]["epoch"],
     )
@@ -425,13 +402,13 @@ def test_all_ranks_replace_their_weights(
 
 def submit_until_the_engine_ends(engine: EngineLink) -> None:
     """Submit requests one after another until the engine process has ended."""
-    long = RequestMessage(id=0, prompt=[5, 6], max_new_tokens=TOO_LONG - 2)
+    long = EngineRequest(request_id=0, prompt=(5, 6), max_new_tokens=TOO_LONG - 2)
     engine.start([long], 2)
     print("start", flush=True)
     with contextlib.suppress(AssertionError, ConnectionError):
         while True:
             engine.submit(
-                [RequestMessage(id=len(engine.outputs), prompt=[5, 6], max_new_tokens=40)]
+                [EngineRequest(request_id=len(engine.outputs), prompt=(5, 6), max_new_tokens=40)]
             )
             engine.receive_until(lambda: len(engine.outputs) - 1 in engine.ended)
 

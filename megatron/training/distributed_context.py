@@ -89,35 +89,32 @@ def group_names(run: ResolvedRun) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def join_run(
-    run: ResolvedRun,
-    launch: Launch,
-    facts: StartFacts,
-    *,
-    watch: PeerWatch | None,
-    stop: StopRequests,
+    run: ResolvedRun, launch: Launch, facts: StartFacts, *, stop: StopRequests
 ) -> Iterator[DistributedContext]:
     """Create the process groups of a run, and destroy them at the end.
 
     Args:
         facts: values that must be equal on all ranks.
-        watch: this process's watch, already running; None for a single process.
-        stop: signal handling of this process.
+        stop: signal handling of this process, with its watch already running.
 
     Raises:
         ValueError: the device does not exist, or the ranks were not started alike.
     """
     seconds = run.config.parallel.distributed_timeout_minutes * 60.0
     device = choose_device(run.config.training.device, launch.local_rank)
-    restarts = RestartRecord(launch, timeout_seconds=seconds)
+    watch = stop.watch
+    context = partial(
+        DistributedContext,
+        device=device,
+        watch=watch,
+        stop=stop,
+        restarts=RestartRecord(launch, timeout_seconds=seconds),
+        attempt=launch.attempt,
+    )
     if watch is None:
-        yield DistributedContext(
+        yield context(
             groups=ProcessGroupCollection.single(),
-            device=device,
             coordinator=Solo(),
-            watch=None,
-            stop=stop,
-            restarts=restarts,
-            attempt=launch.attempt,
             background=Solo() if run.config.checkpoint.async_save else None,
         )
         return
@@ -145,14 +142,9 @@ def join_run(
         store = launch.open_store(timeout_seconds=seconds)
         check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)
         groups.observers.append(check)
-    yield DistributedContext(
+    yield context(
         groups=groups,
-        device=device,
         coordinator=coordinator,
-        watch=watch,
-        stop=stop,
-        restarts=restarts,
-        attempt=launch.attempt,
         background=_background(run, launch, seconds, watch),
     )
     # Only after success: with a dead peer, destroying the groups would block.

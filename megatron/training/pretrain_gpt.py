@@ -179,7 +179,7 @@ def start_watch(
     )
 
 
-def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: StopRequests) -> None:
+def train(run: ResolvedRun, launch: Launch, stop: StopRequests) -> None:
     """Join the process groups and execute the run."""
     if run.config.training.deterministic_mode:
         # cuBLAS reads it on initialisation; without it, torch rejects deterministic algorithms.
@@ -192,65 +192,75 @@ def train(run: ResolvedRun, launch: Launch, *, watch: PeerWatch | None, stop: St
     from megatron.training.run_inputs import read_inputs
 
     torch.use_deterministic_algorithms(run.config.training.deterministic_mode)
-    with blaming_peers(watch):
+    with blaming_peers(stop.watch):
         inputs = read_inputs(run)
-        facts = inputs.start_facts(run)
-        with join_run(run, launch, facts, watch=watch, stop=stop) as context:
-            pretrain(
-                resume_own_checkpoint(run) if context.restarts.resumes else run, context, inputs
-            )
+        with join_run(run, launch, inputs.start_facts(run), stop=stop) as context:
+            resumed = resume_own_checkpoint(run) if context.restarts.resumes else run
+            pretrain(resumed, context, inputs)
 
 
-def main(
-    argv: Sequence[str], environment: Mapping[str, str], *, program: Program = PRETRAIN_GPT
-) -> int:
-    """Run the command and return this process's exit code.
+class RunProcess:
+    """A process of a run: it reads the options, joins the other ranks and trains.
 
     Args:
         argv: arguments without the program's name.
         environment: environment variables, in which torchrun passes the rank.
         program: the entry script.
     """
-    launchers: list[LauncherWatch] = []
-    listeners: list[Listener] = []
-    reports = ErrorReports(environment)
 
-    def say(text: str) -> None:
-        with reports.line(text) as prints:
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], program: Program
+    ) -> None:
+        self._argv, self._environment, self._program = argv, environment, program
+        self._reports = ErrorReports(environment)
+        self._stop = StopRequests(self._say, end=self._end)
+        self._listener: Listener | None = None
+        self._launcher: LauncherWatch | None = None
+
+    def run(self) -> int:
+        """Run the command and return this process's exit code."""
+        stop, report = self._stop, self._reports.report
+        with signals_to_thread(stop.react, stop.on_main) as self._listener:
+            if self._listener is not None:
+                stop.wake = self._listener.notify
+            code = run_entry_point(self._train, prog=self._program.name, report=report)
+        if self._launcher is not None:
+            self._launcher.close()
+        if stop.watch is not None:
+            stop.watch.cleanup()
+        return code or stop.code
+
+    def _train(self) -> None:
+        """Read the options, join the other ranks, and execute the run."""
+        launch = Launch.from_environment(self._environment)
+        pid = launcher_of(self._environment, os.getppid())
+        self._launcher = LauncherWatch(launch, pid, self._stop.on_launcher_lost)
+        run = read_run(self._argv, launch, program=self._program)
+        if self._listener is not None:
+            self._listener.listen_to(signal.Signals[run.config.failures.exit_signal])
+        self._reports.join()
+        launch, self._stop.watch = start_watch(run, launch, self._launcher)
+        if self._stop.watch is not None:
+            self._reports.claims = self._stop.watch.claims
+        train(run, launch, self._stop)
+
+    def _say(self, text: str) -> None:
+        """Print a line, unless another rank prints it."""
+        with self._reports.line(text) as prints:
             if prints:
-                print(f"{program.name}: {text}", file=sys.stderr, flush=True)
+                print(f"{self._program.name}: {text}", file=sys.stderr, flush=True)
 
-    def end(code: int) -> None:
-        reports.wait_for_line(2.0)  # the main thread may be about to print the line it claimed
+    def _end(self, code: int) -> None:
+        """End the process at once."""
+        self._reports.wait_for_line(2.0)  # the main thread may be about to print its line
         os._exit(code)
 
-    stop = StopRequests(say, end=end)
 
-    def work() -> None:
-        launch = Launch.from_environment(environment)
-        launcher = LauncherWatch(
-            launch, launcher_of(environment, os.getppid()), stop.on_launcher_lost
-        )
-        launchers.append(launcher)
-        run = read_run(argv, launch, program=program)
-        for listener in listeners:
-            listener.listen_to(signal.Signals[run.config.failures.exit_signal])
-        reports.join()
-        launch, stop.watch = start_watch(run, launch, launcher)
-        if stop.watch is not None:
-            reports.claims = stop.watch.claims
-        train(run, launch, watch=stop.watch, stop=stop)
-
-    with signals_to_thread(stop.react, stop.on_main) as listener:
-        if listener is not None:
-            listeners.append(listener)
-            stop.wake = listener.notify
-        code = run_entry_point(work, prog=program.name, report=reports.report)
-    for launcher in launchers:
-        launcher.close()
-    if stop.watch is not None:
-        stop.watch.cleanup()
-    return code or stop.code
+def main(
+    argv: Sequence[str], environment: Mapping[str, str], *, program: Program = PRETRAIN_GPT
+) -> int:
+    """Run the command and return this process's exit code; see `RunProcess`."""
+    return RunProcess(argv, environment, program).run()
 
 
 def run_program(program: Program) -> None:

@@ -161,9 +161,7 @@ def listeners(argv: list[str], world: int) -> list[str]:
     with (
         mock.patch.multiple(distributed_context, **fakes),
         mock.patch.object(Launch, "open_store", return_value=dist.HashStore()),
-        distributed_context.join_run(
-            run, launch, mock.MagicMock(), watch=mock.MagicMock(), stop=mock.MagicMock()
-        ),
+        distributed_context.join_run(run, launch, mock.MagicMock(), stop=mock.MagicMock()),
     ):
         return [type(observer).__name__ for observer in groups.observers]
 

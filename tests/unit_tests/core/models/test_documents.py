@@ -26,11 +26,6 @@ CONFIG = GPTConfig(
     mlp=MLPConfig(ffn_hidden_size=20),
     init_std=0.3,
 )
-DROPPING = dataclasses.replace(
-    CONFIG,
-    hidden_dropout=0.2,
-    attention=dataclasses.replace(CONFIG.attention, dropout=0.3),
-)
 #: Bounds of the documents in each of three rows of 14 tokens.
 DOCUMENT_BOUNDS = [[0, 5, 6, 11, 14], [0, 14], [0, 7, 14]]
 
@@ -173,19 +168,3 @@ def test_dropout_differs_between_equal_documents_of_a_row():
     torch.testing.assert_close(plain[2, :6], plain[2, 7:13], rtol=1e-6, atol=1e-6)
     above = bool(((dropped[2, :6] - dropped[2, 7:13]).abs() > 1e-6).all())
     assert above
-
-
-def _nll_on_rank(rank: int, world: int, sequence_parallel: bool) -> torch.Tensor:
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    model = model_of(DROPPING, groups, sequence_parallel=sequence_parallel)
-    with torch.no_grad():
-        return model.loss(**with_samples_from(packed_batch(), 5))[1]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_agree_with_one_process(sequence_parallel):
-    model = model_of(DROPPING, ProcessGroupCollection.single())
-    with torch.no_grad():
-        _, expected = model.loss(**with_samples_from(packed_batch(), 5))
-    for nll in run_ranks(_nll_on_rank, 2, sequence_parallel):
-        torch.testing.assert_close(nll, expected, rtol=1e-6, atol=1e-6)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tied GPT trained by Muon: faster than SGD, and equal on four ranks and on one."""
+"""A tied GPT trained by Muon: its loss decreases faster than with SGD."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection
 from megatron.core.comm import all_reduce
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models import GPTConfig, GPTModel
@@ -14,7 +13,6 @@ from megatron.core.optimizer import MuonConfig, Optimizer, OptimizerConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.core.weight_sharding import loss_factor
 from tests.support.inputs import generator
-from tests.support.ranks import run_ranks
 
 VOCABULARY, SEQUENCE, BATCH = 29, 12, 4
 MUON = OptimizerConfig(kind="muon", muon=MuonConfig(scale_mode="rms"))
@@ -85,23 +83,3 @@ def test_muon_loss_decreases_faster_than_sgd():
         for lr in (0.1, 0.3, 1.0)
     ]
     assert muon[-1] < min(losses[-1] for losses in sgd) - 0.3
-
-
-def train_on_four_ranks(rank: int, world: int) -> list[list[float]]:
-    losses_by_strategy = []
-    for strategy in ("optim", "optim_grads_params"):
-        groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=2), rank=rank)
-        dp_rank = groups.coordinates["dp"]
-        parallel = DataParallelConfig(strategy=strategy)
-        losses_by_strategy.append(
-            train(groups, MUON, lr=0.02, steps=5, dp_ranks=(dp_rank,), parallel=parallel)
-        )
-    return losses_by_strategy
-
-
-def test_training_on_four_ranks_matches_one_rank():
-    expected = train(ProcessGroupCollection.single(), MUON, lr=0.02, steps=5, dp_ranks=(0, 1))
-    assert expected[-1] < expected[0] - 0.3
-    for losses_by_strategy in run_ranks(train_on_four_ranks, 4):
-        for losses in losses_by_strategy:
-            assert losses == pytest.approx(expected, rel=1e-5)

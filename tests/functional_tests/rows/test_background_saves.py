@@ -11,7 +11,8 @@ import time
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.core.dist_checkpointing import AsyncSaver, latest_checkpoint, read_extra
+from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
+from megatron.core.dist_checkpointing.async_save import StagingBuffer, WriterProcess
 from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with, running_with
@@ -43,22 +44,22 @@ def whole(prefix, tmp_path_factory):
 
 
 def _on_write(number: int, callback) -> None:
-    """Call `callback(saver)` before this rank's saver writes shard `number`, counted from 1."""
-    write, count = AsyncSaver._write, [0]
+    """Call `callback(process id)` before this rank's writer writes shard `number`, from 1."""
+    call, count = WriterProcess.call, [0]
 
-    def write_with_callback(self, name):
-        count[0] += 1
-        if count[0] == number:
-            callback(self)
-        return write(self, name)
+    def call_with_callback(self, command, **arguments):
+        count[0] += command == "write"
+        if command == "write" and count[0] == number:
+            callback(self.pid)
+        return call(self, command, **arguments)
 
-    AsyncSaver._write = write_with_callback
+    WriterProcess.call = call_with_callback
 
 
 def plant_stopped_writer(rank: int) -> None:
     """Stop rank 1's writer in the second save, after rank 0 has written its shard."""
     if rank == 1:
-        _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGSTOP))
+        _on_write(2, lambda pid: os.kill(pid, signal.SIGSTOP))
 
 
 @pytest.mark.covers("asynchronous save")
@@ -88,7 +89,7 @@ def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
 
 def plant_killed_writer(rank: int) -> None:
     if rank == 1:
-        _on_write(2, lambda saver: os.kill(saver.writer.pid, signal.SIGKILL))
+        _on_write(2, lambda pid: os.kill(pid, signal.SIGKILL))
 
 
 @pytest.mark.covers("asynchronous save")
@@ -120,7 +121,7 @@ def test_hung_writer_is_killed_and_training_continues(prefix, tmp_path, whole):
     outcomes, logs = run_with(plant_stopped_writer, flags(prefix, options))
     assert [o.exit_code for o in outcomes] == [0, 0], logs
     text = "".join(logs)
-    assert "iteration 6 is to be saved, but the previous save is still in progress" in text
+    assert "the previous save is still in progress when iteration 6 is to be saved" in text
     assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in text
     assert "did not respond for 9 s in 'write' and was killed" in text
     assert digests(save / "iter_0000006") == digests(whole / "iter_0000006")
@@ -129,12 +130,8 @@ def test_hung_writer_is_killed_and_training_continues(prefix, tmp_path, whole):
 
 def plant_file_size_limit(rank: int) -> None:
     """Limit the file size of rank 0's writer from its second shard on."""
-
-    def shrink(saver: AsyncSaver) -> None:
-        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (50_000, -1))
-
     if rank == 0:
-        _on_write(2, shrink)
+        _on_write(2, lambda pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, -1)))
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
@@ -168,9 +165,9 @@ def test_run_stopped_by_bad_steps_finishes_its_async_save(prefix, tmp_path, monk
         count[0] += 1
         return loss * (float("nan") if count[0] > 4 else 1.0), nll
 
-    write = AsyncSaver._write
+    complete_copy = StagingBuffer.complete_copy
     monkeypatch.setattr(
-        AsyncSaver, "_write", lambda self, name: (time.sleep(1), write(self, name))[1]
+        StagingBuffer, "complete_copy", lambda self: (time.sleep(1), complete_copy(self))
     )
     monkeypatch.setattr(GPTModel, "loss", nan_from_the_third_step)
     options = (

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import TensorChunk, optimizer_chunks, weight_chunks
@@ -14,13 +14,13 @@ from megatron.training.fault_tolerance.faults import (
     FaultLog,
     FaultRecord,
     Faults,
-    SuspectStep,
     SuspectStepFile,
 )
-from megatron.training.fault_tolerance.replica_check import Difference, ReplicaCheck, ReplicaHooks
+from megatron.training.fault_tolerance.replica_check import Difference, ReplicaCheck
 from megatron.training.fault_tolerance.stragglers import StragglerReport, WaitClock
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
+from megatron.training.observation import Observation
 from megatron.training.progress_state import Progress
 from megatron.training.restore import load_session
 from megatron.training.save_hooks import Saves
@@ -40,30 +40,38 @@ def arm_stop(session: Session) -> None:
 
 
 def failure_hooks(
-    session: Session,
-    *,
-    say: Callable[[str], None],
-    metrics: Metrics,
-    saves: Saves | None,
+    session: Session, observation: Observation, saves: Saves | None
 ) -> list[TrainingHooks]:
     """Return the hooks for slow ranks, bad steps, failed saves and different replicas, in the order
     in which the loop calls them.
 
     Args:
-        say: prints one line.
-        metrics: records events.
+        observation: prints lines and records events.
         saves: writes checkpoints; None without --save.
     """
-    context = session.context
+    say, metrics, context = observation.display.log, observation.metrics, session.context
+    save = session.run.config.checkpoint.save
     # Only rank 0 writes to the save folder.
-    folder = session.run.config.checkpoint.save if context.coordinator.rank == 0 else None
+    folder = save if context.coordinator.rank == 0 else None
     log = FaultLog(folder, record=metrics.write, warn=say)
     host_of = _own_host if context.watch is None else context.watch.host_of
+    suspect_file = None
+    if save is not None:
+        suspect_file = SuspectStepFile(save, context.coordinator, say=say, log=log)
+    faults = Faults(
+        config=session.run.config,
+        say=say,
+        log=log,
+        host_of=host_of,
+        save=None if saves is None else saves.finish,
+        suspect_file=suspect_file,
+        roll_back=lambda: roll_back(session, saves),
+    )
     candidates = [
         straggler_report(session, host_of, say=say, metrics=metrics),
-        bad_step_hooks(session, host_of, say=say, log=log, saves=saves),
+        faults,
         saves,
-        replica_hooks(session, host_of, say=say, log=log),
+        replica_check(session, host_of, say=say, log=log),
     ]
     return [hooks for hooks in candidates if hooks is not None]
 
@@ -71,39 +79,6 @@ def failure_hooks(
 def _own_host(rank: int) -> str:
     """Return the machine of a single process."""
     return socket.gethostname()
-
-
-def bad_step_hooks(
-    session: Session,
-    host_of: Callable[[int], str],
-    *,
-    say: Callable[[str], None],
-    log: FaultLog,
-    saves: Saves | None,
-) -> Faults:
-    """Return the hooks that handle bad steps."""
-    config = session.run.config
-    folder = config.checkpoint.save
-
-    def record(
-        suspect: SuspectStep, verdict: str, hosts: Mapping[int, str], *, loss: float
-    ) -> None:
-        values = (*suspect.values, loss)
-        log.add(FaultRecord(suspect.iteration, suspect.kind, verdict, hosts, values=values))
-
-    suspect_file = None
-    if folder is not None:
-        suspect_file = SuspectStepFile(folder, session.context.coordinator, say=say, record=record)
-    return Faults(
-        config=config,
-        say=say,
-        log=log,
-        host_of=host_of,
-        save=None if saves is None else saves.finish,
-        judge=None if suspect_file is None else suspect_file.judge,
-        clear=(lambda iteration, loss: None) if suspect_file is None else suspect_file.clear,
-        roll_back=lambda: roll_back(session, saves),
-    )
 
 
 def straggler_report(
@@ -169,13 +144,13 @@ def roll_back(session: Session, saves: Saves | None) -> Progress | None:
     return loaded[1] or Progress()
 
 
-def replica_hooks(
+def replica_check(
     session: Session,
     host_of: Callable[[int], str],
     *,
     say: Callable[[str], None],
     log: FaultLog,
-) -> ReplicaHooks | None:
+) -> ReplicaCheck | None:
     """Return the replica check, and log it; None if the options do not enable it."""
     interval = session.run.config.failures.check_weight_hash_across_dp_replicas_interval
     if interval is None:
@@ -202,11 +177,12 @@ def replica_hooks(
     check = ReplicaCheck(
         chunks,
         session.context.groups["world"],
+        interval=interval,
         device=session.context.device,
         coordinator=session.context.coordinator,
         host_of=host_of,
         complete=session.step.engine.complete_weights,
         record=record,
     )
-    say(check.line(interval))
-    return ReplicaHooks(check, interval)
+    say(check.line())
+    return check

@@ -14,7 +14,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,28 +117,14 @@ def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[i
             gc.enable()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """Display and metrics of a run.
-
-    Args:
-        display: lines and the progress bar; silent on all ranks except the last.
-        metrics: metrics writers; empty on all ranks except the last.
-        hooks: training hooks that profile, collect garbage and write final metrics.
-    """
-
-    display: Display
-    metrics: Metrics
-    hooks: TrainingHooks
-
-
-class ObservationHooks(TrainingHooks):
-    """Profiles, collects garbage and records the end of a run.
+class Observation(TrainingHooks):
+    """Profiles, collects garbage, and records the end of a run.
 
     Args:
         session: the training session.
         callbacks: each is called with the iteration number before the iteration.
-        display, metrics: outputs of the run.
+        display: lines and the progress bar; silent on all ranks except the last.
+        metrics: metrics writers; empty on all ranks except the last.
     """
 
     def __init__(
@@ -151,7 +136,7 @@ class ObservationHooks(TrainingHooks):
         metrics: Metrics,
     ) -> None:
         self._session, self._callbacks = session, callbacks
-        self._display, self._metrics = display, metrics
+        self.display, self.metrics = display, metrics
         self._reported_streams: set[str] = set()
 
     def on_step_begin(self, iteration: int) -> None:
@@ -163,7 +148,7 @@ class ObservationHooks(TrainingHooks):
             if name not in self._reported_streams:
                 self._reported_streams.add(name)
                 values = {f"{name}_errno": float(error.errno or 0)}
-                self._metrics.write("output", iteration, values)
+                self.metrics.write("output", iteration, values)
         if self._session.context.watch is not None:
             self._session.context.watch.iteration = iteration
 
@@ -176,9 +161,9 @@ class ObservationHooks(TrainingHooks):
         max_peak = all_reduce(peak, context.groups["world"], op="max")
         numbers, line = self._session.step.replayer.stats()
         values = {"peak_memory_bytes": float(max_peak), **numbers}
-        self._metrics.write("end", progress.iteration, values)
+        self.metrics.write("end", progress.iteration, values)
         if line is not None:
-            self._display.log(line)
+            self.display.log(line)
 
 
 @contextlib.contextmanager
@@ -229,6 +214,4 @@ def observing(session: Session, progress: Progress) -> Iterator[Observation]:
         collect = stack.enter_context(collection)
         if config.logging.metrics_file is None:
             display.log(f"metrics in {path}")
-
-        hooks = ObservationHooks(session, (collect, profile), display=display, metrics=metrics)
-        yield Observation(display=display, metrics=metrics, hooks=hooks)
+        yield Observation(session, (collect, profile), display=display, metrics=metrics)

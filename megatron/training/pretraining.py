@@ -105,10 +105,9 @@ def hooks_of(
     session: Session, observation: Observation, saves: Saves | None
 ) -> list[TrainingHooks]:
     """Return the hooks of a run, in the order in which the loop calls them."""
-    say, metrics = observation.display.log, observation.metrics
     return [
-        observation.hooks,
-        GatheredBytes(session.step.engine, say),
-        *failure_hooks(session, say=say, metrics=metrics, saves=saves),
+        observation,
+        GatheredBytes(session.step.engine, observation.display.log),
+        *failure_hooks(session, observation, saves),
         *session.hooks,
     ]

@@ -349,8 +349,7 @@ class SuspectStepFile:
         save: the save folder.
         coordinator: agreement of the ranks.
         say: prints one line.
-        record: logs the result for a recorded step: the record, the verdict, the machines at fault
-            by rank, and the sound `loss`.
+        log: records the verdict about a recorded step.
     """
 
     def __init__(
@@ -359,9 +358,9 @@ class SuspectStepFile:
         coordinator: Coordinator,
         *,
         say: Callable[[str], None],
-        record: Callable[..., None],
+        log: FaultLog,
     ) -> None:
-        self._save, self._coordinator, self._say, self._record = save, coordinator, say, record
+        self._save, self._coordinator, self._say, self._log = save, coordinator, say, log
 
         def decide(hosts: list[Any]) -> list[Any]:
             recorded = read_suspect_step(save)
@@ -412,7 +411,15 @@ class SuspectStepFile:
                 f"{sound}the same machines it was not, twice ({recorded.kind}): transient, watch "
                 f"{', '.join(sorted(set(hosts.values())))}"
             )
-        self._record(recorded, "persistent" if blamed else "transient", blamed or hosts, loss=loss)
+        self._log.add(
+            FaultRecord(
+                iteration,
+                recorded.kind,
+                "persistent" if blamed else "transient",
+                blamed or hosts,
+                values=(*recorded.values, loss),
+            )
+        )
         if self._coordinator.rank == 0:
             delete_suspect_step(self._save)
 
@@ -440,8 +447,7 @@ class Faults(TrainingHooks):
         log: records faults.
         host_of: returns the machine of a rank.
         save: writes a checkpoint of the current progress; None without --save.
-        judge: returns how a run with a suspect step ends, equal on all ranks.
-        clear: called with every sound step and its loss.
+        suspect_file: judges suspect steps, and clears them by sound steps; None without --save.
         roll_back: loads the last checkpoint's weights and returns its progress; None without a
             checkpoint.
     """
@@ -451,8 +457,7 @@ class Faults(TrainingHooks):
     log: FaultLog
     host_of: Callable[[int], str]
     save: Callable[[Progress], object] | None = None
-    judge: Callable[[SuspectStep], RunStopped] | None = None
-    clear: Callable[[int, float], None] = lambda iteration, loss: None
+    suspect_file: SuspectStepFile | None = None
     roll_back: Callable[[], Progress | None] = lambda: None
 
     def on_step_computed(self, progress: Progress, outcome: StepReport, loss_limit: float) -> None:
@@ -466,12 +471,13 @@ class Faults(TrainingHooks):
         """
         iteration, anomaly = progress.iteration + 1, outcome.anomaly
         if anomaly is None:
-            self.clear(iteration, outcome.loss)
+            self._clear(iteration, outcome.loss)
             return
         hosts = {rank: self.host_of(rank) for rank in anomaly.ranks}
         restarts = self.config.failures.on_reproduced_fault == "restart"
-        judge = self.judge if restarts and anomaly.verdict == "reproduced" else None
-        ranks, stops = ranks_text(hosts), judge is not None
+        judges = restarts and anomaly.verdict == "reproduced"
+        suspect_file = self.suspect_file if judges else None
+        ranks, stops = ranks_text(hosts), suspect_file is not None
         self.say(anomaly_text(iteration, anomaly, ranks, limit=loss_limit, stops=stops))
         numbers = {}
         if anomaly.kind == "spike":
@@ -487,13 +493,17 @@ class Faults(TrainingHooks):
             )
         )
         if anomaly.verdict == "transient":
-            self.clear(iteration, outcome.loss)
-        if judge is None:
+            self._clear(iteration, outcome.loss)
+        if suspect_file is None:
             return
         if self.save is not None:
             self.save(progress)  # of the state before this step
         host_text = {str(rank): host for rank, host in hosts.items()}
-        raise judge(SuspectStep(iteration, host_text, anomaly.kind, anomaly.values))
+        raise suspect_file.judge(SuspectStep(iteration, host_text, anomaly.kind, anomaly.values))
+
+    def _clear(self, iteration: int, loss: float) -> None:
+        if self.suspect_file is not None:
+            self.suspect_file.clear(iteration, loss)
 
     def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
         """Check the number of consecutive bad steps.

@@ -229,12 +229,13 @@ def _named(chunk: TensorChunk) -> str:
     return f"{chunk.name} ({sizes} at {list(chunk.box.offsets)})"
 
 
-class ReplicaCheck:
-    """Compares replicas; every rank creates one and calls it at the same steps.
+class ReplicaCheck(TrainingHooks):
+    """Compares replicas at an interval, before they are saved.
 
     Args:
         chunks: lists this rank's chunks, as views of its memory.
         world: all ranks.
+        interval: iterations between comparisons.
         device: device of the gathers.
         coordinator: agreement of the ranks at the start, and after a difference.
         host_of: returns a rank's machine.
@@ -250,6 +251,7 @@ class ReplicaCheck:
         chunks: Callable[[], list[TensorChunk]],
         world: Group,
         *,
+        interval: int,
         device: torch.device,
         coordinator: Coordinator,
         host_of: Callable[[int], str],
@@ -257,6 +259,7 @@ class ReplicaCheck:
         record: Callable[[int, Sequence[Difference]], None],
     ) -> None:
         self._chunks, self._world, self._device = chunks, world, device
+        self._interval = interval
         self._coordinator, self._host_of = coordinator, host_of
         self._complete, self._record = complete, record
         self.compared = 0
@@ -270,9 +273,9 @@ class ReplicaCheck:
         self._max_sets, self._max_chunks = agreed["sets"], agreed["chunks"]
         self._bytes: dict[str, int] = agreed["bytes"]
 
-    def line(self, interval: int) -> str:
+    def line(self) -> str:
         """Return a log line about the compared tensors."""
-        interval_text = "every step" if interval == 1 else f"every {interval} steps"
+        interval = "every step" if self._interval == 1 else f"every {self._interval} steps"
         if not self._max_sets:
             return (
                 "replica check: no rank stores a replica of another rank's data, so "
@@ -280,17 +283,18 @@ class ReplicaCheck:
             )
         sizes = " and ".join(f"{n:,} bytes of {kind}" for kind, n in self._bytes.items() if n)
         return (
-            f"replica check: {interval_text}; up to {self._max_chunks:,} tensors per rank, "
+            f"replica check: {interval}; up to {self._max_chunks:,} tensors per rank, "
             f"{sizes}, have replicas and are compared"
         )
 
-    def __call__(self, iteration: int) -> None:
-        """Compare the replicas after a step.
+    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
+        """Compare replicas at every multiple of the interval.
 
         Raises:
             RunStopped: replicas differ.
         """
-        if not self._max_sets:
+        iteration = progress.iteration
+        if iteration % self._interval or not self._max_sets:
             return
         self._complete()
         sets = replica_sets(self._chunks())
@@ -423,20 +427,3 @@ def _agree(ranks: Sequence[dict]) -> dict[str, object]:
             kind: max(report["bytes"][kind] for report in ranks) for kind in ranks[0]["bytes"]
         },
     }
-
-
-class ReplicaHooks(TrainingHooks):
-    """Compares replicas at an interval, before they are saved.
-
-    Args:
-        check: compares the replicas after an iteration; raises RunStopped if they differ.
-        interval: iterations between comparisons.
-    """
-
-    def __init__(self, check: Callable[[int], None], interval: int) -> None:
-        self._check, self._interval = check, interval
-
-    def on_step_end(self, progress: Progress, outcome: StepReport) -> None:
-        """Compare replicas at every multiple of the interval."""
-        if progress.iteration % self._interval == 0:
-            self._check(progress.iteration)

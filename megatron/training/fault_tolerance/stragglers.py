@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -93,21 +93,17 @@ class WaitClock:
 
 
 def slow_ranks(
-    seconds: Sequence[float],
-    factor: float,
-    *,
-    comparable_ranks: Sequence[Sequence[int]] | None = None,
+    seconds: Sequence[float], factor: float, comparable_ranks: Sequence[Sequence[int]]
 ) -> dict[int, float]:
     """Return {rank: median} of ranks slower than `factor` times the median, the slowest first.
 
     The lower median is used, so that one of two ranks can be slow.
 
     Args:
-        comparable_ranks: groups of ranks with equal work, each with its own median; None: one group
-            of all ranks.
+        comparable_ranks: groups of ranks with equal work, each with its own median.
     """
     medians = {}
-    for ranks in [range(len(seconds))] if comparable_ranks is None else comparable_ranks:
+    for ranks in comparable_ranks:
         median = statistics.median_low([seconds[rank] for rank in ranks])
         medians.update({rank: median for rank in ranks if 0.0 < factor * median < seconds[rank]})
     slow = sorted(medians, key=lambda rank: -seconds[rank] / medians[rank])
@@ -116,19 +112,20 @@ def slow_ranks(
 
 def straggler_text(
     seconds: Sequence[float],
-    factor: float,
+    medians: Mapping[int, float],
     host_of: Callable[[int], str],
     *,
-    comparable_ranks: Sequence[Sequence[int]] | None = None,
-) -> str | None:
-    """Return a line about the slow ranks; None without any."""
-    medians = slow_ranks(seconds, factor, comparable_ranks=comparable_ranks)
-    if not medians:
-        return None
+    has_stages: bool,
+) -> str:
+    """Return a line about the slow ranks.
+
+    Args:
+        seconds: compute time of every rank per step.
+        medians: {slow rank: median}, the slowest first.
+        has_stages: whether a rank is compared with the ranks of its pipeline stage.
+    """
     slow = list(medians)
-    stage_text = (
-        "of its stage " if comparable_ranks is not None and len(comparable_ranks) > 1 else ""
-    )
+    stage_text = "of its stage " if has_stages else ""
     descriptions = ", ".join(
         f"rank {rank} on {host_of(rank)} computes {seconds[rank] / medians[rank]:.1f} times as "
         f"long as the median {stage_text}({1000.0 * seconds[rank]:.1f} ms a step, median "
@@ -149,7 +146,7 @@ class StragglerReport(TrainingHooks):
         host_of: returns a rank's machine.
         say: prints one line.
         record: records {rank: (seconds per step, median)} of the slow ranks of an iteration.
-        comparable_ranks: groups of ranks with equal work; None: one group of all ranks.
+        comparable_ranks: groups of ranks with equal work.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class StragglerReport(TrainingHooks):
         host_of: Callable[[int], str],
         say: Callable[[str], None],
         record: Callable[[int, dict[str, list[float]]], None],
-        comparable_ranks: Sequence[Sequence[int]] | None = None,
+        comparable_ranks: Sequence[Sequence[int]],
     ) -> None:
         self._comparable_ranks, self._record = comparable_ranks, record
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
@@ -183,10 +180,8 @@ class StragglerReport(TrainingHooks):
             [self._clock.compute_seconds()], dtype=torch.float64, device=self._device
         )
         seconds = all_gather(local_seconds, self._world).tolist()
-        if text := straggler_text(
-            seconds, self._factor, self._host_of, comparable_ranks=self._comparable_ranks
-        ):
-            self._say(text)
-            medians = slow_ranks(seconds, self._factor, comparable_ranks=self._comparable_ranks)
+        if medians := slow_ranks(seconds, self._factor, self._comparable_ranks):
+            has_stages = len(self._comparable_ranks) > 1
+            self._say(straggler_text(seconds, medians, self._host_of, has_stages=has_stages))
             slow = {str(rank): [seconds[rank], median] for rank, median in medians.items()}
             self._record(self._iteration, slow)

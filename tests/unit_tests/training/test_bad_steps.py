@@ -7,6 +7,7 @@ import json
 import math
 import socket
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,11 +146,12 @@ def suspect_file_recorder(tmp_path, monkeypatch, host):
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     messages, verdicts = [], []
 
-    def record(suspect, verdict, hosts, *, loss):
-        verdicts.append((suspect.iteration, verdict, hosts, loss))
+    def add(fault):
+        verdicts.append((fault.iteration, fault.verdict, fault.hosts, fault.values[-1]))
 
+    log = SimpleNamespace(add=add)
     return (
-        SuspectStepFile(str(tmp_path), Solo(), say=messages.append, record=record),
+        SuspectStepFile(str(tmp_path), Solo(), say=messages.append, log=log),
         messages,
         verdicts,
     )
@@ -218,8 +220,10 @@ class FaultsRecorder:
             ),
             host_of=lambda rank: f"host{rank}",
             save=lambda progress: self.saves.append(progress.iteration),
-            judge=lambda suspect: RunStopped(ExitCode.RESTART_ELSEWHERE, str(suspect)),
-            clear=lambda iteration, loss: self.cleared.append((iteration, loss)),
+            suspect_file=SimpleNamespace(
+                judge=lambda suspect: RunStopped(ExitCode.RESTART_ELSEWHERE, str(suspect)),
+                clear=lambda iteration, loss: self.cleared.append((iteration, loss)),
+            ),
             roll_back=lambda: restored,
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.fault_tolerance.stragglers import WaitClock, straggler_text
+from megatron.training.fault_tolerance.stragglers import WaitClock, slow_ranks, straggler_text
 from tests.support.ranks import run_ranks
 
 
@@ -55,10 +55,11 @@ def test_waiting_in_collectives_is_not_compute_time():
     ],
 )
 def test_ranks_above_the_straggler_factor_are_named(seconds, factor, ranks):
-    text = straggler_text(seconds, factor, lambda rank: f"host{rank}")
+    medians = slow_ranks(seconds, factor, [range(len(seconds))])
+    assert list(medians) == ranks
     if not ranks:
-        assert text is None
         return
+    text = straggler_text(seconds, medians, lambda rank: f"host{rank}", has_stages=False)
     entries = text.removeprefix("straggler: ").split(", rank ")
     assert [int(entry.removeprefix("rank ").split()[0]) for entry in entries] == ranks
     assert f"rank {ranks[0]} on host{ranks[0]} computes {max(seconds):.1f} times as long" in text
@@ -66,12 +67,12 @@ def test_ranks_above_the_straggler_factor_are_named(seconds, factor, ranks):
 
 def test_rank_is_compared_within_its_pipeline_stage():
     seconds, stages = [1.0, 1.1, 3.0, 5.0], [[0, 1], [2, 3]]
-    text = straggler_text(seconds, 1.5, str, comparable_ranks=stages)
+    text = straggler_text(seconds, slow_ranks(seconds, 1.5, stages), str, has_stages=True)
     assert text == (
         "straggler: rank 3 on 3 computes 1.7 times as long as the median of its stage (5000.0 ms a "
         "step, median 3000.0 ms)"
     )
-    assert straggler_text(seconds, 2.0, str, comparable_ranks=stages) is None
-    assert "rank 2 on" in str(straggler_text(seconds, 2.0, str)), (
-        "without stages, rank 2 is compared with all ranks"
+    assert not slow_ranks(seconds, 2.0, stages)
+    assert 2 in slow_ranks(seconds, 2.0, [range(4)]), (
+        "without stages, it is compared with all ranks"
     )

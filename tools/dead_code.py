@@ -322,7 +322,7 @@ def check(root: Path) -> list[str]:
     for name in allowed:
         if not wheels.covered(name):
             lines.append(f"{ALLOWED}:1 {name}: there is no such definition: delete the entry")
-        elif wheels.live(roots, [other for other in allowed if other != name]) == live:
+        elif wheels.live(roots, [entry for entry in allowed if entry != name]) == live:
             lines.append(f"{ALLOWED}:1 {name}: is reached without the entry: delete it")
     return lines
 

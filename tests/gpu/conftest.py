@@ -10,7 +10,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from megatron.core.device import choose_device
+from megatron.core import choose_device
 from tests.support.gpu_agreement import REHEARSES
 
 if REHEARSES:

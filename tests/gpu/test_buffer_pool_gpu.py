@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.weight_gather.gatherer import BufferPool
+from megatron.core.weight_gather import BufferPool
 
 
 @pytest.mark.gpu

@@ -12,17 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm.symmetric_memory import Arena, TorchMemory
 from megatron.core.device import CudaRecorder, GraphMemory
-from megatron.core.inference import CacheShapes, Engine, EngineConfig, EngineRequest, SamplingParams
+from megatron.core.inference import (
+    CacheShapes,
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+)
 from megatron.core.inference import generate as generate_all
 from megatron.core.inference.engine import EngineFeatures
-from megatron.core.inference.requests import Completion
 from megatron.core.inference.sampling import SampleRow, sample
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.paged_attention import paged_latent_attention
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig, RopeConfig
 from megatron.core.weight_gather.gather_format import gather_formats, shard_amax

@@ -7,14 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.initialize import InitSpec
+from megatron.core import Group, InitSpec, ProcessGroupCollection, WeightSharding
 from megatron.core.moe.dispatch import ExpertRanks, dispatch
 from megatron.core.moe.router import Routing
 from megatron.core.ops import grouped_mm as products
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
-from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
-from megatron.core.weight_sharding import WeightSharding
 from tests.support import gpu_agreement
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, REHEARSES, sized

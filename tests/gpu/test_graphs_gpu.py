@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig, capture
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training import core_configs
 from tests.functional_tests.small_run import (
     flags,

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import ProcessGroupCollection, RankGrid, choose_device
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.device import choose_device
 from megatron.core.dist_checkpointing import (
     Solo,
     load_checkpoint,
@@ -18,11 +18,9 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.inference import EngineRequest, SamplingParams
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.one_batch import generate

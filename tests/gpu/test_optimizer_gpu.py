@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.optimizer import MuonConfig, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close, assert_close_by_metric
 from tests.unit_tests.core.optimizer.gradient_steps import SHAPES, Training, random_gradients
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.inference.requests import EngineRequest
+from megatron.core.inference import EngineRequest
 from megatron.inference import generate, llm
 from megatron.inference.bench import Load, arrival_times, main, make_requests, static_waste
 from tests.support.launchers import serve_store

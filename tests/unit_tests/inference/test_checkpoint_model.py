@@ -16,13 +16,10 @@ import torch
 
 from megatron.cli.errors import ExitCode
 from megatron.cli.tokenizers import ByteTokenizer, train_bpe
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import Solo, save_checkpoint, weight_chunks
-from megatron.core.inference.engine import Engine
-from megatron.core.inference.requests import Completion, EngineRequest, OutputDelta
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.inference import Completion, Engine, EngineRequest, OutputDelta, SamplingParams
+from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.inference.generate import main

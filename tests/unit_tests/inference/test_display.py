@@ -3,8 +3,8 @@
 
 import io
 
+from megatron.inference import TextDelta, TextOutput
 from megatron.inference.generate import OrderedPrinter
-from megatron.inference.llm import TextDelta, TextOutput
 
 
 def delta(prompt: int, text: str, *, index: int = 0, is_last: bool = False) -> TextDelta:

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from megatron.cli.tokenizers import train_bpe
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.sizes import EngineConfig
+from megatron.core import ProcessGroupCollection
+from megatron.core.inference import CacheShapes, EngineConfig
 from megatron.core.inference.speculation import DraftModel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.inference import bench, generate
-from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams, split_cache_memory
+from megatron.core.models import GPTModel
+from megatron.inference import LLM, Inference, Speculation, TextParams, bench, generate
+from megatron.inference.llm import split_cache_memory
 from megatron.inference.server.engine.control import EngineControl
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     Coordinator,
     TensorChunk,
@@ -20,11 +21,9 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.moe import MoEConfig
-from megatron.core.moe.moe_config import RouterConfig
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import Router
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 from megatron.inference import checkpoint_model
 from megatron.inference.generate import main

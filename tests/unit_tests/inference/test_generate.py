@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.process_groups import Group
-from megatron.inference.config import Inference, Speculation
-from megatron.inference.llm import LLM, TextParams, graph_recorder, text_requests
+from megatron.core import Group
+from megatron.core.inference import CacheShapes, SamplingParams
+from megatron.inference import LLM, Inference, Speculation, TextParams
+from megatron.inference.llm import graph_recorder, text_requests
 
 GREEDY = SamplingParams(temperature=0)
 

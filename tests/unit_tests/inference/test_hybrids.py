@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import (
     Solo,
     TensorChunk,
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.moe import MoEConfig
-from megatron.core.moe.moe_config import RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
 from megatron.inference.generate import main

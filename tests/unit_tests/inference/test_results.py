@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.inference import TextOutput
 from megatron.inference.generate import check_json_path, write_json
-from megatron.inference.llm import TextOutput
 
 OUTPUT = TextOutput(
     prompt='say "ü"\n',

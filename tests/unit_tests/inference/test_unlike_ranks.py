@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.cli.flags import parse_command_line
 from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.cli.schema import options
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import StoreCoordinator
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from megatron.inference import config as inference_options
 from megatron.inference import generate, llm, rank_context, serve
 from megatron.inference.bench import BenchConfig

@@ -9,15 +9,19 @@ from functools import cache
 
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import Recorder
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.optimizer import (
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+    Optimizer,
+    OptimizerConfig,
+)
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.training.cuda_graphs import FullIterationGraph

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.datasets.chat_dataset import mask_prefix
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches

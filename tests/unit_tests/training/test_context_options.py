@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.context_parallel.sequence_sharding import documents_of
-from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.core.datasets import GPTBatch
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

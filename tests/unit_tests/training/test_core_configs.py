@@ -8,11 +8,10 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core import RankGrid
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.models.gpt import GPTConfig
-from megatron.core.optimizer import MuonConfig
-from megatron.core.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler
-from megatron.core.process_groups import RankGrid
+from megatron.core.models import GPTConfig
+from megatron.core.optimizer import ConstantLossScaler, DynamicLossScaler, MuonConfig
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import (

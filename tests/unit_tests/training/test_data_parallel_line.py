@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES, placement
 from megatron.training.progress_state import Progress

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from megatron.core.process_groups import RankGrid
+from megatron.core import RankGrid
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import data_parallel_config

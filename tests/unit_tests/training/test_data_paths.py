@@ -8,8 +8,7 @@ import json
 import pytest
 
 from megatron.cli.tokenizers import HuggingFaceTokenizer
-from megatron.core.datasets.blend import DataPath
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import DataPath, IndexedDataset
 from megatron.training.config import DataConfig
 from megatron.training.data.data_paths import SplitPath, prefixes, problems, read_paths
 from megatron.training.data.vocabulary import describe_files

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.samplers import GPTBatches, PrefetchedBatches
-from megatron.core.process_groups import Group
+from megatron.core import Group
+from megatron.core.datasets import GPTBatches, IndexedDatasetWriter, PrefetchedBatches
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import (
     build_data_sets,

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.cli.schema import build, flatten, options
 from megatron.cli.yaml_file import read_options, write_options
-from megatron.core.moe.moe_config import MoEConfig, RouterConfig
-from megatron.core.process_groups import RankGrid
+from megatron.core import RankGrid
+from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.check import check

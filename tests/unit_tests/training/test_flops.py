@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import GPTBatch
+from megatron.core.datasets import GPTBatch
 from megatron.core.models.gpt import logical_weights
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.capture import StepRecording
 from megatron.core.models.gpt import MTPTargets, shift_targets
-from megatron.core.moe.router import routers_of
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.moe import routers_of
 from megatron.training.cuda_graphs import PATIENCE, StepInputs
 from megatron.training.fault_tolerance.replay import Replayer, RerunPolicy
 from megatron.training.step import Microbatch, TrainStep

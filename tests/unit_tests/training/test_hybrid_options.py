@@ -14,11 +14,11 @@ import torch
 from megatron.cli.launch import Launch
 from megatron.cli.schema import flatten, options
 from megatron.cli.yaml_file import write_options
+from megatron.core import Group, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.datasets.samplers import GPTBatch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.datasets import GPTBatch
+from megatron.core.models import GPTModel
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentMixer

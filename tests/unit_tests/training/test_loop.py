@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.cli.errors import ExitCode, RunStopped
-from megatron.core.optimizer.loss_scaler import (
+from megatron.core.optimizer import (
     ConstantLossScaler,
     DynamicLossScaler,
     DynamicLossScalerConfig,
+    LearningRateSchedule,
+    WeightDecaySchedule,
 )
-from megatron.core.optimizer.schedule import LearningRateSchedule, WeightDecaySchedule
 from megatron.training.config.resolve import resolve
 from megatron.training.fault_tolerance.faults import FaultLog, Faults
 from megatron.training.fault_tolerance.stopping import StopRequests

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.cli.schema import build, options
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,

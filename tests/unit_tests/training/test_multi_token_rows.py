@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.datasets.samplers import GPTBatch
+from megatron.core import Group
+from megatron.core.datasets import GPTBatch
 from megatron.core.models.gpt import shift_targets
-from megatron.core.process_groups import Group
 from megatron.training.layouts import Layouts
 from megatron.training.train_steps import microbatch
 

@@ -8,12 +8,13 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel, MTPTargets, take_mean_mtp_losses
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt import MTPTargets, take_mean_mtp_losses
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import Recompute
 from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.step import ForwardBackward, Microbatch

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.core.transformer.recompute import Recompute
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.core.weight_gather import WgradQueue
 from megatron.training.pipeline_step import PipelineForwardBackward
 from tests.support.inputs import microbatch

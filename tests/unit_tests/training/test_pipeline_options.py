@@ -13,8 +13,8 @@ import pytest
 from megatron.cli.flags import parse_command_line
 from megatron.cli.schema import flatten, options
 from megatron.cli.yaml_file import write_options
-from megatron.core.pipeline_parallel.schedule import make_schedule
-from megatron.core.process_groups import RankGrid
+from megatron.core import RankGrid
+from megatron.core.pipeline_parallel import make_schedule
 from megatron.training.config import Config, PipelineConfig
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve

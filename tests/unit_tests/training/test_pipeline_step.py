@@ -6,13 +6,13 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import ActionKind
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.pipeline_step import PipelineForwardBackward, weight_traffic
 from megatron.training.step import Microbatch, TrainStep

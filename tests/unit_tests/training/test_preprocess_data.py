@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.cli.tokenizers import ByteTokenizer, NullTokenizer, build_tokenizer, train_bpe
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.training.data.documents import Tally, read_documents
 from megatron.training.data.preprocessing.display import show_progress
 from megatron.training.preprocess_data import PreprocessConfig, _main, preprocess

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.training import preprocess_data
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.preprocessing.output import Journal

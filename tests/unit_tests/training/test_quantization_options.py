@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.backend import LOCAL
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTModel
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

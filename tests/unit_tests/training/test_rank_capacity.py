@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.backend import LOCAL, Backend
+from megatron.core import Backend, ProcessGroupCollection, RankGrid
+from megatron.core.backend import LOCAL
 from megatron.core.comm import all_reduce
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.models.gpt import GPTConfig
+from megatron.core.models import GPTConfig
 from megatron.core.moe import CapacityCheck, capacities_of, routers_of
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.step import TrainStep
 from tests.support.device_products import products_of_a_gpu
 from tests.support.host_reads import HostReads

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core import ProcessGroupCollection
 from megatron.training.fault_tolerance.replay import (
     Digest,
     Evidence,

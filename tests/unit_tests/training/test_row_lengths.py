@@ -14,18 +14,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel.sequence_sharding import Costs
-from megatron.core.datasets.batch_sizes import BatchSizes
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets import BatchSizes, GPTBatches
 from megatron.core.datasets.token_rows import SampleRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts, PackedCuts
 from megatron.training.pipeline_step import PipelineForwardBackward

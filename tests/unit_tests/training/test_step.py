@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core import InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
 from megatron.core.distributed import DataParallel
-from megatron.core.initialize import InitSpec
-from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import (
+from megatron.core.optimizer import (
     ConstantLossScaler,
     DynamicLossScaler,
     DynamicLossScalerConfig,
+    Optimizer,
+    OptimizerConfig,
 )
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import Storage, WeightStore
-from megatron.core.weight_sharding import WeightSharding
 from megatron.training.fault_tolerance.replay import RerunPolicy
 from megatron.training.step import Microbatch, TrainStep
 from tests.support.closeness import assert_all_close

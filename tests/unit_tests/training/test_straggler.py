@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_reduce
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.training.fault_tolerance.stragglers import WaitClock, slow_ranks, straggler_text
 from tests.support.ranks import run_ranks
 

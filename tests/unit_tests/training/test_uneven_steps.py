@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.datasets.batch_sizes import BatchSizes, Division
-from megatron.core.datasets.samplers import GPTBatches
+from megatron.core.datasets import BatchSizes, GPTBatches
+from megatron.core.datasets.batch_sizes import Division
 from megatron.core.datasets.token_rows import SampleRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
 from megatron.core.moe.layer import ExpertMLPs
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts
 from megatron.training.pipeline_step import PipelineForwardBackward

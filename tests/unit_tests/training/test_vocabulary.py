@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 
 from megatron.cli.tokenizers import train_bpe
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets import IndexedDataset
 from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.vocabulary import read_vocabulary

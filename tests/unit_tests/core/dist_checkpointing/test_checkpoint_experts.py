@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Coordinator,
@@ -21,7 +22,6 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     Coordinator,
     Solo,
@@ -19,9 +20,8 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.parity.rows import row_with
 from tests.parity.training import gpt_config
 from tests.support.inputs import generator

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Coordinator,
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing import coordinator as coordinator_module
 from megatron.core.dist_checkpointing import save as save_module
 from megatron.core.dist_checkpointing import save_steps as save_steps_module
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.untrusted_files import open_to_write
 from tests.support.ranks import run_ranks, start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, on_threads, raise_errors

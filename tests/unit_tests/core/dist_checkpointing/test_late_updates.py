@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
@@ -19,9 +20,8 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
@@ -19,10 +20,13 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
-from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.optimizer import (
+    DynamicLossScaler,
+    DynamicLossScalerConfig,
+    Optimizer,
+    OptimizerConfig,
+)
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.inputs import generator
 

@@ -10,12 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, generate
-from megatron.core.inference.requests import Completions, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.inference import (
+    CacheShapes,
+    Completions,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+    generate,
+)
+from megatron.core.inference.engine import EngineFeatures
 from megatron.core.inference.speculation import DraftModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import (

@@ -9,17 +9,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.backend import LOCAL, with_batch_invariance
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, generate
-from megatron.core.inference.requests import Completion, Completions, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.inference import (
+    CacheShapes,
+    Completion,
+    Completions,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+    generate,
+)
+from megatron.core.models import GPTModel
 from megatron.core.ops.matmul import packed
 from megatron.core.ops.matmul.packed import MAX_ROWS, PackedMatrix
 from megatron.core.ops.matmul.tiled import TILE_ROWS, check_tile_invariance
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.unit_tests.core.inference.test_engine import FAMILIES, VOCABULARY

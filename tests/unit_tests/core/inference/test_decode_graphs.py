@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.cpu_graph import CpuGraph
-from megatron.core.inference import decode_graphs
+from megatron.core.inference import Completion, Engine, decode_graphs, generate
 from megatron.core.inference import engine as engine_module
 from megatron.core.inference.decode_graphs import bucket_sizes
-from megatron.core.inference.engine import Engine, generate
-from megatron.core.inference.requests import Completion
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder

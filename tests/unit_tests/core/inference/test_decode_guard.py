@@ -18,12 +18,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.comm import trace
-from megatron.core.comm.conjugates import copy_to_group
-from megatron.core.inference.engine import Engine
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
+from megatron.core import Group, ProcessGroupCollection, RankGrid
+from megatron.core.comm import copy_to_group, trace
+from megatron.core.inference import Engine
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.transformer import NormConfig
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks

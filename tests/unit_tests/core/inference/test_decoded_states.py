@@ -13,14 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
+from megatron.core.inference import Completion, Engine, generate
 from megatron.core.inference import engine as engine_module
-from megatron.core.inference.engine import Engine, generate
-from megatron.core.inference.requests import Completion
 from megatron.core.inference.sampling import Sampled, SampleRow
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks

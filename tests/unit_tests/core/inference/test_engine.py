@@ -11,23 +11,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.backend import LOCAL, Backend, with_batch_invariance
+from megatron.core import Backend, Group, ProcessGroupCollection, RankGrid
+from megatron.core.backend import LOCAL, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import Recorder
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineFeatures, Proposer, generate
-from megatron.core.inference.requests import Completions, EngineRequest, check_request
+from megatron.core.inference import (
+    CacheShapes,
+    Completions,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+    generate,
+)
+from megatron.core.inference.engine import EngineFeatures, Proposer
+from megatron.core.inference.requests import check_request
 from megatron.core.inference.router import Replicas
-from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
+from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.inference.scheduler import SchedulerStats
-from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS, EngineConfig
+from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
 from megatron.core.inference.stages import PipelineGroups
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,

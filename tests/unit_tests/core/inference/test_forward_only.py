@@ -10,19 +10,18 @@ from types import FrameType
 import pytest
 import torch
 
-from megatron.core.comm.conjugates import (
+from megatron.core import Group, ProcessGroupCollection
+from megatron.core.comm import (
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.inference import EngineRequest, SamplingParams
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.backend_choice import ForwardOnly
-from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.one_batch import engine_of

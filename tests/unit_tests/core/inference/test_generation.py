@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.inference.requests import Completion, EngineRequest
-from megatron.core.inference.sampling import SampleRow, SamplingParams, sample
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.inference import Completion, EngineRequest, SamplingParams
+from megatron.core.inference.sampling import SampleRow, sample
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import generate

@@ -11,16 +11,12 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import generate as generate_all
-from megatron.core.inference.requests import Completion, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.inference import CacheShapes, Completion, EngineRequest, SamplingParams
+from megatron.core.inference import generate as generate_all
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error

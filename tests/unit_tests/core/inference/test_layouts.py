@@ -11,16 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.device import Recorder
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, Proposer, generate
-from megatron.core.inference.requests import Completion, Completions, EngineRequest
+from megatron.core.inference import (
+    CacheShapes,
+    Completion,
+    Completions,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    generate,
+)
+from megatron.core.inference.engine import EngineFeatures, Proposer
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads
 from megatron.core.inference.stages import PipelineGroups
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.models.layer_pattern import StageSplit
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import (

@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.inference.engine import generate
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.inference import EngineRequest, generate
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.moe import MoEConfig, RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks

@@ -14,10 +14,16 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.inference.cache import CacheShapes, PagedCache
-from megatron.core.inference.engine import Engine, EngineConfig, generate
-from megatron.core.inference.requests import Completions, EngineRequest
-from megatron.core.inference.sampling import SamplingParams
+from megatron.core.inference import (
+    CacheShapes,
+    Completions,
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    SamplingParams,
+    generate,
+)
+from megatron.core.inference.cache import PagedCache
 from megatron.core.ssm.mixer import load_state, store_state
 
 GREEDY = SamplingParams(temperature=0)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.device import Recorder
+from megatron.core.inference import Completion, Completions, EngineRequest, generate
 from megatron.core.inference import engine as engine_module
-from megatron.core.inference.engine import generate
-from megatron.core.inference.requests import Completion, Completions, EngineRequest
 from megatron.core.inference.router import FIRST_BYTES, Replicas, RequestRouter, all_gather_json
 from megatron.core.moe import dispatch
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.weight_gather import RowRuns
 from tests.support.inputs import one_thread
 from tests.support.ranks import RankFailure, run_ranks

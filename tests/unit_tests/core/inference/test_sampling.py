@@ -17,14 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from megatron.core.inference.sampling import (
-    Sampled,
-    SampleRow,
-    SamplingParams,
-    adjust_logits,
-    sample,
-    uniform,
-)
+from megatron.core.inference import SamplingParams
+from megatron.core.inference.sampling import Sampled, SampleRow, adjust_logits, sample, uniform
 from megatron.core.ops.sampling.cpu import (
     draw_weights,
     invert,

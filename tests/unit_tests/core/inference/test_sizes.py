@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.sizes import CacheSizes, EngineConfig
+from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.inference.sizes import CacheSizes
 
 #: Shapes with no states, states smaller than a block, and states as large as several blocks.
 ATTENTION = [(), ((1, 4),), ((2, 64), (24,))]

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineConfig, EngineFeatures, generate
-from megatron.core.inference.requests import Completion, EngineRequest
-from megatron.core.inference.sampling import (
+from megatron.core import ProcessGroupCollection, RankGrid
+from megatron.core.inference import (
+    CacheShapes,
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineRequest,
     SamplingParams,
-    accepted_drafts,
-    uniform,
+    generate,
 )
+from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.sampling import accepted_drafts, uniform
 from megatron.core.inference.scheduler import MAX_BACKOFF_STEPS, DraftLength
 from megatron.core.inference.speculation import (
     ComputedStep,
@@ -28,9 +32,8 @@ from megatron.core.inference.speculation import (
     MultiTokenHeads,
     NGramLookup,
 )
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models import InferenceOptimizedModel
 from megatron.core.ops.sampling.cpu import draw_weights, invert
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

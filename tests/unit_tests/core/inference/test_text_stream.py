@@ -19,7 +19,8 @@ from megatron.cli.tokenizers import (
     Tokenizer,
     train_bpe,
 )
-from megatron.core.inference.text_stream import REPLACEMENT, TextStream
+from megatron.core.inference import TextStream
+from megatron.core.inference.text_stream import REPLACEMENT
 from tests.support.continuation import continuation
 
 TEXTS = ["the theory of the thing", "a def is a def of a thing", "naïve 漢字 café"] * 20

@@ -8,14 +8,11 @@ import math
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.inference.engine import Engine, generate
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.inference import Engine, EngineRequest, SamplingParams, generate
+from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
 from megatron.core.optimizer import Optimizer, OptimizerConfig
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import assert_close_by_metric
 from tests.support.one_batch import engine_of

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.attention import attention, tile_kernels
+from megatron.core.ops.attention import Mask, attention, tile_kernels
 from megatron.core.ops.attention import cpu as attention_cpu
 from megatron.core.ops.attention import triton as attention_triton
-from megatron.core.ops.attention.cpu import Mask
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.dropout import triton as dropout_triton
 from megatron.core.ops.launches import Launches

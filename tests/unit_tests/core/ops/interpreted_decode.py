@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.layout import ContextParallel
+from megatron.core.context_parallel import ContextParallel, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.initialize import InitSpec
+from megatron.core.inference import CacheShapes
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import (
     GATE_FIRST,
@@ -31,11 +30,8 @@ from megatron.core.ops.recurrence import (
 )
 from megatron.core.ops.recurrence import decode as recurrence_decode_op
 from megatron.core.ops.recurrence.decode import triton as recurrence_decode_triton
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba2 import Mamba2
+from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
 from megatron.core.ssm.mixer import RecurrentMixer
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

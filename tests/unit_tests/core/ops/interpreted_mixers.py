@@ -14,22 +14,24 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.context_parallel.layout import ContextParallel
+from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
 from megatron.core.ops import joint_gradient
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import by_device as recurrence_by_device
 from megatron.core.ops.recurrence import gated_norm as gated_rms_norm
 from megatron.core.ops.recurrence import prologue as recurrence_prologue
 from megatron.core.ops.recurrence.prologue import triton as kernels
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm import gated_delta_net, mamba2
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    Mamba2,
+    Mamba2Config,
+    gated_delta_net,
+    mamba2,
+)
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

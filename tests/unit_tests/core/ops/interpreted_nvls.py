@@ -16,20 +16,18 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.comm.symmetric_memory import (
     Arena,
     SequenceParallelComm,
     SymmetricBuffers,
 )
-from megatron.core.inference.engine import generate
-from megatron.core.inference.requests import EngineRequest
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.inference import EngineRequest, generate
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.ops.nvls import PeerGroup, RowNorm
 from megatron.core.ops.nvls import triton as nvls
 from megatron.core.ops.rmsnorm import rms_norm
-from megatron.core.process_groups import Group, ProcessGroupCollection, RankGrid
 from megatron.core.transformer import NormConfig
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread

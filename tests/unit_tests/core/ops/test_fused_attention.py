@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import Group
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding, blockwise
 from megatron.core.ops import attention as ops_attention
 from megatron.core.ops.attention import Mask, attention, explain, fused
-from megatron.core.process_groups import Group
 from megatron.core.transformer.attention import CoreAttention
 from tests.support.closeness import assert_close_by_metric
 

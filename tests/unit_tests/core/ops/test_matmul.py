@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.device import cpu_vendor
-from megatron.core.inference.engine import generate
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.inference import generate
+from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.ops.matmul import small_m
-from megatron.core.process_groups import ProcessGroupCollection
 from tests.support.inputs import generator, one_thread
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, requests
 

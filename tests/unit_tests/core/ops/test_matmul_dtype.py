@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core import ProcessGroupCollection
 from megatron.core.backend import LOCAL, with_cpu_dtype
 from megatron.core.distributed import DataParallel
-from megatron.core.models.gpt import GPTConfig, GPTModel
+from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops import backend_choice
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -21,14 +21,13 @@ import pytest
 import torch
 
 from megatron.cli.launch import Launch
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import TransferGroup, transfer, weight_chunks
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import EngineConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups import ProcessGroupCollection, RankGrid
+from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.models import GPTModel
 from megatron.core.transformer import MLPConfig
+from megatron.inference import ModelSource
 from megatron.inference.checkpoint_model import CheckpointModel
-from megatron.inference.config import ModelSource
 from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve import read_keys
 from megatron.inference.serve_config import Service

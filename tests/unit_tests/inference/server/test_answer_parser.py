@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.cli.tokenizers import ByteTokenizer
-from megatron.core.inference.text_stream import TextStream
+from megatron.core.inference import TextStream
 from megatron.inference.serve_config import Service
 from megatron.inference.server.tool_parsers.char_reader import CharReader
 from megatron.inference.server.tool_parsers.formats import (

@@ -14,7 +14,7 @@ import torch
 
 from megatron.cli.launch import Launch
 from megatron.cli.tokenizers import train_bpe
-from megatron.inference.config import ModelSource
+from megatron.inference import ModelSource
 from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.server.engine.embedder import Embedder, NoPooling, Pooling, read_pooling
 from tests.support.closeness import assert_close_by_metric

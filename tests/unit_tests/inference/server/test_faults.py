@@ -14,8 +14,7 @@ import httpx2 as httpx
 import pytest
 import torch
 
-from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import EngineConfig
+from megatron.core.inference import CacheShapes, EngineConfig
 from megatron.inference.serve import read_key
 from megatron.inference.serve_config import Service
 from megatron.inference.server.app import API_ROUTES

@@ -17,17 +17,12 @@ import torch
 
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
+from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
-from megatron.core.inference import Completion, EngineRequest, OutputDelta
-from megatron.core.inference.engine import generate
-from megatron.core.inference.sampling import SamplingParams
-from megatron.core.models.gpt import GPTConfig, GPTModel
-from megatron.core.moe import MoEConfig
-from megatron.core.moe.moe_config import RouterConfig
-from megatron.core.process_groups import ProcessGroupCollection
-from megatron.inference import serve
-from megatron.inference.config import Inference, ModelSource
-from megatron.inference.llm import LLM
+from megatron.core.inference import Completion, EngineRequest, OutputDelta, SamplingParams, generate
+from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.moe import MoEConfig, RouterConfig
+from megatron.inference import LLM, Inference, ModelSource, serve
 from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve_config import ServeConfig
 from megatron.inference.server.engine.link import FrameReader, frame, to_message

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.device import memory_bytes
-from megatron.core.inference.engine import EngineConfig
+from megatron.core.inference import EngineConfig
 from tests.support.http_server import Served, served, until
 
 CLIENTS, ROWS, QUEUE = 500, 16, 64

@@ -22,7 +22,7 @@ from megatron.cli.tokenizers import (
     Tokenizer,
     train_bpe,
 )
-from megatron.core.inference.text_stream import TextStream
+from megatron.core.inference import TextStream
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
 from megatron.inference.server.protocol.completions import CompletionBody, CompletionFormatter
 from megatron.inference.server.protocol.token_text import token_bytes

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.ops.attention import triton
-from megatron.core.ops.attention.cpu import Mask
+from megatron.core.ops.attention import Mask, triton
 from tests.unit_tests.core.ops.aot.description import Description
 
 TYPES = {

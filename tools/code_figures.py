@@ -13,8 +13,9 @@ imported from a package counts as an import of the module that defines it. "Arro
 imports inside megatron.training against the order of its import-linter contract.
 
 Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
-forward pass with loss, and one decode step; with the number of files that they are in. `--root`
-traces the wheels of another checkout.
+forward pass with loss, and one decode step; with the number of files that they are in. "Files:
+request" counts the files of `megatron.inference` that a streamed completion enters, in the HTTP
+process and in the engine process, until its first token is sent. `--root` traces the wheels of another checkout.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import re
 import statistics
 import sys
+import threading
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -287,6 +289,36 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     }
 
 
+def request_path(root: Path) -> list[str]:
+    """Return the files of `megatron.inference` that a streamed completion enters until its first
+    token is sent, in this order."""
+    from tests.support.http_server import served
+
+    folder, entered, running = (
+        str(root / "megatron/inference"),
+        dict[str, None](),
+        threading.Event(),
+    )
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and running.is_set() and path.startswith(folder):
+            entered[path.removeprefix(folder + "/")] = None
+
+    threading.setprofile(profile)  # of the threads that start now: HTTP process and engine
+    try:
+        with served() as server:
+            server.http.get("/health")  # the server runs; this request writes no line to the log
+            running.set()
+            fields = {"prompt": "ab", "max_tokens": 99, "stream": True}
+            with server.http.stream("POST", "/v1/completions", json=fields) as response:
+                next(response.iter_lines())
+                running.clear()
+    finally:
+        threading.setprofile(None)
+    return list(entered)
+
+
 def figures(root: Path) -> dict[str, object]:
     """Return all figures by name."""
     modules = read_modules(root)
@@ -312,6 +344,7 @@ def figures(root: Path) -> dict[str, object]:
         figure_by_name["arrows up in training"] = len(arrows_up(graph, layers, TRAINING))
     for what, run in small_runs(root).items():
         figure_by_name[f"calls: {what}"], figure_by_name[f"files: {what}"] = calls_of(run, root)
+    figure_by_name["files: request"] = len(request_path(root))
     return figure_by_name
 
 
@@ -330,6 +363,8 @@ def main() -> None:
         graph = import_graph(modules)
         for members in circles(graph):
             print("circle:", " ".join(members))
+        for path in request_path(root):
+            print(f"request: {path}")
         for importer, imported in arrows_up(graph, layer_order(root, TRAINING), TRAINING):
             print(f"arrow up: {importer} -> {imported}")
         return

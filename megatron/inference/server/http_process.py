@@ -29,8 +29,11 @@ from megatron.inference.server.engine.client import EngineClient
 from megatron.inference.server.engine.link import LENGTH
 from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.middleware.header_timeout import timed_protocol
-from megatron.inference.server.middleware.request_guard import MAX_HEADER_BYTES, Limits
+from megatron.inference.server.middleware.request_guard import (
+    MAX_HEADER_BYTES,
+    Limits,
+    timed_protocol,
+)
 from megatron.inference.server.middleware.request_log import set_up as set_up_log
 from megatron.inference.server.output_processor import ModelCard
 from megatron.inference.server.serving import Server

@@ -13,7 +13,7 @@ from megatron.core.inference.text_stream import TextStream
 from megatron.inference.server.engine.client import Cancelled, EngineClient
 from megatron.inference.server.metrics import ServerMetrics
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 #: Smallest log-probability in JSON, which has no minus infinity.
 MIN_LOGPROB = -9999.0

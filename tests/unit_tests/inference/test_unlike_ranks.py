@@ -25,7 +25,7 @@ from megatron.inference import generate, llm, rank_context, serve
 from megatron.inference.bench import BenchConfig
 from megatron.inference.config import start_facts
 from megatron.inference.generate_config import GenerateConfig
-from megatron.inference.serve_config import ServeConfig
+from megatron.inference.serve import ServeConfig
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 from tests.unit_tests.inference.test_checkpoint_model import CONFIG, TENSOR, make_model, save

@@ -29,6 +29,9 @@ async def completions(server: Server, request: Request) -> Response:
     # An empty text becomes the end-of-document token, as in training.
     empty_prompt = [] if eod is None else [eod]
     prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
+    grammar = None
+    if body.constrains_output:
+        grammar = await compiled_grammar(server.grammars, body, grammar_makers(body))
     generation_request = body.generation_request(
         prompts,
         default_stop_tokens=server.card.stop_tokens,
@@ -36,7 +39,7 @@ async def completions(server: Server, request: Request) -> Response:
         logprobs=body.logprobs,
         names={"max_new_tokens": "max_tokens"},
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-        grammar=await compiled_grammar(server.grammars, body, grammar_makers(body)),
+        grammar=grammar,
     )
     generation = server.generate(generation_request)
     formatter = CompletionFormatter(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outermost layer of all routes: request ids, the API key, limits on requests, the log."""
+"""The outermost layer of all routes: request ids, the API key, limits on requests, the log.
+
+`RequestGuard` wraps the application; `TimedProtocol` limits the time for a header, which arrives
+before the application is called.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.middleware.request_log import REQUEST_ID, log_answer
@@ -128,3 +134,55 @@ class _BoundedBody:
         if self._bytes > self._limits.max_body_bytes:
             raise _too_long(self._limits)
         return message
+
+
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for the header of each request.
+
+    `header_seconds` is set by `timed_protocol`.
+    """
+
+    header_seconds: float
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the timer of the first header."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Keep the timer running until the header is complete."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer invalid HTTP, and drop the answer of a request whose body was invalid."""
+        super().send_400_response(msg)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
+    def on_response_complete(self) -> None:
+        """Stop the timer; uvicorn closes idle connections."""
+        self._stop_waiting()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
+def timed_protocol(seconds: float) -> type[TimedProtocol]:
+    """Return the protocol class with this time limit for headers."""
+    return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})

@@ -32,10 +32,10 @@ from megatron.inference.server.protocol.body import (
     Text,
     ToolName,
 )
-from megatron.inference.server.protocol.choices import ChoicesFormatter, ending
+from megatron.inference.server.protocol.completions import ChoicesFormatter, ending
 from megatron.inference.server.protocol.generation import GenerationBody
 from megatron.inference.server.protocol.token_text import token_bytes, token_text
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 
 class TextPart(Body):

@@ -133,6 +133,11 @@ class GenerationBody(Body):
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
 
     @property
+    def constrains_output(self) -> bool:
+        """Whether the body may ask for a grammar."""
+        return self.response_format is not None or self.structured_outputs is not None
+
+    @property
     def json_schema(self) -> Mapping[str, Any] | None:
         """The JSON schema of outputs; None if they need not be JSON."""
         if isinstance(self.response_format, JsonSchemaFormat):

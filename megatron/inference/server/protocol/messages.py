@@ -28,7 +28,7 @@ from megatron.inference.server.protocol.body import (
 )
 from megatron.inference.server.protocol.chat_completions import TextPart
 from megatron.inference.server.protocol.generation import GenerationBody, schema_format
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 #: The variable of a chat template that `thinking` sets.
 THINKING_VARIABLE = "enable_thinking"

@@ -41,7 +41,7 @@ from megatron.inference.server.protocol.generation import (
     TextFormat,
     schema_format,
 )
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 _Id = Annotated[str, Field(max_length=256)]
 _Status = Literal["in_progress", "completed", "incomplete"]

@@ -8,8 +8,11 @@ from typing import Any
 
 from megatron.inference.server.tool_parsers.char_reader import CharReader, Reads, Step
 from megatron.inference.server.tool_parsers.formats import AnswerFormats
-from megatron.inference.server.tool_parsers.segments import OutputSegment, Segments
-from megatron.inference.server.tool_parsers.tool_calls import ToolCallParser
+from megatron.inference.server.tool_parsers.tool_calls import (
+    OutputSegment,
+    Segments,
+    ToolCallParser,
+)
 
 
 class OutputParser:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 from megatron.inference.server.middleware.request_log import LOG, REQUEST_ID
 from megatron.inference.server.tool_parsers.arguments import (
@@ -16,13 +17,46 @@ from megatron.inference.server.tool_parsers.arguments import (
 )
 from megatron.inference.server.tool_parsers.char_reader import CharReader, Reads, Step
 from megatron.inference.server.tool_parsers.formats import ToolFormat
-from megatron.inference.server.tool_parsers.segments import Segments
 
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 # Keys of a call that is a JSON object.
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_MEMBERS = ("name", *_ARGUMENTS, "type", "id")
+
+
+@dataclass(frozen=True)
+class OutputSegment:
+    """A piece of the output of a model.
+
+    Args:
+        kind: "call" starts a tool call, "arguments" appends to the arguments of the current call,
+            "end" ends the call.
+        text: the text; for "call" the name of the tool.
+    """
+
+    kind: Literal["text", "reasoning", "call", "arguments", "end"]
+    text: str = ""
+
+
+class Segments:
+    """Segments that were parsed since the last `take`."""
+
+    def __init__(self) -> None:
+        self._segments: list[OutputSegment] = []
+
+    def add(self, kind: Any, text: str = "") -> None:
+        """Append text; text of the same kind as the last segment extends it."""
+        previous = self._segments[-1] if self._segments else None
+        if previous is not None and previous.kind == kind and kind != "call":
+            self._segments[-1] = OutputSegment(kind, previous.text + text)
+        else:
+            self._segments.append(OutputSegment(kind, text))
+
+    def take(self) -> list[OutputSegment]:
+        """Return and forget the segments."""
+        segments, self._segments = self._segments, []
+        return segments
 
 
 class _Item(Enum):

@@ -29,8 +29,7 @@ from megatron.core.transformer import MLPConfig
 from megatron.inference import ModelSource
 from megatron.inference.checkpoint_model import CheckpointModel
 from megatron.inference.load_model import load_checkpoint_model
-from megatron.inference.serve import read_keys
-from megatron.inference.serve_config import Service
+from megatron.inference.serve import Service, read_keys
 from megatron.inference.server.app import ADMIN_ROUTES
 from tests.support.http_server import ADMIN_KEY, NextByte, Served, served, until
 from tests.support.ranks import start_ranks

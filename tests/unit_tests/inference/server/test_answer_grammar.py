@@ -23,7 +23,7 @@ from megatron.inference.server.tool_parsers.formats import (
     AnswerFormats,
 )
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 from tests.support.http_server import END
 
 BOOK = Tool(

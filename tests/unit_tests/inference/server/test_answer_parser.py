@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference import TextStream
-from megatron.inference.serve_config import Service
+from megatron.inference.serve import Service
 from megatron.inference.server.tool_parsers.char_reader import CharReader
 from megatron.inference.server.tool_parsers.formats import (
     REASONING_FORMATS,
@@ -25,7 +25,7 @@ from megatron.inference.server.tool_parsers.formats import (
     formats_of,
 )
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
-from megatron.inference.server.tool_parsers.segments import OutputSegment
+from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 TOOLS = {
     "weather": {

@@ -22,7 +22,7 @@ import pytest
 
 from megatron.cli.flags import parse_command_line
 from megatron.inference import serve
-from megatron.inference.serve_config import ServeConfig
+from megatron.inference.serve import ServeConfig
 from megatron.inference.server import http_process
 from megatron.training.data.chat import CHATML
 from tests.support.hf_folders import write_pooling

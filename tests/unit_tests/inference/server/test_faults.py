@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron.core.inference import CacheShapes, EngineConfig
-from megatron.inference.serve import read_key
-from megatron.inference.serve_config import Service
+from megatron.inference.serve import Service, read_key
 from megatron.inference.server.app import API_ROUTES
 from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
 from megatron.inference.server.middleware.request_guard import MAX_HEADER_BYTES, OPEN_ROUTES

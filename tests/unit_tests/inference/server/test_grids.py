@@ -24,7 +24,7 @@ from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.inference import LLM, Inference, ModelSource, serve
 from megatron.inference.load_model import load_checkpoint_model
-from megatron.inference.serve_config import ServeConfig
+from megatron.inference.serve import ServeConfig
 from megatron.inference.server.engine.link import FrameReader, frame, to_message
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store

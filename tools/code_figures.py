@@ -15,7 +15,8 @@ imports inside megatron.training against the order of its import-linter contract
 Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
 forward pass with loss, and one decode step; with the number of files that they are in. "Files:
 request" counts the files of `megatron.inference` that a streamed completion enters, in the HTTP
-process and in the engine process, until its first token is sent. `--root` traces the wheels of another checkout.
+process and in the engine process, until its first token is sent. `--root` traces the wheels of
+another checkout.
 """
 
 from __future__ import annotations

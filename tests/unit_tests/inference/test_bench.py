@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron.core.inference import EngineRequest
-from megatron.inference import generate, llm
+from megatron.inference import build_engine, generate
 from megatron.inference.bench import Load, arrival_times, main, make_requests, static_waste
 from tests.support.launchers import serve_store
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -54,7 +54,7 @@ def test_generated_tokens_and_latencies_are_reported(
     ]
     mode = ("--request-rate", rate) if rate else ("--async-scheduling", "--inference-cuda-graphs")
     with mock.patch.object(
-        llm, "CudaRecorder", side_effect=lambda *_, **__: TapeRecorder(OpTape())
+        build_engine, "CudaRecorder", side_effect=lambda *_, **__: TapeRecorder(OpTape())
     ):
         code, out, err = run(root, *words, *mode)
     assert code == 0, err
@@ -92,7 +92,7 @@ def test_generate_reports_graph_statistics(root: Path) -> None:
     err = io.StringIO()
     words = ["--load", str(root), "--device", "cpu", "--prompt", "A", "--max-new-tokens", "6"]
     with (
-        mock.patch.object(llm, "CudaRecorder", side_effect=recorder),
+        mock.patch.object(build_engine, "CudaRecorder", side_effect=recorder),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(err),
     ):

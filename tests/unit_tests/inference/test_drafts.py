@@ -18,7 +18,7 @@ from megatron.core.inference import CacheShapes, EngineConfig
 from megatron.core.inference.speculation import DraftModel
 from megatron.core.models import GPTModel
 from megatron.inference import LLM, Inference, Speculation, TextParams, bench, generate
-from megatron.inference.llm import split_cache_memory
+from megatron.inference.build_engine import split_cache_memory
 from megatron.inference.server.engine.control import EngineControl
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks

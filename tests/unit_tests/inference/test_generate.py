@@ -12,7 +12,8 @@ from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
 from megatron.core import Group
 from megatron.core.inference import CacheShapes, SamplingParams
 from megatron.inference import LLM, Inference, Speculation, TextParams
-from megatron.inference.llm import graph_recorder, text_requests
+from megatron.inference.build_engine import graph_recorder
+from megatron.inference.llm import text_requests
 
 GREEDY = SamplingParams(temperature=0)
 

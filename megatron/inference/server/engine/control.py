@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.inference.requests import OutputDelta
 from megatron.core.inference.router import Replicas
-from megatron.inference.llm import weights_of_level
+from megatron.inference.build_engine import weights_of_level
 
 if TYPE_CHECKING:
     from megatron.core.boxes import TensorChunk

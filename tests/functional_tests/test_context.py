@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.preprocess_data import preprocess
-from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     flags,
     losses,
@@ -20,7 +16,6 @@ from tests.functional_tests.small_run import (
     running,
     write_tokens,
 )
-from tests.functional_tests.torchrun_job import torchrun
 
 CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
@@ -115,37 +110,3 @@ def test_document_masks_and_sinks_change_the_losses(prefix, tmp_path):
         final_losses.append(losses(metrics)[3])
     sorted_losses = sorted(final_losses)
     assert min(b - a for a, b in pairwise(sorted_losses)) > 1e-5, final_losses
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.covers("resume on another layout")
-def test_run_on_8_ranks_resumes_on_one_rank(tmp_path):
-    """torchrun starts 2 x 2 x 2 ranks; the losses match a single process."""
-    build_corpus(tmp_path / "corpus.jsonl", library=Path(json.__file__).parent)
-    preprocess(
-        PreprocessConfig(
-            input=(str(tmp_path / "corpus.jsonl"),),
-            output_prefix=str(tmp_path / "corpus"),
-            tokenizer_type="byte",
-            append_eod=True,
-        )
-    )
-    model = "--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --seq-length 256"
-    whole, save = tmp_path / "whole.jsonl", tmp_path / "save"
-    common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
-
-    def argv(options: str) -> list[str]:
-        words = flags(tmp_path / "corpus", f"{common} {options}")
-        return [word for word in words if word not in ("--vocab-size", "61")]
-
-    run_on(1, argv(f"--metrics-file {whole}"))
-    saves = f"--save {save} --load {save} --save-interval 3"
-    layout = f"{TP} {CP} --pipeline-model-parallel-size 2 --sequence-parallel"
-    job = torchrun(argv(f"{saves} --exit-interval 3 {layout}"), "--standalone", processes=8)
-    output, _ = job.communicate(timeout=400)
-    assert job.returncode == 0, output
-    assert "tensor parallel 2 with sequence parallel, context parallel 2, pipeline paral" in output
-    assert latest_checkpoint(save, say=print) == save / "iter_0000003"
-    run_on(1, argv(saves))
-    assert losses(save / "metrics.jsonl") == pytest.approx(losses(whole), rel=1e-6)

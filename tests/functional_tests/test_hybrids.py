@@ -5,8 +5,7 @@ packed documents; unsupported options are refused in one line."""
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,8 @@ from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.models import GPTConfig
 from megatron.training.config.model_table import gpt_config
-from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.preprocess_data import preprocess
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
     VOCABULARY,
     flags,
@@ -32,7 +28,6 @@ from tests.functional_tests.small_run import (
     running,
     write_tokens,
 )
-from tests.functional_tests.torchrun_job import torchrun
 from tests.support.inputs import one_thread
 
 CP, PP, TP = (f"--{kind}-parallel-size 2" for kind in ("context", "pipeline-model", "tensor-model"))
@@ -178,86 +173,3 @@ def test_document_does_not_affect_later_documents_in_a_row(tmp_path, pattern):
     assert losses_of("moved", [2, 0, 1], PACKED) == pytest.approx(ends, rel=1e-6)
     joined = losses_of("joined", [0, 1, 2], "--eod-mask-loss")
     assert abs(joined[1] - ends[1]) > 1e-5, (joined, ends)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, f"{PP} --hybrid-layer-pattern G-|M-*-/*-"),
-        (2, f"{PP} --hybrid-layer-pattern G|-M|-*|-/*-"),
-        (4, f"{SQUARE} --linear-cp-mode segments"),
-        (4, f"{CP} --linear-cp-mode headwise"),
-        (2, f"{TP} --recompute-granularity full --recompute-method uniform "
-         "--recompute-num-layers 1"),
-        (2, "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"),
-    ],
-)  # fmt: skip
-@pytest.mark.gpus("world")
-def test_losses_of_every_layout_match_one_process(prefix, single_rank, tmp_path, world, options):
-    metrics = tmp_path / "metrics.jsonl"
-    trained(world, flags(prefix, f"{SHORT} {MODEL} {options} --metrics-file {metrics}"))
-    assert_losses_match(metrics, single_rank)
-
-
-@pytest.fixture(scope="module")
-def corpus_run(tmp_path_factory) -> tuple[Callable[[str], list[str]], dict[int, float], Path]:
-    """Start a run of sixteen blocks on the corpus with torchrun, on 2 x 2 ranks.
-
-    Returns:
-        A function that returns the arguments of the run for further options, the losses of one
-        process, and the folder of the checkpoint half-way.
-    """
-    folder = tmp_path_factory.mktemp("corpus")
-    build_corpus(folder / "corpus.jsonl", library=Path(json.__file__).parent)
-    preprocess(
-        PreprocessConfig(
-            input=(str(folder / "corpus.jsonl"),),
-            output_prefix=str(folder / "corpus"),
-            tokenizer_type="byte",
-            append_eod=True,
-        )
-    )
-    model = f"--hidden-size 48 --ffn-hidden-size 64 --seq-length 256 {DELTA_NET}"
-    model += " --hybrid-layer-pattern G-G-G-*-G-G-G-*- --num-layers 16"
-    common = f"{SHORT} {model} --tokenizer-type byte --train-iters 6 --eval-interval 0"
-    common += " --init-method-std 0.02"  # larger weights would amplify rounding in sixteen blocks
-
-    def argv(options: str) -> list[str]:
-        return flags(folder / "corpus", f"{common} {options}", without=["--vocab-size"])
-
-    metrics, save = folder / "alone.jsonl", folder / "save"
-    run_on(1, argv(f"--metrics-file {metrics}"))
-    job = torchrun(
-        argv(f"--save {save} --save-interval 3 --exit-interval 3 {SQUARE}"),
-        "--standalone",
-        processes=4,
-        module="megatron.training.pretrain_hybrid",
-    )
-    output, _ = job.communicate(timeout=400)
-    assert job.returncode == 0, output
-    assert "tensor parallel 2 with sequence parallel, context parallel 2" in output
-    assert "gated delta net: recurrences over context parallel 2 by " in output
-    assert latest_checkpoint(save, say=print) == save / "iter_0000003"
-    return argv, losses(metrics), save
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (1, ""),
-        (2, f"{CP} --linear-cp-mode segments"),
-        (4, f"{TP} --data-parallel-sharding-strategy optim_grads_params"),
-        (4, f"{TP} --pipeline-model-parallel-size 2"),
-    ],
-)
-def test_deep_hybrid_run_resumes_on_other_grids(corpus_run, tmp_path, world, layout):
-    argv, expected, started = corpus_run
-    save = tmp_path / "save"
-    shutil.copytree(started, save)
-    run_on(world, argv(f"--save {save} --load {save} --save-interval 3 {layout}"), timeout=300)
-    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
-    assert losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-6)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index caches: reused, never half-written, rebuilt when damaged, built by concurrent threads."""
 
+import io
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,51 +65,49 @@ def test_index_is_not_cached_without_a_folder(tmp_path):
     assert build.calls == 2
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
+def saved_array(array: np.ndarray) -> bytes:
+    """Return the content of an array's file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
 
 
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def changed(content: bytes, **fields: Any) -> bytes:
+    """Return a manifest with other fields."""
+    return json.dumps({**json.loads(content), **fields}).encode()
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+OBJECTS = np.array([{"a": 1}], dtype=object)
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "truncated": ("rows.npy", lambda content: content[:-5]),
+    "flipped bit": ("rows.npy", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+    "empty": ("rows.npy", lambda content: b""),
+    "wrong shape": ("rows.npy", lambda content: saved_array(np.arange(3))),
+    "pickled objects": ("rows.npy", lambda content: saved_array(OBJECTS)),
+    "unclosed header": ("rows.npy", lambda content: content.replace(b"}", b"(", 1)),
+    "invalid dtype": ("rows.npy", lambda content: content.replace(b"'<i8'", b"'<,8'", 1)),
+    "broken key": ("rows.npy", lambda content: content.replace(b"'descr'", b"'de\ncr'", 1)),
+    "truncated JSON": (".json", lambda content: content[:-1]),
+    "other description": (".json", lambda content: changed(content, description="another")),
+    "no arrays": (".json", lambda content: json.dumps({"description": DESCRIPTION}).encode()),
+    "a list": (".json", lambda content: b"[]"),
+    "a string as arrays": (".json", lambda content: changed(content, arrays="rows")),
+    "a missing array": (".json", lambda content: content.replace(b'"rows"', b'"lost"')),
+    "object dtype": (".json", lambda content: content.replace(b"<i8", b"O")),
+    "unclosed dtype": (".json", lambda content: content.replace(b"<i8", b"i8,(")),
+}
 
 
-def wrong_shape(path: Path) -> None:
-    np.save(path, np.arange(3))
-
-
-def pickled_objects(path: Path) -> None:
-    np.save(path, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-
-
-def unclosed_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"}", b"(", 1))
-
-
-def invalid_dtype(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"'<i8'", b"'<,8'", 1))
-
-
-def broken_key(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"'descr'", b"'de\ncr'", 1))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(truncate, flip_last_bit, empty, wrong_shape, pickled_objects, Path.unlink),
-        *(unclosed_header, invalid_dtype, broken_key),
-    ],
-)
-def test_a_damaged_array_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
+@pytest.mark.parametrize("damage", [*DAMAGE, "removed"])
+def test_damaged_cache_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
     build, cache = Builder(), IndexCache(tmp_path)
     cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    damage(only_file(tmp_path, "rows.npy"))
+    ending, change = DAMAGE.get(damage, ("rows.npy", None))
+    path = only_file(tmp_path, ending)
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
     with caplog.at_level(logging.WARNING):
         check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert build.calls == 2
@@ -124,66 +125,6 @@ def test_a_cache_file_cannot_run_code(tmp_path, caplog):
     check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
     assert "is damaged" in caplog.text
     assert not canary.exists()
-
-
-def truncated_json(text: str) -> str:
-    return text[:-1]
-
-
-def different_description(text: str) -> str:
-    manifest = json.loads(text)
-    return json.dumps({**manifest, "description": "another"})
-
-
-def no_arrays(text: str) -> str:
-    return json.dumps({"description": json.loads(text)["description"]})
-
-
-def list_as_manifest(text: str) -> str:
-    return "[]"
-
-
-def string_as_arrays(text: str) -> str:
-    return json.dumps({**json.loads(text), "arrays": "rows"})
-
-
-def missing_array(text: str) -> str:
-    manifest = json.loads(text)
-    del manifest["arrays"]["rows"]
-    return json.dumps(manifest)
-
-
-def object_dtype(text: str) -> str:
-    return text.replace("<i8", "O")
-
-
-def unclosed_dtype(text: str) -> str:
-    return text.replace("<i8", "i8,(")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(
-            truncated_json,
-            different_description,
-            no_arrays,
-            list_as_manifest,
-            string_as_arrays,
-            missing_array,
-        ),
-        *(object_dtype, unclosed_dtype),
-    ],
-)
-def test_a_damaged_manifest_is_rebuilt_with_a_log_line(tmp_path, caplog, damage):
-    build, cache = Builder(), IndexCache(tmp_path)
-    cache.load_or_build("kind", DESCRIPTION, build, names=NAMES)
-    path = only_file(tmp_path, ".json")
-    path.write_text(damage(path.read_text()))
-    with caplog.at_level(logging.WARNING):
-        check(cache.load_or_build("kind", DESCRIPTION, build, names=NAMES))
-    assert build.calls == 2
-    assert "is damaged" in caplog.text
 
 
 def test_entry_without_a_manifest_is_rebuilt_silently(tmp_path, caplog):
@@ -228,7 +169,8 @@ def test_concurrent_builders_build_once(tmp_path, caplog):
 
 def test_damaged_cache_entry_is_rebuilt_and_logged_once(tmp_path, caplog):
     IndexCache(tmp_path).load_or_build("kind", DESCRIPTION, Builder(), names=NAMES)
-    truncate(only_file(tmp_path, "rows.npy"))
+    path = only_file(tmp_path, "rows.npy")
+    path.write_bytes(path.read_bytes()[:-5])
     build = SlowBuilder()
     with ThreadPoolExecutor(4) as pool:
         futures = [

@@ -27,6 +27,7 @@ from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread, perturbed
 from tests.support.nan_memory import nan_memory
+from tests.unit_tests.core.transformer.test_layers import logical_tensors
 
 S, B, H, BASE = 19, 2, 26, 300.0
 
@@ -122,16 +123,6 @@ def to_mcore_names(tensors: dict[str, torch.Tensor], config: LatentAttentionConf
     renamed["key_up.weight"] = up[:, : config.nope_channels].flatten(0, 1)  # head by head
     renamed["value_up.weight"] = up[:, config.nope_channels :].flatten(0, 1)
     return {f"a.{name}": tensor for name, tensor in renamed.items()}
-
-
-def logical_tensors(store: WeightStore, flat_of) -> dict[str, torch.Tensor]:
-    """Return views of whole logical tensors in each handle's storage."""
-    tensors = {}
-    for handle in store.handles.values():
-        flat = flat_of(handle).view(-1)
-        for box in store.boxes(handle):
-            tensors[box.name] = flat[box.start : box.start + box.numel].view(box.sizes)
-    return tensors
 
 
 def document_rows(packed: bool) -> dict[str, torch.Tensor]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import torch.distributed as dist
 
+from megatron.cli.errors import ExitCode
 from megatron.core.datasets import IndexedDatasetWriter
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import pretrain_gpt
@@ -84,6 +86,26 @@ def program_of(argv: list[str]) -> pretrain_gpt.Program:
 def run_in_process(argv: list[str]) -> int:
     """Run in this process, as a single rank, and return the exit code."""
     return pretrain_gpt.main(argv, {}, program=program_of(argv))
+
+
+def refused(
+    words: Iterable[object], *texts: str, main: Callable[[list[str], dict], int] | None = None
+) -> str:
+    """Run an entry point that must refuse in one line besides warnings; return the line.
+
+    Args:
+        texts: what the line contains.
+        main: the entry point; None is the small run.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    argv = [str(word) for word in words]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_in_process(argv) if main is None else main(argv, {})
+    lines = [line for line in err.getvalue().splitlines() if not line.startswith("WARNING: ")]
+    assert code == ExitCode.USER_ERROR, f"exit code {code}: {err.getvalue()}"
+    assert len(lines) == 1, err.getvalue()
+    assert all(text in lines[0] for text in texts), lines[0]
+    return lines[0]
 
 
 def rank_process(

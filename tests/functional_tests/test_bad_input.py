@@ -10,7 +10,7 @@ import pytest
 from megatron.cli import error_reports
 from megatron.cli.errors import ExitCode
 from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import flags, run_in_process, write_tokens
+from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
 from tests.functional_tests.torchrun_job import torchrun
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
@@ -19,18 +19,6 @@ SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 @pytest.fixture
 def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
-
-
-def refused(capsys, argv, *texts, code=ExitCode.USER_ERROR):
-    """Run and expect one line on stderr that contains `texts`."""
-    code_of_run = run_in_process(argv)
-    err = capsys.readouterr().err
-    assert code_of_run == code, err
-    assert err.startswith("pretrain_gpt: ")
-    assert err.count("\n") == 1, err
-    for text in texts:
-        assert text in err
-    return err
 
 
 def test_option_error_is_printed_once_across_killed_ranks(prefix):
@@ -66,9 +54,9 @@ def saved(prefix, tmp_path, capsys):
 
 
 def test_checkpoint_of_other_dtype_or_data_is_refused(prefix, saved, tmp_path, capsys):
-    refused(capsys, flags(prefix, f"--bf16 --load {saved}"), "bf16: False in", "--no-load-optim")
+    refused(flags(prefix, f"--bf16 --load {saved}"), "bf16: False in", "--no-load-optim")
     changed_prefix = write_tokens(tmp_path / "other", seed=6)
-    refused(capsys, flags(changed_prefix, f"--load {saved}"), "trained on other data", "--finetune")
+    refused(flags(changed_prefix, f"--load {saved}"), "trained on other data", "--finetune")
     finetune = flags(changed_prefix, f"--load {saved} --finetune {SHORT} --bf16")
     assert run_in_process(finetune) == 0
     assert "; starting at iteration 0" in capsys.readouterr().out
@@ -77,4 +65,4 @@ def test_checkpoint_of_other_dtype_or_data_is_refused(prefix, saved, tmp_path, c
 def test_unwritable_save_folder_is_refused_before_training(prefix, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     argv = flags(prefix, f"{SHORT} --save {tmp_path / 'file' / 'save'}")
-    refused(capsys, argv, "cannot save under", "name a folder that can be written")
+    refused(argv, "cannot save under", "name a folder that can be written")

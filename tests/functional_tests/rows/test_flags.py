@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.errors import ExitCode
-from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import flags, run_in_process, write_tokens
+from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
@@ -24,22 +23,11 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens", documents=12)
 
 
-def refused(capsys, argv: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run, expect a user error of one line, and return the line."""
-    code = pretrain_gpt.main(argv, environment or {})
-    out, err = capsys.readouterr()
-    assert code == ExitCode.USER_ERROR, err
-    assert out == ""
-    assert err.startswith("pretrain_gpt: error: ")
-    assert err.count("\n") == 1, err
-    return err
-
-
 def test_impossible_layout_reports_every_violation_at_once(prefix, capsys):
     options = (
         "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
     )
-    err = refused(capsys, flags(prefix, options))
+    err = refused(flags(prefix, options))
     for text in (
         "does not divide the world of 1",
         "--seq-length 25 is not a multiple",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,9 @@ import pytest
 
 from megatron.core.dist_checkpointing import Solo, save_checkpoint
 from megatron.hf import convert
-from megatron.inference import generate
-from megatron.training import pretrain_gpt
-from tests.functional_tests.small_run import flags, write_tokens
+from megatron.inference import checkpoint_model, generate
+from megatron.training import pretrain_gpt, session
+from tests.functional_tests.small_run import flags, refused, write_tokens
 from tests.support.hf_folders import (
     change_json,
     make_model,
@@ -31,25 +32,13 @@ from tests.support.hf_folders import (
 INDEX = "model.safetensors.index.json"
 
 
-def refused(main: Any, *words: object) -> str:
-    """Run an entry point that must refuse in one line besides warnings; return the line."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words], {})
-    text = err.getvalue()
-    assert code == 2, f"exit code {code}: {text}"
-    lines = [line for line in text.splitlines() if not line.startswith("WARNING: ")]
-    assert len(lines) == 1, text
-    return lines[0]
-
-
 def refused_everywhere(folder: Path, tmp_path: Path) -> str:
     """Assert that three entry points refuse an HF folder; return the converter's message."""
     training = f"--load-hf {folder} --mock-data --seq-length 24 --micro-batch-size 2 --lr 1e-3"
     training += f" --train-iters 1 --eval-interval 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
-    assert folder.name in refused(pretrain_gpt.main, *training.split())
-    refused(generate.main, "--load", folder, "--prompt", "a", "--device", "cpu")
-    return refused(convert.main, "import", "--hf", folder, "--save", tmp_path / "imported")
+    assert folder.name in refused([*training.split()], main=pretrain_gpt.main)
+    refused(["--load", folder, "--prompt", "a", "--device", "cpu"], main=generate.main)
+    return refused(["import", "--hf", folder, "--save", tmp_path / "imported"], main=convert.main)
 
 
 def malicious_pickle(canary: Path) -> bytes:
@@ -74,9 +63,9 @@ def test_malicious_pickles_are_never_loaded(tmp_path: Path) -> None:
     (foreign / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickle)
     (foreign / "latest_checkpointed_iteration.txt").write_text("1")
     for load in (root, foreign, foreign / "iter_0000001", root / "common.pt"):
-        refused(pretrain_gpt.main, *flags(prefix, f"--load {load}"))
-        refused(generate.main, "--load", load, "--prompt", "a", "--device", "cpu")
-        refused(convert.main, "export", "--load", load, "--save", tmp_path / "out")
+        refused([*flags(prefix, f"--load {load}")], main=pretrain_gpt.main)
+        refused(["--load", load, "--prompt", "a", "--device", "cpu"], main=generate.main)
+        refused(["export", "--load", load, "--save", tmp_path / "out"], main=convert.main)
     # An index cache that is a pickle is discarded and rebuilt.
     cache = tmp_path / "cache"
     run = flags(prefix, f"--data-cache-path {cache} --train-iters 3 --eval-interval 0")
@@ -181,7 +170,7 @@ def test_export_refuses_symlinks_in_the_like_folder(good: Path, tmp_path: Path) 
     (tmp_path / "secret").write_text("secret")
     (like / "merges.txt").symlink_to(tmp_path / "secret")
     words = ["export", "--load", str(tmp_path / "imported"), "--save", str(tmp_path / "out")]
-    assert "merges.txt is a link to" in refused(convert.main, *words, "--like", like)
+    assert "merges.txt is a link to" in refused([*words, "--like", like], main=convert.main)
     assert not (tmp_path / "out").exists()
 
 
@@ -235,10 +224,53 @@ def test_archives_are_not_opened(good: Path, tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "data")
     before = sorted(tmp_path.rglob("*"))
     for path in (tar, packed):
-        refused(convert.main, "import", "--hf", path, "--save", tmp_path / "imported")
-        refused(convert.main, "export", "--load", path, "--save", tmp_path / "out")
-        refused(generate.main, "--load", path, "--prompt", "a", "--device", "cpu")
+        refused(["import", "--hf", path, "--save", tmp_path / "imported"], main=convert.main)
+        refused(["export", "--load", path, "--save", tmp_path / "out"], main=convert.main)
+        refused(["--load", path, "--prompt", "a", "--device", "cpu"], main=generate.main)
         for flag in ("--load", "--load-hf", "--tokenizer-model", "--data-path"):
             words = flags(prefix, f"{flag} {path}")
-            refused(pretrain_gpt.main, *words)
+            refused([*words], main=pretrain_gpt.main)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 1 << 30),
+        ("hidden_size", 6 << 20),
+        ("intermediate_size", 1 << 30),
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 9_999),
+        ("num_attention_heads", 1 << 12),
+        ("head_dim", 1 << 20),
+    ],
+)
+def test_config_json_is_checked_before_building_a_model(
+    field: str, value: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (checkpoint_model, session):
+        monkeypatch.setattr(module, "GPTModel", None)  # nothing is built
+    folder = tmp_path / "model"
+    shutil.copytree(good, folder)
+    change_json(folder / "config.json", **{field: value})
+    refused_everywhere(folder, tmp_path)
+
+
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model-00001-of-*.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pipes_and_endless_files_in_hf_folder_are_refused(
+    name: str, good: Path, tmp_path: Path
+) -> None:
+    def large(path: Path) -> None:
+        path.touch()
+        os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)
+
+    for number, make in enumerate((os.mkfifo, large, lambda path: path.symlink_to("/dev/zero"))):
+        folder = tmp_path / f"model{number}"
+        shutil.copytree(good, folder)
+        path = next(folder.glob(name), folder / name)
+        path.unlink(missing_ok=True)
+        make(path)
+        refused_everywhere(folder, tmp_path)

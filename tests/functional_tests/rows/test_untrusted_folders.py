@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links, pipes, endless files and huge descriptions in untrusted folders.
+"""Links, pipes, endless files and huge descriptions in folders of runs.
 
 Nothing is written through a link, nothing hangs, no memory is allocated for sizes that a file only
 claims, and a run falls back past such a checkpoint to an older one.
@@ -32,9 +32,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.shard_format import digest
-from megatron.hf import convert
-from megatron.inference import checkpoint_model, generate
-from megatron.training import checkpoint, preprocess_data, pretrain_gpt, session
+from megatron.inference import generate
+from megatron.training import checkpoint, preprocess_data
 from megatron.training.fault_tolerance.faults import (
     FaultLog,
     FaultRecord,
@@ -46,8 +45,7 @@ from megatron.training.fault_tolerance.faults import (
 )
 from megatron.training.fault_tolerance.hang_files import CollectiveLog, HangFiles
 from megatron.training.monitoring.metrics import JsonLines
-from tests.functional_tests.small_run import flags, run_in_process, write_tokens
-from tests.support.hf_folders import change_json, make_model, save_folder
+from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
 
 HUGE = 1 << 40
 
@@ -108,24 +106,12 @@ def test_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None
     (run / "a.jsonl").write_text('{"text": "words"}\n')
     words = ["--input", str(run / "a.jsonl"), "--output-prefix", str(run / "data")]
     words += ["--tokenizer-type", "byte", "--workers", "1"]
-    refused(preprocess, words, "data.journal")
+    refused(words, "data.journal", main=preprocess)
     (run / "data.journal").unlink()
     with contextlib.redirect_stdout(io.StringIO()):
         assert preprocess(words, {}) == 0
     assert (run / "data.bin").stat().st_size > 0
     assert (outside / "precious").read_text() == "precious"
-
-
-def refused(main: Any, words: list[str], *expected: str) -> str:
-    """Run an entry point that must refuse in one line containing `expected`; return the line."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words], {})
-    lines = [line for line in err.getvalue().splitlines() if not line.startswith("WARNING: ")]
-    assert code == 2, f"exit code {code}: {err.getvalue()}"
-    assert len(lines) == 1, err.getvalue()
-    assert all(word in lines[0] for word in expected), lines[0]
-    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -340,67 +326,4 @@ def test_checkpoint_options_must_match_its_own_model(
         for folder in root.glob("iter_*"):
             change_extra("config", **{name: value})(folder)
         words = ["--load", root, "--use-checkpoint-args", "--metrics-file", tmp_path / "m.jsonl"]
-        refused(pretrain_gpt.main, words, "iter_0000002")
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a valid Hugging Face folder with a tokenizer."""
-    folder = tmp_path_factory.mktemp("good") / "model"
-    save_folder(make_model("llama-3to1"), folder)
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}}
-    tokenizer["model"]["unk_token"] = "a"
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text("{}")
-    return folder
-
-
-def refused_by_runs(folder: Path, tmp_path: Path) -> None:
-    """Assert that training and generation refuse a Hugging Face folder."""
-    training = f"--load-hf {folder} --mock-data --seq-length 24 --micro-batch-size 2 --lr 1e-3"
-    training += f" --train-iters 1 --eval-interval 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
-    refused(pretrain_gpt.main, training.split())
-    refused(generate.main, ["--load", str(folder), "--prompt", "a", "--device", "cpu"])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("vocab_size", 1 << 30),
-        ("hidden_size", 6 << 20),
-        ("intermediate_size", 1 << 30),
-        ("num_hidden_layers", 10**6),
-        ("num_hidden_layers", 9_999),
-        ("num_attention_heads", 1 << 12),
-        ("head_dim", 1 << 20),
-    ],
-)
-def test_config_json_is_checked_before_building_a_model(
-    field: str, value: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (checkpoint_model, session):
-        monkeypatch.setattr(module, "GPTModel", None)  # nothing is built
-    folder = tmp_path / "model"
-    shutil.copytree(good, folder)
-    change_json(folder / "config.json", **{field: value})
-    refused_by_runs(folder, tmp_path)
-    refused(convert.main, ["import", "--hf", str(folder), "--save", str(tmp_path / "imported")])
-
-
-FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pipes_and_endless_files_in_hf_folder_are_refused(
-    name: str, good: Path, tmp_path: Path
-) -> None:
-    def large(path: Path) -> None:
-        path.touch()
-        os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)
-
-    for number, make in enumerate((os.mkfifo, large, lambda path: path.symlink_to("/dev/zero"))):
-        folder = tmp_path / f"model{number}"
-        shutil.copytree(good, folder)
-        (folder / name).unlink()
-        make(folder / name)
-        refused_by_runs(folder, tmp_path)
+        refused(words, "iter_0000002")

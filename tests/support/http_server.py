@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -95,6 +96,20 @@ class Served:
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         return self.http.post(path, json=fields)
+
+    def ok(self, path: str, **fields: Any) -> dict[str, Any]:
+        """Return the JSON of an answer with status 200."""
+        response = self.post(path, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chunks(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the chunks of a stream without the final [DONE]."""
+        response = self.post(path, stream=True, **fields)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.text.split("\n") if line]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def administer(self, action: str, key: str = ADMIN_KEY, **fields: Any) -> httpx.Response:
         """Post an administration request."""

@@ -72,15 +72,18 @@ def server(embeds: RecordingEmbedder) -> Iterator[Served]:
 @pytest.mark.parametrize("tokens", ["mean", "last"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_embeddings_match_transformers(
-    server: Served, embeds: RecordingEmbedder, tokens: Any, normalize: bool
+    server: Served,
+    embeds: RecordingEmbedder,
+    tokens: Any,
+    normalize: bool,
+    client: openai.OpenAI,
 ) -> None:
     embeds.pooling = Pooling(tokens=tokens, normalize=normalize)
     before = embeds.passes
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        response = client.embeddings.create(model="next-byte", input=TEXTS)  # in base64
-        float_response = client.embeddings.create(
-            model="next-byte", input=list(b"abc"), encoding_format="float"
-        )
+    response = client.embeddings.create(model="next-byte", input=TEXTS)  # in base64
+    float_response = client.embeddings.create(
+        model="next-byte", input=list(b"abc"), encoding_format="float"
+    )
     assert embeds.passes - before > 2  # a batch, the long text, the second request
     assert embeds.passes - before < len(TEXTS) + 1
     assert response.usage.prompt_tokens == sum(len(text.encode()) for text in TEXTS)

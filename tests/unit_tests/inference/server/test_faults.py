@@ -7,7 +7,6 @@ import concurrent.futures
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -23,14 +22,6 @@ from tests.support.http_server import NextByte, Served, served, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "a", "max_tokens": 3, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-        assert running.post("/v1/completions", **TEXT).status_code == 200
-        assert running.engine.unfinished == 0
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -383,18 +374,6 @@ def test_full_cache_changes_no_text() -> None:
     assert "blocks" in error_of(full)["message"]  # too long even without other requests
     assert error_of(full)["param"] == "max_tokens"
     assert error_of(chat)["param"] == "max_completion_tokens"
-
-
-def test_seeded_text_does_not_depend_on_the_batch() -> None:
-    fields = {"prompt": "a", "max_tokens": 20, "temperature": 2.0, "seed": 7}
-    with served() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        alone = server.post("/v1/completions", **fields).json()["choices"][0]["text"]
-        server.model.gate.clear()
-        together = [pool.submit(server.post, "/v1/completions", **fields) for _ in range(8)]
-        until(lambda: server.http.get("/health").json()["active"] == 8)
-        server.model.gate.set()
-        assert [t.result().json()["choices"][0]["text"] for t in together] == [alone] * 8
-        assert server.engine.stats.steps < 8 * 20
 
 
 def test_api_key_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

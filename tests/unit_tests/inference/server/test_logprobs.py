@@ -280,28 +280,25 @@ def server() -> Iterator[Served]:
         yield running
 
 
-def test_number_of_top_logprobs_matches_request(server: Served) -> None:
+def test_number_of_top_logprobs_matches_request(server: Served, client: openai.OpenAI) -> None:
     """Most of the 257 byte tokens have no text."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        server.model.say("é日🦙!")
-        fields: dict[str, Any] = {"model": "next-byte", "max_tokens": 40, "temperature": 0}
-        completion = client.completions.create(
-            **fields, prompt="aé", logprobs=20, echo=True
-        ).choices[0]
-        scores = completion.logprobs
-        assert completion.text == "aéé日🦙!"
-        assert scores.tokens[1:5] == [r"bytes:\xc3", r"bytes:\xa9"] * 2
-        assert scores.text_offset == [0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 6]
-        assert [len(top) for top in scores.top_logprobs[1:]] == [20] * 13
-        for name, top in zip(scores.tokens[3:], scores.top_logprobs[3:], strict=True):
-            assert max(top, key=top.get) == name
-        server.model.say("é日🦙!")
-        user = [{"role": "user", "content": "hi"}]
-        answer = client.chat.completions.create(
-            **fields, messages=user, logprobs=True, top_logprobs=20
-        ).choices[0]
-        tokens = answer.logprobs.content
-        assert bytes(byte for token in tokens for byte in token.bytes).decode() == "é日🦙!"
-        assert tokens[0].token == r"\xc3"
-        assert all(top.bytes is not None for token in tokens for top in token.top_logprobs)
-        assert {len(token.top_logprobs) for token in tokens} == {20}
+    server.model.say("é日🦙!")
+    fields: dict[str, Any] = {"model": "next-byte", "max_tokens": 40, "temperature": 0}
+    completion = client.completions.create(**fields, prompt="aé", logprobs=20, echo=True).choices[0]
+    scores = completion.logprobs
+    assert completion.text == "aéé日🦙!"
+    assert scores.tokens[1:5] == [r"bytes:\xc3", r"bytes:\xa9"] * 2
+    assert scores.text_offset == [0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 6]
+    assert [len(top) for top in scores.top_logprobs[1:]] == [20] * 13
+    for name, top in zip(scores.tokens[3:], scores.top_logprobs[3:], strict=True):
+        assert max(top, key=top.get) == name
+    server.model.say("é日🦙!")
+    user = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(
+        **fields, messages=user, logprobs=True, top_logprobs=20
+    ).choices[0]
+    tokens = answer.logprobs.content
+    assert bytes(byte for token in tokens for byte in token.bytes).decode() == "é日🦙!"
+    assert tokens[0].token == r"\xc3"
+    assert all(top.bytes is not None for token in tokens for top in token.top_logprobs)
+    assert {len(token.top_logprobs) for token in tokens} == {20}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.http_server import Served, served
+from tests.support.http_server import Served
 
 MAX_TOKENS = 512
 #: Favours closing characters: random tokens of 256 hardly ever close a value.
@@ -143,12 +142,6 @@ LEAVES = st.one_of(
 SCHEMAS = st.recursive(
     LEAVES, lambda inner: st.one_of(_arrays(inner), _objects(inner), _several(inner)), max_leaves=6
 ).map(_rooted)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
 
 
 def check_answers(server: Served, count: int) -> Counter[str]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -12,8 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.support.http_server import Served, served, until
-from tests.support.scripted_model import TEMPLATE, Scripted
+from tests.support.http_server import Served, until
 
 WEATHER = {
     "type": "function",
@@ -35,20 +33,9 @@ REQUEST: dict[str, Any] = {"model": "next-byte", "input": "hi", "temperature": 0
 REQUEST["max_output_tokens"] = 300
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(
-        Scripted(),
-        template={"source": TEMPLATE, "name": "shows all"},
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
-        yield openai_client
+def server(chat_server: Served) -> Served:
+    return chat_server
 
 
 def test_answer_has_the_same_items_whole_and_streamed(

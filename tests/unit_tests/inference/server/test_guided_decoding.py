@@ -8,7 +8,6 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,10 @@ PERSON = {
 CLOSING_BIAS = {str(ord(c)): 6 for c in '"}],'}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
 def text_of(server: Served, seed: int = 1, **fields: Any) -> str:
     """Return the text of an answer with finish reason "stop"."""
     request = {"prompt": "a", "max_tokens": 500, "seed": seed, "logit_bias": CLOSING_BIAS, **fields}
-    response = server.post("/v1/completions", **request)
-    assert response.status_code == 200, response.text
-    (choice,) = response.json()["choices"]
+    (choice,) = server.ok("/v1/completions", **request)["choices"]
     assert choice["finish_reason"] == "stop"
     return choice["text"]
 
@@ -306,18 +297,17 @@ def test_model_without_stop_token_refuses_grammars() -> None:
         assert response.status_code == 400
 
 
-def test_openai_client_receives_a_strict_schema(server: Served) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.chat.completions.create(
-            model="next-byte",
-            messages=[{"role": "user", "content": "hi"}],
-            logit_bias=CLOSING_BIAS,
-            seed=2,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "person", "strict": True, "schema": PERSON},
-            },
-        )
+def test_openai_client_receives_a_strict_schema(server: Served, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="next-byte",
+        messages=[{"role": "user", "content": "hi"}],
+        logit_bias=CLOSING_BIAS,
+        seed=2,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "person", "strict": True, "schema": PERSON},
+        },
+    )
     assert is_person(answer.choices[0].message.content or "")
     until(lambda: server.engine.unfinished == 0)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -33,15 +32,9 @@ USER = [{"role": "user", "content": "hi"}]
 CLOSING_BIAS = {str(ord(c)): 4 for c in '"}],'}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(
-        Scripted(),
-        template={"source": TEMPLATE, "name": "shows all"},
-        template_variables=["thinks"],
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as running:
-        yield running
+@pytest.fixture
+def server(chat_server: Served) -> Served:
+    return chat_server
 
 
 def chat(server: Served, status: int = 200, **fields: Any) -> dict[str, Any]:
@@ -92,16 +85,15 @@ def test_calls_are_text_without_tools(server: Served) -> None:
     assert "weather" not in prompt(server, tools=TOOLS, tool_choice="none")
 
 
-def test_streamed_answer_equals_the_whole_answer(server: Served) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        request: dict[str, Any] = {"model": "next-byte", "messages": USER, "tools": TOOLS}
-        request |= {"temperature": 0, "max_tokens": 900, "logprobs": True}
-        server.model.say(ANSWER)
-        whole = client.chat.completions.create(**request).choices[0]
-        server.model.say(ANSWER)
-        with client.chat.completions.stream(**request) as stream:
-            events = list(stream)
-            streamed = stream.get_final_completion().choices[0]
+def test_streamed_answer_equals_the_whole_answer(server: Served, client: openai.OpenAI) -> None:
+    request: dict[str, Any] = {"model": "next-byte", "messages": USER, "tools": TOOLS}
+    request |= {"temperature": 0, "max_tokens": 900, "logprobs": True}
+    server.model.say(ANSWER)
+    whole = client.chat.completions.create(**request).choices[0]
+    server.model.say(ANSWER)
+    with client.chat.completions.stream(**request) as stream:
+        events = list(stream)
+        streamed = stream.get_final_completion().choices[0]
     kinds = [event.type for event in events]
     assert "tool_calls.function.arguments.delta" in kinds
     assert kinds.count("tool_calls.function.arguments.done") == 2

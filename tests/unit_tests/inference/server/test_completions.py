@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,8 @@ from tests.support.http_server import END, Served, served
 LIKELY = 5 - math.log(math.exp(5) + END)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-def ok(server: Served, path: str, **fields: Any) -> dict[str, Any]:
-    response = server.post(path, **fields)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def streamed(server: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream without the final [DONE]."""
-    response = server.post(path, stream=True, **fields)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in response.text.split("\n") if line]
-    assert lines[-1] == "data: [DONE]", lines[-1]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def test_completion_continues_the_prompt(server: Served) -> None:
-    completion = ok(server, "/v1/completions", prompt="abc", max_tokens=3, temperature=0)
+    completion = server.ok("/v1/completions", prompt="abc", max_tokens=3, temperature=0)
     (choice,) = completion["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("def", "length")
     assert completion["model"] == "next-byte"
@@ -61,27 +39,25 @@ def test_completion_continues_the_prompt(server: Served) -> None:
     ],
 )
 def test_prompts_are_texts_ids_or_lists(server: Served, prompt: Any, texts: list[str]) -> None:
-    completion = ok(server, "/v1/completions", prompt=prompt, max_tokens=2, temperature=0)
+    completion = server.ok("/v1/completions", prompt=prompt, max_tokens=2, temperature=0)
     assert [c["text"] for c in completion["choices"]] == texts
     assert [c["index"] for c in completion["choices"]] == list(range(len(texts)))
 
 
 def test_usage_adds_up_over_prompts_and_outputs(server: Served) -> None:
-    completion = ok(
-        server, "/v1/completions", prompt=["a", "xyz"], n=2, max_tokens=5, temperature=0
-    )
+    completion = server.ok("/v1/completions", prompt=["a", "xyz"], n=2, max_tokens=5, temperature=0)
     assert len(completion["choices"]) == 4
     assert completion["usage"]["prompt_tokens"] == 4
     assert completion["usage"]["completion_tokens"] == 20
     long = "q" * 64
-    ok(server, "/v1/completions", prompt=long, max_tokens=1)
-    completion = ok(server, "/v1/completions", prompt=long, max_tokens=1)
+    server.ok("/v1/completions", prompt=long, max_tokens=1)
+    completion = server.ok("/v1/completions", prompt=long, max_tokens=1)
     assert completion["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
 
 
 def test_every_token_has_logprobs(server: Served) -> None:
-    completion = ok(
-        server, "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=2, echo=True
+    completion = server.ok(
+        "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=2, echo=True
     )
     (choice,) = completion["choices"]
     scores = choice["logprobs"]
@@ -91,14 +67,13 @@ def test_every_token_has_logprobs(server: Served) -> None:
     assert scores["token_logprobs"] == [None, *[pytest.approx(LIKELY, abs=1e-5)] * 4]
     assert scores["top_logprobs"][0] is None
     assert [max(top, key=top.get) for top in scores["top_logprobs"][1:]] == list("bcde")
-    plain = ok(server, "/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=0)
+    plain = server.ok("/v1/completions", prompt="ab", max_tokens=3, temperature=0, logprobs=0)
     assert len(plain["choices"][0]["logprobs"]["token_logprobs"]) == 3
 
 
 def test_chat_logprobs_contain_the_tokens_bytes(server: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    completion = ok(
-        server,
+    completion = server.ok(
         "/v1/chat/completions",
         messages=messages,
         max_tokens=3,
@@ -129,15 +104,15 @@ def test_sampling_fields_change_the_text(
     server: Served, fields: dict[str, Any], text: str, reason: str
 ) -> None:
     request = {"max_tokens": 2 if "logit_bias" in fields else 9, "temperature": 0, **fields}
-    (choice,) = ok(server, "/v1/completions", prompt="a", **request)["choices"]
+    (choice,) = server.ok("/v1/completions", prompt="a", **request)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (text, reason)
 
 
 def test_ignore_eos_continues_after_the_end_of_document(server: Served) -> None:
     fields = {"prompt": "|", "max_tokens": 4, "temperature": 0}
-    (choice,) = ok(server, "/v1/completions", **fields)["choices"]
+    (choice,) = server.ok("/v1/completions", **fields)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("}~", "stop")
-    (choice,) = ok(server, "/v1/completions", **fields, ignore_eos=True)["choices"]
+    (choice,) = server.ok("/v1/completions", **fields, ignore_eos=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("}~\x01", "length")
 
 
@@ -145,7 +120,7 @@ def test_equal_seeds_repeat_the_text_and_others_differ(server: Served) -> None:
     request = {"prompt": "a", "max_tokens": 12, "temperature": 2.0}
 
     def text(**fields: Any) -> str:
-        return ok(server, "/v1/completions", **request, **fields)["choices"][0]["text"]
+        return server.ok("/v1/completions", **request, **fields)["choices"][0]["text"]
 
     assert text(seed=5) == text(seed=5) != text(seed=6)
     assert text() != text()
@@ -162,8 +137,8 @@ def test_streamed_chunks_add_up_to_the_whole_answer(server: Served) -> None:
         "logprobs": 1,
         "stop": ["\x05\x06", "no"],
     }
-    whole = ok(server, "/v1/completions", **fields)
-    events = streamed(server, "/v1/completions", **fields, stream_options={"include_usage": True})
+    whole = server.ok("/v1/completions", **fields)
+    events = server.chunks("/v1/completions", **fields, stream_options={"include_usage": True})
     usage = events.pop()
     assert usage["choices"] == []
     assert usage["usage"] == whole["usage"]
@@ -177,9 +152,9 @@ def test_streamed_chunks_add_up_to_the_whole_answer(server: Served) -> None:
 
 
 def test_tokenize_and_detokenize_convert_text_and_ids(server: Served) -> None:
-    assert ok(server, "/tokenize", prompt="ab")["tokens"] == [97, 98]
-    assert ok(server, "/detokenize", tokens=[97, 98])["prompt"] == "ab"
-    tokenized = ok(server, "/tokenize", messages=[{"role": "user", "content": "é"}])
+    assert server.ok("/tokenize", prompt="ab")["tokens"] == [97, 98]
+    assert server.ok("/detokenize", tokens=[97, 98])["prompt"] == "ab"
+    tokenized = server.ok("/tokenize", messages=[{"role": "user", "content": "é"}])
     assert bytes(tokenized["tokens"]).decode() == (
         "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -201,7 +176,7 @@ def test_model_is_listed_and_unknown_models_are_404(server: Served) -> None:
 
 def test_metrics_count_served_requests_and_tokens() -> None:
     with served() as server:
-        ok(server, "/v1/completions", prompt="ab", n=2, max_tokens=3, temperature=0)
+        server.ok("/v1/completions", prompt="ab", n=2, max_tokens=3, temperature=0)
         lines = server.http.get("/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         assert values["megatron:generation_tokens_total"] == "6.0"
@@ -218,7 +193,7 @@ def test_prefix_cache_metrics_count_prompt_tokens() -> None:
     lower_prompt, upper_prompt = "abcdefgh" * 5, "ABCDEFGH" * 3
     with served() as server:
         for prompt in ([lower_prompt, upper_prompt], lower_prompt, lower_prompt[:37] + "zzz"):
-            ok(server, "/v1/completions", prompt=prompt, n=3, max_tokens=2, temperature=0)
+            server.ok("/v1/completions", prompt=prompt, n=3, max_tokens=2, temperature=0)
         lines = server.http.get("/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     queries = values["megatron:prefix_cache_queries_total"]
@@ -227,29 +202,26 @@ def test_prefix_cache_metrics_count_prompt_tokens() -> None:
     assert values["megatron:prefix_cache_hits_total"] == "64.0"
 
 
-def test_openai_client_reads_the_answers(server: Served) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        assert [m.id for m in client.models.list()] == ["next-byte"]
-        completion = client.completions.create(
-            model="next-byte", prompt="a", max_tokens=2, temperature=0
-        )
-        assert completion.choices[0].text == "bc"
-        stream = client.chat.completions.create(
-            model="next-byte",
-            messages=[{"role": "user", "content": "hi"}],
-            max_completion_tokens=3,
-            temperature=0,
-            logprobs=True,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = list(stream)
-        assert (
-            "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "\x0b\x0c\r"
-        )
-        assert chunks[-1].usage.completion_tokens == 3
-        with pytest.raises(openai.BadRequestError, match="suffix"):
-            client.completions.create(model="next-byte", prompt="a", suffix="b")
+def test_openai_client_reads_the_answers(server: Served, client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["next-byte"]
+    completion = client.completions.create(
+        model="next-byte", prompt="a", max_tokens=2, temperature=0
+    )
+    assert completion.choices[0].text == "bc"
+    stream = client.chat.completions.create(
+        model="next-byte",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=3,
+        temperature=0,
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "\x0b\x0c\r"
+    assert chunks[-1].usage.completion_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="next-byte", prompt="a", suffix="b")
 
 
 def write_byte_tokenizer(folder: Path) -> None:

@@ -195,19 +195,6 @@ def test_newest_checkpoint_overrides_tracker_with_a_warning(prefix, cut, capsys,
     assert "no undamaged checkpoint in" in capsys.readouterr().err
 
 
-def test_run_refuses_save_folder_with_later_checkpoints(prefix, cut, capsys, tmp_path):
-    """A run that resumes at an older iteration could not save the later iterations again."""
-    in_the_way = f"--save {cut}: it contains iter_0000004, later than iteration 2, from"
-    argv = flags(prefix, f"{FOUR_ITERS} --save {cut} --load {cut / 'iter_0000002'}")
-    assert run_in_process(argv) == ExitCode.USER_ERROR
-    assert in_the_way in capsys.readouterr().err
-    assert run_in_process(flags(prefix, f"{FOUR_ITERS} --save {cut}")) == ExitCode.USER_ERROR
-    assert "it contains 2 checkpoints from iter_0000002 to iter_0000004" in capsys.readouterr().err
-    (cut / "iter_0000004").rename(tmp_path / "away")
-    assert run_in_process(argv) == 0
-    assert digests(cut / "iter_0000004").keys() == digests(tmp_path / "away").keys()
-
-
 def plant_full_disk(rank: int) -> None:
     """Limit the file size until the fourth step, like a full disk that is then cleared."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

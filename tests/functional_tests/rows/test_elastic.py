@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
+from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.training import checkpoint, pretrain_gpt, train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
@@ -22,7 +22,6 @@ from tests.functional_tests.small_run import (
     running,
     write_tokens,
 )
-from tests.functional_tests.torchrun_job import torchrun
 from tests.support.ranks import Outcome, start_ranks
 
 COMMON = "--train-iters 6 --eval-interval 3 --eval-iters 2"
@@ -185,19 +184,3 @@ def test_implicit_global_batch_size_change_is_refused(prefix, tmp_path, capsys):
         "number of processes: give --global-batch-size 8 to keep it, or 2 to change it" in err
     ), err
     assert run_in_process([*without, "--global-batch-size", "2"]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_torchrun_jobs_on_4_3_and_4_ranks_match_one_process(prefix, tmp_path):
-    uninterrupted, save = tmp_path / "whole.jsonl", tmp_path / "save"
-    common = "--train-iters 9 --eval-interval 3"
-    assert run_in_process(flags(prefix, f"{common} --metrics-file {uninterrupted}")) == 0
-    for processes, exit_iteration in ((4, 3), (3, 6), (4, 9)):
-        options = f"{common} {UNEVEN} --save {save} --load {save} --exit-interval {exit_iteration}"
-        job = torchrun(flags(prefix, options), "--standalone", processes=processes)
-        output, _ = job.communicate(timeout=120)
-        assert job.returncode == 0, output
-        assert ("uneven batch" in output) == (processes == 3)
-    _assert_same(save / "metrics.jsonl", uninterrupted)
-    assert read_extra(save / "iter_0000009")["progress"]["consumed_samples"] == 72

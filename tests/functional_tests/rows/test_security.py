@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing import Solo, save_checkpoint
+from megatron.core.models import GPTModel
 from megatron.hf import convert
-from megatron.inference import checkpoint_model, generate
-from megatron.training import pretrain_gpt, session
+from megatron.inference import generate
+from megatron.training import pretrain_gpt
 from tests.functional_tests.small_run import flags, refused, write_tokens
 from tests.support.hf_folders import (
     change_json,
@@ -248,8 +249,7 @@ def test_archives_are_not_opened(good: Path, tmp_path: Path) -> None:
 def test_config_json_is_checked_before_building_a_model(
     field: str, value: int, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (checkpoint_model, session):
-        monkeypatch.setattr(module, "GPTModel", None)  # nothing is built
+    monkeypatch.setattr(GPTModel, "__init__", None)  # nothing is built
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
     change_json(folder / "config.json", **{field: value})

@@ -25,7 +25,7 @@ from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import Router
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
-from megatron.inference import checkpoint_model
+from megatron.inference import rank_context
 from megatron.inference.generate import main
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
@@ -153,7 +153,7 @@ def single_process(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Sin
             built.append(self)
 
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setattr(checkpoint_model, "GPTModel", RecordedModel)
+        patch.setattr(rank_context, "GPTModel", RecordedModel)
         code, err = run(arguments(folder, path), {})
     assert code == 0, err
     (model,) = built

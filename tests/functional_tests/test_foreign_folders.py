@@ -23,6 +23,7 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.training import checkpoint
 from tests.functional_tests.small_run import losses, run_in_process
+from tests.functional_tests.test_checkpoint_command import command
 from tests.functional_tests.test_upcycle import loaded, saved, stored
 from tests.functional_tests.upstream_folder import (
     CHANNELS,
@@ -90,13 +91,6 @@ def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "common.pt").write_bytes(b"never read")
     (root / "run" / "latest_checkpointed_iteration.txt").write_text("7")
     return root
-
-
-def command(capsys: Any, words: str) -> tuple[int, str, str]:
-    """Run a command and return its exit code, stdout and stderr."""
-    capsys.readouterr()
-    code = checkpoint.main(words.split(), {})
-    return code, *capsys.readouterr()
 
 
 def logits(root: Path, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration: an HF folder trained under torchrun, and upstream scripts with unchanged flags."""
+"""Migration: upstream scripts with unchanged flags, and a tiktoken vocabulary."""
 
 from __future__ import annotations
 
@@ -7,79 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
 from megatron.training.preprocess_data import _main as preprocess
-from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
-from tests.functional_tests.torchrun_job import torchrun
-from tests.support.hf_converter import checkpoint_model, convert, tensors
-from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
-from tests.support.inputs import generator, one_thread
+from tests.functional_tests.small_run import flags, run_in_process
 from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
-from tests.unit_tests.training.test_megatron_flags import NO_EFFECT_FLAGS
 from tests.unit_tests.training.test_upstream_scripts import REFUSED, SECOND_FIXES, read_script
-
-#: The shape of Qwen2.5-0.5B in small: grouped queries, tied embeddings, a disabled window.
-QWEN25 = {
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "sliding_window": 64,
-    "max_window_layers": 3,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "max_position_embeddings": 128,
-}
-TRAINING = (
-    "--split 100 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 "
-    "--lr 5e-3 --lr-decay-style cosine --eval-interval 0 --log-interval 1 --progress plain "
-    "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
-)
-
-
-@pytest.mark.slow(seconds=15)
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["import", "load-hf"])
-def test_qwen25_trains_on_4_ranks_and_is_equal_in_transformers(way: str, tmp_path: Path) -> None:
-    source = save_folder(make_model("qwen2-window", **QWEN25), tmp_path / "source")
-    saved, prefix = tmp_path / "saved", write_tokens(tmp_path / "data")
-    start, like = f"--load-hf {source}", ()
-    if way == "import":
-        convert("import", "--hf", source, "--save", tmp_path / "imported", "--verify")
-        start = f"--load {tmp_path / 'imported'} --use-checkpoint-args"
-        like = ("--like", source)  # a checkpoint without tokenizer does not name the folder
-    words = f"{start} {TRAINING} {NO_EFFECT_FLAGS} --data-path {prefix} --save {saved}"
-    job = torchrun(words.split(), "--standalone", processes=4)
-    output, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, output
-    loss_by_step = losses(saved / "metrics.jsonl")
-    assert sorted(loss_by_step) == list(range(1, 21))
-    assert loss_by_step[20] < 0.7 * loss_by_step[1], loss_by_step
-    # One line of one rank names the twelve flags without effect.
-    (line,) = (line for line in output.splitlines() if "no effect here: " in line)
-    flags = [word for word in NO_EFFECT_FLAGS.split() if word.startswith("--")]
-    assert len(flags) == 12
-    assert all(flag in line for flag in flags)
-
-    convert("export", "--load", saved, "--save", tmp_path / "tuned", "--verify", *like)
-    before, after = tensors(source), tensors(tmp_path / "tuned")
-    assert before.keys() == after.keys()
-    assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    tokens = torch.randint(VOCABULARY, (2, 50), generator=generator(4))
-    with one_thread(), torch.no_grad():
-        loaded = load_folder(tmp_path / "tuned")
-        assert type(loaded).__name__ == "Qwen2ForCausalLM"
-        expected = loaded(tokens, use_cache=False).logits
-        actual = checkpoint_model(latest_checkpoint(saved)).full_logits(tokens).transpose(0, 1)
-    assert expected.std() > 1  # otherwise an absolute bound would be too weak
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
-    configs = [json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "tuned")]
-    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize(

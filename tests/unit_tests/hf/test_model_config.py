@@ -17,6 +17,8 @@ from megatron.core.ops.rope import RopeScaling, inverse_frequencies
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from megatron.hf.config_json import read_model, write_config
 from megatron.hf.convert import shard_bytes
+from tests.unit_tests.hf.test_expert_config import deepseek_models, plain_models
+from tests.unit_tests.hf.test_hybrid_config import hybrids
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -297,11 +299,15 @@ def models(draw: st.DrawFn) -> GPTConfig:
     )
 
 
-@given(config=models(), max_length=st.integers(1, 200_000))
-@settings(deadline=None)
+@given(
+    config=models() | plain_models() | deepseek_models() | hybrids(),
+    max_length=st.integers(1, 200_000),
+)
+@settings(deadline=None, max_examples=300)
 def test_written_config_is_read_back(config: GPTConfig, max_length: int) -> None:
     fields = write_config(config, max_length=max_length, dtype=torch.float16, end_tokens=(1, 2))
-    model = read_model(json.loads(json.dumps(fields)), where="x")
+    text = json.loads(json.dumps(fields))
+    model = read_model(text, where="x", with_mtp=config.mtp_num_layers > 0)
     assert model.config == config
     assert (model.max_length, model.dtype) == (max_length, torch.float16)
     assert fields["eos_token_id"] == [1, 2]

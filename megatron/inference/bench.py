@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from megatron.core.inference import Engine, EngineRequest
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler import SchedulerStats
+    from megatron.core.inference.scheduler_output import SchedulerStats
     from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"
@@ -230,13 +230,13 @@ def measure(
         if not replicas.unfinished:
             time.sleep(max(0.0, pending[0][0] - now))
             continue
-        computed, model_seconds = engine.stats.computed, engine.model_seconds
+        computed, model_seconds = engine.stats.computed, engine.runner.model_seconds
         start = time.perf_counter()
         deltas = replicas.step()
         end = time.perf_counter()
-        repeat.host_seconds.append(end - start - (engine.model_seconds - model_seconds))
+        repeat.host_seconds.append(end - start - (engine.runner.model_seconds - model_seconds))
         repeat.computed.append(engine.stats.computed - computed)
-        blocks = scheduler.pool.num_blocks - scheduler.pool.available
+        blocks = scheduler.kv_cache.pool.num_blocks - scheduler.kv_cache.pool.available
         repeat.max_blocks = max(repeat.max_blocks, blocks)
         repeat.max_rows = max(repeat.max_rows, len(scheduler.running))
         for delta in deltas:

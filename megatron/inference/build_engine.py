@@ -13,13 +13,15 @@ import torch
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import CudaRecorder, GraphMemory, Recorder
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineFeatures, LanguageModel, Proposer
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.model_runner import EngineFeatures, LanguageModel
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import (
     DraftModel,
     MultiTokenHeads,
     MultiTokenModel,
     NGramLookup,
+    Proposer,
 )
 from megatron.core.process_groups import Group
 from megatron.inference.config import Inference

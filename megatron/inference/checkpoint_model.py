@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     Solo,
 )
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import LanguageModel
+from megatron.core.inference.model_runner import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices

@@ -36,7 +36,7 @@ from megatron.inference.generate_config import GenerateConfig, parse_arguments, 
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler import SchedulerStats
+    from megatron.core.inference.scheduler_output import SchedulerStats
     from megatron.inference.checkpoint_model import CheckpointModel
     from megatron.inference.llm import LLM, TextDelta, TextOutput, TextParams
 

@@ -24,7 +24,7 @@ from megatron.core.inference import (
     SamplingParams,
 )
 from megatron.core.inference import generate as generate_all
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
@@ -116,7 +116,7 @@ def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = Fa
 
 def completions_of(engine: Engine, sampling: SamplingParams = GREEDY) -> list[Completion]:
     """Return the completions of five prompts of different lengths; two share a prefix."""
-    vocabulary = engine.model.config.vocab_size
+    vocabulary = engine.runner.model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
     prompts = [
         tuple(torch.randint(0, vocabulary, (n,), generator=generator).tolist())

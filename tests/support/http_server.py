@@ -18,7 +18,7 @@ import torch
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core import Group
 from megatron.core.inference import CacheShapes, Engine, EngineConfig
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.router import Replicas
 from megatron.inference.server import http_process
 from megatron.inference.server.engine.control import EngineControl
@@ -92,7 +92,7 @@ class Served:
 
     @property
     def model(self) -> Any:
-        return self.engine.model
+        return self.engine.runner.model
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         return self.http.post(path, json=fields)
@@ -180,8 +180,8 @@ def served(
         max_length=options["card"]["max_length"],
         features=features,
     )
-    if isinstance(running.model, NextByte):
-        running.model.engine = running
+    if isinstance(running.runner.model, NextByte):
+        running.runner.model.engine = running
     link, other_end = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     # What a client leaves unread soon reaches the server.
@@ -205,8 +205,8 @@ def served(
         yield server
     finally:
         server.http.close()
-        if isinstance(running.model, NextByte):
-            running.model.gate.set()
+        if isinstance(running.runner.model, NextByte):
+            running.runner.model.gate.set()
         with contextlib.suppress(OSError):  # the loop has ended
             loop.drain()
         for thread in threads:

@@ -22,7 +22,8 @@ from collections.abc import Callable
 import torch
 
 from megatron.core.device import peak_memory_bytes
-from megatron.core.inference.engine import LanguageModel, generate
+from megatron.core.inference.engine import generate
+from megatron.core.inference.model_runner import LanguageModel
 from megatron.inference.bench import Load, make_requests
 from tools.bench.inference import (
     CLOCKS,
@@ -79,7 +80,7 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
         "local": engine_of(model),
     }
     noop = engines["itself eager, with a no-op Function"]
-    noop.model = WithNoOp(noop.model)
+    noop.runner.model = WithNoOp(noop.runner.model)
     texts: dict[str, list[int]] = {}
 
     def stepper(name: str) -> Callable[[], float]:

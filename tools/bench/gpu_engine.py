@@ -27,7 +27,7 @@ import torch
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import Completions, Engine, EngineConfig, EngineRequest
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig

@@ -35,15 +35,12 @@ from megatron.core.cpu_graph import CpuGraph
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import EngineRequest
 from megatron.core.inference.cache import CacheShapes
-from megatron.core.inference.engine import Engine, EngineFeatures, Proposer, generate
+from megatron.core.inference.engine import Engine, generate
+from megatron.core.inference.model_runner import EngineFeatures
+from megatron.core.inference.request_state import DraftContext
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
-from megatron.core.inference.speculation import (
-    ComputedStep,
-    DraftContext,
-    DraftStage,
-    NGramLookup,
-)
+from megatron.core.inference.speculation import ComputedStep, DraftStage, NGramLookup, Proposer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops.matmul.low_bit import CopyDtype
@@ -474,18 +471,18 @@ class WrongDrafts:
         self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `megatron.core.inference.speculation.Proposer`."""
         return [[self.token] * context.max_drafts for context in contexts]
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `megatron.core.inference.speculation.Proposer`."""
         return []
 
     def sleep(self, *, weights: bool) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `megatron.core.inference.speculation.Proposer`."""
 
     def wake(self) -> None:
-        """See `megatron.core.inference.engine.Proposer`."""
+        """See `megatron.core.inference.speculation.Proposer`."""
 
 
 def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:

@@ -39,7 +39,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.distributed import DataParallel
 from megatron.core.inference import CacheShapes, Engine, EngineConfig, EngineRequest
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import CapacityCheck, MoEConfig, RouterConfig, capacities_of

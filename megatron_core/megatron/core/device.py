@@ -79,7 +79,8 @@ class WorkQueue:
 
     def __init__(self, device: torch.device, *, in_thread: bool) -> None:
         self._device, self._pool = device, None
-        if in_thread and not runs_ahead(device):
+        self._runs_ahead = runs_ahead(device)
+        if in_thread and not self._runs_ahead:
             self._pool = ThreadPoolExecutor(1, "work-queue")
 
     def submit(self, function: Callable[[], _Result]) -> Work[_Result]:
@@ -87,9 +88,11 @@ class WorkQueue:
         if self._pool is not None:
             # With the caller's number of threads: a new thread would use torch's default.
             threads = torch.get_num_threads()
-            return Work(self._pool.submit(_on_threads, threads, function), NullEvent())
+            return Work(self._pool.submit(_on_threads, threads, function), None)
         future: Future[_Result] = Future()
         future.set_result(function())
+        if not self._runs_ahead:
+            return Work(future, None)
         event = new_event(self._device)
         event.record()
         return Work(future, event)
@@ -101,20 +104,26 @@ def _on_threads(threads: int, function: Callable[[], _Result]) -> _Result:
 
 
 class Work(Generic[_Result]):
-    """A handle of a function that a `WorkQueue` runs."""
+    """A handle of a function that a `WorkQueue` runs.
 
-    def __init__(self, future: Future[_Result], event: Event) -> None:
+    Args:
+        future: result of the function.
+        event: end of the work that the function enqueues; None if it enqueues none.
+    """
+
+    def __init__(self, future: Future[_Result], event: Event | None) -> None:
         self._future, self._event = future, event
 
     @property
     def done(self) -> bool:
         """Whether `result` would not wait."""
-        return self._future.done() and self._event.query()
+        return self._future.done() and (self._event is None or self._event.query())
 
     def result(self) -> _Result:
         """Wait for the function and the device; return the function's result or raise its error."""
         value = self._future.result()
-        self._event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return value
 
 

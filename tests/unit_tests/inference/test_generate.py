@@ -98,7 +98,7 @@ def test_stream_closed_early_frees_its_blocks() -> None:
     next(deltas)
     assert llm.engine.unfinished == 2
     deltas.close()
-    assert llm.engine.unfinished == llm.engine.scheduler.pool.references == 0
+    assert llm.engine.unfinished == llm.engine.scheduler.kv_cache.pool.references == 0
 
 
 def test_stream_continues_after_sleep() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.requests import EngineRequest, OutputDelta, RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
-from megatron.core.inference.scheduler import SchedulerStats
+from megatron.core.inference.scheduler_output import SchedulerStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine.control import EngineControl
 from megatron.inference.server.engine.link import FrameReader, frame, from_message
@@ -305,7 +305,7 @@ class EngineLoop:
         return {
             **self._model_facts,
             "device": str(engine.device),
-            "cache_blocks": engine.scheduler.pool.num_blocks,
+            "cache_blocks": engine.scheduler.kv_cache.pool.num_blocks,
             "block_tokens": config.block_size,
             "max_requests": config.max_num_seqs,
             "max_step_tokens": config.max_num_batched_tokens,

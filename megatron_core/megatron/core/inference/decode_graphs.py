@@ -35,7 +35,7 @@ from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.cpu_graph import CaptureError, CpuGraph
 from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.scheduler import SchedulerOutput, SharedStep
+from megatron.core.inference.scheduler_output import SchedulerOutput, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
 
 #: Largest CPU graph in tokens. In larger steps the Python overhead is small next to the compute,
@@ -142,51 +142,70 @@ class DecodeGraphs:
         )
         self.stats = GraphStats("CPU" if self._piecewise else "CUDA")
 
-    def supports(self, plan: SchedulerOutput) -> bool:
+    def supports(self, scheduler_output: SchedulerOutput) -> bool:
         """Return whether a step can run as a graph."""
-        count = len(plan.tokens)
-        samples_all = len(plan.logits_indices) + plan.padding == count
+        count = len(scheduler_output.tokens)
+        samples_all = len(scheduler_output.logits_indices) + scheduler_output.padding == count
         fits = count <= self.buckets[-1]  # drafts and forced tokens may exceed the largest bucket
-        return samples_all and fits and (self._supports_drafts or not any(plan.draft_tokens))
+        return (
+            samples_all
+            and fits
+            and (self._supports_drafts or not any(scheduler_output.draft_tokens))
+        )
 
-    def prepare(self, plan: SchedulerOutput, shared: SharedStep | None) -> bool:
+    def prepare(self, scheduler_output: SchedulerOutput, shared: SharedStep | None) -> bool:
         """Capture the graph of a step if needed; return False if the step must run eagerly.
 
         With shared experts all ranks return the same value.
         """
-        supported = self.supports(plan) if shared is None else not shared.eager
+        supported = self.supports(scheduler_output) if shared is None else not shared.eager
         supported = supported and not self.stats.refused
         if supported:
-            self._fit_context(int(plan.context_lengths.max()))
+            self._fit_context(int(scheduler_output.context_lengths.max()))
             try:
-                self._graph(len(plan.tokens) if shared is None else shared.max_tokens)
+                self._graph(len(scheduler_output.tokens) if shared is None else shared.max_tokens)
             except CaptureError as error:
                 self.stats.refused, supported = str(error), False
         self.stats.eager += not supported
         return supported
 
     def __call__(
-        self, plan: SchedulerOutput, shared: SharedStep | None = None
+        self, scheduler_output: SchedulerOutput, shared: SharedStep | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return hidden states [t, 1, h] and logits fp32 [t, V] of all tokens of a step.
 
         The results are views of static buffers, which the next step overwrites.
 
         Args:
-            plan: step for which `prepare` has returned True.
+            scheduler_output: step for which `prepare` has returned True.
             shared: agreement of the ranks that share experts. The bucket then holds the largest
                 number of tokens on any rank.
         """
-        count = len(plan.tokens)
+        count = len(scheduler_output.tokens)
         graph = self._graph(count if shared is None else shared.max_tokens)
-        states, contexts, table = plan.state_slots, plan.context_lengths, plan.block_table
+        states, contexts, table = (
+            scheduler_output.state_slots,
+            scheduler_output.context_lengths,
+            scheduler_output.block_table,
+        )
         # With drafts the batch has fewer rows than tokens: repeat the rows, one per token.
         if len(contexts) < count:
-            rows = np.repeat(np.arange(len(contexts)), np.diff(plan.query_bounds))
-            contexts = np.where(plan.slot_mapping < 0, 0, plan.positions + 1)
+            rows = np.repeat(np.arange(len(contexts)), np.diff(scheduler_output.query_bounds))
+            contexts = np.where(
+                scheduler_output.slot_mapping < 0, 0, scheduler_output.positions + 1
+            )
             # Row i of a sequence attends to its own position and all positions before.
             states, table = states[rows], table[rows]
-        graph.fill((plan.tokens, plan.positions, plan.slot_mapping, states, contexts), table)
+        graph.fill(
+            (
+                scheduler_output.tokens,
+                scheduler_output.positions,
+                scheduler_output.slot_mapping,
+                states,
+                contexts,
+            ),
+            table,
+        )
         hidden, logits = self._replay(graph)
         return hidden[:count], logits[:count]
 

@@ -31,7 +31,7 @@ from megatron.core.comm.collectives import all_gather
 from megatron.core.inference.blocks import hash_blocks
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import EngineRequest, OutputDelta
-from megatron.core.inference.scheduler import SchedulerStats
+from megatron.core.inference.scheduler_output import SchedulerStats
 from megatron.core.process_groups import Group
 
 #: Bytes of the first collective of a message; a longer message takes a second collective.
@@ -172,7 +172,8 @@ class EngineLoad(NamedTuple):
     def from_engine(engine: Engine) -> EngineLoad:
         """Return the current load of an engine."""
         scheduler = engine.scheduler
-        num_blocks, available = scheduler.pool.num_blocks, scheduler.pool.available
+        pool = scheduler.kv_cache.pool
+        num_blocks, available = pool.num_blocks, pool.available
         return EngineLoad(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -215,7 +216,7 @@ class Replicas:
         self.engine, self.group = engine, group
         self.router: RequestRouter | None = None
         if group.size > 1:
-            config, pool = engine.config, engine.scheduler.pool
+            config, pool = engine.config, engine.scheduler.kv_cache.pool
             self.router = RequestRouter(
                 group.size,
                 max_num_seqs=config.max_num_seqs,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -33,9 +33,11 @@ from torch import Tensor
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import pin
 from megatron.core.inference.cache import PagedCache
+from megatron.core.inference.request_state import DraftContext, SampledSequence, SequenceState
 from megatron.core.inference.requests import EngineRequest, OutputDelta
-from megatron.core.inference.sampling import SampleRow, sample
-from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
+from megatron.core.inference.sampling import sample
+from megatron.core.inference.scheduler import Scheduler
+from megatron.core.inference.scheduler_output import SchedulerOutput
 from megatron.core.inference.sizes import EngineConfig
 
 #: The pipeline stages that compute drafts.
@@ -43,58 +45,11 @@ DraftStage = Literal["every", "first", "last"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DraftContext:
-    """Input of `Proposer.propose` for one sequence.
-
-    Args:
-        seq: scheduler state of the sequence.
-        request: request of the sequence.
-        generated: output tokens.
-        sequence: sequence number in the key of random draws.
-        max_drafts: largest number of drafts.
-        predicted: drafts that `Proposer.predict` computed in the sequence's last step.
-    """
-
-    seq: SequenceState
-    request: EngineRequest
-    generated: Sequence[int]
-    sequence: int
-    max_drafts: int
-    predicted: Sequence[int]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SampledSequence:
-    """A sequence for which a step samples a token, as of the launch of the step.
-
-    It is a snapshot: `predict` may run in another thread while the host changes the sequence.
-
-    Args:
-        max_drafts: largest number of drafts after the sampled tokens.
-        num_remaining_tokens: tokens until the sequence reaches its length limit.
-        stop_tokens: token ids that end the sequence.
-        sample_row: maps tokens after the sequence's own tokens to the next sampling input.
-    """
-
-    max_drafts: int
-    num_remaining_tokens: int
-    stop_tokens: Collection[int]
-    sample_row: Callable[[Sequence[int]], SampleRow]
-
-    def max_drafts_after(self, chosen: Sequence[int]) -> int:
-        """Return the largest number of drafts after the sampled tokens; 0 at the sequence's end."""
-        if chosen[-1] in self.stop_tokens:
-            return 0
-        # The last token is sampled but never computed, so a draft there would be wasted.
-        return max(0, min(self.max_drafts, self.num_remaining_tokens - len(chosen) - 1))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ComputedStep:
     """A step after sampling and before `Scheduler.commit`.
 
     Args:
-        plan: schedule of the step.
+        scheduler_output: schedule of the step.
         layout: layout of its tokens.
         hidden: hidden states [t, 1, h] of all tokens, gathered on every rank.
         cache: cache that the step has written to.
@@ -106,7 +61,7 @@ class ComputedStep:
         max_drafts: largest number of drafts after `chosen`; 0 for a sequence that ends.
     """
 
-    plan: SchedulerOutput
+    scheduler_output: SchedulerOutput
     layout: SequenceLayout
     hidden: Tensor
     cache: PagedCache
@@ -299,7 +254,7 @@ class DraftModel:
     @staticmethod
     def _max_length(engine: DraftEngine) -> int:
         """Return the longest sequence of the engine in tokens."""
-        capacity = engine.scheduler.pool.num_blocks * engine.config.block_size
+        capacity = engine.scheduler.kv_cache.pool.num_blocks * engine.config.block_size
         return capacity if engine.max_length is None else min(capacity, engine.max_length)
 
 
@@ -368,21 +323,23 @@ class MultiTokenHeads:
 
     def predict(self, step: ComputedStep) -> list[list[int]]:
         """See `Proposer`; run the MTP layers."""
-        plan, hidden = step.plan, step.hidden
-        # Index into `plan.sequences` -> index into the sampled sequences.
-        sampled = {n: index for index, n in enumerate(plan.sampled)}
+        scheduler_output, hidden = step.scheduler_output, step.hidden
+        # Index into `scheduler_output.sequences` -> index into the sampled sequences.
+        sampled = {n: index for index, n in enumerate(scheduler_output.sampled)}
         drafts: list[list[int]] = [[] for _ in sampled]
-        starts = [int(plan.query_bounds[plan.batch_row(n)]) for n in range(len(plan.sequences))]
-        counts = plan.num_scheduled_tokens
+        counts = scheduler_output.num_scheduled_tokens
+        batch_rows = [scheduler_output.batch_row(n) for n in range(len(counts))]
+        starts = [int(scheduler_output.query_bounds[row]) for row in batch_rows]
+        num_drafts = [len(draft_tokens) for draft_tokens in scheduler_output.draft_tokens]
         # For each sequence its scheduled tokens without drafts, then the tokens after them.
         token_ids: list[list[int]] = []
         for n, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            computed = plan.tokens[start : start + count - len(plan.draft_tokens[n])].tolist()
+            computed = scheduler_output.tokens[start : start + count - num_drafts[n]].tolist()
             after = step.chosen[sampled[n]] if n in sampled else step.next_tokens[n]
             token_ids.append([*computed, *after])
         # Index into the t tokens of the last accepted token of each sampled sequence.
         last_accepted = [
-            starts[n] + counts[n] - 1 - len(plan.draft_tokens[n]) + step.accepted[index]
+            starts[n] + counts[n] - 1 - num_drafts[n] + step.accepted[index]
             for n, index in sampled.items()
         ]
         for layer in range(self.num_layers):

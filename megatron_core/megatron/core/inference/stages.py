@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.comm import Pending, all_reduce
 from megatron.core.comm.point_to_point import P2PMessage, exchange_async
 from megatron.core.inference.sampling import Sampled
-from megatron.core.inference.scheduler import SchedulerOutput
+from megatron.core.inference.scheduler_output import SchedulerOutput
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
 
@@ -227,11 +227,11 @@ class StageLink:
         numbers[self._stages.rank] = number
         return all_reduce(numbers, self._stages).tolist()
 
-    def require_same_plan(self, plan: SchedulerOutput, group: Group) -> None:
+    def require_same_plan(self, scheduler_output: SchedulerOutput, group: Group) -> None:
         """Raise ValueError on all ranks of a group unless all have scheduled the same step."""
         # 7 bytes fit int64 with either sign. Equal maxima of d and -d mean equal digests, so every
         # rank detects the difference in a single all-reduce.
-        digest = int.from_bytes(plan.digest()[:7], "big")
+        digest = int.from_bytes(scheduler_output.digest()[:7], "big")
         bounds = torch.tensor([digest, -digest], device=self._device)
         max_digest, max_negative = all_reduce(bounds, group, op="max")
         if max_digest != -max_negative:

@@ -20,7 +20,7 @@ from megatron.core.inference import (
     SamplingParams,
     generate,
 )
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.speculation import DraftModel
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -98,15 +98,15 @@ def counting_engine(model: CountingModel | None = None, **options) -> Engine:
 def test_next_step_is_planned_while_a_step_runs() -> None:
     model = PacedModel(NEW)
     engine = counting_engine(model)
-    launch = engine._launch
+    launch = engine.runner.launch
 
-    def launch_and_signal(plan, *args):
+    def launch_and_signal(*args, **kwargs):
         if engine._in_flight:
             model.planned.release()
-        outputs = launch(plan)
+        outputs = launch(*args, **kwargs)
         return outputs
 
-    engine._launch = launch_and_signal  # type: ignore[method-assign]
+    engine.runner.launch = launch_and_signal  # type: ignore[method-assign]
     batch = [EngineRequest(prompt=(n,), max_new_tokens=NEW, sampling=GREEDY) for n in range(16)]
     outputs = generate(engine, batch)
     assert [c.tokens for (c,) in outputs] == [
@@ -145,7 +145,7 @@ def test_asynchronous_outputs_equal_synchronous_ones(family: str, drafts: bool) 
         outputs = generate(engine, batch)
         texts = {r.prompt: o[0].tokens for r, o in zip(batch, outputs, strict=True)}
         outcomes.append([(c.tokens, c.finish_reason) for o in outputs for c in o])
-        assert engine.scheduler.pool.references == 0
+        assert engine.scheduler.kv_cache.pool.references == 0
         assert engine.stats.preempted > 0
         assert engine.stats.hit > 0
     assert outcomes[0] == outcomes[1]
@@ -169,7 +169,7 @@ def test_an_abort_wastes_the_token_in_flight() -> None:
     tokens = {request_id: output.tokens for (request_id, _), output in outputs.items()}
     assert tokens == {aborted_id: [2], remaining_id: [31, 32, 33, 34, 35, 36]}
     assert engine.stats.wasted == 1
-    assert engine.unfinished == engine.scheduler.pool.references == 0
+    assert engine.unfinished == engine.scheduler.kv_cache.pool.references == 0
 
 
 def test_pause_completes_the_steps_in_flight() -> None:

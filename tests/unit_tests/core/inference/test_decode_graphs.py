@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.cpu_graph import CpuGraph
-from megatron.core.inference import Completion, Engine, decode_graphs, generate
-from megatron.core.inference import engine as engine_module
+from megatron.core.inference import Completion, Engine, decode_graphs, generate, model_runner
 from megatron.core.inference.decode_graphs import bucket_sizes
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from tests.support.device_products import products_of_a_gpu
@@ -79,7 +78,7 @@ def test_replays_are_bit_identical_to_eager_steps(
         engine = engine_of(
             model, flawed_proposer(texts) if drafts else None, make_recorder=recorder
         )
-        engine.model = forward_model
+        engine.runner.model = forward_model
         outputs.append(generate_outputs(engine))
     assert outputs[0] == outputs[1]
     assert [tokens for tokens, _ in outputs[0]] == [c.tokens for (c,) in expected]
@@ -94,9 +93,9 @@ def test_replays_are_bit_identical_to_eager_steps(
 def test_graphs_share_one_logits_buffer(recorder: type) -> None:
     model = model_of("gqa")
     engine = engine_of(model, make_recorder=recorder)
-    engine.model = InferenceOptimizedModel(model)
+    engine.runner.model = InferenceOptimizedModel(model)
     generate_outputs(engine)
-    graphs = engine._graphs
+    graphs = engine.runner.graphs
     assert graphs is not None
     outputs = [graph.outputs for graph in graphs._graphs.values()]
     assert len(outputs) >= 2
@@ -124,7 +123,7 @@ def replay_on_rank(rank: int, world: int) -> list[tuple[list[list[int]], int, in
             engine = engine_of(
                 model, make_recorder=make, token_multiple=world if sequence_parallel else 1
             )
-            engine.model = InferenceOptimizedModel(model) if optimized else model
+            engine.runner.model = InferenceOptimizedModel(model) if optimized else model
             tokens = [tokens for tokens, _ in generate_outputs(engine, 3)]
         assert engine.graphs is not None
         outputs.append((tokens, engine.graphs.replayed, engine.stats.steps))
@@ -206,7 +205,7 @@ def test_padding_rows_write_no_pages() -> None:
 
 def test_single_rank_graphs_ignore_the_row_limit() -> None:
     """Steps of many rows read on the host only when ranks share experts."""
-    with mock.patch.object(engine_module, "MAX_PADDED_ROWS", 1):
+    with mock.patch.object(model_runner, "MAX_PADDED_ROWS", 1):
         engine = engine_of(model_of("gqa"), make_recorder=StrictTape)
     outputs = generate_outputs(engine)
     assert outputs == generate_outputs(engine_of(model_of("gqa")))
@@ -258,7 +257,7 @@ def test_cpu_graphs_are_bit_identical_to_eager_steps(family: str) -> None:
     model = InferenceOptimizedModel(GPTModel(FAMILIES[family], groups, dtype=torch.float32, seed=3))
     for make_recorder in (None, CpuGraph):
         engine = engine_of(model.model, make_recorder=make_recorder)
-        engine.model = model
+        engine.runner.model = model
         outputs.append(generate_outputs(engine))
     assert outputs[0] == outputs[1]
     assert engine.graphs is not None
@@ -272,7 +271,7 @@ def test_cpu_graphs_are_recaptured_for_longer_contexts() -> None:
     for make_recorder in (None, CpuGraph):
         with mock.patch.object(decode_graphs, "CPU_CONTEXT", 16):
             engine = engine_of(model.model, make_recorder=make_recorder)
-        engine.model = model
+        engine.runner.model = model
         outputs.append([(c.tokens, c.logprobs) for (c,) in generate(engine, batch)])
     assert outputs[0] == outputs[1]
     assert engine.graphs.captured == 3  # for 16, 32 and 64 tokens
@@ -282,7 +281,7 @@ def test_cpu_graphs_are_recaptured_for_longer_contexts() -> None:
 def test_large_steps_on_a_cpu_are_eager() -> None:
     model = InferenceOptimizedModel(model_of("gqa"))
     engine = engine_of(model.model, make_recorder=CpuGraph, max_num_seqs=20)
-    engine.model = model
+    engine.runner.model = model
     batch = [replace(request, max_new_tokens=4 + n) for n, request in enumerate(requests() * 6)][
         :20
     ]
@@ -305,7 +304,7 @@ def test_cpu_graphs_use_replaced_weights() -> None:
     for copies in (None, "int8"):
         model = InferenceOptimizedModel(model_of("experts"), copies=copies)
         engine = engine_of(model.model, make_recorder=CpuGraph)
-        engine.model = model
+        engine.runner.model = model
         before, captured = generate_outputs(engine), engine.graphs.captured
         with torch.no_grad():
             for weight in model.model.parameters():
@@ -318,5 +317,5 @@ def test_cpu_graphs_use_replaced_weights() -> None:
         assert after != before
         assert engine.graphs.captured == captured * (1 if copies is None else 2)
         eager = engine_of(model.model)
-        eager.model = model
+        eager.runner.model = model
         assert generate_outputs(eager) == after

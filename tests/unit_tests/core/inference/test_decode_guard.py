@@ -125,7 +125,10 @@ READERS = {
 }
 #: Modules that may create tensors in a step -> (families, reason).
 MAKERS = {
-    f"{CORE}.inference.engine": (ALL_FAMILIES, "the step's inputs, sent to the device in one copy"),
+    f"{CORE}.inference.model_runner": (
+        ALL_FAMILIES,
+        "the step's inputs, sent to the device in one copy",
+    ),
     f"{CORE}.ops.paged_attention.cpu": (ALL_FAMILIES, "on a CPU in place of a kernel"),
     f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, initially zero"),
     f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
@@ -158,7 +161,7 @@ def decoding_engine(
         model = model_of(family, groups, **layout)
     token_multiple = model.region.group.size if sequence_parallel else 1
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=token_multiple)
-    engine.model = InferenceOptimizedModel(model)
+    engine.runner.model = InferenceOptimizedModel(model)
     for request in requests():
         engine.add(request)
     while any(row.num_new_tokens > 1 for row in engine._outputs):
@@ -221,13 +224,13 @@ PLANTED = {
 )
 def test_planted_call_is_reported_with_its_line(kind: str, planted: Callable) -> None:
     engine = decoding_engine("gqa")
-    forward = engine.model
+    forward = engine.runner.model
 
     def planted_forward(tokens, **context):
         return planted(forward(tokens, **context))
 
     planted_forward.head = forward.head
-    engine.model = planted_forward
+    engine.runner.model = planted_forward
     call_sites = getattr(StepCalls.of(engine.step), kind)
     line = planted.__code__.co_firstlineno + 1
     assert f"{__name__}:{planted.__name__}:{line}" in call_sites

@@ -15,8 +15,7 @@ import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.inference import Completion, Engine, generate
-from megatron.core.inference import engine as engine_module
+from megatron.core.inference import Completion, Engine, generate, model_runner
 from megatron.core.inference.sampling import Sampled, SampleRow
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from tests.support.closeness import assert_close_by_metric
@@ -44,7 +43,7 @@ def single_thread():
 def decode_prompts(engine: Engine) -> tuple[list[Completion], list[States]]:
     """Generate for the usual prompts; return the completions and their hidden states."""
     states_by_prompt: dict[Sequence[int], States] = {}
-    project, sample, projected = engine.logits, engine_module.sample, []
+    project, sample, projected = engine.runner.logits, model_runner.sample, []
 
     def recording_project(hidden: torch.Tensor) -> torch.Tensor:
         projected.append(hidden.clone())
@@ -56,8 +55,8 @@ def decode_prompts(engine: Engine) -> tuple[list[Completion], list[States]]:
         return sample(logits, rows)
 
     with (
-        mock.patch.object(engine, "logits", recording_project),
-        mock.patch.object(engine_module, "sample", recording_sample),
+        mock.patch.object(engine.runner, "logits", recording_project),
+        mock.patch.object(model_runner, "sample", recording_sample),
     ):
         completions = [outputs[0] for outputs in generate(engine, requests())]
     return completions, [states_by_prompt[prompt] for prompt in prompts()]
@@ -93,7 +92,7 @@ def test_states_match_for_all_chunk_and_block_sizes(
 def test_states_match_in_the_optimized_forward(family: str, max_num_batched_tokens: int) -> None:
     model = model_of(family)
     engine = engine_of(model, block_size=16, max_num_batched_tokens=max_num_batched_tokens)
-    engine.model = InferenceOptimizedModel(model)
+    engine.runner.model = InferenceOptimizedModel(model)
     completions, states = decode_prompts(engine)
     compare_with_full_forward(model, completions, states)
     assert engine.stats.hit > 0
@@ -111,7 +110,7 @@ def decode_on_rank(
         multiple = world if sequence_parallel else 1
         engine = engine_of(model, max_num_batched_tokens=30, token_multiple=multiple)
         if optimized:
-            engine.model = InferenceOptimizedModel(model)
+            engine.runner.model = InferenceOptimizedModel(model)
         with one_thread(), trace(groups) as records:
             completions, states = decode_prompts(engine)
         outputs[family] = (

@@ -24,13 +24,13 @@ from megatron.core.inference import (
     SamplingParams,
     generate,
 )
-from megatron.core.inference.engine import EngineFeatures, Proposer
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.requests import check_request
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, sample
-from megatron.core.inference.scheduler import SchedulerStats
+from megatron.core.inference.scheduler_output import SchedulerStats
 from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS
-from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup
+from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup, Proposer
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
 from megatron.core.models.layer_pattern import StageSplit
@@ -309,7 +309,7 @@ def engine_of_row(row: dict, groups: ProcessGroupCollection | None = None) -> En
             row["speculation"], row["family"], groups, backend=backend, **sizes
         )
     if row["graphs"] == "CPU":
-        engine.model = InferenceOptimizedModel(engine.model)
+        engine.runner.model = InferenceOptimizedModel(engine.runner.model)
     return engine
 
 
@@ -346,7 +346,7 @@ def check_against_full_forward(row: dict, replicas: Replicas) -> None:
             assert got.tokens == tokens
             assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
             assert len(got.top_logprobs) == (NEW if params.logprobs else 0)
-    assert replicas.engine.scheduler.pool.references == replicas.engine.unfinished == 0
+    assert replicas.engine.scheduler.kv_cache.pool.references == replicas.engine.unfinished == 0
 
 
 @pytest.mark.parametrize("row", SINGLE_RANK_ROWS, ids=lambda row: row["family"])
@@ -527,7 +527,7 @@ def test_window_frees_the_blocks_outside_it(family: str, prefix_caching: bool) -
     blocks_in_use = []
     while engine.unfinished:
         engine.step()
-        blocks_in_use.append(engine.scheduler.pool.references)
+        blocks_in_use.append(engine.scheduler.kv_cache.pool.references)
     assert max(blocks_in_use) <= 3  # the window of 20 tokens spans two or three blocks of 16
     assert len(blocks_in_use) == 100
 

@@ -22,8 +22,8 @@ from megatron.core.inference import (
     EngineRequest,
     generate,
 )
-from megatron.core.inference.engine import EngineFeatures, Proposer
-from megatron.core.inference.speculation import DraftModel, MultiTokenHeads
+from megatron.core.inference.model_runner import EngineFeatures
+from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, Proposer
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.models.layer_pattern import StageSplit
@@ -174,7 +174,7 @@ def draft_on_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> list[A
         with one_thread():
             engine = drafting_engine(groups, family, drafts)
             runs.append((completions_with_an_abort(engine), engine.stats, engine.link.idle_seconds))
-            assert engine.scheduler.pool.references == engine.unfinished == 0
+            assert engine.scheduler.kv_cache.pool.references == engine.unfinished == 0
     return runs
 
 

@@ -44,7 +44,7 @@ def generate_tokens(
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Return the tokens and log-probabilities of the first `count` prompts."""
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=multiple)
-    engine.model = InferenceOptimizedModel(model)
+    engine.runner.model = InferenceOptimizedModel(model)
     batch = [EngineRequest(prompt=p, max_new_tokens=NEW, sampling=GREEDY) for p in PROMPTS[:count]]
     outputs = [completions[0] for completions in generate(engine, batch)]
     logprobs = torch.tensor([x for output in outputs for x in output.logprobs])

@@ -151,7 +151,7 @@ def test_waiting_requests_replace_finished_ones() -> None:
     completions = generate(engine, requests(stop_tokens=frozenset({stop})))
     assert [c.tokens for (c,) in completions] == [expected_text(p, stop=stop) for p in PROMPTS]
     assert completions[0][0].finish_reason == "stop"
-    assert engine.scheduler.pool.references == 0
+    assert engine.scheduler.kv_cache.pool.references == 0
 
 
 LONG = [tuple(random.Random(3).choices(range(VOCABULARY), k=70))]
@@ -228,7 +228,7 @@ def test_preempted_rows_generate_the_same_text() -> None:
         completions = generate(engine, requests(prompts, new=60))
         assert [c.tokens for (c,) in completions] == [expected_text(p, 60) for p in prompts]
         assert engine.stats.preempted > 0
-        assert engine.scheduler.pool.references == 0
+        assert engine.scheduler.kv_cache.pool.references == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -266,9 +266,9 @@ def test_random_request_events_keep_texts_correct(seed: int) -> None:
     while engine.unfinished:
         outputs.add(engine.step())
     check_outputs(outputs, expected_tokens)
-    assert engine.scheduler.pool.references == 0
+    assert engine.scheduler.kv_cache.pool.references == 0
     engine.weights_replaced()  # the prefix cache is emptied as well
-    assert engine.scheduler.pool.available == engine.config.num_blocks
+    assert engine.scheduler.kv_cache.pool.available == engine.config.num_blocks
     if not paged:
         assert engine.cache.states.free_slots == engine.cache.states.num_slots
 
@@ -287,9 +287,9 @@ def check_accounting(engine: Engine) -> None:
     """Check that only running rows refer to blocks, and that every running row has a slot."""
     scheduler = engine.scheduler
     blocks_in_use = [block for row in scheduler.running for block in row.block_ids if block >= 0]
-    assert scheduler.pool.references == len(blocks_in_use)
-    unused = scheduler.pool.num_blocks - len(set(blocks_in_use))
-    assert scheduler.pool.available == unused
+    assert scheduler.kv_cache.pool.references == len(blocks_in_use)
+    unused = scheduler.kv_cache.pool.num_blocks - len(set(blocks_in_use))
+    assert scheduler.kv_cache.pool.available == unused
     slots = [row.row for row in scheduler.running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
     assert all(row.row < 0 and not row.block_ids for row in scheduler.waiting)
@@ -308,11 +308,11 @@ def test_abort_frees_blocks_and_slots_at_once() -> None:
     engine = engine_of(HashModel())
     aborted_id, remaining_id = (engine.add(request) for request in requests(LONG * 2))
     engine.step()
-    assert engine.scheduler.pool.references > 0
+    assert engine.scheduler.kv_cache.pool.references > 0
     (aborted,) = engine.abort(aborted_id)
     assert aborted.finish_reason == "abort"
     engine.abort(remaining_id)
-    assert engine.scheduler.pool.references == engine.unfinished == 0
+    assert engine.scheduler.kv_cache.pool.references == engine.unfinished == 0
     assert engine.abort(aborted_id) == []
     assert engine.step() == []
 

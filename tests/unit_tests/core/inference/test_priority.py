@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from megatron.core.inference.scheduler import Scheduler, SequenceState
+from megatron.core.inference.request_state import SequenceState
+from megatron.core.inference.scheduler import Scheduler
+from megatron.core.inference.scheduler_output import SchedulerOutput
 
 
 def row(name: int, priority: int, *, tokens: int = 4, max_length: int = 6) -> SequenceState:
@@ -12,14 +14,21 @@ def row(name: int, priority: int, *, tokens: int = 4, max_length: int = 6) -> Se
     )
 
 
+def sample(scheduler: Scheduler, scheduler_output: SchedulerOutput) -> list[SequenceState]:
+    """Commit a step; append a token to each sampled row and return these rows."""
+    scheduler.commit(scheduler_output)
+    sampled = [scheduler_output.sequences[n] for n in scheduler_output.sampled]
+    for sequence in sampled:
+        sequence.tokens.append(99)
+        sequence.num_pending_tokens -= 1
+    return sampled
+
+
 def run(scheduler: Scheduler) -> list[int]:
     """Run all rows to completion; return their names in order of completion."""
     finished = []
-    while (plan := scheduler.schedule()) is not None:
-        scheduler.commit(plan)
-        for n in plan.sampled:
-            sequence = plan.sequences[n]
-            sequence.append(99)
+    while (scheduler_output := scheduler.schedule()) is not None:
+        for sequence in sample(scheduler, scheduler_output):
             if len(sequence.tokens) == sequence.max_length:
                 scheduler.remove(sequence)
                 finished.append(sequence.tokens[0])
@@ -43,15 +52,13 @@ def test_latest_row_of_worst_priority_is_preempted() -> None:
     for state in (early, late):
         scheduler.add(state)
     finished = []
-    while (plan := scheduler.schedule()) is not None:
+    while (scheduler_output := scheduler.schedule()) is not None:
         if scheduler.stats.steps == 1:  # the urgent row is admitted last
             scheduler.add(urgent)
-        scheduler.commit(plan)
-        for n in plan.sampled:
-            plan.sequences[n].append(99)
-            if len(plan.sequences[n].tokens) == 12:
-                scheduler.remove(plan.sequences[n])
-                finished.append(plan.sequences[n])
+        for sequence in sample(scheduler, scheduler_output):
+            if len(sequence.tokens) == 12:
+                scheduler.remove(sequence)
+                finished.append(sequence)
         # The row with the best priority is never preempted.
         assert urgent.num_admissions <= 1
     assert finished == [urgent, early, late]

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.device import Recorder
-from megatron.core.inference import Completion, Completions, EngineRequest, generate
-from megatron.core.inference import engine as engine_module
+from megatron.core.inference import Completion, Completions, EngineRequest, generate, model_runner
 from megatron.core.inference.router import FIRST_BYTES, Replicas, RequestRouter, all_gather_json
 from megatron.core.moe import dispatch
 from megatron.core.weight_gather import RowRuns
@@ -258,7 +257,7 @@ def experts_on_rank(
     with (
         one_thread(),
         mock.patch.object(dispatch, "MAX_PADDED_ROWS", max_padded_rows),
-        mock.patch.object(engine_module, "MAX_PADDED_ROWS", max_padded_rows),
+        mock.patch.object(model_runner, "MAX_PADDED_ROWS", max_padded_rows),
         mock.patch.object(RowRuns, "counts", property(counts_read_by_kernel)),
     ):
         outputs = []

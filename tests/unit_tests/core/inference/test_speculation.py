@@ -22,12 +22,11 @@ from megatron.core.inference import (
     SamplingParams,
     generate,
 )
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
+from megatron.core.inference.request_state import MAX_BACKOFF_STEPS, DraftContext, DraftLength
 from megatron.core.inference.sampling import accepted_drafts, uniform
-from megatron.core.inference.scheduler import MAX_BACKOFF_STEPS, DraftLength
 from megatron.core.inference.speculation import (
     ComputedStep,
-    DraftContext,
     DraftStage,
     MultiTokenHeads,
     NGramLookup,
@@ -220,7 +219,7 @@ def test_mtp_drafts_match_the_training_forward(family: str, optimized: bool) -> 
     engine = engine_of(
         model, RecordingHeads(generator, 1), num_speculative_tokens=1, max_num_batched_tokens=30
     )
-    engine.model = generator
+    engine.runner.model = generator
     with nan_memory():
         generate(engine, requests())
     checked = 0
@@ -258,7 +257,7 @@ def drafts_of_heads(
     generator = InferenceOptimizedModel(model) if family == "gqa" else model
     sizes = {"num_speculative_tokens": 2, "max_num_batched_tokens": 30, "token_multiple": 2}
     engine = engine_of(model, RecordingHeads(generator, num_layers=2), **sizes)
-    engine.model = generator
+    engine.runner.model = generator
     with one_thread():
         return [outputs[0] for outputs in generate(engine, requests())], drafts_by_prefix
 
@@ -323,8 +322,8 @@ def test_rejected_drafts_leave_no_cached_blocks_or_states(family: str) -> None:
     assert engine.stats.hit > 0
     fresh = engine_of(model_of(family), prefix_caching=False)
     assert continuations == [c.tokens for (c,) in generate(fresh, continued)]
-    assert engine.scheduler.pool.references == 0
-    assert engine.cache.states.free_slots + len(engine.scheduler._snapshots) == (
+    assert engine.scheduler.kv_cache.pool.references == 0
+    assert engine.cache.states.free_slots + len(engine.scheduler.kv_cache._snapshots) == (
         engine.cache.states.num_slots
     )
 
@@ -466,7 +465,7 @@ def test_non_finite_logits_end_row_after_accepted_tokens() -> None:
             logits[x[0] == 4] = math.nan
             return logits
 
-    engine.model = Diverging(following)
+    engine.runner.model = Diverging(following)
     (completion,) = generate(
         engine, [EngineRequest(prompt=(1,), max_new_tokens=9, sampling=GREEDY)]
     )[0]

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import pytest
 
 from megatron.core.inference.cache import StateCache
-from megatron.core.inference.scheduler import Scheduler, SchedulerOutput, SequenceState
+from megatron.core.inference.request_state import SequenceState
+from megatron.core.inference.scheduler import Scheduler
+from megatron.core.inference.scheduler_output import SchedulerOutput
 
 
 class CountingScheduler(Scheduler):
@@ -18,9 +20,9 @@ class CountingScheduler(Scheduler):
 
     planned = 0
 
-    def _build_output(self, planned: Sequence[tuple[SequenceState, int]]) -> SchedulerOutput:
+    def _record(self, scheduler_output: SchedulerOutput) -> None:
         self.planned += 1
-        return super()._build_output(planned)
+        super()._record(scheduler_output)
 
 
 class RowPlanningScheduler(CountingScheduler):
@@ -77,10 +79,11 @@ def drive(kind: type[CountingScheduler], case: str) -> tuple[list[object], Count
         scheduler.commit(plan)
         for n in plan.sampled:
             row = plan.sequences[n]
-            row.append(draw.randrange(50))
+            row.tokens.append(draw.randrange(50))
+            row.num_pending_tokens -= 1
             if len(row.tokens) == row.max_length:
                 scheduler.remove(row)
-    return [*steps, asdict(scheduler.stats), scheduler.pool.available], scheduler
+    return [*steps, asdict(scheduler.stats), scheduler.kv_cache.pool.available], scheduler
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -58,7 +58,7 @@ def test_states_match_a_model_that_stores_the_copies_values(
     store_values_of_copies(reference, dtype)
     assert not products
     engine = engine_of(model, max_num_batched_tokens=500)
-    engine.model = InferenceOptimizedModel(model, copies=dtype)
+    engine.runner.model = InferenceOptimizedModel(model, copies=dtype)
     with one_thread():
         completions, states = decode_prompts(engine)
     assert len(products) == len(matrices(model)) * engine.stats.steps
@@ -74,7 +74,7 @@ def test_states_match_a_model_that_stores_the_copies_values(
 def test_weight_copies_are_rebuilt_after_weight_update() -> None:
     model = model_in_fp32("gqa")
     engine = engine_of(model)
-    engine.model = InferenceOptimizedModel(model, copies="int8")
+    engine.runner.model = InferenceOptimizedModel(model, copies="int8")
     weight = model.head.weight
     before = weight.copy.dequantize(0, 61)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_weight_copies_are_rebuilt_after_weight_update() -> None:
     assert torch.equal(weight.copy.dequantize(0, 61), before)
     engine.weights_replaced()
     assert_close_by_metric("copy", weight.copy.dequantize(0, 61), -2 * before, bound=1e-6)
-    report = engine.model.copied
+    report = engine.runner.model.copied
     assert report.matrices == len(matrices(model)) == 9
     assert 0.001 < report.mean_error <= report.worst_error < 0.02
 
@@ -105,7 +105,7 @@ def states_on_rank(rank: int, world: int) -> list[torch.Tensor]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = model_in_fp32("gqa", groups)
     engine = engine_of(model, max_num_batched_tokens=500)
-    engine.model = InferenceOptimizedModel(model, copies="int8")
+    engine.runner.model = InferenceOptimizedModel(model, copies="int8")
     with one_thread():
         return [states[0] for states in decode_prompts(engine)[1]]
 

@@ -90,7 +90,7 @@ def test_optimized_forward_uses_updated_weights(update: str, dtype: torch.dtype)
     trainer = DataParallel(model.store, groups, config=config)
     optimizer = Optimizer(trainer.owned(), groups, config=OptimizerConfig(kind="sgd"))
     engine, plain = (engine_of(model, prefix_caching=False) for _ in range(2))
-    engine.model = InferenceOptimizedModel(model)
+    engine.runner.model = InferenceOptimizedModel(model)
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     logprobs = [logprobs_of_tokens(engine)]
     for step in range(2):  # without a call of `weights_replaced`
@@ -107,7 +107,7 @@ def test_optimized_forward_uses_updated_weights(update: str, dtype: torch.dtype)
             trainer.start_param_sync()
         logprobs.append(logprobs_of_tokens(engine))
         fresh = engine_of(model, prefix_caching=False)
-        fresh.model = InferenceOptimizedModel(model)
+        fresh.runner.model = InferenceOptimizedModel(model)
         assert torch.equal(logprobs[-1], logprobs_of_tokens(fresh))
         # In bf16 the two forwards differ as much from each other as each differs from fp32.
         if dtype is torch.float32:

@@ -367,7 +367,7 @@ def check_first_buffers(rank: int, world: int, folder: str) -> tuple[list[bool],
     model = OddTransferCount(model_in_fp32("gqa", groups, sequence_parallel=True), comm)
     model.first_address = addresses[0]
     engine = engine_of(model.model, max_num_batched_tokens=500, token_multiple=world)
-    engine.model = model
+    engine.runner.model = model
     uses_first_buffer, first_reductions = [], []
     fill_next, call = Arena._fill_next, OddTransferCount.__call__
 
@@ -436,7 +436,7 @@ def run_families(
             group, memory, max_bytes=options.get("max_bytes", 1 << 16)
         )
         engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
-        engine.model = InferenceOptimizedModel(model, comm)
+        engine.runner.model = InferenceOptimizedModel(model, comm)
         with one_thread(), trace(groups) as records, copies_into_arenas() as copied:
             outputs_by_request = generate(engine, make_requests())
         collectives = Counter((record.kind, record.how) for record in records)
@@ -561,7 +561,7 @@ def run_with_limit(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
     memory = SharedFiles(Path(folder), rank)
     comm = SequenceParallelComm.create(group, memory, max_bytes=500, limit=200)
     engine = engine_of(model, max_num_batched_tokens=500, token_multiple=world)
-    engine.model = InferenceOptimizedModel(model, comm)
+    engine.runner.model = InferenceOptimizedModel(model, comm)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("megatron.core.comm.symmetric_memory").addHandler(handler)

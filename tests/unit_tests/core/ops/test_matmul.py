@@ -75,7 +75,7 @@ def test_generation_uses_small_m_matmul() -> None:
             ) as transposed_product,
         ):
             engine = engine_of(model)
-            engine.model = InferenceOptimizedModel(model)
+            engine.runner.model = InferenceOptimizedModel(model)
             tokens.append([c.tokens for (c,) in generate(engine, requests()[:2])])
         assert (transposed_product.call_count > 0) == (min_elements == 1)
     assert tokens[0] == tokens[1]

@@ -239,7 +239,7 @@ def test_disconnected_clients_request_is_aborted(stream: bool) -> None:
         server.model.gate.set()
         until(lambda: server.engine.unfinished == 0)
         assert steps.steps <= before + 1
-        assert server.engine.scheduler.pool.references == 0
+        assert server.engine.scheduler.kv_cache.pool.references == 0
 
 
 def test_client_that_does_not_read_is_dropped() -> None:

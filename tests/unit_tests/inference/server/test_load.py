@@ -69,7 +69,7 @@ def check(answers: list[tuple[int, dict[str, str], str]]) -> None:
 def test_excess_clients_are_refused_with_429() -> None:
     with served(**LIMITS) as server:
         check(answers_to_all_clients(server))
-        pool = server.engine.scheduler.pool
+        pool = server.engine.scheduler.kv_cache.pool
         until(lambda: pool.available == pool.num_blocks)
 
 
@@ -92,7 +92,7 @@ def test_closed_connection_frees_its_pages_within_a_step() -> None:
     with served() as server:
         steps: list[None] = []
         server.model.before = lambda: steps.append(None)
-        pool = server.engine.scheduler.pool
+        pool = server.engine.scheduler.kv_cache.pool
         body = json.dumps({"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True})
         client = server.connect()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -361,7 +361,7 @@ def test_random_malformed_requests_are_answered(
             if number % 100 == 99:
                 assert server.post("/v1/completions", **VALID).json()["choices"] == expected
         until(lambda: server.engine.unfinished == 0)
-        assert server.engine.scheduler.pool.references == 0
+        assert server.engine.scheduler.kv_cache.pool.references == 0
         assert server.http.get("/health").json()["active"] == 0
         counted = server.http.get("/metrics").text
         assert 'status="400"' in counted

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.inference import EngineConfig
-from megatron.core.inference.engine import EngineFeatures
+from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.speculation import NGramLookup
 from megatron.inference.server.middleware.request_log import LOG, JsonFormatter
 from tests.support.http_server import Served, served, until

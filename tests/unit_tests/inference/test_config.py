@@ -36,25 +36,25 @@ def test_command_line_prompts_override_config_file_prompts(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--prompt", "a"], "missing --load"),
-        (["--load", "x", "--prompt"], "--prompt is empty: give a text"),
-        (["--load", "x", "--prompt", "a", "b"], "unexpected argument 'b'"),
-        (["--load", "x", "--temperatur", "1"], "did you mean --temperature"),
-        (["--load", "x", "--top-k", "many"], "--top-k is 'many': expected an integer"),
-        (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--prompt", "a"], "--load"),
+        (["--load", "x", "--prompt"], "--prompt"),
+        (["--load", "x", "--prompt", "a", "b"], "'b'"),
+        (["--load", "x", "--temperatur", "1"], "--temperature"),
+        (["--load", "x", "--top-k", "many"], "--top-k .*'many'"),
+        (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens .*0"),
         (
             ["--load", "x", "--batch-invariant", "--transformer-impl", "inference_optimized"],
-            "with inference_optimized",
+            "--batch-invariant .*inference_optimized",
         ),
         (
             ["--load", "x", "--batch-invariant", "--tensor-model-parallel-size", "4"],
             "--tensor-model-parallel-size 4",
         ),
-        (["--load", "x", "--inference-max-requests", "-1"], "--inference-max-requests is -1"),
-        (["--load", "x", "--inference-max-tokens", "0"], "--inference-max-tokens is 0"),
-        (["--load", "x", "--inference-block-size", "24"], "a power of two, at least 16"),
-        (["--load", "x", "--chat", "--output-json", "y"], "give --output-jsonl"),
-        (["--load", "x", "--tensor-model-parallel-size", "0"], "parallel-size is 0"),
+        (["--load", "x", "--inference-max-requests", "-1"], "--inference-max-requests .*-1"),
+        (["--load", "x", "--inference-max-tokens", "0"], "--inference-max-tokens .*0"),
+        (["--load", "x", "--inference-block-size", "24"], "--inference-block-size .*24"),
+        (["--load", "x", "--chat", "--output-json", "y"], "--output-jsonl"),
+        (["--load", "x", "--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size .*0"),
     ],
 )
 def test_invalid_arguments_are_one_line(words: list[str], text: str) -> None:
@@ -71,10 +71,10 @@ def test_prompts_are_read_from_command_line_then_from_file(tmp_path: Path) -> No
 
 
 def test_missing_prompt_or_prompt_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no prompt: give --prompt"):
+    with pytest.raises(ValueError, match="--prompt"):
         read_prompts(Prompts())
-    with pytest.raises(ValueError, match=r"--prompt-file .*none.txt cannot be read"):
+    with pytest.raises(ValueError, match=r"--prompt-file .*none.txt"):
         read_prompts(Prompts(prompt_file=str(tmp_path / "none.txt")))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"--prompt-file .*binary"):
         read_prompts(Prompts(prompt_file=str(tmp_path / "binary")))

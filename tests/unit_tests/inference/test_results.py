@@ -2,6 +2,7 @@
 """The JSON file of outputs: its content, atomic writes, and early errors of invalid paths."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def test_json_file_reads_back(tmp_path: Path) -> None:
 
 
 def test_invalid_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder: name a file"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         check_json_path(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot create the folder"):
+    with pytest.raises(ValueError, match=r"out.json.*file"):
         check_json_path(tmp_path / "file" / "out.json")
-    with pytest.raises(ValueError, match="cannot be written"):
+    with pytest.raises(ValueError, match=r"absent.*out.json"):
         write_json(tmp_path / "absent" / "out.json", [OUTPUT])

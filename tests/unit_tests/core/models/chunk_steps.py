@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a GPT split into chunks, with manual sends and receives, one microbatch at a time."""
+"""Steps of a GPT split into chunks on one rank, one microbatch at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-import torch.distributed as dist
 
 from megatron.core import ProcessGroupCollection
 from megatron.core.boxes import Box
@@ -81,7 +80,7 @@ def train_step(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
     """Run a step, one microbatch after the other.
 
     Returns:
-        (loss, nll) of each microbatch on the last stage, and all gradients by name and offsets.
+        (loss, nll) of each microbatch, and all gradients by name and offsets.
     """
     engine = DataParallel(model.store, model.groups)
     engine.begin_step(program=())
@@ -96,8 +95,7 @@ def train_step(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
             microbatch_pass.backward()
             for chunk in range(model.num_chunks):
                 engine.post_backward(chunk)
-            if microbatch_pass.loss is not None:
-                losses.append(microbatch_pass.loss)
+            losses.append(microbatch_pass.loss)
         engine.finish()
     gradients = {}
     for handle in model.store.handles.values():
@@ -109,74 +107,37 @@ def train_step(model: GPTModel, *, microbatches: int = 2) -> tuple[list, dict]:
 
 
 class MicrobatchPass:
-    """The pass of a microbatch through all virtual stages, as seen from one rank."""
+    """The pass of a microbatch through all chunks of a model."""
 
     def __init__(self, model: GPTModel, batch: Microbatch) -> None:
         self.model, self.batch = model, batch
-        self.stages, self.stage = model.split.stages, model.groups["pp"].rank
-        self.inputs: dict[int, torch.Tensor | None] = {}
-        self.outputs: dict[int, torch.Tensor] = {}
-        self.loss: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def local_stages(self) -> list[int]:
-        """This rank's virtual stages in forward order."""
-        return [c * self.stages + self.stage for c in range(self.model.num_chunks)]
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.loss: tuple[torch.Tensor, torch.Tensor]
 
     def forward(self) -> None:
-        """Run the forward of all virtual stages of this rank."""
-        total = self.stages * self.model.num_chunks
-        for g in self.local_stages:
-            hidden = self._receive(g - 1, self.outputs) if g else None
-            if hidden is not None:
-                hidden = hidden.detach().requires_grad_()
-            self.inputs[g] = hidden
-            shared = {
-                "chunk": g // self.stages,
-                "hidden_states": hidden,
-                "layout": self.batch.layout,
-            }
-            batch = self.batch
-            if g == total - 1:
+        """Run the forward of all chunks."""
+        batch, hidden = self.batch, None
+        for chunk in range(self.model.num_chunks):
+            shared = {"chunk": chunk, "hidden_states": hidden, "layout": batch.layout}
+            if chunk == self.model.num_chunks - 1:
                 loss, nll = self.model.loss(batch.tokens, batch.labels, batch.loss_mask, **shared)
-                self.outputs[g], self.loss = loss, (loss.detach(), nll.detach())
-                continue
+                self.outputs.append(loss)
+                self.loss = (loss.detach(), nll.detach())
+                return
             output = self.model(batch.tokens, **shared)
             assert output.shape == self.model.boundary_shape(batch.tokens)
             assert output.dtype == self.model.store.dtype
-            self.outputs[g] = output
-            self._send(output.detach(), g + 1)
+            self.outputs.append(output)
+            hidden = output.detach().requires_grad_()
+            self.inputs.append(hidden)
 
     def backward(self) -> None:
-        """Run the backward of all virtual stages of this rank."""
-        total = self.stages * self.model.num_chunks
-        gradients: dict[int, torch.Tensor] = {}
-        for g in reversed(self.local_stages):
-            gradient = None if g == total - 1 else self._receive(g + 1, gradients)
-            torch.autograd.backward((self.outputs[g],), (gradient,))
-            if (hidden := self.inputs[g]) is not None:
-                assert hidden.grad is not None
-                gradients[g] = hidden.grad
-                self._send(hidden.grad, g - 1)
-
-    def _rank(self, g: int) -> int:
-        """Return the global rank of a virtual stage."""
-        return self.model.groups["pp"].ranks[g % self.stages]
-
-    def _receive(self, g: int, local_tensors: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that virtual stage `g` sends to this rank."""
-        if self.stages == 1:
-            return local_tensors[g]
-        recv_buffer = torch.full(
-            self.model.boundary_shape(self.batch.tokens), torch.nan, dtype=self.model.store.dtype
-        )
-        dist.recv(recv_buffer, self._rank(g))
-        return recv_buffer
-
-    def _send(self, tensor: torch.Tensor, g: int) -> None:
-        """Send a tensor to virtual stage `g`."""
-        if self.stages > 1:
-            dist.send(tensor.contiguous(), self._rank(g))
+        """Run the backward of all chunks."""
+        gradient = None
+        for chunk in reversed(range(self.model.num_chunks)):
+            torch.autograd.backward((self.outputs[chunk],), (gradient,))
+            gradient = self.inputs[chunk - 1].grad if chunk else None
 
 
 def build_model(

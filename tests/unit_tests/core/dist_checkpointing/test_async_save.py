@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import threading
 import time
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron.core.dist_checkpointing import (
@@ -24,7 +22,6 @@ from megatron.core.dist_checkpointing import (
     Solo,
     TensorChunk,
     list_checkpoints,
-    save_checkpoint,
     verify_checkpoint,
 )
 from megatron.core.dist_checkpointing.async_save import MIN_SINGLE_COPY_BYTES
@@ -67,48 +64,6 @@ def read(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     with CheckpointReader(folder) as reader:
         reader.read(full_chunks(targets))
     return targets
-
-
-def many_kinds() -> dict[str, torch.Tensor]:
-    """Return tensors above and below the size of a single copy, with various strides."""
-    large = MIN_SINGLE_COPY_BYTES // 4
-    return {
-        "a": torch.randn(large + 3),
-        "b": torch.randn(large - 1),
-        "c": torch.tensor(3.5),
-        "d": torch.zeros(0, 4),
-        "e": torch.randn(70, 9)[:, ::2],
-        "f": torch.randn(3 * large, 2).t(),
-        "g": torch.randn(5).to(torch.bfloat16),
-        "h": torch.arange(7),
-        "i": torch.tensor([True, False]),
-        **{f"small.{i}": torch.randn(i % 5 + 1) for i in range(1500)},
-    }
-
-
-def test_async_save_writes_the_bytes_of_a_sync_save(tmp_path):
-    chunks = full_chunks(many_kinds())
-    save_checkpoint(tmp_path / "sync", 7, chunks, {"x": [1, None]}, coordinator=Solo())
-    with saver_of(tmp_path / "async", chunks) as saver:
-        saver.save(7, {"x": [1, None]})
-        report = outcome(saver)
-        assert report.error is None
-        assert report.folder == tmp_path / "async" / "iter_0000007"
-        assert saver.writer.pid not in (None, os.getpid())
-    for name in ("manifest.json", "shard-00000.safetensors"):
-        files = [tmp_path / kind / "iter_0000007" / name for kind in ("sync", "async")]
-        assert files[0].read_bytes() == files[1].read_bytes(), name
-    assert (tmp_path / "async" / TRACKER_NAME).read_text() == "7\n"
-
-
-def test_async_save_writes_the_same_block_digests(tmp_path):
-    chunks = full_chunks({"a": torch.randn(5000), "b": torch.randn(33)})
-    save_checkpoint(tmp_path / "s", 1, chunks, {}, coordinator=Solo(), block_bytes=4096)
-    with saver_of(tmp_path / "a", chunks, block_bytes=4096) as saver:
-        saver.save(1, {})
-        assert outcome(saver).error is None
-    texts = [(tmp_path / way / "iter_0000001/manifest.json").read_bytes() for way in "sa"]
-    assert texts[0] == texts[1]
 
 
 def test_changes_after_synchronize_staging_are_not_saved(tmp_path):
@@ -203,32 +158,6 @@ def test_unresponsive_writer_is_killed_after_the_timeout(tmp_path):
         assert outcome(saver).error is None
 
 
-def test_full_disk_is_reported_and_leaves_no_files(tmp_path):
-    with saver_of(tmp_path, full_chunks({"a": torch.randn(90_000)})) as saver:
-        # Limit the writer's files only: the trainer's shared memory counts as a file, too.
-        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (100_000, -1))
-        saver.save(1, {})
-        report = outcome(saver)
-        assert "cannot write" in report.error
-        assert "nothing was saved, earlier checkpoints are intact" in report.error
-        assert list(tmp_path.glob("iter_*")) == []
-        resource.prlimit(saver.writer.pid, resource.RLIMIT_FSIZE, (-1, -1))
-        saver.save(2, {})
-        assert outcome(saver).error is None
-
-
-def test_already_saved_step_is_not_saved_again(tmp_path):
-    tensor = torch.zeros(3)
-    with saver_of(tmp_path, full_chunks({"a": tensor})) as saver:
-        saver.save(1, {})
-        assert outcome(saver).lines == ()
-        tensor.fill_(1.0)
-        saver.save(1, {})
-        (line,) = outcome(saver).lines
-        assert line.endswith("iter_0000001 exists already and is kept; it is not saved again")
-    assert read(tmp_path / "iter_0000001", {"a": tensor})["a"].tolist() == [0.0] * 3
-
-
 def test_removed_locked_folder_is_not_recreated(tmp_path):
     root = tmp_path / "root"
     with (
@@ -264,29 +193,6 @@ def test_writer_killed_while_pruning_leaves_no_temporary_folder(tmp_path):
         assert (report.error, report.written) == (None, True)
         assert "iter_0000002 is saved, but: the writer process" in report.lines[0]
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
-
-
-def test_invalid_saves_are_refused_or_reported(tmp_path):
-    streamed_chunk = TensorChunk(
-        name="a",
-        shape=(3,),
-        offsets=(0,),
-        tensor=torch.empty(3, device="meta"),
-        replica_ranks=(0,),
-        byte_stream=lambda: iter(()),
-    )
-    with pytest.raises(ValueError, match="a is streamed in pieces"):
-        AsyncSaver(tmp_path, [streamed_chunk], coordinator=Solo())
-    half = [
-        TensorChunk(name="a", shape=(4,), offsets=(0,), tensor=torch.ones(2), replica_ranks=(0,))
-    ]
-    with saver_of(tmp_path, half) as saver:
-        with pytest.raises(ValueError, match=r"extra\['x'\] is nan"):
-            saver.save(1, {"x": float("nan")})
-        for iteration in (1, 2):
-            saver.save(iteration, {})
-            assert "the ranks declare only 2" in outcome(saver).error
-    assert list(tmp_path.glob("iter_*")) == []
 
 
 def halves(rank: int) -> tuple[list[TensorChunk], dict[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import (
+    AsyncSaver,
     CheckpointError,
     CheckpointReader,
     Solo,
@@ -61,6 +62,11 @@ def test_byte_stream_of_wrong_length_saves_nothing(tmp_path: Path, rows: int) ->
     with pytest.raises(CheckpointError, match=r"w ends at byte .* its pieces do not fit its shape"):
         save(tmp_path, rows)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_asynchronous_saves_take_no_byte_stream(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="w is streamed in pieces"):
+        AsyncSaver(tmp_path, [streamed(6)], coordinator=Solo())
 
 
 def test_reader_reads_boxes_and_verifies_their_blocks(tmp_path: Path) -> None:

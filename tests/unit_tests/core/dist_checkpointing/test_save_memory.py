@@ -41,7 +41,5 @@ def measure_save(rank: int, world: int, root: str) -> tuple[int, int]:
 
 def test_synchronous_save_copies_no_state(tmp_path: Path) -> None:
     ((growth_kib, children),) = run_ranks(measure_save, 1, str(tmp_path))
-    print("GROWTH", growth_kib)
-    print("GROWTH", growth_kib)
     assert growth_kib < MAX_GROWTH_KIB
     assert children == 0

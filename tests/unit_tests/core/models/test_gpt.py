@@ -12,7 +12,6 @@ import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.distributed import DataParallel
 from megatron.core.models import DecoderConfig, GPTConfig, GPTModel
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.transformer import (
@@ -22,9 +21,8 @@ from megatron.core.transformer import (
     RopeConfig,
     RotaryEmbedding,
 )
-from tests.support.closeness import assert_close_by_metric, assert_piece_close
-from tests.support.inputs import microbatch, one_thread
-from tests.support.nan_memory import nan_memory
+from tests.support.closeness import assert_close_by_metric
+from tests.support.inputs import microbatch
 from tests.support.ranks import run_ranks
 
 CONFIG = GPTConfig(
@@ -189,47 +187,6 @@ def test_without_rope_positions_have_no_effect():
     with torch.no_grad():
         logits = model.full_logits(tokens)
     assert_close_by_metric("logits", logits, logits[:1].expand_as(logits), bound=2e-6)
-
-
-def train_step(
-    groups: ProcessGroupCollection, config: GPTConfig, *, sequence_parallel: bool = False
-):
-    """Return the nll and the gradient shards of one microbatch with dropout."""
-    model = GPTModel(config, groups, sequence_parallel=sequence_parallel, seed=5)
-    engine = DataParallel(model.store, groups)
-    batch = make_microbatch()
-    engine.begin_step()
-    with nan_memory():
-        loss, nll = model.loss(batch.tokens, batch.labels, batch.loss_mask, layout=batch.layout)
-        engine.backward(loss, last=True)
-        engine.finish()
-    gradients = {}
-    for handle in model.store.handles.values():
-        flat = handle.main_grad.view(-1)
-        for box in model.store.boxes(handle):
-            values = flat[box.start : box.start + box.numel].view(box.sizes).clone()
-            gradients[box.name, box.offsets] = values
-    return nll, gradients
-
-
-def dropout_on_ranks(rank: int, world: int) -> list:
-    """Run with and without sequence parallelism."""
-    groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
-    return [train_step(groups, DROPPING, sequence_parallel=sp) for sp in (False, True)]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_dropout_is_the_same_on_every_layout(world: int):
-    with one_thread():
-        nll, gradients = train_step(SINGLE, DROPPING)
-        plain, _ = train_step(SINGLE, CONFIG)
-    assert (nll - plain).abs().max() > 1e-2, "nothing was dropped"
-    for outputs in run_ranks(dropout_on_ranks, world):
-        for got_nll, shards in outputs:
-            assert_close_by_metric("nll", got_nll, nll)
-            for (name, offsets), values in shards.items():
-                whole = gradients[name, (0,) * len(offsets)]
-                assert_piece_close(name, values, whole, offsets)
 
 
 def test_dropout_needs_sample_ids_and_differs_between_samples():

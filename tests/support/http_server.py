@@ -63,6 +63,22 @@ class NextByte:
         return logits
 
 
+class ConstantEmbedder:
+    """An embedder without a model that records its texts."""
+
+    max_tokens = 60
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def batch_size(self, lengths: list[int]) -> int:
+        return len(lengths)
+
+    def __call__(self, texts: list[list[int]]) -> list[list[float]]:
+        self.texts += texts
+        return [[1.0, 0.0] for _ in texts]
+
+
 class Served:
     """A running server.
 

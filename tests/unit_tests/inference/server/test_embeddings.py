@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.server.engine.embedder import Embedder, NoPooling, Pooling, read_pooling
 from tests.support.closeness import assert_close_by_metric
 from tests.support.hf_folders import make_model, save_folder, write_pooling
-from tests.support.http_server import END, Served, served, until
+from tests.support.http_server import END, ConstantEmbedder, Served, served, until
 
 TEXTS = ["a", "abc", "é and more of it", "abd", "q" * 40]
 
@@ -157,3 +159,39 @@ def test_pooling_follows_the_folders_modules(tmp_path: Path) -> None:
     (tmp_path / "modules.json").unlink()
     with pytest.raises(NoPooling, match=r"modules\.json"):
         read_pooling(tmp_path)
+
+
+def num_active(server: Served) -> int:
+    return server.http.get("/health").json()["active"]
+
+
+def test_disconnected_embeddings_are_aborted() -> None:
+    embedder = ConstantEmbedder()
+    with served(embedder=embedder, no_embeddings=None, max_outputs=3) as server:
+        server.engine.pause()  # texts wait
+        body = json.dumps({"input": ["a", "b"]})
+        with server.connect() as client:
+            head = f"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall((head + body).encode())
+            until(lambda: num_active(server) == 2)
+            assert server.post("/v1/embeddings", input=["c", "d"]).status_code == 429
+        until(lambda: num_active(server) == 0)
+        server.engine.resume()
+        assert server.ok("/v1/embeddings", input="e")["data"][0]["embedding"] == [1.0, 0.0]
+        # A text that the engine refuses aborts the other texts of its request.
+        server.engine.pause()
+        assert server.post("/v1/embeddings", input=["f", "g" * 61]).status_code == 400
+        until(lambda: num_active(server) == 0)
+        server.engine.resume()
+        server.ok("/v1/embeddings", input="h")
+        assert embedder.texts == [[ord("e")], [ord("h")]]
+
+
+def test_loss_of_the_engine_ends_embeddings() -> None:
+    options = {"embedder": ConstantEmbedder(), "no_embeddings": None}
+    with served(**options) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        server.engine.pause()
+        waiting = pool.submit(server.post, "/v1/embeddings", input=["a", "b"])
+        until(lambda: num_active(server) == 2)
+        server.link.shutdown(socket.SHUT_RDWR)
+        assert waiting.result().status_code == 503

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 import pytest
 
 from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
-from tests.support.http_server import Served, served, until
+from tests.support.http_server import ConstantEmbedder, Served, served, until
 
 MAX_BODY_BYTES = 100_000
 INVALID_HTTP = "Invalid HTTP request received."
@@ -326,18 +326,6 @@ def check_error(path: str, body: Any, response: http.client.HTTPResponse) -> Non
     fields = body if "type" in body else body["error"]
     assert fields["request_id"] == response.headers["x-request-id"]
     assert "\n" not in body["error"]["message"]
-
-
-class ConstantEmbedder:
-    """An embedder without a model."""
-
-    max_tokens = 60
-
-    def batch_size(self, lengths: list[int]) -> int:
-        return len(lengths)
-
-    def __call__(self, texts: list[list[int]]) -> list[list[float]]:
-        return [[1.0, 0.0] for _ in texts]
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow(seconds=45))])

@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing import (
     manifest,
     prune_checkpoints,
     read_manifest,
-    run_folder,
     save_checkpoint,
 )
 from megatron.training import checkpoint
@@ -437,22 +436,6 @@ def test_checkpoint_pruned_meanwhile_is_not_called_damaged(words, tmp_path, caps
     assert ("removed meanwhile: " in out) == words.startswith("verify")
 
 
-def test_newest_checkpoint_is_found_while_others_are_removed(tmp_path, monkeypatch):
-    save(tmp_path, 5, tensors())
-    lines: list[str] = []
-    original = run_folder.read_manifest
-
-    def saving(folder: Path) -> Any:
-        if not (tmp_path / "iter_0000010").exists():
-            save(tmp_path, 10, tensors())
-            shutil.rmtree(tmp_path / "iter_0000005")
-        return original(folder)
-
-    monkeypatch.setattr(run_folder, "read_manifest", saving)
-    newest = latest_checkpoint(tmp_path, fall_back=False, say=lines.append)
-    assert (newest, lines) == (tmp_path / "iter_0000010", [])
-
-
 def test_list_survives_manifest_that_links_to_itself(tmp_path, capsys):
     for step in (5, 10):
         save(tmp_path, step, tensors())
@@ -487,23 +470,6 @@ def test_checkpoint_link_out_of_run_folder_is_ignored(tmp_path, capsys):
     link.symlink_to(inside)
     assert latest_checkpoint(root, say=lines.append) == link
     assert command(capsys, f"verify {root}")[0] == 0
-
-
-def test_retention_removes_links_completely(tmp_path):
-    root = tmp_path / "run"
-    target = save(tmp_path / "elsewhere", 5, tensors())
-    inside = save(root / "kept", 10, tensors())
-    for step in (15, 20):
-        save(root, step, tensors())
-    (root / target.name).symlink_to(target)
-    (root / inside.name).symlink_to(inside)
-    lines: list[str] = []
-    removed = prune_checkpoints(root, keep_last=1, say=lines.append)
-    assert removed == [root / "iter_0000015", root / inside.name]
-    assert lines == []
-    assert sorted(path.name for path in root.glob("iter_*")) == [target.name, "iter_0000020"]
-    assert (target / "manifest.json").exists()
-    assert (inside / "manifest.json").exists()
 
 
 #: A weight with a gradient, and a bias whose gradient is zero in exact arithmetic: largest first

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import (
     RemovedCheckpointError,
     SaveFolderLock,
     Solo,
+    latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import load as load_module
+from megatron.core.dist_checkpointing import run_folder as run_folder_module
 from megatron.core.dist_checkpointing.save_steps import SaveSteps
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
@@ -210,3 +212,35 @@ def test_finding_verifying_and_removing_need_no_torch(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.split("\n")[:3] == ["12", "1", "[]"], run.stderr
     assert not folders[0].exists()
+
+
+def test_retention_removes_links_completely(tmp_path):
+    root = tmp_path / "run"
+    (target,) = save(tmp_path / "elsewhere", 5)
+    (inside,) = save(root / "kept", 10)
+    save(root, 15, 20)
+    (root / target.name).symlink_to(target)
+    (root / inside.name).symlink_to(inside)
+    lines: list[str] = []
+    removed = prune_checkpoints(root, keep_last=1, say=lines.append)
+    assert removed == [root / "iter_0000015", root / inside.name]
+    assert lines == []
+    assert sorted(path.name for path in root.glob("iter_*")) == [target.name, "iter_0000020"]
+    assert (target / "manifest.json").exists()
+    assert (inside / "manifest.json").exists()
+
+
+def test_newest_checkpoint_is_found_while_others_are_removed(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+    lines: list[str] = []
+    original = run_folder_module.read_manifest
+
+    def saving(folder):
+        if not (tmp_path / "iter_0000010").exists():
+            save(tmp_path, 10)
+            shutil.rmtree(tmp_path / "iter_0000005")
+        return original(folder)
+
+    monkeypatch.setattr(run_folder_module, "read_manifest", saving)
+    newest = latest_checkpoint(tmp_path, fall_back=False, say=lines.append)
+    assert (newest, lines) == (tmp_path / "iter_0000010", [])

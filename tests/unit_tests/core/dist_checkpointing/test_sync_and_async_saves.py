@@ -103,7 +103,9 @@ def many_kinds() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"block_bytes": 4096}], ids=["default", "small blocks"])
-def test_synchronous_and_asynchronous_saves_write_equal_bytes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_synchronous_and_asynchronous_saves_write_equal_bytes(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     chunks = full_chunks(many_kinds())
     for kind in (Saves, AsyncSaves):
         saves = kind(tmp_path / kind.__name__, chunks, **options)

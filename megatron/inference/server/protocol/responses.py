@@ -15,9 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from megatron.inference.server.chat_template import (
-    NO_PARAMETERS,
     Conversation,
-    Tool,
     ToolCall,
     Turn,
     check_tools,
@@ -184,7 +182,7 @@ class ResponseBody(Body):
 
     def conversation(self) -> Conversation:
         """Return the conversation. Raises ApiError if it is invalid."""
-        tools = [_tool(tool) for tool in self.tools or ()]
+        tools = [tool.tool() for tool in self.tools or ()]
         choice, forced_tool = self.tool_choice or "auto", None
         if isinstance(choice, ForcedFunction):
             choice, forced_tool = "required", choice.name
@@ -242,15 +240,6 @@ class ResponseBody(Body):
             "tools": request_json.get("tools", []),
             "top_p": self.top_p if self.top_p is not None else 1.0,
         }
-
-
-def _tool(tool: ResponseTool) -> Tool:
-    return Tool(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters or NO_PARAMETERS,
-        strict=bool(tool.strict),
-    )
 
 
 def _joined_text(content: str | Sequence[ContentPart] | None) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -47,7 +46,6 @@ from tests.support.ranks import start_ranks
 PLAIN = "--train-iters 4 --eval-interval 0"
 FOUR_ITERS = f"{PLAIN} --save-interval 2"
 TENSOR = "--tensor-model-parallel-size 2"
-TRACKER = "latest_checkpointed_iteration.txt"
 SHARDS = ("shard-00000.safetensors", "shard-00001.safetensors")
 
 
@@ -178,21 +176,6 @@ def test_upcycle_and_export_fall_back_without_partial_output(
     assert f"WARNING: falling back to {cut / 'iter_0000002'}: " in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"cut", "expected", "found"}
     assert not list(tmp_path.rglob("*.tmp-*"))
-
-
-@pytest.mark.parametrize("tracker", ["2", pytest.param("garbage", marks=pytest.mark.slow)])
-def test_newest_checkpoint_overrides_tracker_with_a_warning(prefix, cut, capsys, tracker):
-    (cut / TRACKER).write_text(tracker)
-    argv = flags(prefix, f"{PLAIN} --load {cut}")
-    assert run_in_process(argv) == 0
-    out, err = capsys.readouterr()
-    assert f"loaded {cut / 'iter_0000004'}; resuming at iteration 4" in out
-    (line,) = (line for line in err.splitlines() if TRACKER in line)
-    assert line.endswith("using iter_0000004, the newest undamaged checkpoint")
-    for folder in list_checkpoints(cut):
-        os.truncate(folder / SHARDS[0], 50)
-    assert run_in_process(argv) == ExitCode.USER_ERROR
-    assert "no undamaged checkpoint in" in capsys.readouterr().err
 
 
 def plant_full_disk(rank: int) -> None:

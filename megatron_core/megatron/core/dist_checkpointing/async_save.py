@@ -12,8 +12,9 @@ layout on disk, into shared memory that is allocated once. On the CPU a thread c
 holding the trainer's GIL; on a GPU a separate stream copies into pinned memory. In both cases the
 tensors must not change before `synchronize_staging` has returned.
 
-The thread coordinates with the other ranks. `WriterProcess` starts, commands and monitors a
-separate process (`writer_process`), which digests, writes and commits without the trainer's GIL. A
+The thread coordinates with the other ranks as a synchronous save does (`save.CoordinatedSave`).
+`WriterProcess` starts, commands and monitors a separate process (`writer_process`), which takes the
+steps of the save (`save_steps`), so digests and writes do not need the trainer's GIL. A
 checkpoint appears when the shards of all ranks are on disk. A failure is reported, never raised:
 training continues, and the next save starts from scratch.
 """
@@ -415,7 +416,7 @@ class AsyncSaver:
         self.writer = WriterProcess(
             self.staging.fd, self._root, timeout_seconds=timeout_seconds, niceness=NICENESS
         )
-        self._save_of_rank = CoordinatedSave(
+        self._coordinated_save = CoordinatedSave(
             root=self._root,
             coordinator=coordinator,
             execute=lambda step, **arguments: self.writer.call(step, **arguments),
@@ -529,7 +530,7 @@ class AsyncSaver:
             CheckpointError: on all ranks.
         """
         ranks = self._coordinator
-        if not self._save_of_rank.run(
+        if not self._coordinated_save.run(
             job.iteration, json.loads(job.extra), self._prepare, say=lines.append
         ):
             return False
@@ -552,12 +553,9 @@ class AsyncSaver:
         self.staging.complete_copy()
         ending = self.writer.exit_reason()
         self._ensure_writer()
-        line = (
-            ""
-            if ending is None
-            else (f"rank {self._coordinator.rank}: {ending}; a new one was started")
-        )
-        return self._plan, line
+        if ending is None:
+            return self._plan, ""
+        return self._plan, f"rank {self._coordinator.rank}: {ending}; a new one was started"
 
     def _ensure_writer(self) -> None:
         """Start a writer if none is running, and send it this rank's plan and, on rank 0, all
@@ -566,7 +564,7 @@ class AsyncSaver:
             return
         try:
             self.writer.call("shard", plan=self._plan)
-            if plans := self._save_of_rank.plans:
+            if plans := self._coordinated_save.plans:
                 self.writer.call("plans", texts=plans)
         except CheckpointError:
             self.writer.close()

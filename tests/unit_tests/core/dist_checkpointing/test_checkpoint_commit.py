@@ -155,8 +155,14 @@ def test_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
 
 def test_damaged_newest_checkpoint_falls_back_or_raises(tmp_path):
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
-    os.truncate(newest / "shard-00000.safetensors", 3)
+    shard = newest / "shard-00000.safetensors"
+    content = shard.read_bytes()
     lines: list[str] = []
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert latest_checkpoint(tmp_path, say=lines.append) == newest, "only reading finds a bit"
+    assert latest_checkpoint(tmp_path, digests=True, say=lines.append) == older
+    assert str(shard) in lines.pop()
+    os.truncate(shard, 3)
     assert latest_checkpoint(tmp_path, say=lines.append) == older
     assert len(lines) == 1
     assert re.search(r"WARNING: falling back to .*1: .*shard-00000.safetensors has 3", lines[0])

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointReader,
     Solo,
-    latest_checkpoint,
     load_checkpoint,
     read_extra,
     read_manifest,
@@ -270,17 +269,6 @@ def test_without_digests_only_unverified_loads_work(tmp_path):
         with pytest.raises(CheckpointError, match="without digests"):
             check(folder)
     verify_checkpoint(folder, digests=False)
-
-
-def test_damaged_newest_checkpoint_falls_back_to_previous(tmp_path, folder):
-    newer = save_checkpoint(tmp_path, 6, full_chunks(TENSORS), {}, coordinator=Solo())
-    flip_bit(newer / SHARD, -1 % (newer / SHARD).stat().st_size)
-    lines: list[str] = []
-    assert latest_checkpoint(tmp_path, say=lines.append) == newer
-    assert latest_checkpoint(tmp_path, digests=True, say=lines.append) == folder
-    assert len(lines) == 1
-    assert "falling back" in lines[0]
-    assert SHARD in lines[0]
 
 
 def test_save_refuses_manifests_over_the_read_limits(tmp_path):

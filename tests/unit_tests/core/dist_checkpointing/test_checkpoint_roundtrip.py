@@ -117,6 +117,8 @@ def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
     for name, stored in read_manifest(folder).tensors.items():
         # aligned, so that a reader that maps the file can use the tensor in place
         assert stored.chunks[0].begin % tensors[name].itemsize == 0, name
+    (shard,) = read_manifest(folder).files.values()
+    assert shard.header_bytes % 64 == 0, "tensors start at a cache line"
 
 
 def test_chunks_are_named_by_offset_in_safetensors(tmp_path):
@@ -135,18 +137,6 @@ def test_chunks_are_named_by_offset_in_safetensors(tmp_path):
     with safe_open(folder / "shard-00000.safetensors", "pt") as file:
         assert list(file.keys()) == ["w@0,0", "w@1,0"]
         assert torch.equal(file.get_tensor("w@1,0"), tensor[1:])
-
-
-def test_the_same_state_gives_the_same_bytes(tmp_path):
-    tensors = {"a": torch.randn(5, 3), "b": torch.arange(4)}
-    folders = [
-        save_checkpoint(tmp_path / name, 7, full_chunks(tensors), {"x": [1.5]}, coordinator=Solo())
-        for name in ("first", "second")
-    ]
-    for file in ("manifest.json", "shard-00000.safetensors"):
-        assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
-    (shard,) = read_manifest(folders[0]).files.values()
-    assert shard.header_bytes % 64 == 0, "tensors start at a cache line"
 
 
 def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):

@@ -62,14 +62,6 @@ def test_resumed_run_follows_the_batch_size_schedule(tmp_path):
 
 
 @pytest.mark.gpus(1)
-def test_rampup_grows_to_the_global_batch_size(tmp_path):
-    prefix, metrics = write_tokens(tmp_path / "tokens"), tmp_path / "metrics.jsonl"
-    options = "--rampup-batch-size 2 2 18 --train-iters 6 --eval-interval 0"
-    run_on(1, flags(prefix, f"{options} --metrics-file {metrics}"))
-    assert sizes_of(metrics) == [2, 2, 2, 4, 4, 6]  # to 8 in thirds of 18 samples
-
-
-@pytest.mark.gpus(1)
 def test_schedule_equals_consecutive_constant_size_runs(tmp_path):
     """Each stage is a separate run with a constant batch size; the checkpoints are equal."""
     prefix = write_tokens(tmp_path / "tokens")
@@ -89,20 +81,6 @@ def test_schedule_equals_consecutive_constant_size_runs(tmp_path):
         run_on(1, argv(f"{batch} --save {folder} --load {folder}"))
     assert sizes_of(folder / "metrics.jsonl") == SIZES
     assert digests(folder / "iter_0000008") == digests(tmp_path / "one" / "iter_0000008")
-
-
-@pytest.mark.parametrize("data_flag", ["--mock-data", ""])
-def test_zero_eval_iters_disables_validation(tmp_path, data_flag):
-    """Scripts of Megatron-LM set --eval-iters 0 and keep --eval-interval."""
-    metrics = tmp_path / "metrics.jsonl"
-    argv = flags(
-        write_tokens(tmp_path / "tokens"),
-        f"{data_flag} --eval-iters 0 --eval-interval 2 --train-iters 3 --metrics-file {metrics}",
-        without=["--data-path", "--split"] if data_flag else [],
-    )
-    run_on(1, argv)
-    assert {event["kind"] for event in read_metrics(metrics)} & {"validation", "test"} == set()
-    assert list(losses(metrics)) == [1, 2, 3]
 
 
 def reference_loss(steps: SessionSteps, samples: int) -> float:

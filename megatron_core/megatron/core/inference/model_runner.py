@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import Pending
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.device import Recorder, Work, WorkQueue, pin, to_host
+from megatron.core.device import Recorder, Work, WorkQueue, pin, runs_ahead, to_host
 from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs
 from megatron.core.inference.request_state import (
@@ -238,6 +238,7 @@ class ModelRunner:
         self.model, self.config, self.cache, self.link = model, config, cache, link
         self.proposer, self._check_plans = features.proposer, features.check_plans
         self.vocab_size, self._device, self.model_seconds = vocab_size, cache.device, 0.0
+        self._runs_ahead = runs_ahead(self._device)
         predicts = self.proposer is not None and self.proposer.stage == "last"
         self.num_predicted = config.num_speculative_tokens if predicts else 0
         self._queue = WorkQueue(self._device, in_thread=config.asynchronous)
@@ -416,7 +417,7 @@ class ModelRunner:
             sampled = sample(logits, sample_rows)
             if self.config.asynchronous:
                 self._store_newest(scheduler_output, sampled.tokens)
-            host_sampled, drafts = sampled.on_host(), []
+            host_sampled, drafts = sampled.on_host() if self._runs_ahead else sampled, []
             if predict is not None:
                 drafts = predict(self._prepare_inputs(scheduler_output)[1], hidden, sampled)
             return StepResult(sampled=host_sampled, drafts=drafts)
@@ -442,7 +443,7 @@ class ModelRunner:
             if self.config.asynchronous:
                 self._store_newest(scheduler_output, sampled.tokens)
             # The copy to the host overlaps with the prediction of drafts.
-            host_sampled = sampled.on_host()
+            host_sampled = sampled.on_host() if self._runs_ahead else sampled
         if predict is not None:
             drafts = predict(layout, hidden, sampled)
         sends: Sequence[Pending] = ()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.device import runs_ahead, to_host
+from megatron.core.device import to_host
 from megatron.core.initialize import stream_key
 from megatron.core.ops.sampling import ScoreChange, change_scores_, choose_tokens
 from megatron.core.ops.sampling.cpu import replace_rows, select_rows
@@ -188,8 +188,6 @@ class Sampled:
 
     def on_host(self) -> Sampled:
         """Start the copy to the host; the values are valid once the queued work is done."""
-        if not runs_ahead(self.tokens.device):
-            return self
         return Sampled(
             tokens=to_host(self.tokens),
             logprobs=to_host(self.logprobs),

@@ -329,10 +329,6 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
         check_ids(ids, self.vocab_size, "token")
-        return self.look_up(ids)
-
-    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Like `forward`, for ids that are known to be valid."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         rows = self.addends(ids)
@@ -428,19 +424,13 @@ class VocabParallelHead(nn.Module):
 
     def joined(self, logits: torch.Tensor) -> torch.Tensor:
         """Return [s, b, V] from local logits [s, b, V/tp], in the same dtype."""
-        logits_by_rank = logits.unsqueeze(0)
-        if self.region.group.size > 1:
-            logits_by_rank = gather_from_group(logits_by_rank, self.region.group)
-        return self.join(logits_by_rank)
+        if self.region.group.size == 1:
+            return logits[..., : self.vocab_size]
+        return self.join(gather_from_group(logits.unsqueeze(0), self.region.group))
 
     def join(self, logits_by_rank: torch.Tensor) -> torch.Tensor:
         """Return [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
-        logits = (
-            logits_by_rank[0]
-            if len(logits_by_rank) == 1
-            else logits_by_rank.permute(1, 2, 0, 3).flatten(2)
-        )
-        return logits[..., : self.vocab_size]
+        return logits_by_rank.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
 
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write `whole(project(hidden))` to `out`, fp32 [s, b, V], and return it; requires disabled

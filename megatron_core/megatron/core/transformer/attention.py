@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -213,9 +214,9 @@ class RopeTable:
     sin: torch.Tensor
     interleaved: bool
 
-    @property
+    @cached_property
     def rotation(self) -> HeadRotation:
-        """The table in the form that `split_heads` takes."""
+        """The table in the form that `split_heads` takes; made once for all layers."""
         return HeadRotation(self.cos, self.sin, self.interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
@@ -450,7 +451,9 @@ class SelfAttention(nn.Module):
             out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
         else:
             new = query[:, 0], torch.cat([key[:, 0], value[:, 0]], 1)
-            out = cache.attend(self.layer, *new, layout.rows_with_past, self.core, sinks=sinks)
+            # The property raises the error of a layout without rows.
+            rows = layout.paged or layout.rows_with_past
+            out = cache.attend(self.layer, *new, rows, self.core, sinks=sinks)
             out = out.unsqueeze(1)  # [t, 1, n/tp, d]
         for gate in gates:
             out = out * self._sigmoid(gate)

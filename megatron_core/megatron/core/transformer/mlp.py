@@ -76,7 +76,7 @@ class MLP(nn.Module):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
-        active = self.activate(inner)  # [s, b, f/tp]
+        active = self._activate(inner, self.config.activation)  # [s, b, f/tp]
         y = self.down(active)
         if self.recomputes and torch.is_grad_enabled():
             source = inner.detach()

@@ -389,7 +389,9 @@ class WeightHandle:
         """Return a small weight in its storage dtype: without a copy, if the weight is always in
         memory. Its gradient is accumulated unrounded."""
         value = self.get().clone() if self.unsharded_param is None else self.unsharded_param
-        return StoredWeight(value, self.anchor, self.accumulate_grad_sum)
+        # Every norm of a decode step comes here, so the property is read only to raise.
+        anchor = self.anchor if self.param is None else self.param
+        return StoredWeight(value, anchor, self.accumulate_grad_sum)
 
     # --- gradients --------------------------------------------------------------------------------
 

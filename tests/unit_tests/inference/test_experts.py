@@ -3,32 +3,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
-from megatron.core.dist_checkpointing import (
-    Coordinator,
-    TensorChunk,
-    read_manifest,
-    save_checkpoint,
-    weight_chunks,
-)
+from megatron.core.dist_checkpointing import Coordinator, read_manifest
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import Router
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 from megatron.inference import rank_context
-from megatron.inference.generate import main
-from tests.support.closeness import assert_close_by_metric
-from tests.support.inputs import generator, one_thread
+from tests.support.greedy_command import (
+    arguments,
+    assert_argmax_of_full_forward,
+    assert_same_outputs,
+    fill_weights,
+    outputs_of,
+    read_outputs,
+    run,
+    save_filled,
+)
 from tests.support.launchers import serve_store
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -81,54 +78,13 @@ MODELS = {
         ),
     ),
 }
-PROMPTS = ("Once", "", "two words é", "ab")
-NUM_NEW = 9
-
-
-def fill_chunk(chunk: TensorChunk) -> None:
-    """Fill a chunk with its slice of a random logical tensor, on any rank grid."""
-    noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
-    values = 1.0 + 0.2 * noise if "norm" in chunk.name else 0.4 * noise
-    extents = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    chunk.tensor.copy_(values[tuple(slice(offset, offset + size) for offset, size in extents)])
-
-
-def save(root: str, name: str, groups: ProcessGroupCollection, coordinator: Coordinator) -> None:
-    """Save a model as training on these ranks does, including MTP layers."""
-    model = GPTModel(MODELS[name], groups)
-    chunks = weight_chunks(model.store)
-    for chunk in chunks:
-        fill_chunk(chunk)
-    tokenizer = {"type": "byte", "model": None, "vocab_size": 257, "fingerprint": "byte-257"}
-    extra = {
-        "model": json.loads(json.dumps(MODELS[name].to_json())),
-        "config": {"bf16": False, "max-position-embeddings": 40},
-        "tokenizer": tokenizer,
-    }
-    save_checkpoint(root, 7, chunks, extra, coordinator=coordinator)
+SCALE = 0.4
 
 
 def save_on_rank(rank: int, world: int, root: str, name: str) -> None:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, ep=world), rank=rank)
-    save(root, name, groups, Coordinator.from_groups(groups, timeout_seconds=20.0))
-
-
-def arguments(load: Path, output: Path, *extra: str) -> list[str]:
-    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    flags = ["--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--device", "cpu", *extra]
-    return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
-
-
-def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Run the command in this process; return its exit code and stderr."""
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main(words, environment)
-    return code, err.getvalue()
-
-
-def read_outputs(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    coordinator = Coordinator.from_groups(groups, timeout_seconds=20.0)
+    save_filled(root, GPTModel(MODELS[name], groups), SCALE, coordinator)
 
 
 @dataclass(frozen=True)
@@ -152,12 +108,11 @@ def single_process(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Sin
             super().__init__(*args, **options)
             built.append(self)
 
-    with pytest.MonkeyPatch.context() as patch, one_thread():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_context, "GPTModel", RecordedModel)
-        code, err = run(arguments(folder, path), {})
-    assert code == 0, err
+        outputs = outputs_of(arguments(folder, path), path)
     (model,) = built
-    return SingleProcessRun(MODELS[request.param], folder, model, read_outputs(path))
+    return SingleProcessRun(MODELS[request.param], folder, model, outputs)
 
 
 @pytest.mark.covers("generation")
@@ -168,19 +123,8 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(single_process: SinglePr
         replace(config, moe=replace(config.moe, capacity_factor=None), mtp_num_layers=0),
         ProcessGroupCollection.single(),
     )
-    for chunk in weight_chunks(model.store):
-        fill_chunk(chunk)
-    distinct = set()
-    for output in single_process.outputs:
-        tokens = output["prompt_ids"] + output["ids"]
-        with torch.no_grad(), one_thread():
-            logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
-        logits = logits[len(output["prompt_ids"]) - 1 : -1]
-        assert logits.argmax(-1).tolist() == output["ids"]
-        expected = logits.log_softmax(-1).amax(-1)
-        assert_close_by_metric(output["prompt"], torch.tensor(output["logprobs"]), expected)
-        distinct |= set(output["ids"])
-    assert len(distinct) > 8
+    fill_weights(model, SCALE)
+    assert_argmax_of_full_forward(single_process.outputs, model)
 
 
 def test_mtp_layers_and_capacity_are_not_loaded(single_process: SingleProcessRun) -> None:
@@ -198,7 +142,6 @@ def test_mtp_layers_and_capacity_are_not_loaded(single_process: SingleProcessRun
 def command_on_rank(
     rank: int, world: int, words: list[str], launcher: dict[str, str]
 ) -> tuple[int, str]:
-    torch.set_num_threads(1)
     return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
@@ -226,7 +169,4 @@ def test_two_ranks_generate_the_single_process_tokens(
     with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
         outcomes = ranks.values(timeout=60.0)
     assert [code for code, _ in outcomes] == [0, 0], outcomes
-    for a, b in zip(read_outputs(tmp_path / "two.json"), single_process.outputs, strict=True):
-        assert a["ids"] == b["ids"]
-        actual, expected = (torch.tensor(r["logprobs"]) for r in (a, b))
-        assert_close_by_metric(a["prompt"], actual, expected)
+    assert_same_outputs(read_outputs(tmp_path / "two.json"), single_process.outputs)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +12,23 @@ import pytest
 import torch
 
 from megatron.core import ProcessGroupCollection
-from megatron.core.dist_checkpointing import (
-    Solo,
-    TensorChunk,
-    save_checkpoint,
-    weight_chunks,
-)
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
-from megatron.inference.generate import main
-from tests.support.closeness import assert_close_by_metric
+from tests.support.greedy_command import (
+    PROMPTS,
+    arguments,
+    assert_argmax_of_full_forward,
+    assert_same_outputs,
+    fill_weights,
+    outputs_of,
+    read_outputs,
+    run,
+    save_filled,
+)
 from tests.support.hf_folders import VOCABULARY, make_model, save_folder
-from tests.support.inputs import generator, one_thread
+from tests.support.inputs import one_thread
 from tests.support.launchers import serve_store
 from tests.support.optimized_steps import note_optimized_steps
 from tests.support.ranks import start_ranks
@@ -53,77 +54,20 @@ CONFIG = GPTConfig(
     mtp_pattern="*-",
     init_std=0.4,
 )
-PROMPTS = ("Once", "", "two words é", "ab")
-NUM_NEW = 9
-
-
-def fill_chunk(chunk: TensorChunk) -> None:
-    """Fill a chunk with its slice of a random logical tensor, away from the initial values."""
-    noise = torch.randn(chunk.shape, generator=generator(7, *chunk.name.encode()))
-    values = 0.2 * noise  # larger values would magnify rounding
-    if "norm" in chunk.name:
-        values = 1.0 + 0.2 * noise
-    elif "A_log" in chunk.name:
-        values = 0.3 * noise - 1.5
-    extents = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-    chunk.tensor.copy_(values[tuple(slice(offset, offset + size) for offset, size in extents)])
-
-
-def filled_model(config: GPTConfig) -> GPTModel:
-    model = GPTModel(config, ProcessGroupCollection.single())
-    for chunk in weight_chunks(model.store):
-        fill_chunk(chunk)
-    return model
+SCALE = 0.2
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
-    extra = {
-        "model": json.loads(json.dumps(CONFIG.to_json())),
-        "config": {"bf16": False, "max-position-embeddings": 40},
-        "tokenizer": {
-            "type": "byte",
-            "model": None,
-            "vocab_size": 257,
-            "fingerprint": "byte-257",
-        },
-    }
-    save_checkpoint(folder, 7, weight_chunks(filled_model(CONFIG).store), extra, coordinator=Solo())
+    save_filled(folder, GPTModel(CONFIG, ProcessGroupCollection.single()), SCALE)
     return folder
-
-
-def arguments(load: Path, output: Path, *extra: str) -> list[str]:
-    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    flags = ["--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--device", "cpu", *extra]
-    return [*prompts, "--load", str(load), "--output-json", str(output), *flags]
-
-
-def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Run the command in this process; return its exit code and stderr."""
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), one_thread():
-        code = main(words, environment)
-    return code, err.getvalue()
-
-
-def read_outputs(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def assert_same_outputs(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a["ids"] == b["ids"]
-        actual_logprobs, expected_logprobs = (torch.tensor(r["logprobs"]) for r in (a, b))
-        assert_close_by_metric(a["prompt"], actual_logprobs, expected_logprobs)
 
 
 @pytest.fixture(scope="module")
 def expected_outputs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("text") / "one.json"
-    code, err = run(arguments(root, path), {})
-    assert code == 0, err
-    return read_outputs(path)
+    return outputs_of(arguments(root, path), path)
 
 
 def test_greedy_tokens_are_the_argmax_of_a_full_forward(
@@ -131,18 +75,10 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(
 ) -> None:
     # Run each prompt alone, without a cache, in a model without expert capacity.
     moe = replace(CONFIG.moe, capacity_factor=None)
-    model = filled_model(replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern=""))
-    distinct = set()
-    for output in expected_outputs:
-        tokens = output["prompt_ids"] + output["ids"]
-        with torch.no_grad(), one_thread():
-            logits = model.full_logits(torch.tensor([tokens])).squeeze(1)
-        logits = logits[len(output["prompt_ids"]) - 1 : -1]
-        assert logits.argmax(-1).tolist() == output["ids"]
-        expected = logits.log_softmax(-1).amax(-1)
-        assert_close_by_metric(output["prompt"], torch.tensor(output["logprobs"]), expected)
-        distinct |= set(output["ids"])
-    assert len(distinct) > 8
+    config = replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern="")
+    model = GPTModel(config, ProcessGroupCollection.single())
+    fill_weights(model, SCALE)
+    assert_argmax_of_full_forward(expected_outputs, model)
 
 
 @pytest.mark.parametrize("rows", ["16", "3", "1"])
@@ -162,9 +98,7 @@ def test_chunked_prefill_and_batch_size_change_no_token(
     monkeypatch.setattr(GPTModel, "forward", recorded_forward)
     path = tmp_path / "parts.json"
     flags = ("--inference-max-tokens", "5", "--inference-max-requests", rows)
-    code, err = run(arguments(root, path, *flags), {})
-    assert code == 0, err
-    assert_same_outputs(read_outputs(path), expected_outputs)
+    assert_same_outputs(outputs_of(arguments(root, path, *flags), path), expected_outputs)
     longest = len(PROMPTS[2].encode())
     assert longest == 12
     assert max(lengths) == 5

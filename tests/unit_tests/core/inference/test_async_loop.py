@@ -21,6 +21,7 @@ from megatron.core.inference import (
     generate,
 )
 from megatron.core.inference.model_runner import EngineFeatures
+from megatron.core.inference.requests import RequestError
 from megatron.core.inference.speculation import DraftModel
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
@@ -189,6 +190,36 @@ def test_pause_completes_the_steps_in_flight() -> None:
     while engine.unfinished:
         outputs.add(engine.step())
     assert (output.tokens, output.epochs) == ([2, 3, 4, 5, 6], [0, 0, 1, 1, 1])
+
+
+def test_an_abort_returns_the_tokens_of_finished_steps_first() -> None:
+    engine = counting_engine()
+    request_id = engine.add(EngineRequest(prompt=(1,), max_new_tokens=9, sampling=GREEDY))
+    outputs = Completions()
+    outputs.add(engine.step())
+    engine.pause()  # finishes the second step, whose delta is not delivered yet
+    outputs.add(engine.abort(request_id))
+    assert outputs[request_id, 0].tokens == [2, 3]
+    assert outputs[request_id, 0].finish_reason == "abort"
+    assert engine.step() == []
+
+
+def test_request_ids_of_the_caller_are_unique_while_unfinished() -> None:
+    engine = counting_engine()
+    request = EngineRequest(request_id=7, prompt=(1,), max_new_tokens=2, sampling=GREEDY)
+    assert engine.add(request) == 7
+    with pytest.raises(RequestError, match="7") as refusal:
+        engine.add(request)
+    assert refusal.value.field == "request_id"
+    assert engine.add(replace(request, request_id=None)) == 8
+    outputs = Completions()
+    while engine.unfinished:
+        outputs.add(engine.step())
+    assert {key: output.tokens for key, output in outputs.items()} == {
+        (7, 0): [2, 3],
+        (8, 0): [2, 3],
+    }
+    assert engine.add(request) == 7  # finished, so the id is free again
 
 
 def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:

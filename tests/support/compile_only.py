@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
 import megatron.core.ops
-from megatron.core.ops.recurrence import by_device as recurrence_by_device
+from megatron.core.ops import recurrence
 from tests.support import closeness
 from tools.gpu_compile.launch import CANDIDATE, TEST, Launch, write
 
@@ -143,8 +143,8 @@ def replace_launches(run: Callable[..., None]) -> None:
             importlib.import_module(module.name)
     os.environ["TRITON_INTERPRET"] = "1"
     if CAPABILITY >= 100:
-        chunked = importlib.import_module("megatron.core.ops.recurrence.sweep.triton")
-        for module in (chunked, recurrence_by_device):
+        sweep = importlib.import_module("megatron.core.ops.recurrence.sweep.triton")
+        for module in (sweep, recurrence):
             module.uses_tensor_memory = lambda x: x.dtype != torch.float32
     triton.runtime.driver.set_active(FakeDriver())
     JITFunction.run = lambda kernel, *args, **options: run(kernel, *args, **options)

@@ -195,8 +195,9 @@ def split(bench: Bench) -> None:
     sequences = Sequences(shape.bounds, device=bench.device)
 
     def of(splits: int) -> Callable[[], object]:
-        recurrence = delta_recurrence(implementation="triton")
-        return lambda: recur_split(recurrence, RecurrenceInputs(*inputs), sequences, splits=splits)
+        recurrence_inputs = RecurrenceInputs(*inputs)
+        recurrence = delta_recurrence(implementation="triton").operations(recurrence_inputs)
+        return lambda: recur_split(recurrence, recurrence_inputs, sequences, splits=splits)
 
     calls = {MCORE: of(bench.sized(16, 2)), "one piece": of(1)}
     bounds = torch.tensor(shape.bounds, device=bench.device)

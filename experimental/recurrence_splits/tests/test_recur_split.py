@@ -55,7 +55,7 @@ def test_split_recurrence_matches_whole_sequences(name, kind):
         if initial:
             leaves["initial"] = initial_states.clone().requires_grad_()
         inputs = RecurrenceInputs(*(leaves[key] for key in RecurrenceInputs._fields))
-        outputs = run(recurrence_of(kind), inputs, leaves.get("initial"))
+        outputs = run(recurrence_of(kind).operations(inputs), inputs, leaves.get("initial"))
         used = slice(0 if with_final_states != "alone" else 1, 2 if with_final_states else 1)
         torch.autograd.backward(outputs[used], grads[used])
         results = dict(zip(("out", "last"), outputs, strict=True))
@@ -85,6 +85,10 @@ def test_invalid_splits_are_refused():
     x = torch.zeros(4, GROUPS, KEYS)
     inputs = RecurrenceInputs(x, x, x, x[..., 0], x[..., 0])
     with pytest.raises(ValueError, match="splits 0: use 1 or more"):
-        recur_split(state_space_recurrence(), inputs, Sequences((0, 4)), splits=0)
+        recur_split(
+            state_space_recurrence().operations(inputs), inputs, Sequences((0, 4)), splits=0
+        )
     with pytest.raises(ValueError, match=r"query .* has 4 tokens, the sequences 5"):
-        recur_split(state_space_recurrence(), inputs, Sequences((0, 5)), splits=2)
+        recur_split(
+            state_space_recurrence().operations(inputs), inputs, Sequences((0, 5)), splits=2
+        )

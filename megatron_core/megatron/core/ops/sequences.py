@@ -84,10 +84,6 @@ class Sequences:
             self._cache[key] = create()
         return self._cache[key]  # type: ignore[return-value]
 
-    def chunks(self, size: int) -> Chunks:
-        """Return the chunks of `size` tokens; they are built once."""
-        return self.cached(("chunks", size), lambda: Chunks(self, size))
-
     def to_device(self, values: np.ndarray) -> torch.Tensor:
         """Copy int64 values to the device; the host does not wait.
 
@@ -110,108 +106,6 @@ def require_sequences(op: str, sequences: object) -> None:
         raise ValueError(
             f"{op}: sequences is a {type(sequences).__name__}: give Sequences(cumulative lengths)"
         )
-
-
-class Chunks:
-    """Chunks of C tokens that never cross from one sequence to the next, in the order of a sweep.
-
-    Step i of a sweep processes chunk i of every sequence with more than i chunks. Chunks are
-    numbered step by step, and within a step from the longest sequence to the shortest. So the
-    chunks of a step are contiguous, and a step reads a prefix of the previous step's states.
-
-    Attributes:
-        size: tokens C of a chunk.
-        steps: number of chunks of each step, non-increasing; their sum is n, the number of chunks.
-        order: host ints [N], sequence numbers sorted from the longest sequence to the shortest.
-    """
-
-    def __init__(self, sequences: Sequences, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"chunks of {size} tokens: use at least 1")
-        self.size, self._sequences = size, sequences
-        lengths = np.asarray(sequences.lengths)
-        order = np.argsort(-lengths, kind="stable")
-        counts = -(-lengths[order] // size)  # chunks of each sequence, falling
-        num_steps = int(counts[0]) if len(counts) else 0
-        self.steps = tuple(int((counts > step).sum()) for step in range(num_steps))
-        self.order = tuple(int(number) for number in order)
-        sequence_starts = np.asarray(sequences.bounds[:-1])[order]
-        sequence_ends = np.asarray(sequences.bounds[1:])[order]
-        step_starts = [sequence_starts[:n] + step * size for step, n in enumerate(self.steps)]
-        starts = np.concatenate(step_starts) if step_starts else np.zeros(0, dtype=np.int64)
-        step_ends = [sequence_ends[:n] for n in self.steps]
-        ends = np.concatenate(step_ends) if step_ends else starts
-        index = starts[:, None] + np.arange(size)  # [n, C]
-        self._index = np.where(index < ends[:, None], index, sequences.tokens)
-        self.count = len(starts)
-        self.is_whole = bool((self._index < sequences.tokens).all())
-        # The chunks of a single sequence are in token order, so views replace gathers.
-        self._is_single = sequences.count == 1
-        self._is_sorted = self.order == tuple(range(sequences.count))
-
-    @property
-    def sequence_count(self) -> int:
-        """Number of sequences N."""
-        return self._sequences.count
-
-    @property
-    def index(self) -> torch.Tensor:
-        """int64 [n · C], the token in each grid cell; t in cells after the end of a sequence."""
-        return self._sequences.cached(
-            ("index", self.size), lambda: self._sequences.to_device(self._index.reshape(-1))
-        )
-
-    @property
-    def inverse(self) -> torch.Tensor:
-        """int64 [t], the grid cell of each token."""
-
-        def create() -> torch.Tensor:
-            grid_index = np.zeros(self._sequences.tokens + 1, dtype=np.int64)
-            grid_index[self._index.reshape(-1)] = np.arange(self._index.size)
-            return self._sequences.to_device(grid_index[:-1])
-
-        return self._sequences.cached(("inverse", self.size), create)
-
-    def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the grid [n, C, ...] of x [t, ...], zero-padded per sequence. May be a view."""
-        shape = (self.count, self.size, *x.shape[1:])
-        if self._is_single and self.is_whole:
-            return x.reshape(shape)
-        if self.is_whole:
-            return x.index_select(0, self.index).view(shape)
-        padded = x.new_zeros((self.count * self.size, *x.shape[1:]))
-        if self._is_single:
-            padded[: x.shape[0]] = x
-        else:
-            padded.index_copy_(0, self.inverse, x)
-        return padded.view(shape)
-
-    def sorted(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states [N, ...] sorted by sequence length, longest first. May be a view."""
-        if self._is_sorted:
-            return states
-
-        def create() -> torch.Tensor:
-            return self._sequences.to_device(np.asarray(self.order))
-
-        return states.index_select(0, self._sequences.cached(("order", self.size), create))
-
-    def unsorted(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states [N, ...] in the order of the sequences: the inverse of `sorted`."""
-        if self._is_sorted:
-            return states
-
-        def create() -> torch.Tensor:
-            return self._sequences.to_device(np.argsort(np.asarray(self.order)))
-
-        return states.index_select(0, self._sequences.cached(("rank", self.size), create))
-
-    def from_chunks(self, grid: torch.Tensor) -> torch.Tensor:
-        """Return x [t, ...] from [n, C, ...]: the inverse of `to_chunks`. May be a view."""
-        flat = grid.reshape(-1, *grid.shape[2:])
-        if self._is_single:
-            return flat[: self._sequences.tokens]
-        return flat.index_select(0, self.inverse)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,9 +43,9 @@ from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_pr
 from megatron.core.ops.matmul.tiled import TILE_ROWS, pad_rows
 from megatron.core.ops.recurrence import (
     DecodeMemory,
+    LinearRecurrence,
     OutputNorm,
     PrologueWeights,
-    Recurrence,
     RecurrenceInputs,
     UnitLayout,
     needs_arrival_counts,
@@ -159,7 +159,7 @@ class RecurrentMixer(nn.Module, ABC):
         *,
         shape: LinearShape,
         unit: UnitLayout,
-        recurrence: Recurrence,
+        recurrence: LinearRecurrence,
         build: LayerBuild,
     ) -> None:
         super().__init__()
@@ -268,7 +268,8 @@ class RecurrentMixer(nn.Module, ABC):
             gradient = None  # the source is not a view of the projection
         source_slice = ProjectionSlice(source, gradient)
         inputs, _ = self._prologue(source_slice, shard, sequences=sequences, packing=packing)
-        out, _ = self.recur(self.recurrence, inputs, sequences, keep_states=self.keep_states)
+        recurrence = self.recurrence.operations(inputs)
+        out, _ = self.recur(recurrence, inputs, sequences, keep_states=self.keep_states)
         out = self.apply_skip(out, inputs, shard).unflatten(1, (source.shape[1], -1))
         return gather_heads(out, layout, group)  # from [t, u/cp, r, V]
 
@@ -324,7 +325,8 @@ class RecurrentMixer(nn.Module, ABC):
         inputs, _ = self._prologue(
             source, shard, sequences=local.sequences, packing=packing, initial=halo
         )
-        out = recur_in_segments(self.recurrence, inputs, local, group, keep_states=self.keep_states)
+        recurrence = self.recurrence.operations(inputs)
+        out = recur_in_segments(recurrence, inputs, local, group, keep_states=self.keep_states)
         out = self.apply_skip(out, inputs, shard).unflatten(1, (self.units, -1))
         return RecurrenceOutput(out, packing)
 
@@ -528,8 +530,7 @@ class RecurrentMixer(nn.Module, ABC):
             return_conv_state=True,
         )
         store_state(conv, slots, conv_state)
-        out, states = self.recur(
-            self.recurrence, inputs, sequences, initial=load_state(state, slots)
-        )
+        recurrence = self.recurrence.operations(inputs)
+        out, states = self.recur(recurrence, inputs, sequences, initial=load_state(state, slots))
         store_state(state, slots, states)
         return self.apply_skip(out, inputs, shard).unflatten(1, (self.units, -1))

@@ -135,9 +135,8 @@ MAKERS = {
     f"{CORE}.ops.grouped_mm": ({"experts"}, "the result of several products"),
     f"{CORE}.ops.swiglu": ({"experts"}, "the result of an activation"),
     f"{CORE}.ops.rope": ({"latent"}, "the result of a rotation"),
-    f"{CORE}.ops.recurrence.convolution": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.recurrence.delta_rule.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.recurrence.ssd.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
+    f"{CORE}.ops.recurrence.ssd": ({"hybrid"}, "the sum with the skip connection"),
+    f"{CORE}.ops.recurrence.decode.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
     f"{CORE}.ops.recurrence.gated_norm": ({"hybrid"}, "the result of a norm"),
 }
 

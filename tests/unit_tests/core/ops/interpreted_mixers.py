@@ -18,9 +18,8 @@ from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.ops import joint_gradient
+from megatron.core.ops import joint_gradient, recurrence
 from megatron.core.ops.launches import Launches
-from megatron.core.ops.recurrence import by_device as recurrence_by_device
 from megatron.core.ops.recurrence import gated_norm as gated_rms_norm
 from megatron.core.ops.recurrence import prologue as recurrence_prologue
 from megatron.core.ops.recurrence.prologue import triton as kernels
@@ -48,7 +47,7 @@ MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba":
 #: Ops of a mixer that choose an implementation.
 OPS = {
     "recurrence_prologue": recurrence_prologue,
-    "recurrence": recurrence_by_device,
+    "recurrence": recurrence,
     "gated_rms_norm": gated_rms_norm,
 }
 

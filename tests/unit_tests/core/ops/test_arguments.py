@@ -9,6 +9,7 @@ from megatron.core.ops.attention import attention
 from megatron.core.ops.attention import cpu as attention_chunked
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import chunk_statistics, linear_cross_entropy
+from megatron.core.ops.recurrence.chunks import Chunks
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.sequences import Sequences
@@ -130,6 +131,6 @@ def test_kernel_is_not_launched_on_another_gpu(implementation, monkeypatch):
 
 def test_tables_are_not_copied_during_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    chunks = Sequences([0, 3, 7], device="cuda").chunks(2)
+    chunks = Chunks.of(Sequences([0, 3, 7], device="cuda"), 2)
     with pytest.raises(RuntimeError, match="run the step once before"):
         _ = chunks.index

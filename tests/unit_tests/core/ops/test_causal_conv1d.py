@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.recurrence import causal_conv1d, causal_conv1d_step
+from megatron.core.ops.recurrence import causal_conv1d, naive
 from megatron.core.ops.recurrence import convolution as conv_op
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import assert_all_close
@@ -24,25 +24,6 @@ BOUNDS = {
 }
 CHANNELS = (3, 5)  # units, columns
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-6}
-
-
-def naive_conv1d(x, weight, bias, bounds, *, silu, initial):
-    """Convolve token by token, from the earlier rows of the sequence or its initial state."""
-    width = weight.shape[-1]
-    outs, final_states = [x[:0]], []
-    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        history = list(
-            torch.zeros(width - 1, *x.shape[1:]).to(x) if initial is None else initial[number]
-        )
-        for token in x[begin:end]:
-            history.append(token)
-            out = sum(history[-width + j] * weight[..., j] for j in range(width))
-            out = out if bias is None else out + bias
-            outs.append((out * torch.sigmoid(out) if silu else out)[None])
-        final_states.append(
-            torch.stack(history[len(history) - width + 1 :]) if width > 1 else x[:0]
-        )
-    return torch.cat(outs), torch.stack(final_states)
 
 
 def inputs(width: int, bounds, *, bias: bool, initial: bool, seed: int = 1):
@@ -89,10 +70,17 @@ def compare(width, bounds, dtype, *, bias=True, initial=True, silu=True):
             x, weight, bias, sequences=sequences, activation=activation, initial=initial
         )
 
-    def naive(x, weight, bias=None, initial=None):
-        return naive_conv1d(x, weight, bias, bounds, silu=silu, initial=initial)
+    def equation(x, weight, bias=None, initial=None):
+        return naive.causal_conv1d(
+            x,
+            weight,
+            bias,
+            sequences=sequences,
+            activation="silu" if silu else None,
+            initial=initial,
+        )
 
-    expected = run_with_gradients(naive, tensors, grad_outputs, torch.float64)
+    expected = run_with_gradients(equation, tensors, grad_outputs, torch.float64)
     actual = run_with_gradients(mcore_conv1d, tensors, grad_outputs, dtype)
     zeros = [name for name, x in expected.items() if not x.any()]
     assert bool(zeros) == (width == 1 or bounds[-1] == 0)
@@ -216,66 +204,6 @@ def test_split_sequence_continues_from_its_state(length):
         assert torch.equal(state, final)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_steps_continue_from_the_prefill_state(width, dtype):
-    tensors, _ = inputs(width, (0, 7, 9, 20), bias=True, initial=False)
-    x, weight, bias = (tensors[name].to(dtype) for name in ("x", "weight", "bias"))
-    ends = (7, 2, 11)
-    sequences = x.split(ends)
-    expected_outputs, final = causal_conv1d(
-        x, weight, bias, sequences=Sequences((0, 7, 9, 20)), activation="silu"
-    )
-    prompt = [2, 0, 5]  # prefilled tokens by sequence
-    _, prefill_state = causal_conv1d(
-        torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt, strict=True)]),
-        weight,
-        bias,
-        sequences=Sequences((0, 2, 2, 7)),
-    )
-    slots = torch.tensor([4, 0, 2])
-    state = torch.full((6, width - 1, *CHANNELS), torch.nan, dtype=dtype)
-    state[slots] = prefill_state
-    for token in range(6):
-        running = [n + token < end for n, end in zip(prompt, ends, strict=True)]
-        active_slots = torch.where(torch.tensor(running), slots, -1)
-        state_before = state.clone()
-        tokens = [
-            sequence[n + token] if runs else torch.full(CHANNELS, torch.nan, dtype=dtype)
-            for sequence, n, runs in zip(sequences, prompt, running, strict=True)
-        ]
-        out = causal_conv1d_step(
-            torch.stack(tokens), weight, bias, state=state, slots=active_slots, activation="silu"
-        )
-        assert out.dtype == dtype
-        for row, runs in enumerate(running):
-            index = sum(ends[:row]) + prompt[row] + token
-            expected = expected_outputs[index] if runs else torch.zeros(CHANNELS, dtype=dtype)
-            torch.testing.assert_close(out[row], expected)
-        other_slots = [slot for slot in range(6) if slot not in active_slots.tolist()]
-        assert torch.equal(
-            state[other_slots].nan_to_num(7), state_before[other_slots].nan_to_num(7)
-        )
-    for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
-        if prompt[row] + 6 >= end:
-            assert torch.equal(state[slot], final[row])
-
-
-def test_step_with_only_padding_changes_no_state():
-    state = torch.full((3, 3, *CHANNELS), torch.nan)
-    state[1:] = torch.randn(2, 3, *CHANNELS)
-    state_before = state.clone()
-    x = torch.full((2, *CHANNELS), torch.nan)
-    weight = torch.randn(*CHANNELS, 4)
-    out = causal_conv1d_step(x, weight, None, state=state, slots=torch.tensor([-1, -1]))
-    assert torch.equal(out, torch.zeros(2, *CHANNELS))
-    assert torch.equal(state.nan_to_num(7), state_before.nan_to_num(7))
-    empty = causal_conv1d_step(
-        x[:0], weight, None, state=state, slots=torch.zeros(0, dtype=torch.int64)
-    )
-    assert empty.shape == (0, *CHANNELS)
-
-
 def test_sequence_bounds_are_computed_once_for_all_layers():
     sequences = Sequences(BOUNDS["several"])
     x, weight = torch.randn(15, 4), torch.randn(4, 4)
@@ -311,18 +239,6 @@ BAD = {
     "integers": (
         lambda: causal_conv1d(X.long(), WEIGHT, None, sequences=SEQUENCES),
         "dtype torch.int64",
-    ),
-    "state": (
-        lambda: causal_conv1d_step(
-            X, WEIGHT, None, state=torch.ones(6, 4, 3), slots=torch.arange(5)
-        ),
-        "state (6, 4, 3) must be [slots, *(3, 3)]",
-    ),
-    "slots": (
-        lambda: causal_conv1d_step(
-            X, WEIGHT, None, state=torch.ones(6, 3, 3), slots=torch.arange(4)
-        ),
-        "slots (4,) torch.int64 must be int64, one for each of 5 rows",
     ),
 }
 

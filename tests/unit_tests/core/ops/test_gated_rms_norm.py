@@ -6,20 +6,15 @@ import torch
 
 from megatron.core.ops.recurrence import GATE_FIRST, NORM_FIRST, gated_rms_norm
 from megatron.core.ops.recurrence import gated_norm as gated_norm_op
+from megatron.core.ops.recurrence import naive as equations
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import compare, maker
 
 ORDERS = pytest.mark.parametrize("order", [NORM_FIRST, GATE_FIRST])
 
 
-def naive(x, gate, weight, *, order, size, eps=1e-5):
-    """Return the gated norm from its definition."""
-    activated_gate = gate * torch.sigmoid(gate)
-    gated = x * activated_gate if order == GATE_FIRST else x
-    groups = gated.unflatten(-1, (-1, size))
-    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    normed = normed.flatten(-2) * weight
-    return normed if order == GATE_FIRST else normed * activated_gate
+def naive(x, gate, weight, *, order, size):
+    return equations.gated_rms_norm(x, gate, weight, eps=1e-5, order=order, group_size=size)
 
 
 @ORDERS

@@ -70,7 +70,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def prepared_by(recurrence: kernels.TritonRecurrence, bounds: tuple[int, ...]):
+def prepared_by(recurrence: delta.DeltaRuleKernels, bounds: tuple[int, ...]):
     """Return the prepared recurrence for sequences with the heads of Qwen3-Next."""
     key, value = meta(TOKENS, GROUPS, FEATURES), meta(TOKENS, HEADS, FEATURES)
     gates = (meta(TOKENS, HEADS, dtype=torch.float32) for _ in range(2))
@@ -79,7 +79,7 @@ def prepared_by(recurrence: kernels.TritonRecurrence, bounds: tuple[int, ...]):
 
 
 def test_delta_rule_traffic_is_minimal(moved):
-    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    recurrence = delta.DeltaRuleKernels(None, CHUNK)
     prepared = prepared_by(recurrence, (0, TOKENS))
     recurrence.sweep(prepared, None)
     assert moved == {
@@ -99,7 +99,7 @@ def test_delta_rule_traffic_is_minimal(moved):
 
 
 def test_saved_states_skip_the_recomputing_sweep(moved):
-    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    recurrence = delta.DeltaRuleKernels(None, CHUNK)
     prepared = prepared_by(recurrence, (0, TOKENS))
     recurrence.sweep(prepared, None, keep_states=True)
     assert moved["sweep_kernel"] == 2 * KEYS + 2 * VALUES + 2 * SQUARES + STATES
@@ -112,7 +112,7 @@ def test_saved_states_skip_the_recomputing_sweep(moved):
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_packed_sequences_are_swept_in_parallel(moved, sequences):
     """A program computes 32 value columns of one head of one sequence."""
-    recurrence = kernels.TritonRecurrence(True, None, CHUNK)
+    recurrence = delta.DeltaRuleKernels(None, CHUNK)
     bounds = tuple(range(0, TOKENS + 1, TOKENS // sequences))
     prepared = prepared_by(recurrence, bounds)
     recurrence.sweep(prepared, None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.ops.recurrence import apply_transition
-from megatron.core.ops.recurrence.interface import Sweep, SweepBack
+from megatron.core.ops.recurrence.chunks import Chunks, Sweep, SweepBack
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
@@ -26,8 +26,8 @@ BOUNDS = [
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 def test_chunks_hold_each_token_once_within_its_sequence(bounds):
     sequences = Sequences(bounds)
-    chunks = sequences.chunks(4)
-    assert sequences.chunks(4) is chunks
+    chunks = Chunks.of(sequences, 4)
+    assert Chunks.of(sequences, 4) is chunks
     x = torch.arange(1.0, sequences.tokens + 1)[:, None] * torch.tensor([1.0, 100.0])
     with nan_memory():
         grid = chunks.to_chunks(x)
@@ -44,7 +44,7 @@ def test_chunks_hold_each_token_once_within_its_sequence(bounds):
 
 
 def test_each_step_processes_the_longest_sequences():
-    chunks = Sequences((0, 3, 14, 14, 19)).chunks(4)
+    chunks = Chunks.of(Sequences((0, 3, 14, 14, 19)), 4)
     assert chunks.steps == (3, 2, 1)
     assert chunks.order == (1, 3, 0, 2)
     states = torch.arange(4.0)
@@ -56,7 +56,7 @@ def test_values_shared_by_layers_are_computed_once():
     sequences, computed = Sequences((0, 5)), []
     for _ in range(3):
         assert sequences.cached("key", lambda: computed.append(1) or len(computed)) == 1
-    assert sequences.chunks(2).index is sequences.chunks(2).index
+    assert Chunks.of(sequences, 2).index is Chunks.of(sequences, 2).index
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
@@ -64,7 +64,7 @@ def test_values_shared_by_layers_are_computed_once():
 @pytest.mark.parametrize("scales", [False, True], ids=["matrices", "numbers"])
 def test_sweeps_match_loops_over_chunks(bounds, block, scales):
     sequences = Sequences(bounds)
-    chunks, source = sequences.chunks(4), generator(5)
+    chunks, source = Chunks.of(sequences, 4), generator(5)
     n, count, shape = chunks.count, sequences.count, (2, 3, 5)
 
     def draw(*sizes):
@@ -113,6 +113,6 @@ def test_malformed_bounds_are_refused(bounds, message):
 
 def test_bad_chunk_size_and_lengths_are_refused():
     with pytest.raises(ValueError, match="use at least 1"):
-        Sequences((0, 4)).chunks(0)
+        Chunks.of(Sequences((0, 4)), 0)
     with pytest.raises(ValueError, match=r"op: x \(5, 2\) has 5 tokens, the sequences 4"):
         Sequences((0, 4)).check("op", x=torch.zeros(5, 2))

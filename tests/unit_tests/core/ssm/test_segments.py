@@ -19,6 +19,7 @@ from megatron.core.ops.recurrence import (
     RecurrenceInputs,
     causal_conv1d,
     delta_recurrence,
+    naive,
     state_space_recurrence,
 )
 from megatron.core.ops.sequences import Sequences
@@ -28,12 +29,12 @@ from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.context_parallel.random_cuts import random_case
 from tests.unit_tests.core.context_parallel.test_host import host_reads
-from tests.unit_tests.core.ssm.token_by_token import run_all
 
 ROWS, GROUPS, SHARED, KEYS, VALUES, WIDTH, LENGTH = 2, 2, 2, 3, 5, 4, 24
 CHANNELS = 2 * KEYS + SHARED * VALUES  # convolved channels of a unit
 FEATURES = CHANNELS + 2 * SHARED
 KINDS = ("delta", "dual")
+EQUATIONS = {"delta": naive.delta_rule, "dual": naive.ssd}
 
 
 def recurrence_of(kind: str):
@@ -120,18 +121,6 @@ def global_inputs(length: int = LENGTH) -> dict[str, torch.Tensor]:
     }
 
 
-def reference_conv(x, weight, sequences: Sequences) -> torch.Tensor:
-    """Convolve packed tokens [t, u, c] of each sequence."""
-    outs = []
-    for index, start in enumerate(sequences.bounds[:-1]):
-        sequence = x[start : sequences.bounds[index + 1]]
-        windows = torch.cat([sequence.new_zeros(WIDTH - 1, *x.shape[1:]), sequence]).unfold(
-            0, WIDTH, 1
-        )  # [n, u, c, W]
-        outs.append((windows * weight).sum(-1))
-    return functional.silu(torch.cat(outs))
-
-
 def inputs_of(mixed: torch.Tensor, gates: torch.Tensor) -> RecurrenceInputs:
     """Return the inputs of the recurrence."""
     query, key, value = mixed.split([KEYS, KEYS, SHARED * VALUES], dim=-1)
@@ -172,7 +161,7 @@ def run_case(groups: ProcessGroupCollection, case: Case):
             initial=halo,
         )
         inputs = inputs_of(mixed, packed[..., CHANNELS:])
-        recurrence = RecordingRecurrence(recurrence_of(case.kind))
+        recurrence = RecordingRecurrence(recurrence_of(case.kind).operations(inputs))
         out = recur_in_segments(recurrence, inputs, local_sequences, group)
         out = local_sequences.unpack(out)
         forward = len(records)
@@ -207,9 +196,11 @@ def reference_outputs(case: Case) -> dict[str, torch.Tensor]:
         bounds = case.documents[row] if case.documents else case.bounds or (0, case.length)
         sequences = Sequences(bounds)
         packed = units[:, row]
-        mixed = reference_conv(packed[..., :CHANNELS], weight, sequences)
+        mixed, _ = naive.causal_conv1d(
+            packed[..., :CHANNELS], weight, None, sequences=sequences, activation="silu"
+        )
         inputs = inputs_of(mixed, packed[..., CHANNELS:])
-        outs.append(run_all(case.kind, inputs, sequences)[0])
+        outs.append(naive.recur(EQUATIONS[case.kind], inputs, sequences)[0])
     out = torch.stack(outs, dim=1)
     torch.autograd.backward((out,), (rows["grad"],))
     return {"out": out.detach(), "units": units.grad, "weight": weight.grad}
@@ -337,7 +328,7 @@ def run_two_layers(rank: int, world: int):
             for _ in range(2):
                 halo = halo_rows(packed, local_sequences, groups["cp"], width=3)
                 inputs = inputs_of(packed[..., :CHANNELS], packed[..., CHANNELS:])
-                recurrence = recurrence_of("delta")
+                recurrence = recurrence_of("delta").operations(inputs)
                 out = out + recur_in_segments(recurrence, inputs, local_sequences, groups["cp"])
                 out = out + halo.sum()
             torch.autograd.backward((out.sum(),))

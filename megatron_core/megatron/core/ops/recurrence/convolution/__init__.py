@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function
 from megatron.core.ops.sequences import Sequences, require_sequences
 
-__all__ = ["causal_conv1d", "causal_conv1d_step"]
+__all__ = ["causal_conv1d"]
 
 ACTIVATIONS = (None, "silu")
 
@@ -72,46 +72,6 @@ def causal_conv1d(
             "before each sequence"
         )
     return apply_function(CausalConv1d, x, weight, bias, initial, sequences, activation == "silu")
-
-
-def causal_conv1d_step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """Convolve one new token per row, and append it to the row's state, in place.
-
-    Args:
-        x: [b, *c].
-        weight: [*c, W].
-        bias: [*c] or None.
-        state: [slots, W-1, *c], the last inputs of each slot; updated.
-        slots: int64 [b], slot of each row, without duplicates; -1 is a padding row, whose output is
-            zero and which touches no state.
-        activation: "silu" or None.
-
-    Returns:
-        [b, *c] in x's dtype. Not differentiable.
-
-    Raises:
-        ValueError: incompatible shapes, or an unknown activation.
-    """
-    _check("causal_conv1d_step", x, weight, bias, activation=activation)
-    expected = (weight.shape[-1] - 1, *x.shape[1:])
-    if tuple(state.shape[1:]) != expected:
-        raise ValueError(
-            f"causal_conv1d_step: state {tuple(state.shape)} must be [slots, *{expected}]"
-        )
-    if slots.shape != x.shape[:1] or slots.dtype != torch.int64:
-        raise ValueError(
-            f"causal_conv1d_step: slots {tuple(slots.shape)} {slots.dtype} must be int64, one for "
-            f"each of {x.shape[0]} rows"
-        )
-    return step(x, weight, bias, state=state, slots=slots, silu=activation == "silu")
 
 
 def _check(
@@ -351,40 +311,6 @@ class _Convolution:
         """Return the row of `_heads` that each tap of a head token multiplies."""
         index = boundaries.window
         return index if self.before is not None else index.clamp(max=boundaries.count)
-
-
-def step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    silu: bool,
-) -> torch.Tensor:
-    """Convolve one token per row [b, *c]; see `causal_conv1d_step`.
-
-    A padding row repeats the first real row, so that duplicate writes to a slot are equal.
-    """
-    if len(slots) == 0:
-        return torch.empty_like(x)
-    is_active = slots >= 0
-    source = torch.where(
-        is_active, torch.arange(len(slots), device=slots.device), is_active.int().argmax()
-    )
-    slot_index = slots.index_select(0, source).clamp(min=0)
-    old_state = state.index_select(0, slot_index)  # [b, W-1, *c]
-    window = torch.cat([old_state, x.index_select(0, source).to(state.dtype)[:, None]], 1)
-    new_state = torch.where(is_active.any(), window[:, 1:], old_state)
-    state.index_copy_(0, slot_index, new_state)
-    dtype = accumulation_dtype(x.dtype)
-    inputs = torch.cat([old_state.to(dtype), x.to(dtype)[:, None]], 1)  # [b, W, *c]
-    out = (inputs * weight.movedim(-1, 0).to(dtype)).sum(1)
-    if bias is not None:
-        out = out + bias.to(dtype)
-    out = F.silu(out) if silu else out
-    mask = is_active.view(-1, *[1] * (x.ndim - 1))
-    return torch.where(mask, out, 0).to(x.dtype)
 
 
 def _convolved(

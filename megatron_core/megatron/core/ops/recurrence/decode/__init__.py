@@ -3,8 +3,8 @@
 
 The steps per unit, a group of r heads that share queries and keys, are: the convolution with its
 state, SiLU, queries and keys to length one (delta rule), the gates, the recurrence, the skip
-connection (Mamba-2), norm and gate. The equations are given in `recurrence_prologue`,
-`gated_delta_step`, `state_space_step` and `gated_rms_norm`. States are updated in place by slot.
+connection (Mamba-2), norm and gate. `ops.recurrence.naive` gives the equations. States are updated
+in place by slot.
 
 On a GPU this is one kernel of b · H programs, which reads and writes every state once: 128 KiB per
 head and row for K = V = 128 in fp32, where all other inputs and the output have 4 KiB. The kernel

@@ -38,135 +38,17 @@ from types import MappingProxyType
 import torch
 
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.recurrence.by_device import DeviceDispatchedRecurrence
-from megatron.core.ops.recurrence.interface import (
-    CHUNK_SIZE,
-    Recurrence,
-    RecurrenceInputs,
+from megatron.core.ops.recurrence.chunks import (
+    Chunks,
     Sweep,
     SweepBack,
-    check_initial,
-    check_inputs,
-    check_slots,
     decay_cumsum,
     decay_differences,
     difference_factors,
-    recur,
     zero_clamped_grad,
 )
-from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
-
-__all__ = ["delta_recurrence", "gated_delta_rule", "gated_delta_step"]
-
-
-def delta_recurrence(
-    scale: float | None = None, chunk_size: int = CHUNK_SIZE, *, implementation: str | None = None
-) -> Recurrence:
-    """Return the gated delta rule as the local operations of a recurrence.
-
-    Args:
-        scale: factor of queries; None is K^-0.5.
-        chunk_size: tokens of a chunk.
-        implementation: "reference", "triton" or None (by device and sizes).
-
-    Raises:
-        ValueError: an empty chunk.
-    """
-    if chunk_size < 1:
-        raise ValueError(f"gated_delta_rule: chunk_size {chunk_size}: use 1 or more")
-    return DeviceDispatchedRecurrence(
-        op="gated_delta_rule",
-        reference=DeltaRecurrence(scale, chunk_size),
-        prepared_type=PreparedDeltaRule,
-        delta_rule=True,
-        scale=scale,
-        chunk_size=chunk_size,
-        implementation=implementation,
-    )
-
-
-def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    sequences: Sequences,
-    initial: torch.Tensor | None = None,
-    implementation: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the gated delta rule over sequences (Yang et al. 2024, arXiv 2412.06464, equation 10).
-
-    Per value head, with state S [K, V], token after token:
-    S <- exp(decay) S;  S <- S + key (beta (value - S^T key))^T;  out = S^T query / sqrt(K).
-    Key head h serves value heads h r ... h r + r - 1, r = Hv / Hk. For another scale,
-    call `recur` with a `delta_recurrence`.
-
-    Args:
-        query, key: [t, Hk, K], of length 1 (`l2norm`).
-        value: [t, Hv, V].
-        decay: [t, Hv], logarithms, at most 0; fp32 or wider.
-        beta: [t, Hv], from 0 to 1.
-        sequences: the boundaries of the t tokens.
-        initial: [N, Hv, K, V], the initial states; None is zeros.
-        implementation: "reference", "triton" or None (by device and sizes).
-
-    Returns:
-        (out [t, Hv, V] in value's dtype, final states [N, Hv, K, V] in fp32, or fp64 for fp64).
-
-    Raises:
-        ValueError: incompatible shapes or dtypes, or an implementation that does not support them.
-    """
-    op = "gated_delta_rule"
-    inputs = RecurrenceInputs(query, key, value, decay, beta)
-    require_sequences(op, sequences)
-    sequences.check(op, query=query, key=key, value=value, decay=decay, beta=beta)
-    check_inputs(op, inputs, beta_name="beta")
-    check_initial(op, inputs, initial, count=sequences.count)
-    recurrence = delta_recurrence(implementation=implementation)
-    return recur(recurrence, inputs, sequences, initial=initial)
-
-
-@torch.no_grad()
-def gated_delta_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Run the gated delta rule for one new token per row, in place; not differentiable.
-
-    Args:
-        query, key: [b, Hk, K], of length 1.
-        value: [b, Hv, V].
-        decay, beta: [b, Hv].
-        state: [slots, Hv, K, V], updated at the indices in `slots`.
-        slots: int64 [b], index of each row's state, without duplicates; -1 is a padding row, whose
-            output is zero and which touches no state. Its inputs may be NaN.
-        scale: factor of queries; None is K^-0.5.
-
-    Returns:
-        out [b, Hv, V] in value's dtype.
-
-    Raises:
-        ValueError: incompatible shapes or dtypes.
-    """
-    op = "gated_delta_step"
-    inputs = RecurrenceInputs(query, key, value, decay, beta)
-    check_inputs(op, inputs, beta_name="beta")
-    check_slots(op, inputs, state=state, slots=slots)
-    if scale is not None and not scale > 0:
-        raise ValueError(f"{op}: scale {scale}: use more than 0, or None")
-    return step(inputs, state=state, slots=slots, scale=scale)
-
-
-# --- reference: plain torch
+from megatron.core.ops.recurrence.interface import CHUNK_SIZE, RecurrenceInputs
+from megatron.core.ops.sequences import Sequences
 
 # Exponents below this give 0: smaller decays vanish in the rounding error of the others, and
 # products of two such numbers would be denormal, which a CPU multiplies a hundred times slower.
@@ -413,46 +295,6 @@ def _heads(grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return grid.new_empty(grid.shape, dtype=dtype).copy_(grid)
 
 
-def step(
-    inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Update the states at `slots` by one token per row, in place; return the outputs.
-
-    The host never waits. A padding row repeats the first row with a slot, and writes the same
-    values to the same slot; if there is none, it writes back the state that it read.
-
-    Args:
-        inputs: [b, ...].
-        state: [slots, Hv, K, V].
-        slots: int64 [b]; -1 is a padding row.
-        scale: factor of queries; None is K^-0.5.
-
-    Returns:
-        out [b, Hv, V] in value's dtype, zero in padding rows.
-    """
-    query, key, value, decay, beta = inputs
-    if not value.shape[0]:
-        return torch.zeros_like(value)
-    dtype = accumulation_dtype(value.dtype)
-    group_heads = value.shape[1] // key.shape[1]
-    query, key = (x.to(dtype).repeat_interleave(group_heads, 1).unsqueeze(2) for x in (query, key))
-    query = query * (key.shape[-1] ** -0.5 if scale is None else scale)  # [b, Hv, 1, K]
-    is_active = slots >= 0
-    first_row = is_active.to(torch.uint8).argmax()  # 0 if there is none
-    rows = torch.arange(slots.shape[0], device=slots.device)
-    source = torch.where(is_active, rows, first_row)
-    slot_index = slots.index_select(0, source).clamp_(min=0)
-    old_state = state.index_select(0, slot_index)
-    decayed = old_state.to(dtype) * decay.to(dtype).exp()[..., None, None].index_select(0, source)
-    key = key.index_select(0, source)
-    delta = value.to(dtype).index_select(0, source).unsqueeze(2) - key @ decayed  # [b, Hv, 1, V]
-    delta = delta * beta.to(dtype)[..., None, None].index_select(0, source)
-    new_state = torch.addcmul(decayed, key.mT, delta)
-    out = (query.index_select(0, source) @ new_state).squeeze(2).to(value.dtype)
-    state[slot_index] = torch.where(is_active.any(), new_state.to(state.dtype), old_state)
-    return torch.where(is_active[:, None, None], out, 0)
-
-
 # Elements of one term of a block, such as its values: enough to keep all threads of a product busy,
 # few enough that the memory of the twenty or so terms stays in the cache for the next block.
 ELEMENTS_IN_CACHE = 1 << 20
@@ -570,7 +412,7 @@ class _ChunkedCall:
 
     def __init__(self, recurrence: DeltaRecurrence, prepared: PreparedDeltaRule) -> None:
         inputs = prepared.inputs
-        self.chunks: Chunks = prepared.sequences.chunks(recurrence.chunk_size)
+        self.chunks: Chunks = Chunks.of(prepared.sequences, recurrence.chunk_size)
         self.grids = RecurrenceInputs(*map(self.chunks.to_chunks, inputs))
         self.dtype = accumulation_dtype(inputs.value.dtype)
         self.heads = inputs.value.shape[1]

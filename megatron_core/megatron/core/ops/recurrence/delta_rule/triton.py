@@ -7,9 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.ops.launches import Launches, next_power_of_2
+from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence.interface import LOWEST_DECAY, RecurrenceInputs
-from megatron.core.ops.recurrence.sweep.kernels import ChunkIndices, decays_between, within
+from megatron.core.ops.recurrence.sweep.kernels import decays_between, within
+from megatron.core.ops.recurrence.sweep.triton import PreparedOnDevice, SweepKernels, padded
+from megatron.core.ops.sequences import Sequences
 
 SOLVE = Launches(
     "delta_rule_solve",
@@ -142,45 +144,29 @@ def solve_kernel(
     tl.store(inverse_ptr + offsets, inverse.to(inverse_ptr.dtype.element_ty))
 
 
-def solve(
-    inputs: RecurrenceInputs, chunks: ChunkIndices, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the terms that do not depend on states.
+class DeltaRuleKernels(SweepKernels):
+    """The gated delta rule as a `Recurrence` of Triton kernels."""
 
-    Args:
-        inputs: of all tokens; the last dimension of queries and keys is contiguous.
-        chunks: the chunks of C tokens.
-        scale: factor of queries.
-
-    Returns:
-        (cumulative decays fp32 [2, n, H, C], high and low parts; T ∘ D [n, H, C, C] and scale
-        (Q Kᵀ) ∘ D [n, H, C, C] in value's dtype).
-    """
-    query, key, value, decay, beta = inputs
-    heads, (_, groups, keys) = value.shape[1], key.shape
-    shape = (chunks.count, heads, chunks.size)
-    decay_cumsum = value.new_empty((2, *shape), dtype=torch.float32)
-    decayed_inverse, scores = (value.new_empty((*shape, chunks.size)) for _ in range(2))
-    if chunks.count:
-        features = max(16, next_power_of_2(keys))
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedOnDevice:
+        """See `Recurrence`; computes the cumulative decays, T ∘ D and scale (Q Kᵀ) ∘ D."""
+        prepared = self._begin(inputs, sequences, delta_rule=True)
+        (query, key, value, decay, beta), chunks = prepared.inputs, prepared.chunks
+        shape = (chunks.count, prepared.heads, chunks.size, chunks.size)
+        prepared.decayed_inverse, prepared.scores = (value.new_empty(shape) for _ in range(2))
+        if not chunks.count:
+            return prepared
+        features = padded(prepared.keys)
         is_fp32 = value.dtype == torch.float32
         strides = (stride for x in (query, key, decay, beta) for stride in x.stride()[:2])
-        solve_kernel[(chunks.count * heads,)](
-            *(
-                query,
-                key,
-                decay,
-                beta,
-                decayed_inverse,
-                scores,
-                decay_cumsum,
-                chunks.starts,
-                chunks.ends,
-            ),
-            *(LOWEST_DECAY, scale, chunks.count, heads, heads // groups, keys, *strides),
+        solve_kernel[(chunks.count * prepared.heads,)](
+            *(query, key, decay, beta),
+            *(prepared.decayed_inverse, prepared.scores, prepared.decay_cumsum),
+            *(chunks.starts, chunks.ends),
+            *(LOWEST_DECAY, prepared.scale, chunks.count),
+            *(prepared.heads, prepared.heads // key.shape[1], prepared.keys, *strides),
             CHUNK=chunks.size,
             KEYS=features,
             PRECISION="tf32x3" if is_fp32 else "tf32",
             **SOLVE.pick(value, f"{str(value.dtype)[6:]} C{chunks.size} K{features}"),
         )
-    return decay_cumsum, decayed_inverse, scores
+        return prepared

@@ -36,159 +36,18 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.backend_choice import accumulation_dtype, apply_function, choose
-from megatron.core.ops.recurrence.by_device import DeviceDispatchedRecurrence
-from megatron.core.ops.recurrence.interface import (
-    CHUNK_SIZE,
-    Recurrence,
-    RecurrenceInputs,
+from megatron.core.ops.backend_choice import accumulation_dtype
+from megatron.core.ops.recurrence.chunks import (
+    Chunks,
     Sweep,
     SweepBack,
-    check_initial,
-    check_inputs,
-    check_slots,
     decay_cumsum,
     decay_differences,
     difference_factors,
-    recur,
     zero_clamped_grad,
 )
-from megatron.core.ops.sequences import Chunks, Sequences, require_sequences
-
-__all__ = ["add_skip", "state_space_dual", "state_space_recurrence", "state_space_step"]
-
-
-def state_space_recurrence(
-    chunk_size: int = CHUNK_SIZE, *, implementation: str | None = None
-) -> Recurrence:
-    """Return state-space duality as the local operations of a recurrence.
-
-    Args:
-        chunk_size: tokens of a chunk.
-        implementation: "reference", "triton" or None (by device and sizes).
-
-    Raises:
-        ValueError: an empty chunk.
-    """
-    if chunk_size < 1:
-        raise ValueError(f"state_space_dual: chunk_size {chunk_size}: use 1 or more")
-    return DeviceDispatchedRecurrence(
-        op="state_space_dual",
-        reference=StateSpaceDual(chunk_size),
-        prepared_type=PreparedStateSpace,
-        delta_rule=False,
-        scale=1.0,
-        chunk_size=chunk_size,
-        implementation=implementation,
-    )
-
-
-def state_space_dual(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    dt: torch.Tensor,
-    *,
-    sequences: Sequences,
-    initial: torch.Tensor | None = None,
-    implementation: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the recurrence of Mamba-2 over sequences (Dao & Gu 2024, arXiv 2405.21060, section 6).
-
-    Per head, with state S [K, V], token after token:
-    S <- exp(decay) S + dt key value^T;  out = S^T query.
-    In the paper's notation query is C, key is B, value is x, decay is dt A. Group g serves heads
-    g r ... g r + r - 1, r = H / G.
-
-    Args:
-        query, key: [t, G, K].
-        value: [t, H, V].
-        decay: [t, H], logarithms, at most 0; fp32 or wider.
-        dt: [t, H], step size of each token.
-        sequences: the boundaries of the t tokens.
-        initial: [N, H, K, V], the initial states; None is zeros.
-        implementation: "reference", "triton" or None (by device and sizes).
-
-    Returns:
-        (out [t, H, V] in value's dtype, final states [N, H, K, V] in fp32, or fp64 for fp64).
-
-    Raises:
-        ValueError: incompatible shapes or dtypes, or an implementation that does not support them.
-    """
-    op = "state_space_dual"
-    inputs = RecurrenceInputs(query, key, value, decay, dt)
-    require_sequences(op, sequences)
-    sequences.check(op, query=query, key=key, value=value, decay=decay, dt=dt)
-    check_inputs(op, inputs, beta_name="dt")
-    check_initial(op, inputs, initial, count=sequences.count)
-    recurrence = state_space_recurrence(implementation=implementation)
-    return recur(recurrence, inputs, sequences, initial=initial)
-
-
-@torch.no_grad()
-def state_space_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    dt: torch.Tensor,
-    *,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """Run the recurrence of Mamba-2 for one new token per row, in place; not differentiable.
-
-    Args:
-        query, key: [b, G, K].
-        value: [b, H, V].
-        decay, dt: [b, H].
-        state: [slots, H, K, V], updated at the indices in `slots`.
-        slots: int64 [b], index of each row's state, without duplicates; -1 is a padding row, whose
-            output is zero and which touches no state. Its inputs may be NaN.
-
-    Returns:
-        out [b, H, V] in value's dtype.
-
-    Raises:
-        ValueError: incompatible shapes or dtypes.
-    """
-    op = "state_space_step"
-    inputs = RecurrenceInputs(query, key, value, decay, dt)
-    check_inputs(op, inputs, beta_name="dt")
-    check_slots(op, inputs, state=state, slots=slots)
-    return step(inputs, state=state, slots=slots)
-
-
-def add_skip(
-    out: torch.Tensor, x: torch.Tensor, skip: torch.Tensor, *, implementation: str | None = None
-) -> torch.Tensor:
-    """Return out + D x, the skip connection of Mamba-2.
-
-    Args:
-        out, x: [t, H, V].
-        skip: D [H].
-        implementation: "reference", "triton" or None (by device).
-
-    Returns:
-        [t, H, V] in out's dtype.
-
-    Raises:
-        ValueError: incompatible shapes, or an implementation that is not available.
-    """
-    if x.ndim != 3 or out.shape != x.shape or skip.shape != x.shape[1:2]:
-        raise ValueError(
-            f"add_skip: out {tuple(out.shape)} and x {tuple(x.shape)} must be (tokens, heads, "
-            f"features), skip {tuple(skip.shape)} a number for each head"
-        )
-    if choose(implementation, x, "add_skip") == "triton":
-        from megatron.core.ops.recurrence.ssd.triton import AddSkip as Kernels
-
-        return apply_function(Kernels, out, x, skip)
-    return apply_function(AddSkip, out, x, skip)
-
-
-# --- reference: plain torch
+from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.sequences import Sequences
 
 # Elements of one buffer of a block on a CPU: fewer stay in the cache, more save calls.
 ELEMENTS_IN_CACHE = 1 << 19
@@ -475,67 +334,6 @@ def _columns(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).flatten(2, 3)
 
 
-class AddSkip(torch.autograd.Function):
-    """y = out + D x. dgrad: g to out, D g to x. wgrad: dD = sum of g x over tokens and channels.
-
-    One pass forward; saves x and D.
-    """
-
-    @staticmethod
-    def forward(ctx, out, x, skip):
-        ctx.save_for_backward(x, skip)
-        y = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        return torch.addcmul(out, x, skip[:, None], out=y)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        x, skip = ctx.saved_tensors
-        d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.mul(d_out, skip[:, None], out=d_x)
-        dtype = accumulation_dtype(d_out.dtype)
-        d_skip = torch.linalg.vecdot(d_out.to(dtype), x.to(dtype)).sum(0)
-        return d_out, d_x, d_skip.to(skip.dtype)
-
-
-def step(inputs: RecurrenceInputs, *, state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Update the states at `slots` by one token per row, in place; return the outputs.
-
-    The host never waits. A padding row repeats the first row with a slot, and writes the same
-    values to the same slot; if there is none, it writes back the state that it read.
-
-    Args:
-        inputs: [b, ...].
-        state: [slots, H, K, V].
-        slots: int64 [b]; -1 is a padding row.
-
-    Returns:
-        out [b, H, V] in value's dtype, zero in padding rows.
-    """
-    rows, heads, value_size = inputs.value.shape
-    if not rows:
-        return torch.zeros_like(inputs.value)
-    dtype = accumulation_dtype(inputs.value.dtype)
-    is_active = slots >= 0
-    source = torch.where(
-        is_active, torch.arange(rows, device=slots.device), is_active.to(torch.uint8).argmax()
-    )
-    query, key, value, decay, dt = (x.index_select(0, source).to(dtype) for x in inputs)
-    slot_index = slots.index_select(0, source).clamp_(min=0)
-    old_state = state.index_select(0, slot_index)
-    groups, group_heads = key.shape[1], heads // key.shape[1]
-    shape = (rows, groups, group_heads, -1, value_size)  # [b, G, r, K, V]
-    update = key[:, :, None, :, None] * (value * dt[..., None]).view(
-        rows, groups, group_heads, 1, value_size
-    )
-    new_state = update.addcmul_(
-        old_state.to(dtype).view(shape), decay.exp().view(rows, groups, group_heads, 1, 1)
-    )
-    out = (query[:, :, None, None] @ new_state).view(rows, heads, value_size).to(inputs.value.dtype)
-    new_state = new_state.view_as(old_state).to(state.dtype)
-    state.index_copy_(0, slot_index, torch.where(is_active.any(), new_state, old_state))
-    return torch.where(is_active[:, None, None], out, 0)
-
-
 @dataclass
 class PreparedStateSpace:
     """State of a `StateSpaceDual` between its operations.
@@ -633,7 +431,7 @@ class StateSpaceDual:
 
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedStateSpace:
         """See `Recurrence`."""
-        chunks = sequences.chunks(min(self.chunk_size, max(1, *sequences.lengths)))
+        chunks = Chunks.of(sequences, min(self.chunk_size, max(1, *sequences.lengths)))
         dtype = accumulation_dtype(inputs.value.dtype)
         cumsum = decay_cumsum(chunks.to_chunks(inputs.decay).transpose(1, 2))
         dt = chunks.to_chunks(inputs.beta).transpose(1, 2)

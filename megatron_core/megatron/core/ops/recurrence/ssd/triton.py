@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.launches import Launches, cdiv
-from megatron.core.ops.recurrence.interface import LOWEST_DECAY
-from megatron.core.ops.recurrence.sweep.kernels import ChunkIndices
+from megatron.core.ops.recurrence.interface import LOWEST_DECAY, RecurrenceInputs
+from megatron.core.ops.recurrence.sweep.triton import (
+    PreparedOnDevice,
+    SweepKernels,
+    compute_scores,
+    dense,
+)
+from megatron.core.ops.sequences import Sequences
 from megatron.core.ops.strided_rows import row_tile
 
 
@@ -160,31 +166,23 @@ def decay_sums_kernel(
     )
 
 
-def cumulative_decays(decay: torch.Tensor, chunks: ChunkIndices) -> torch.Tensor:
-    """Return the cumulative decays of each chunk, fp32 [2, n, H, C], high and low parts.
+class StateSpaceKernels(SweepKernels):
+    """SSD as a `Recurrence` of Triton kernels."""
 
-    Args:
-        decay: [t, H].
-        chunks: the chunks of the t tokens.
-    """
-    heads = decay.shape[1]
-    cumsum = decay.new_empty((2, chunks.count, heads, chunks.size), dtype=torch.float32)
-    launch = SUMS.pick(decay, f"C{chunks.size}")
-    grid = (chunks.count * cdiv(heads, launch["BLOCK_H"]),)
-    if cumsum.numel():
-        decay_sums_kernel[grid](
-            decay,
-            cumsum,
-            chunks.starts,
-            chunks.ends,
-            chunks.count,
-            heads,
-            *decay.stride(),
-            LOWEST_DECAY,
-            CHUNK=chunks.size,
-            **launch,
-        )
-    return cumsum
+    def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedOnDevice:
+        """See `Recurrence`; computes the cumulative decays, and scores that the sweep does not."""
+        prepared = self._begin(inputs, sequences, delta_rule=False)
+        decay, chunks, heads = prepared.inputs.decay, prepared.chunks, prepared.heads
+        launch = SUMS.pick(decay, f"C{chunks.size}")
+        if prepared.decay_cumsum.numel():
+            decay_sums_kernel[(chunks.count * cdiv(heads, launch["BLOCK_H"]),)](
+                *(decay, prepared.decay_cumsum, chunks.starts, chunks.ends),
+                *(chunks.count, heads, *decay.stride(), LOWEST_DECAY),
+                CHUNK=chunks.size,
+                **launch,
+            )
+        compute_scores(prepared)
+        return prepared
 
 
 class AddSkip(torch.autograd.Function):
@@ -226,8 +224,3 @@ def skip_arguments(
 ) -> tuple:
     """Return the arguments of both skip kernels: tensors, sizes and strides."""
     return out, x, skip, *outputs, *x.shape, *out.stride()[:2], *x.stride()[:2]
-
-
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a contiguous last dimension, copied only if it has a strided one."""
-    return x if x.stride(-1) == 1 else x.contiguous()

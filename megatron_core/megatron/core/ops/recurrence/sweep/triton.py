@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule and SSD as a `Recurrence` of Triton kernels: launch options and launches."""
+"""The sweeps and gradients of both recurrences in Triton: launch options and launches."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +101,7 @@ PROGRAMS = 512
 
 @dataclass
 class PreparedOnDevice:
-    """State of a `TritonRecurrence` between its operations.
+    """State of `SweepKernels` between its operations.
 
     Args:
         inputs: the inputs, the last dimension of each contiguous.
@@ -192,37 +193,34 @@ class PreparedOnDevice:
 
 
 @dataclass(frozen=True)
-class TritonRecurrence:
-    """The gated delta rule, or SSD, as a `Recurrence` of Triton kernels.
+class SweepKernels(ABC):
+    """The operations of a `Recurrence` that the Triton kernels of both equations share.
 
     Args:
-        delta_rule: whether this is the delta rule, not SSD.
         scale: factor of queries; None is K^-0.5.
         chunk_size: tokens C of a chunk, 16, 32 or 64; in fp32 at most `fp32_chunk`.
     """
 
-    delta_rule: bool
     scale: float | None
     chunk_size: int
 
+    @abstractmethod
     def prepare(self, inputs: RecurrenceInputs, sequences: Sequences) -> PreparedOnDevice:
         """See `Recurrence`."""
+
+    def _begin(
+        self, inputs: RecurrenceInputs, sequences: Sequences, *, delta_rule: bool
+    ) -> PreparedOnDevice:
+        """Return the inputs, their chunks, and memory for the cumulative decays."""
         inputs = RecurrenceInputs(*map(dense, inputs[:3]), *inputs[3:])
-        size = self.chunk_size
+        size, keys, heads = self.chunk_size, inputs.key.shape[-1], inputs.value.shape[1]
         if inputs.value.dtype == torch.float32:
-            size = min(size, fp32_chunk(delta_rule=self.delta_rule, keys=inputs.key.shape[-1]))
+            size = min(size, fp32_chunk(delta_rule=delta_rule, keys=keys))
         chunks = ChunkIndices.of(sequences, size)
-        scale = inputs.key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        if self.delta_rule:
-            from megatron.core.ops.recurrence.delta_rule.triton import solve
-
-            decay_cumsum, decayed_inverse, scores = solve(inputs, chunks, scale)
-            return PreparedOnDevice(inputs, chunks, scale, decay_cumsum, decayed_inverse, scores)
-        from megatron.core.ops.recurrence.ssd.triton import cumulative_decays
-
-        prepared = PreparedOnDevice(inputs, chunks, scale, cumulative_decays(inputs.decay, chunks))
-        compute_scores(prepared)
-        return prepared
+        scale = keys**-0.5 if self.scale is None else self.scale
+        shape = (2, chunks.count, heads, size)
+        decay_cumsum = inputs.value.new_empty(shape, dtype=torch.float32)
+        return PreparedOnDevice(inputs, chunks, scale, decay_cumsum)
 
     def sweep(
         self,
@@ -238,13 +236,14 @@ class TritonRecurrence:
         final_state = prepared.new_states()
         if keep_states:
             prepared.states_before = prepared.new_states(value.dtype, prepared.chunks.count)
-        sweep(
+        grid, arguments, options = sweep_launch(
             prepared,
             initial=prepared.initial,
             out=out,
             states_before=prepared.states_before,
             final_state=final_state,
         )
+        sweep_kernel[grid](*arguments, **options)
         prepared.scores = None
         return out, final_state
 
@@ -252,13 +251,15 @@ class TritonRecurrence:
         """See `Recurrence`."""
         added = prepared.new_states()
         count, heads, keys, _ = added.shape
-        if self.delta_rule:
+        if prepared.delta_rule:
             transition = added.new_empty((count, heads, keys, keys))
-            sweep(prepared, final_state=added)
-            sweep(prepared, final_state=transition, without_values=True)
+            sweeps = {"final_state": added}, {"final_state": transition, "without_values": True}
         else:
             transition = added.new_empty((count, heads, 1, 1))
-            sweep(prepared, final_state=added, total_decay=transition)
+            sweeps = ({"final_state": added, "total_decay": transition},)
+        for outputs in sweeps:
+            grid, arguments, options = sweep_launch(prepared, **outputs)
+            sweep_kernel[grid](*arguments, **options)
         return added, transition
 
     def state_gradient(self, prepared: PreparedOnDevice, d_out: torch.Tensor) -> torch.Tensor:
@@ -281,7 +282,10 @@ class TritonRecurrence:
         d_initial = prepared.new_states()
         if states_before is None:
             states_before = torch.empty_like(d_states_after)
-            sweep(prepared, initial=prepared.initial, states_before=states_before)
+            grid, arguments, options = sweep_launch(
+                prepared, initial=prepared.initial, states_before=states_before
+            )
+            sweep_kernel[grid](*arguments, **options)
         compute_scores(prepared)
         d_final = None if d_final is None else d_final.float().contiguous()
         reverse_sweep(
@@ -298,7 +302,7 @@ class TritonRecurrence:
         ), d_initial
 
 
-def sweep(
+def sweep_launch(
     prepared: PreparedOnDevice,
     *,
     initial: torch.Tensor | None = None,
@@ -307,11 +311,12 @@ def sweep(
     final_state: torch.Tensor | None = None,
     total_decay: torch.Tensor | None = None,
     without_values: bool = False,
-) -> None:
-    """Carry states through all chunks, and write every output that is not None.
+) -> tuple[tuple[int], tuple, dict[str, object]]:
+    """Return (grid, arguments, options) of `sweep_kernel`, which carries states through all chunks
+    and writes every output that is not None. Callers launch it: a layer is few frames from it.
 
     Args:
-        prepared: from `TritonRecurrence.prepare`.
+        prepared: from `SweepKernels.prepare`.
         initial: initial states, fp32 [N, H, K, V]; None is zeros.
         out: [t, H, V].
         states_before: [n, H, K, V], the state before each chunk, in value's dtype.
@@ -325,22 +330,22 @@ def sweep(
     launch = launch_of(launches, SWEEP_FP32, prepared, columns)
     states = prepared.chunks.sequence_count * prepared.heads
     scores, unused = prepared.scores, prepared.decay_cumsum
-    sweep_kernel[(states * cdiv(columns, launch["BLOCK_V"]),)](
+    tensors = (scores, initial, out, states_before, final_state, total_decay)
+    arguments = (
         *prepared.arguments(columns),
-        *(
-            unused if x is None else x
-            for x in (scores, initial, out, states_before, final_state, total_decay)
-        ),
-        **prepared.constants(),
-        HAS_SCORES=scores is not None,
-        HAS_VALUE=not without_values,
-        HAS_INITIAL=initial is not None,
-        HAS_OUT=out is not None,
-        HAS_STATES=states_before is not None,
-        HAS_FINAL=final_state is not None,
-        HAS_TOTAL=total_decay is not None,
-        **launch,
+        *(unused if tensor is None else tensor for tensor in tensors),
     )
+    options = {
+        "HAS_SCORES": scores is not None,
+        "HAS_VALUE": not without_values,
+        "HAS_INITIAL": initial is not None,
+        "HAS_OUT": out is not None,
+        "HAS_STATES": states_before is not None,
+        "HAS_FINAL": final_state is not None,
+        "HAS_TOTAL": total_decay is not None,
+    }
+    grid = (states * cdiv(columns, launch["BLOCK_V"]),)
+    return grid, arguments, prepared.constants() | options | launch
 
 
 def reverse_sweep(
@@ -355,7 +360,7 @@ def reverse_sweep(
     """Carry the gradients of states back through all chunks, and write every output not None.
 
     Args:
-        prepared: from `TritonRecurrence.prepare`.
+        prepared: from `SweepKernels.prepare`.
         d_out: gradient of the output [t, H, V], its last dimension contiguous.
         d_initial: written with the gradient of the initial states, fp32 [N, H, K, V].
         d_final: gradient of the final states, fp32 [N, H, K, V]; None is zeros.
@@ -419,7 +424,7 @@ def gradients(
     """Return the gradients of the inputs.
 
     Args:
-        prepared: from `TritonRecurrence.prepare`.
+        prepared: from `SweepKernels.prepare`.
         d_out: gradient of the output [t, H, V], its last dimension contiguous.
         states_before: from `sweep`.
         d_states_after, x: from `reverse_sweep`.

@@ -8,9 +8,10 @@ Counted are the wheels: `megatron.core` and the applications.
 Code lines exclude docstrings, comments and blank lines. A module imports another if any of its
 statements does, including statements inside functions and under TYPE_CHECKING. "One importer":
 modules with exactly one importer, as a share of all modules that could be merged into their
-importer; entry points, kernels and `__init__`s cannot. "Circles" are import cycles, where a name
-imported from a package counts as an import of the module that defines it. "Arrows up in training":
-imports inside megatron.training against the order of its import-linter contract.
+importer; entry points, an op's implementations (kernels, `naive`, `cpu`) and `__init__`s cannot.
+"Circles" are import cycles, where a name imported from a package counts as an import of the module
+that defines it. "Arrows up in training": imports inside megatron.training against the order of its
+import-linter contract.
 
 Calls are Python calls inside the wheels, of a GPT of two layers on one process: building it, a
 forward pass with loss, and one decode step; with the number of files that they are in. "Files:
@@ -80,9 +81,15 @@ class Module:
         return "triton" in self.path.stem or self.path.stem.endswith("kernels")
 
     @property
+    def is_implementation(self) -> bool:
+        """Whether it is the specification or the plain-torch implementation of an op."""
+        return ".core.ops." in self.name and self.path.stem in ("naive", "cpu")
+
+    @property
     def could_be_a_part(self) -> bool:
         """Whether its code could stand in a module that imports it."""
-        return not (self.is_entry or self.is_kernel or self.path.name == "__init__.py")
+        is_apart = self.is_entry or self.is_kernel or self.is_implementation
+        return not (is_apart or self.path.name == "__init__.py")
 
     def imported(self) -> Iterator[tuple[str, str | None]]:
         """Yield (module, name or None) of everything that it imports."""

@@ -103,7 +103,7 @@ class CheckpointModel:
     def _check_tile_invariance(self) -> None:
         """Log which matmuls --batch-invariant covers. Raises ValueError if a tile is not exact."""
         handles = matrices(self.model)
-        packed = [handle for handle in handles if handle.min_invariant_rows is not None]
+        packed = [handle for handle in handles if handle.min_invariant_rows() is not None]
         tiled = [handle for handle in handles if handle not in packed]
         check_tile_invariance((handle.get() for handle in tiled), handles[0].product_dtype)
         nbytes = sum(handle.packed().nbytes for handle in packed)

@@ -18,11 +18,11 @@ from torch import nn
 from megatron.core.context_parallel.comm_type import AUTO
 from megatron.core.context_parallel.layout import ContextParallel
 from megatron.core.initialize import InitSpec
-from megatron.core.ops import rmsnorm
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.matmul.tiled import with_padded_rows
 from megatron.core.ops.recurrence import recur
+from megatron.core.ops.rmsnorm import RMS_NORM, normalise
 from megatron.core.ops.tiled_attention import tiled_attention
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -55,7 +55,7 @@ class StepState(Protocol):
 
 
 def _local_rms_norm(**settings: float | bool) -> NormFunction:
-    return partial(_local_norm, partial(rmsnorm.normalise, **settings))
+    return partial(_local_norm, partial(normalise, RMS_NORM, **settings))
 
 
 def _local_layer_norm(**settings: float | bool) -> NormFunction:
@@ -68,7 +68,10 @@ def _local_norm(
     *handles: WeightHandle,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    return function(x, *(handle.stored() for handle in handles), residual=residual)
+    if torch.is_grad_enabled():
+        return function(x, *(handle.stored() for handle in handles), residual=residual)
+    values = (h.unsharded_param if h.unsharded_param is not None else h.stored() for h in handles)
+    return function(x, *values, residual=residual)
 
 
 def _local_grouped_linear(handle: WeightHandle, num_runs: int, store: WeightStore) -> GroupedLinear:

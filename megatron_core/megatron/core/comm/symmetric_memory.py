@@ -43,7 +43,8 @@ import torch
 from megatron.core.comm.collectives import all_gather, all_reduce, observe, reduce_scatter
 from megatron.core.device import current_stream, pin
 from megatron.core.ops.backend_choice import triton_is_installed
-from megatron.core.ops.nvls import PACK_BYTES, PeerGroup, RowNorm, pack_rows, unpack_rows
+from megatron.core.ops.nvls import PACK_BYTES, PeerGroup, RowNorm
+from megatron.core.ops.nvls.naive import pack_rows, unpack_rows
 from megatron.core.process_groups import Group
 
 logger = logging.getLogger(__name__)

@@ -186,21 +186,18 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         args: as for `function.apply`.
     """
     if torch.is_grad_enabled():
-        return record_function(function, *args)
+        return super(torch.autograd.Function, function).apply(*args)  # as `direct_apply` does
     return function.forward(ForwardOnly(), *args)
 
 
-def record_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Run an autograd Function as its `apply` does, without support for `torch.func`.
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return the `apply` of an autograd Function without support for `torch.func`.
 
     `torch.autograd.Function.apply` first searches every argument for transforms of `torch.func`,
     which doubles its host time. No transform reaches a layer, because the weights of linear ops
-    are outside of autograd.
-
-    Args:
-        function, args: as for `function.apply`.
+    are outside of autograd. This is the function of C++ that it calls in the end.
     """
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply
 
 
 @functools.cache

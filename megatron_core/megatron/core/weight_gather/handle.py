@@ -40,13 +40,12 @@ from torch import nn
 from megatron.core.ops.backend_choice import (
     StoredWeight,
     add_product_,
+    direct_apply,
     matmul_dtype,
-    record_function,
 )
-from megatron.core.ops.matmul import small_m
+from megatron.core.ops.matmul import MatmulKernel, batch_invariant_kernel, choose_kernel
 from megatron.core.ops.matmul.low_bit import LowBitCopy
 from megatron.core.ops.matmul.packed import PackedMatrix, min_invariant_rows
-from megatron.core.ops.matmul.tiled import tiled_matmul
 from megatron.core.weight_gather.gather_format import EncodedWeight, GatherFormat
 from megatron.core.weight_sharding import WeightSharding
 
@@ -203,6 +202,7 @@ class WeightHandle:
         self.copy: LowBitCopy | None = None
         self.matmul_format: type[GatherFormat] | None = None
         self._packed: PackedMatrix | None = None
+        self._kernels: dict[torch.dtype, MatmulKernel] = {}
         self.uses_param_grad = False
 
     def __repr__(self) -> str:
@@ -288,31 +288,39 @@ class WeightHandle:
             if bias is None:
                 return _apply_linear(x, self.param, self)
             return _apply_linear(x, self.param, self, bias, bias.param)
-        bias_value = None if bias is None else bias.get()
+        weight = self.unsharded_param
+        # A copy takes the weight's place, so the weight is not all-gathered.
+        if weight is None and self.copy is None:
+            weight = self.get()
+        # Looked up by dtype: an fp32 operand of a bf16 weight needs a kernel that converts.
+        linear = (self._kernels.get(x.dtype) or self._choose_kernel(x.dtype)).linear
+        return linear(x, weight, None if bias is None else bias.get(), out=out)
+
+    def _choose_kernel(self, dtype: torch.dtype) -> MatmulKernel:
+        """Choose the kernel of products with operands of a dtype, at the first such product."""
         if self.copy is not None:
-            return self.copy.linear(x, bias_value, out=out)
-        weight = self.get() if self.unsharded_param is None else self.unsharded_param
-        dtype = self.product_dtype
-        if self.row_tiles:
-            y = self._row_product(x.to(dtype), weight)
-            y = (y if bias_value is None else y + bias_value).to(x.dtype)
-            return y if out is None else out.copy_(y)
-        if dtype is x.dtype:
-            if bias_value is None and x.ndim == 2:
-                return small_m.linear(x, weight, out=out)
-            return F.linear(x, weight, bias_value, out=out)
-        cast_bias = None if bias_value is None else bias_value.to(dtype)
-        y = F.linear(x.to(dtype), weight.to(dtype), cast_bias)
-        return y.to(x.dtype) if out is None else out.copy_(y)
+            kernel = MatmulKernel(self.copy.linear, self.copy.add_product_)
+        elif self.row_tiles:
+            kernel = batch_invariant_kernel(
+                self.product_dtype, self.min_invariant_rows, self.packed
+            )
+        else:
+            kernel = choose_kernel(
+                self.shape,
+                self.dtype,
+                self.anchor.device,
+                operand_dtype=dtype,
+                product_dtype=self.product_dtype,
+            )
+        self._kernels[dtype] = kernel
+        return kernel
 
-    def _row_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return x [..., h] Wᵀ, [..., o]; the bits of a row do not depend on the other rows."""
-        least = self.min_invariant_rows
-        if least is None:
-            return tiled_matmul(x, weight.to(x.dtype).t())
-        return self.packed().linear(x, least)
+    def multiply_by(self, copy: LowBitCopy) -> None:
+        """Multiply by a copy of the weight from now on, outside of autograd."""
+        self.copy = copy
+        # Kernels chosen before multiply by the weight itself, or by an older copy.
+        self._kernels.clear()
 
-    @property
     def min_invariant_rows(self) -> int | None:
         """Minimum rows of a batch-invariant `packed`, see `matmul.packed.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
@@ -340,12 +348,10 @@ class WeightHandle:
         self, total: torch.Tensor, x: torch.Tensor, *, bias: WeightHandle | None = None
     ) -> None:
         """Add x [t, h] Wᵀ + bias [o] to total [t, o], in place, outside of autograd."""
-        if self.copy is not None:
-            self.copy.add_product_(total, x)
-        elif self.product_dtype is x.dtype is total.dtype:
-            small_m.add_linear_(total, x, self.get())
-        else:
-            total.add_(self.linear(x))
+        # The product is added in the matmul's epilogue if total has x's dtype.
+        weight = self.get() if self.copy is None else None
+        kernel = self._kernels.get(x.dtype) or self._choose_kernel(x.dtype)
+        kernel.add_product_(total, x, weight)
         if bias is not None:
             total.add_(bias.get())
 
@@ -354,7 +360,7 @@ class WeightHandle:
         ids only."""
         if not torch.is_grad_enabled():
             return _embedding_rows(self.get(), ids, valid)
-        return record_function(_Embedding, ids, valid, self.param, self)
+        return _apply_embedding(ids, valid, self.param, self)
 
     def use(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a small weight (norm, bias, router) as a copy that any op may save for backward.
@@ -367,7 +373,7 @@ class WeightHandle:
                 unrounded.
         """
         if torch.is_grad_enabled():
-            return record_function(_Use, self.param, self, dtype, True)
+            return _apply_use(self.param, self, dtype, True)
         if self.unsharded_param is None:
             # A copy even in the same dtype: the gathered buffer is reused after the block is
             # resharded, while the caller still holds the tensor.
@@ -382,7 +388,7 @@ class WeightHandle:
         """Return a small weight as `use` does, for ops that do not write to it: without a copy, if
         the weight is always in memory and has this dtype."""
         if torch.is_grad_enabled():
-            return record_function(_Use, self.param, self, dtype, False)
+            return _apply_use(self.param, self, dtype, False)
         return self.use(dtype)
 
     def stored(self) -> StoredWeight:
@@ -609,9 +615,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-#: `apply` of the C++ base class. `torch.autograd.Function.apply` first looks for transforms of
-#: `torch.func`, which a handle does not support, and takes twice the host time.
-_apply_linear = super(torch.autograd.Function, _Linear).apply
+_apply_linear = direct_apply(_Linear)
 
 
 def accumulate_linear_grads(
@@ -658,6 +662,9 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
+_apply_embedding = direct_apply(_Embedding)
+
+
 class _Use(torch.autograd.Function):
     """forward a copy of W, or W itself if it is always in memory; wgrad is the gradient of the
     output. Saves nothing."""
@@ -676,3 +683,6 @@ class _Use(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.handle.accumulate_grad(grad)
         return None, None, None, None
+
+
+_apply_use = direct_apply(_Use)

@@ -525,10 +525,11 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
             )
         if dtype == "bf16" and weight.dtype is torch.bfloat16:
             raise ValueError("--weights-dtype bf16: the weights are bf16 already: drop it")
-        handle.copy = LowBitCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
-        errors.append(handle.copy.error(weight))
-        packed += handle.copy.packed
-        nbytes, stored = nbytes + handle.copy.nbytes, stored + weight.nbytes
+        copy = LowBitCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
+        handle.multiply_by(copy)
+        errors.append(copy.error(weight))
+        packed += copy.packed
+        nbytes, stored = nbytes + copy.nbytes, stored + weight.nbytes
     return CopyReport(
         dtype,
         matrices=len(matrices),

@@ -221,7 +221,7 @@ def test_tiles_replace_variant_packed_products(cause: str, monkeypatch) -> None:
         monkeypatch.setattr(packed, "packed_linear", lambda x, packed: multiply(x, packed) + len(x))
     try:
         model = model_of("gqa", torch.float32)
-        assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows is None
+        assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows() is None
         assert bits(generate_alone(model, max_num_batched_tokens=7)) == bits(generate_alone(model))
     finally:
         packed._min_invariant_rows.cache_clear()

@@ -235,7 +235,7 @@ def test_fused_attention_matches_the_reference(monkeypatch, case):
     out.backward(grad_out)
     fake_operators = FakeOperators(monkeypatch, cudnn=cudnn)
     tensors = inputs(features, queries=queries)
-    fused_out, fused_lse = attention(*tensors, **options)
+    fused_out, fused_lse = attention(*tensors, implementation="fused", **options)
     fused_out.backward(grad_out)
     kernel = "cuDNN" if cudnn else "FlashAttention-2"
     assert fake_operators.calls == [f"{kernel} forward", f"{kernel} backward"]
@@ -246,7 +246,7 @@ def test_fused_attention_matches_the_reference(monkeypatch, case):
     ):
         assert_close_by_metric(name, actual.grad, expected.grad)
     with torch.no_grad():
-        inference_out, _ = attention(*tensors, **options)
+        inference_out, _ = attention(*tensors, implementation="fused", **options)
     assert torch.equal(inference_out, fused_out)
     assert len(fake_operators.calls) == 3
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops import layernorm
-from megatron.core.ops import linear_cross_entropy as cross_entropy_op
 from megatron.core.ops.attention import attention
+from megatron.core.ops.layernorm import cpu as layernorm_cpu
 from megatron.core.ops.layernorm import layer_norm
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
     linear_cross_entropy,
 )
+from megatron.core.ops.linear_cross_entropy import cpu as cross_entropy_cpu
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import activate, gated
@@ -135,7 +135,7 @@ def test_layer_norm_row_blocks_match_one_block(make, has_bias, dtype, monkeypatc
         return [v for v in (*outputs, *grads) if v is not None]
 
     one_block = outputs_and_gradients()
-    monkeypatch.setattr(layernorm, "BLOCK_ELEMENTS", 5 * 74)
+    monkeypatch.setattr(layernorm_cpu, "BLOCK_ELEMENTS", 5 * 74)
     for i, (actual, expected) in enumerate(zip(outputs_and_gradients(), one_block, strict=True)):
         assert actual.dtype is expected.dtype
         bound = 2**-7 if dtype is torch.bfloat16 else 1e-6  # one rounding or two
@@ -239,7 +239,7 @@ def test_attention_matches_formula(make, name, dtype):
 @pytest.mark.parametrize("rows", [11, 3])
 def test_linear_cross_entropy_matches_torch(make, dtype, valid, chunk, rows, monkeypatch):
     """The last block of rows is partial."""
-    monkeypatch.setattr(cross_entropy_op, "BLOCK_ELEMENTS", rows * 23)
+    monkeypatch.setattr(cross_entropy_cpu, "BLOCK_ELEMENTS", rows * 23)
     hidden, weight = make(11, 7), make(23, 7)
     targets = torch.arange(11) * 5 % valid
     weights = torch.linspace(0, 2, 11)

@@ -58,7 +58,7 @@ def test_low_bit_linear_multiplies_dequantized_values(
     for tokens in ROWS:
         x = torch.randn(tokens, 1, features, generator=generator(7))
         expected = x.double() @ values.t() + bias
-        output = copy.linear(x, bias)
+        output = copy.linear(x, None, bias)
         assert (output.dtype, output.shape) == (x.dtype, (tokens, 1, rows))
         # x and y are rounded to the 8 bits of bf16.
         assert_close_by_metric(f"{tokens} tokens", output, expected, bound=6e-3)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.ops.attention import cpu, fused
 from megatron.core.ops.attention.cpu import Mask
-from megatron.core.ops.backend_choice import choose, record_function, triton_is_installed
+from megatron.core.ops.backend_choice import choose, direct_apply, triton_is_installed
 from megatron.core.ops.dropout import AttentionDropout
 
 __all__ = ["Mask", "attention", "explain", "functions_of"]
@@ -90,14 +90,46 @@ def attention(
         _check_options(query, sinks, dropout)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     options = {"scale": scale, "mask": mask}
-    forward, backward = functions_of(
-        query, key, mask, sinks=sinks, dropout=dropout, implementation=implementation
-    )
+    if implementation is None and query.is_cpu:
+        forward, backward = cpu.attention_forward, cpu.attention_backward
+    else:
+        forward, backward = functions_of(
+            query, key, mask, sinks=sinks, dropout=dropout, implementation=implementation
+        )
     if forward is cpu.attention_forward:
         options |= {"dropout": dropout, "cpu_dtype": cpu_dtype}
     if torch.is_grad_enabled():
-        return record_function(cpu.Attention, query, key, value, sinks, forward, backward, options)
+        return _apply_attention(query, key, value, sinks, forward, backward, options)
     return forward(query, key, value, sinks, **options)
+
+
+class Attention(torch.autograd.Function):
+    """out = softmax(scale q k^T + mask) v, and lse, the log of the softmax denominator.
+
+    Forward: as above. dgrad: p = exp(scale q k^T - lse); dv = p^T g; ds = p (g v^T - rowsum(g
+    out)); dq = scale ds k; dk = scale ds^T q. wgrad (sinks): -sum of exp(sink - lse) rowsum(g
+    out). Saves q, k, v, out and lse. `forward_fn` and `backward_fn` are `attention_forward` and
+    `attention_backward` of this module, of `fused` or of `triton`.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, forward_fn, backward_fn, options):
+        out, lse = forward_fn(query, key, value, sinks, **options)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.backward_fn, ctx.options = backward_fn, options
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # autograd would allocate zeros for lse's gradient
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grads = ctx.backward_fn(grad_out, query, key, value, out, lse, **ctx.options)
+        grad_sinks = cpu.sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
+        return *grads, grad_sinks, None, None, None
+
+
+_apply_attention = direct_apply(Attention)
 
 
 def functions_of(

@@ -286,32 +286,6 @@ _MIN_PACKED_QUERIES = 256
 _MIN_BF16_QUERIES = 512
 
 
-class Attention(torch.autograd.Function):
-    """out = softmax(scale q k^T + mask) v, and lse, the log of the softmax denominator.
-
-    Forward: as above. dgrad: p = exp(scale q k^T - lse); dv = p^T g; ds = p (g v^T - rowsum(g
-    out)); dq = scale ds k; dk = scale ds^T q. wgrad (sinks): -sum of exp(sink - lse) rowsum(g
-    out). Saves q, k, v, out and lse. `forward_fn` and `backward_fn` are `attention_forward` and
-    `attention_backward` of this module, of `fused` or of `triton`.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, forward_fn, backward_fn, options):
-        out, lse = forward_fn(query, key, value, sinks, **options)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.backward_fn, ctx.options = backward_fn, options
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # autograd would allocate zeros for lse's gradient
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, _):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        grads = ctx.backward_fn(grad_out, query, key, value, out, lse, **ctx.options)
-        grad_sinks = sink_gradient(grad_out, out, lse, sinks) if sinks is not None else None
-        return *grads, grad_sinks, None, None, None
-
-
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,

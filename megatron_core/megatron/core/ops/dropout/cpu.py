@@ -198,27 +198,6 @@ class AttentionDropout:
         return keep_columns(self.key, rows, first_key, num_keys, self.rate)
 
 
-class Dropout(torch.autograd.Function):
-    """y = x * keep / (1 - rate). dgrad: the same function of the gradient. Saves no mask.
-
-    `values_fn` is `dropout_values` of this module or of `triton`.
-    """
-
-    @staticmethod
-    def forward(ctx, x, rate, key, sample_ids, position_ids, feature_offset, values_fn):
-        ctx.save_for_backward(sample_ids, position_ids)
-        ctx.site = (rate, key, feature_offset)
-        ctx.values_fn = values_fn
-        return values_fn(x, rate, key, sample_ids, position_ids, feature_offset)
-
-    @staticmethod
-    def backward(ctx, grad):
-        sample_ids, position_ids = ctx.saved_tensors
-        rate, key, feature_offset = ctx.site
-        d_x = ctx.values_fn(grad, rate, key, sample_ids, position_ids, feature_offset)
-        return d_x, None, None, None, None, None, None
-
-
 def dropout_values(
     x: torch.Tensor,
     rate: float,

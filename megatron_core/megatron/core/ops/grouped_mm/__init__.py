@@ -16,7 +16,7 @@ can be captured in a CUDA graph and replayed with other runs:
 On other GPUs torch's kernel reads the ends on the host. Its weight gradients are rounded to bf16
 and cannot be added to a buffer.
 
-The plain PyTorch version loops over the runs, whose lengths the host reads.
+On a CPU a loop over the runs reads their lengths on the host (`cpu`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.backend_choice import add_product_, choose
-from megatron.core.ops.matmul.tiled import tiled_matmul
+from megatron.core.ops.backend_choice import choose
+from megatron.core.ops.grouped_mm import cpu
 
 __all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
 
@@ -95,7 +95,8 @@ def grouped_mm(
     """
     if tiles or choose(implementation, x, "grouped_mm") == "reference":
         right = matrices.transpose(1, 2) if transposed else matrices
-        return _by_run(x, right, runs, x.dtype if dtype is None else dtype, tiles=tiles)
+        dtype = x.dtype if dtype is None else dtype
+        return cpu.grouped_mm(x, right, runs.counts, dtype, tiles=tiles)
     if implementation is None and _is_torch_supported(x, matrices):
         return F.grouped_mm(x, matrices.transpose(1, 2) if transposed else matrices, offs=runs.ends)
     from megatron.core.ops.grouped_mm import triton as kernels
@@ -126,36 +127,7 @@ def grouped_wgrad_(
 
         kernels.grouped_wgrad_(total, grad, x, runs.ends, overwrite=overwrite)
         return
-    start = 0
-    for matrix, count in zip(total, runs.counts, strict=True):
-        rows = slice(start, start + count)
-        if count:
-            add_product_(matrix, grad[rows].t(), x[rows], overwrite=overwrite)
-        elif overwrite:
-            matrix.zero_()
-        start += count
-
-
-def _by_run(
-    x: torch.Tensor, matrices: torch.Tensor, runs: RowRuns, dtype: torch.dtype, *, tiles: bool
-) -> torch.Tensor:
-    """Return [r, n] from x [r, m] and matrices [runs, m, n], run by run.
-
-    torch's grouped matmul on a CPU is this loop in C++; from a dozen rows on it takes the same time
-    within a few percent.
-    """
-    out = torch.empty(len(x), matrices.shape[2], dtype=dtype, device=x.device)
-    operand = x.to(dtype)
-    start = 0
-    for matrix, count in zip(matrices, runs.counts, strict=True):
-        if count:
-            rows = slice(start, start + count)
-            if tiles:
-                out[rows] = tiled_matmul(operand[rows], matrix.to(dtype))
-            else:
-                torch.mm(operand[rows], matrix.to(dtype), out=out[rows])
-            start += count
-    return out.to(x.dtype)
+    cpu.grouped_wgrad_(total, grad, x, runs.counts, overwrite=overwrite)
 
 
 @cache

@@ -162,7 +162,7 @@ def layer_norm_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradient of x + residual and addends [programs, h] of weight and bias gradients.
 
-    See `layernorm._layer_norm_backward`.
+    See `layernorm.cpu.layer_norm_backward`.
     """
     total, weight, statistics = saved
     features, rows = total.shape[-1], statistics.shape[0]

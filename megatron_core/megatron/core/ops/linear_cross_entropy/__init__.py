@@ -12,6 +12,7 @@ from megatron.core.ops.backend_choice import (
     choose,
     matmul_dtype,
 )
+from megatron.core.ops.linear_cross_entropy import cpu
 
 __all__ = [
     "chunk_gradient_",
@@ -53,7 +54,7 @@ def chunk_statistics(
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
         return kernels.chunk_statistics(logits, targets, vocab_start, valid_columns)
-    return _chunk_statistics(logits, targets, vocab_start, valid_columns)
+    return cpu.chunk_statistics(logits, targets, vocab_start, valid_columns)
 
 
 def chunk_gradient_(
@@ -92,7 +93,7 @@ def chunk_gradient_(
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
         return kernels.chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
-    return _chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
+    return cpu.chunk_gradient_(logits, targets, lse, weights, vocab_start, valid_columns)
 
 
 def fused_gradient_(
@@ -121,11 +122,12 @@ def fused_gradient_(
         ValueError: shapes or `valid_columns` that do not fit.
     """
     _check_chunk("fused_gradient_", logits, targets, valid_columns)
-    if choose(implementation, logits, "fused_gradient_") == "triton":
+    by_device = implementation or not logits.is_cpu
+    if by_device and choose(implementation, logits, "fused_gradient_") == "triton":
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
         return kernels.fused_gradient_(logits, targets, valid_columns, gradient=gradient)
-    return _fused_gradient_(logits, targets, valid_columns, gradient=gradient)
+    return cpu.fused_gradient_(logits, targets, valid_columns, gradient=gradient)
 
 
 def tokens_per_chunk(vocabulary: int, device: torch.device) -> int:
@@ -183,7 +185,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: valid_columns={valid_columns} must be in"
             f" [1, {weight.shape[0]}] and chunk_tokens={chunk_tokens} at least 1"
         )
-    gradient_ = _fused_gradient_
+    gradient_ = cpu.fused_gradient_
     if choose(implementation, hidden, "linear_cross_entropy") == "triton":
         from megatron.core.ops.linear_cross_entropy import triton as kernels
 
@@ -210,8 +212,6 @@ def _check_chunk(op: str, logits: torch.Tensor, targets: torch.Tensor, valid_col
     if not 0 <= valid_columns <= logits.shape[1]:
         raise ValueError(f"{op}: valid_columns={valid_columns} must be in [0, {logits.shape[1]}]")
 
-
-# --- reference: plain torch
 
 # Bytes of one chunk of fp32 logits: small relative to the model, large enough for the matmul and
 # for the weight gradient, which is read and written once per chunk. A GPU needs thousands of rows:
@@ -277,100 +277,3 @@ class LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
-
-
-# Logits of a block in `_fused_gradient_`, 4 MB in fp32. A quarter of it takes 1.04 to 1.16 times as
-# long, four times as much 1.0 to 1.2 times (two threads, vocabularies of 4,096 and 8,192).
-BLOCK_ELEMENTS = 1 << 20
-
-
-def _chunk_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, valid_columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `chunk_statistics`."""
-    dtype = accumulation_dtype(logits.dtype)
-    valid = logits[:, :valid_columns]
-    if valid_columns == 0:  # all columns are padding
-        zeros = torch.zeros(targets.shape, dtype=dtype, device=logits.device)
-        return torch.full_like(zeros, -torch.inf), zeros, zeros.clone()
-    maximum = valid.amax(-1).to(dtype)  # [t]
-    # The exponentials are summed in fp32: bf16 sums would lose the tail of the vocabulary.
-    sum_exp = (valid.to(dtype) - maximum[:, None]).exp_().sum(-1)
-    local, inside = _local_targets(targets, vocab_start, valid_columns)
-    target_logit = valid.gather(-1, local[:, None])[:, 0].to(dtype).mul_(inside)
-    return maximum, sum_exp, target_logit
-
-
-def _chunk_gradient_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    weights: torch.Tensor,
-    vocab_start: int,
-    valid_columns: int,
-) -> torch.Tensor:
-    """See `chunk_gradient_`."""
-    if valid_columns == 0:
-        return logits.zero_()
-    valid = logits[:, :valid_columns]
-    if logits.dtype == lse.dtype:
-        probability = valid.sub_(lse[:, None]).exp_()
-    else:
-        probability = (valid.to(lse.dtype) - lse[:, None]).exp_()
-    probability.mul_(weights[:, None])
-    local, inside = _local_targets(targets, vocab_start, valid_columns)
-    probability.scatter_add_(-1, local[:, None], -(weights * inside)[:, None])
-    if logits.dtype != lse.dtype:
-        valid.copy_(probability)
-    logits[:, valid_columns:].zero_()
-    return logits
-
-
-def _local_targets(
-    targets: torch.Tensor, vocab_start: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's local column (0 if it is in another slice), and whether it is local."""
-    local = targets - vocab_start
-    inside = (local >= 0) & (local < columns)
-    return local.mul_(inside), inside
-
-
-def _fused_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, valid_columns: int, *, gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the loss of whole rows and overwrite logits with its gradient, up to a row factor.
-
-    The gradient is softmax - onehot times the sum of exponentials. Its two consumers are matmuls
-    whose other operand is much smaller than the logits, so the caller scales that operand instead.
-    Blocks of rows stay in the cache.
-
-    Args:
-        logits: [t, v], overwritten.
-        targets: int64 [t].
-        valid_columns: columns from here on are padding.
-        gradient: whether to compute the gradient.
-
-    Returns:
-        (nll [t] in the accumulation dtype, the factor [t] that `logits` still lack, or None).
-    """
-    dtype = accumulation_dtype(logits.dtype)
-    nll = torch.empty(targets.shape, dtype=dtype, device=logits.device)
-    factor = torch.empty_like(nll)
-    rows = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    for block, target, out, row_factor in zip(
-        *(x.split(rows) for x in (logits, targets, nll, factor)), strict=True
-    ):
-        valid = block[:, :valid_columns]
-        maximum = valid.amax(-1, keepdim=True)
-        index = target[:, None]
-        target_logit = valid.gather(-1, index).sub_(maximum)[:, 0].to(dtype)
-        scores = valid.sub_(maximum) if logits.dtype == dtype else valid.to(dtype) - maximum
-        sum_exp = scores.exp_().sum(-1)
-        torch.sub(sum_exp.log(), target_logit, out=out)
-        if gradient:
-            scores.scatter_add_(-1, index, sum_exp.neg()[:, None])
-            torch.reciprocal(sum_exp, out=row_factor)
-            if logits.dtype != dtype:
-                valid.copy_(scores)
-            block[:, valid_columns:].zero_()
-    return nll, factor if gradient else None

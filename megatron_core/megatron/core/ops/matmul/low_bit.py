@@ -78,11 +78,15 @@ class LowBitCopy:
     def linear(
         self,
         x: torch.Tensor,
+        weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x [..., h] Wᵀ + bias [o], [..., o] in x's dtype, written to `out` if present."""
+        """Return x [..., h] Wᵀ + bias [o], [..., o] in x's dtype, written to `out` if present.
+
+        The copy takes the place of `weight`, which is not read.
+        """
         flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         y = self.matmul(flat)
         if x.ndim != 2:
@@ -95,8 +99,10 @@ class LowBitCopy:
             y += bias
         return y
 
-    def add_product_(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Add x [t, h] Wᵀ to total [t, o], in place."""
+    def add_product_(
+        self, total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> None:
+        """Add x [t, h] Wᵀ to total [t, o], in place; `weight` is not read."""
         total.add_(self.matmul(x))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:

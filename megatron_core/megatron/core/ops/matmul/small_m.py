@@ -21,8 +21,10 @@ the CPU's vendor, the shapes and the number of threads, so a machine repeats its
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import cpu_vendor
@@ -35,37 +37,50 @@ MIN_SLOW_FEATURES = 1024
 MIN_ELEMENTS = 1 << 17
 
 
-def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ [t, o], outside of autograd.
+def is_faster(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether few rows are multiplied faster with a weight on the left.
 
     Args:
-        x: [t, h].
-        weight: [o, h], in x's dtype.
-        out: [t, o], written and returned instead of a new tensor.
+        shape, dtype, device: of the weight.
     """
-    if not uses_transposed_product(x, weight):
-        return torch.mm(x, weight.t(), out=out)
+    large = math.prod(shape) >= MIN_ELEMENTS
+    return large and dtype is torch.float32 and device.type == "cpu" and is_mkl_on_amd()
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return x Wᵀ + bias, outside of autograd; x is multiplied on the right if it has few rows.
+
+    Args:
+        x: [..., h].
+        weight: [o, h], in x's dtype, for which `is_faster`.
+        bias: [o] or None.
+        out: [..., o], written and returned instead of a new tensor.
+    """
+    if bias is not None or x.ndim != 2 or not uses_transposed_product(x):
+        return F.linear(x, weight, bias, out=out)
     product = _transposed_product(x, weight)
     return product.contiguous() if out is None else out.copy_(product)
 
 
-def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
+def add_product_(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """Add x [t, h] Wᵀ to total [t, o], in place, outside of autograd."""
-    if uses_transposed_product(x, weight):
+    if total.dtype is not x.dtype:
+        total.add_(linear(x, weight))
+    elif uses_transposed_product(x):
         total.add_(_transposed_product(x, weight))
     else:
         total.addmm_(x, weight.t())
 
 
-def uses_transposed_product(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x [t, h] is multiplied with the weight [o, h] on the left."""
+def uses_transposed_product(x: Tensor) -> bool:
+    """Return whether x [t, h] is multiplied on the right of a weight for which `is_faster`."""
     rows, features = x.shape
-    if not 0 < rows <= MAX_ROWS or x.dtype is not torch.float32 or not x.is_cpu:
-        return False
-    if weight.numel() < MIN_ELEMENTS:
+    if not 0 < rows <= MAX_ROWS:
         return False
     needs_few_features = rows == 1 or (rows == MAX_ROWS and torch.get_num_threads() == 1)
-    return (features < MIN_SLOW_FEATURES or not needs_few_features) and is_mkl_on_amd()
+    return features < MIN_SLOW_FEATURES or not needs_few_features
 
 
 def _transposed_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,9 +7,6 @@
 Each is the other's backward. `sources` and `slots` are inverse index tables: copy t · k + j of
 token t is in row slots[t, j]; -1 means that this copy has no row. With padding, some rows are
 named by no slot; their contents and gradients are copies of an arbitrary token.
-
-The plain PyTorch version computes the sums with `embedding_bag`: it gathers, weights and adds rows
-in one pass, in fp32, while an index, a product and a sum would each write [r, h] to memory.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.ops.backend_choice import accumulation_dtype, apply_function, choose
+from megatron.core.ops.permutation import cpu
 
 __all__ = ["Permutation", "sum_rows", "take_rows"]
 
@@ -101,8 +98,8 @@ def take_rows(
         return apply_function(
             TakeRows, x, sources, slots, kernels.gather_copies, kernels.sum_copies
         )
-    sum_fn = partial(sum_copies, has_missing=True) if permutation.padded else sum_copies
-    return apply_function(TakeRows, x, sources, slots, gather_copies, sum_fn)
+    sum_fn = partial(cpu.sum_copies, has_missing=True) if permutation.padded else cpu.sum_copies
+    return apply_function(TakeRows, x, sources, slots, cpu.gather_copies, sum_fn)
 
 
 def sum_rows(
@@ -141,86 +138,10 @@ def sum_rows(
     return apply_function(SumRows, y, weights, sources, slots, permutation.padded)
 
 
-# --- reference: plain torch
-
-
-def gather_copies(x: torch.Tensor, sources: torch.Tensor, copies: int) -> torch.Tensor:
-    """Return [r, h]: row i is row sources[i] // copies of x [t, h]."""
-    return x.index_select(0, sources if copies == 1 else sources // copies)
-
-
-def sum_copies(
-    y: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor | None,
-    *,
-    has_missing: bool = False,
-) -> torch.Tensor:
-    """Return [t, h]: row t is the sum over j of weights[t, j] · y[slots[t, j]], fp32 inside.
-
-    Args:
-        y: [r, h].
-        slots: int64 [t, k]; -1 adds nothing.
-        weights: fp32 [t, k]; None is 1.
-        has_missing: whether slots may be -1 although there are at least as many rows as slots.
-    """
-    if len(y) == 0 or slots.numel() == 0:
-        return y.new_zeros(len(slots), y.shape[1])
-    if not has_missing and len(y) >= slots.numel():
-        return _bags(y, slots, weights)
-    present = slots >= 0  # some copies have no row
-    weights = present.to(y.dtype) if weights is None else weights * present
-    out = _bags(y, slots.clamp(min=0), weights)
-    # A token without rows summed row 0 (clamped) times 0, which is NaN if row 0 is NaN padding.
-    return out.masked_fill_(~present.any(1, keepdim=True), 0.0) if has_missing else out
-
-
-def _take_weighted(
-    x: torch.Tensor, weights: torch.Tensor, sources: torch.Tensor, copies: int
-) -> torch.Tensor:
-    """Return [r, h]: row i is row sources[i] // copies of x [t, h] times weights[sources[i]].
-
-    Args:
-        weights: fp32 [t · copies].
-    """
-    if len(sources) == 0:
-        return x.new_empty(0, x.shape[1])
-    rows = sources // copies
-    return _bags(x, rows.unsqueeze(1), weights.index_select(0, sources).unsqueeze(1))
-
-
-def dots(grad: torch.Tensor, y: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [t, k], grad[t] · y[slots[t, j]]; 0 where the slot is -1."""
-    dtype = accumulation_dtype(y.dtype)
-    if len(y) == 0 or slots.numel() == 0:
-        return torch.zeros(slots.shape, dtype=dtype, device=y.device)
-    tokens, copies = slots.shape
-    bags = torch.arange(tokens, device=y.device)
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        grad.to(dtype),
-        y.to(dtype),
-        slots.reshape(-1),
-        bags * copies,
-        bags.repeat_interleave(copies),
-        0,  # mode "sum"
-        padding_idx=-1,
-    ).view(tokens, copies)
-
-
-def _bags(rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return [m, h], the sum over j of weights[m, j] · rows[indices[m, j]]."""
-    if weights is not None and weights.dtype is not rows.dtype:
-        # embedding_bag needs weights of the rows' dtype: high + low has twice the significant bits.
-        high = weights.to(rows.dtype)
-        low = (weights - high.to(weights.dtype)).to(rows.dtype)
-        indices, weights = torch.cat([indices, indices], 1), torch.cat([high, low], 1)
-    return F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights)
-
-
 class TakeRows(torch.autograd.Function):
     """forward y[i] = x[sources[i] // k]; dgrad dx[t] = sum_j dy[slots[t, j]]. Saves slots.
 
-    `gather_fn` and `sum_fn` are `gather_copies` and `sum_copies` of this module or of `triton`.
+    `gather_fn` and `sum_fn` are `gather_copies` and `sum_copies` of `cpu` or of `triton`.
     """
 
     @staticmethod
@@ -244,13 +165,13 @@ class SumRows(torch.autograd.Function):
     def forward(ctx, y, weights, sources, slots, padded):
         y = y.contiguous()
         ctx.save_for_backward(None if weights is None else y, weights, sources, slots)
-        return sum_copies(y, slots, weights, has_missing=padded)
+        return cpu.sum_copies(y, slots, weights, has_missing=padded)
 
     @staticmethod
     def backward(ctx, grad):
         y, weights, sources, slots = ctx.saved_tensors
         if weights is None:
-            return gather_copies(grad, sources, slots.shape[1]), None, None, None, None
+            return cpu.gather_copies(grad, sources, slots.shape[1]), None, None, None, None
         grad = grad.contiguous()
-        d_y = _take_weighted(grad, weights.reshape(-1), sources, slots.shape[1])
-        return d_y, dots(grad, y, slots), None, None, None
+        d_y = cpu.take_weighted(grad, weights.reshape(-1), sources, slots.shape[1])
+        return d_y, cpu.dots(grad, y, slots), None, None, None

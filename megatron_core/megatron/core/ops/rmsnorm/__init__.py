@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS normalisation, optionally fused with the preceding residual addition.
 
-The plain PyTorch version minimizes passes over memory on a CPU.
+`normalise` and its autograd Function serve layer normalisation too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.backend_choice import (
-    StoredWeight,
-    accumulation_dtype,
-    choose,
-    record_function,
-)
+from megatron.core.ops.backend_choice import StoredWeight, choose, direct_apply
+from megatron.core.ops.rmsnorm import cpu
+
+
+class NormOp(NamedTuple):
+    """A normalisation and its implementations.
+
+    Args:
+        name: of the op, for error messages.
+        plain: forward and backward in plain PyTorch.
+        kernels: returns forward and backward in Triton.
+    """
+
+    name: str
+    plain: tuple[Callable, Callable]
+    kernels: Callable[[], tuple[Callable, Callable]]
+
+
+def _rms_norm_kernels() -> tuple[Callable, Callable]:
+    from megatron.core.ops.rmsnorm import triton as kernels
+
+    return kernels.rms_norm_forward, kernels.rms_norm_backward
+
+
+RMS_NORM = NormOp("rms_norm", (cpu.rms_norm_forward, cpu.rms_norm_backward), _rms_norm_kernels)
 
 
 def rms_norm(
@@ -48,6 +68,7 @@ def rms_norm(
     """
     check_norm("rms_norm", x, weight, residual, eps=eps)
     return normalise(
+        RMS_NORM,
         x,
         weight,
         residual=residual,
@@ -58,44 +79,28 @@ def rms_norm(
 
 
 def normalise(
+    op: NormOp,
     x: torch.Tensor,
-    weight: torch.Tensor | StoredWeight,
-    *,
+    *weights: torch.Tensor | StoredWeight | None,
     eps: float,
     residual: torch.Tensor | None = None,
     zero_centered: bool = False,
     implementation: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Like `rms_norm`, without checks of the arguments."""
-    if (implementation or not x.is_cpu) and choose(implementation, x, "rms_norm") == "triton":
-        from megatron.core.ops.rmsnorm import triton as kernels
-
-        pair = kernels.rms_norm_forward, kernels.rms_norm_backward
-    else:
-        pair = _rms_norm_forward, _rms_norm_backward
-    return run_norm(pair, x, weight, residual=residual, eps=eps, zero_centered=zero_centered)
-
-
-def run_norm(
-    pair: tuple[Callable, Callable],
-    x: torch.Tensor,
-    *weights: torch.Tensor | StoredWeight | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(x), or (norm(x + residual), x + residual).
+    """Return norm(x), or (norm(x + residual), x + residual), without checks of the arguments.
 
     Args:
-        pair: forward and backward of an implementation.
+        op: the normalisation.
         weights: scale [h], and for layer norm the bias [h] or None.
+        eps, residual, zero_centered, implementation: as for `rms_norm`.
     """
-    stored = [weight if isinstance(weight, StoredWeight) else None for weight in weights]
+    pair = op.plain
+    if (implementation or not x.is_cpu) and choose(implementation, x, op.name) == "triton":
+        pair = op.kernels()
     if torch.is_grad_enabled():
+        stored = [weight if isinstance(weight, StoredWeight) else None for weight in weights]
         leaves = [w.anchor if isinstance(w, StoredWeight) else w for w in weights]
-        y, total = record_function(
-            Normalise, pair, x, residual, eps, zero_centered, stored, *leaves
-        )
+        y, total = _apply_normalise(pair, x, residual, eps, zero_centered, stored, *leaves)
     else:
         values = [w.value if isinstance(w, StoredWeight) else w for w in weights]
         y, total, *_ = pair[0](x, residual, eps, zero_centered, *values)
@@ -138,6 +143,9 @@ class Normalise(torch.autograd.Function):
         return None, grad, grad if needs_residual else None, None, None, None, *grads
 
 
+_apply_normalise = direct_apply(Normalise)
+
+
 def check_norm(
     op: str,
     x: torch.Tensor,
@@ -161,66 +169,3 @@ def check_norm(
         )
     if eps < 0:
         raise ValueError(f"{op}: eps={eps} must not be negative")
-
-
-# --- reference: plain torch
-
-
-def _rms_norm_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    weight: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (y, x + residual, the factor w [h], rstd [rows]); see `ops.rmsnorm.rms_norm`."""
-    total = x if residual is None else x + residual
-    dtype = accumulation_dtype(x.dtype)
-    scale = weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
-    values = total.to(dtype)
-    rstd = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_()  # [..., 1]
-    rstd = rstd.div_(values.shape[-1]).add_(eps).rsqrt_()
-    # x must not be overwritten if `values` is x itself: then the product allocates the output.
-    y = values * rstd if values is total else values.mul_(rstd)
-    return y.mul_(scale).to(x.dtype), total, scale, rstd.view(-1)
-
-
-def _rms_norm_backward(
-    grad_y: torch.Tensor,
-    grad_total: torch.Tensor | None,
-    saved: Sequence[torch.Tensor],
-    zero_centered: bool,
-    needs_grad: Sequence[bool],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of x + residual and of the weight [h], in fp32 or fp64.
-
-    dt = rstd * (g w - t rstd^2 mean(g w t)) + d(new residual); wgrad: sum over rows of g t rstd.
-    torch's layer-norm backward with mean zero computes the input gradient minus rstd * mean(g w),
-    and the weight gradient, in one pass over memory; one matrix-vector product gives the missing
-    term. All sums are in the dtype of `scale` (fp32 or fp64).
-
-    Args:
-        grad_y: [..., h].
-        grad_total: [..., h] or None, added to the input gradient.
-        saved: x + residual [..., h], the factor w [h] and rstd [rows], from `_rms_norm_forward`.
-        needs_grad: whether the weight needs a gradient.
-    """
-    total, scale, rstd = saved
-    features = total.shape[-1]
-    rows = total.reshape(-1, features)  # [t, h]
-    grad_y = grad_y.reshape(-1, features).contiguous().to(scale.dtype)
-    grad, grad_scale, _ = torch.ops.aten.native_layer_norm_backward(
-        grad_y,
-        rows.contiguous().to(scale.dtype),
-        [features],
-        torch.zeros_like(rstd)[:, None],
-        rstd[:, None],
-        scale,
-        None,
-        [True, needs_grad[0], False],
-    )
-    correction = torch.mv(grad_y, scale).mul_(rstd).div_(features)  # [t]
-    grad.add_(correction[:, None])
-    if grad_total is not None:
-        grad.add_(grad_total.reshape(-1, features))
-    return grad.to(rows.dtype).view(total.shape), grad_scale

@@ -208,7 +208,7 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of x + residual and addends [programs, h] of the weight gradient.
 
-    See `rmsnorm._rms_norm_backward`.
+    See `rmsnorm.cpu.rms_norm_backward`.
     """
     total, weight, rstd = saved
     features = total.shape[-1]

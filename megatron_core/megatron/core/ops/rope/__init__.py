@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.ops.backend_choice import accumulation_dtype, choose, record_function
+from megatron.core.ops.backend_choice import choose, direct_apply
+from megatron.core.ops.rope import cpu
 
 __all__ = [
     "HeadRotation",
@@ -71,13 +72,13 @@ def apply_rope(
         ValueError: shapes that do not fit.
     """
     _check(x, cos, sin)
-    rotate_fn = _rotate
+    rotate_fn = cpu.rotate
     if (implementation or not x.is_cpu) and choose(implementation, x, "apply_rope") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
         rotate_fn = kernels.rotate
     if torch.is_grad_enabled():
-        return record_function(Rope, x, cos, sin, interleaved, rotate_fn)
+        return _apply_rope(x, cos, sin, interleaved, rotate_fn)
     return rotate_fn(x, cos, sin, interleaved)
 
 
@@ -113,14 +114,14 @@ def split_heads(
         )
     if rotation is not None:
         _check(projection, rotation.cos, rotation.sin)
-    functions = _rotate, _join_heads
+    functions = cpu.rotate, cpu.join_heads
     by_device = implementation or not projection.is_cpu
     if by_device and choose(implementation, projection, "split_heads") == "triton":
         from megatron.core.ops.rope import triton as kernels
 
         functions = kernels.rotate, kernels.join_heads
     if torch.is_grad_enabled():
-        return record_function(SplitHeads, projection, tuple(sizes), rotation, *functions)
+        return _apply_split_heads(projection, tuple(sizes), rotation, *functions)
     return _split_heads(projection, sizes, rotation, functions[0])
 
 
@@ -140,7 +141,73 @@ def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         )
 
 
-# --- reference: plain torch
+class Rope(torch.autograd.Function):
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for each feature pair.
+
+    Forward: as above. dgrad: the same with -sin. No weights. Saves the table. `rotate` is the
+    function of `cpu` or of `triton`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved, rotate):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.rotate = interleaved, rotate
+        return rotate(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return ctx.rotate(grad, cos, sin, ctx.interleaved, sign=-1), None, None, None, None
+
+
+_apply_rope = direct_apply(Rope)
+
+
+class SplitHeads(torch.autograd.Function):
+    """projection -> (query, key, value, gate), query and key rotated; see `split_heads`.
+
+    Forward: as above. dgrad: all gradients in one tensor, rotated by the negative angle for query
+    and key. No weights. Saves the table. `rotate` and `join` are the functions of `cpu` or of
+    `triton`.
+    """
+
+    @staticmethod
+    def forward(ctx, projection, sizes, rotation, rotate, join):
+        ctx.save_for_backward(*(() if rotation is None else rotation[:2]))
+        ctx.interleaved = rotation is not None and rotation.interleaved
+        ctx.sizes, ctx.join = sizes, join
+        return _split_heads(projection, sizes, rotation, rotate)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        table = ctx.saved_tensors or (None, None)
+        shape = list(grads[0].shape)
+        shape[2] = sum(ctx.sizes)
+        joint = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
+        if joint.numel():
+            ctx.join(grads, joint, *table, ctx.interleaved)
+        return joint, None, None, None, None
+
+
+_apply_split_heads = direct_apply(SplitHeads)
+
+
+def _split_heads(
+    projection: torch.Tensor,
+    sizes: Sequence[int],
+    rotation: HeadRotation | None,
+    rotate: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Return query, key, value (and gate) of a projection [s, b, m, d], see `split_heads`."""
+    if rotation is None:
+        return projection.split(tuple(sizes), dim=2)
+    num_rotated = sizes[0] + sizes[1]
+    query_key = rotate(projection[:, :, :num_rotated], *rotation)
+    remaining = projection[:, :, num_rotated:].split(tuple(sizes[2:]), dim=2)
+    return *query_key.split(tuple(sizes[:2]), dim=2), *remaining
+
+
+# --- the table of angles
 
 KINDS = ("linear", "llama3", "yarn")
 
@@ -291,119 +358,3 @@ def tabulate(
     angles = positions[..., None].float() * frequencies  # [s, (b,) dim/2]
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return angles.cos().mul_(magnitude), angles.sin().mul_(magnitude)
-
-
-class Rope(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for each feature pair.
-
-    Forward: as above. dgrad: the same with -sin. No weights. Saves the table. `rotate` is the
-    function of this module or of `triton`.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, rotate):
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.rotate = interleaved, rotate
-        return rotate(x, cos, sin, interleaved)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return ctx.rotate(grad, cos, sin, ctx.interleaved, sign=-1), None, None, None, None
-
-
-class SplitHeads(torch.autograd.Function):
-    """projection -> (query, key, value, gate), query and key rotated; see `split_heads`.
-
-    Forward: as above. dgrad: all gradients in one tensor, rotated by the negative angle for query
-    and key. No weights. Saves the table. `rotate` and `join` are the functions of this module or of
-    `triton`.
-    """
-
-    @staticmethod
-    def forward(ctx, projection, sizes, rotation, rotate, join):
-        ctx.save_for_backward(*(() if rotation is None else rotation[:2]))
-        ctx.interleaved = rotation is not None and rotation.interleaved
-        ctx.sizes, ctx.join = sizes, join
-        return _split_heads(projection, sizes, rotation, rotate)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        table = ctx.saved_tensors or (None, None)
-        shape = list(grads[0].shape)
-        shape[2] = sum(ctx.sizes)
-        joint = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
-        if joint.numel():
-            ctx.join(grads, joint, *table, ctx.interleaved)
-        return joint, None, None, None, None
-
-
-def _split_heads(
-    projection: torch.Tensor,
-    sizes: Sequence[int],
-    rotation: HeadRotation | None,
-    rotate: Callable[..., torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Return query, key, value (and gate) of a projection [s, b, m, d], see `split_heads`."""
-    if rotation is None:
-        return projection.split(tuple(sizes), dim=2)
-    num_rotated = sizes[0] + sizes[1]
-    query_key = rotate(projection[:, :, :num_rotated], *rotation)
-    remaining = projection[:, :, num_rotated:].split(tuple(sizes[2:]), dim=2)
-    return *query_key.split(tuple(sizes[:2]), dim=2), *remaining
-
-
-def _join_heads(
-    grads: Sequence[torch.Tensor],
-    joint: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
-) -> None:
-    """Write gradients [s, b, n, d] into the projection's gradient, rotating the first two back."""
-    targets = joint.split([grad.shape[2] for grad in grads], dim=2)
-    for index, (grad, target) in enumerate(zip(grads, targets, strict=True)):
-        if cos is not None and sin is not None and index < 2:
-            _rotate(grad, cos, sin, interleaved, sign=-1, out=target)
-        else:
-            target.copy_(grad)
-
-
-def _rotate(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    *,
-    sign: int = 1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rotate x [s, b, n, d] by `sign` times the table's angles [s, (b,) r/2]; see `apply_rope`.
-
-    The result is written to `out` if it is not None.
-    """
-    dtype = accumulation_dtype(x.dtype)
-    values, target = x.to(dtype), out
-    if out is None or out.dtype != dtype:
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    # [s, (b,) r/2] -> [s, b or 1, 1, r/2]
-    shape = (*cos.shape[:-1], 1, cos.shape[-1]) if cos.ndim == 3 else (-1, 1, 1, cos.shape[-1])
-    cos = cos.to(dtype).view(shape)
-    sin = sin.to(dtype).view(shape)
-    half = cos.shape[-1]
-    rotated = 2 * half
-    rotates_all = rotated == x.shape[-1]
-    split, dim = ((half, 2), -1) if interleaved else ((2, half), -2)
-    pairs = (*x.shape[:-1], *split)  # [s, b, n, r/2, 2] or [s, b, n, 2, r/2]
-    # [s, b, n, r/2] each
-    x1, x2 = (values if rotates_all else values[..., :rotated]).view(pairs).unbind(dim)
-    y1, y2 = (out if rotates_all else out[..., :rotated]).view(pairs).unbind(dim)
-    torch.mul(x1, cos, out=y1)
-    y1.addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=y2)
-    y2.addcmul_(x1, sin, value=sign)
-    if not rotates_all:
-        out[..., rotated:] = values[..., rotated:]
-    if target is None:
-        return out.to(x.dtype)
-    return out if target is out else target.copy_(out)

@@ -51,7 +51,8 @@ def choose_tokens(
         num_top: [r], number of most probable tokens to return for each row.
         implementation: "reference", "triton" or None (by device).
     """
-    if choose(implementation, logits, "choose_tokens") == "triton":
+    by_device = implementation or not logits.is_cpu
+    if by_device and choose(implementation, logits, "choose_tokens") == "triton":
         from megatron.core.ops.sampling import triton as kernels
 
         tokens, logprobs, finite, normalizers = kernels.choose_tokens(

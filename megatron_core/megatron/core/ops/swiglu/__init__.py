@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.backend_choice import apply_function, choose, record_function
+from megatron.core.ops.backend_choice import apply_function, choose, direct_apply
+from megatron.core.ops.swiglu import cpu
 
 GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
@@ -50,14 +51,14 @@ def gated(
         )
     if activation not in GATES:
         raise ValueError(f"gated: activation={activation!r} is unknown; use one of {GATES}")
-    forward, backward = gated_forward, gated_backward
+    forward, backward = cpu.gated_forward, cpu.gated_backward
     by_device = implementation or not gate_up.is_cpu
     if by_device and choose(implementation, gate_up, "gated") == "triton":
         from megatron.core.ops.swiglu import triton as kernels
 
         forward, backward = kernels.gated_forward, kernels.gated_backward
     if torch.is_grad_enabled():
-        return record_function(Gated, gate_up, activation, forward, backward)
+        return _apply_gated(gate_up, activation, forward, backward)
     return forward(gate_up, activation)
 
 
@@ -107,15 +108,12 @@ def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
     return apply_function(SquaredRelu, x)
 
 
-# --- reference: plain torch
-
-
 class Gated(torch.autograd.Function):
     """y = act(gate) * up, [..., 2f] -> [..., f].
 
     Forward: as above. dgrad: dgate = g up act'(gate), dup = g act(gate), written into the two
     halves of one buffer. No weights. Saves only gate_up: backward recomputes the activation.
-    `forward` and `backward` are the functions of this module or of `triton`.
+    `forward` and `backward` are the functions of `cpu` or of `triton`.
     """
 
     @staticmethod
@@ -129,35 +127,7 @@ class Gated(torch.autograd.Function):
         return ctx.differentiate(grad, *ctx.saved_tensors, ctx.activation), None, None, None
 
 
-def gated_forward(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up [..., f] of gate_up [..., 2f]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    return _activate_into(gate, activation, y).mul_(up)
-
-
-def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gate_up [..., 2f] from the gradient of y [..., f]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    grad_gate_up = torch.empty_like(gate_up)
-    grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-    # grad_up first serves as scratch for grad * up, which saves a buffer.
-    torch.mul(grad, up, out=grad_up)
-    if activation == "silu":
-        torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
-    else:
-        torch.ops.aten.gelu_backward.grad_input(
-            grad_up, gate, approximate="tanh", grad_input=grad_gate
-        )
-    _activate_into(gate, activation, grad_up).mul_(grad)
-    return grad_gate_up
-
-
-def _activate_into(gate: torch.Tensor, activation: str, out: torch.Tensor) -> torch.Tensor:
-    """Write activation(gate) into `out` and return it."""
-    if activation == "silu":
-        return torch.ops.aten.silu.out(gate, out=out)
-    return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
+_apply_gated = direct_apply(Gated)
 
 
 class SquaredRelu(torch.autograd.Function):

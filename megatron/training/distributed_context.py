@@ -121,14 +121,19 @@ def join_run(
     if device.type == "cuda":
         # A hang on a GPU raises nothing in Python; NCCL's watchdog then kills the process silently.
         watch.guard(0.8 * seconds, stop.lose)
-    coordinator = StoreCoordinator(
-        launch.open_store(timeout_seconds=seconds),
-        launch.rank,
-        launch.world_size,
-        timeout_seconds=seconds,
-        on_missing_rank=partial(_check_alive, watch),
-    )
-    check_same_start(coordinator, facts)
+
+    def coordinator(timeout_seconds: float, **prefix: str) -> Coordinator:
+        return StoreCoordinator(
+            launch.open_store(timeout_seconds=seconds),
+            launch.rank,
+            launch.world_size,
+            timeout_seconds=timeout_seconds,
+            on_missing_rank=partial(_check_alive, watch),
+            **prefix,
+        )
+
+    foreground, background = coordinator(seconds), None
+    check_same_start(foreground, facts)
     _init_process_group(launch, device, seconds)
     groups = ProcessGroupCollection.create(
         rank_grid(run), rank=launch.rank, timeout_seconds=seconds, names=group_names(run)
@@ -142,32 +147,14 @@ def join_run(
         store = launch.open_store(timeout_seconds=seconds)
         check = CollectiveCheck(store, rank=launch.rank, timeout_seconds=seconds, watch=watch)
         groups.observers.append(check)
-    yield context(
-        groups=groups,
-        coordinator=coordinator,
-        background=_background(run, launch, seconds, watch),
-    )
+    if run.config.checkpoint.async_save:
+        # Writing a shard may take long, and no collective waits for it. But the trainer may wait
+        # for a background save, so the save itself must detect a dead peer.
+        background = coordinator(max(seconds, BACKGROUND_SECONDS), prefix="background")
+    yield context(groups=groups, coordinator=foreground, background=background)
     # Only after success: with a dead peer, destroying the groups would block.
     dist.destroy_process_group()
     watch.close()
-
-
-def _background(
-    run: ResolvedRun, launch: Launch, seconds: float, watch: PeerWatch
-) -> Coordinator | None:
-    """Return the coordinator of background saves, which has its own store client."""
-    if not run.config.checkpoint.async_save:
-        return None
-    return StoreCoordinator(
-        launch.open_store(timeout_seconds=seconds),
-        launch.rank,
-        launch.world_size,
-        # writing a shard may take long, and no collective waits for it
-        timeout_seconds=max(seconds, BACKGROUND_SECONDS),
-        # the trainer may be waiting for this save, so the save itself must detect a dead peer
-        on_missing_rank=partial(_check_alive, watch),
-        prefix="background",
-    )
 
 
 def _init_process_group(launch: Launch, device: torch.device, seconds: float) -> None:

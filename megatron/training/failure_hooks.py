@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import TensorChunk, optimizer_chunks, weight_chunks
@@ -12,11 +12,10 @@ from megatron.core.process_groups import DENSE_AXES, RankGrid
 from megatron.training.checkpointing.find import load_newest
 from megatron.training.fault_tolerance.faults import (
     FaultLog,
-    FaultRecord,
     Faults,
     SuspectStepFile,
 )
-from megatron.training.fault_tolerance.replica_check import Difference, ReplicaCheck
+from megatron.training.fault_tolerance.replica_check import ReplicaCheck
 from megatron.training.fault_tolerance.stragglers import StragglerReport, WaitClock
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
@@ -94,11 +93,6 @@ def straggler_report(
         return None
     clock = WaitClock(context.device)
     context.groups.observers.append(clock)
-
-    def record(iteration: int, slow: dict[str, list[float]]) -> None:
-        numbers = {"slow_ranks": float(len(slow)), "seconds_and_median_by_rank": slow}
-        metrics.write("straggler", iteration, numbers)
-
     return StragglerReport(
         clock,
         context.groups["world"],
@@ -106,7 +100,7 @@ def straggler_report(
         factor=failures.straggler_factor,
         host_of=host_of,
         say=say,
-        record=record,
+        metrics=metrics,
         comparable_ranks=_comparable_ranks(context.groups.grid),
     )
 
@@ -156,20 +150,6 @@ def replica_check(
     if interval is None:
         return None
 
-    def record(iteration: int, differences: Sequence[Difference]) -> None:
-        tensors = [name for difference in differences for name in difference.tensors]
-        has_majority = all(difference.has_majority for difference in differences)
-        log.add(
-            FaultRecord(
-                iteration,
-                "replicas",
-                "persistent" if has_majority else "undecided",
-                {rank: host_of(rank) for difference in differences for rank in difference.blamed},
-                tensors=tensors,
-                numbers={"tensors": float(len(tensors))},
-            )
-        )
-
     def chunks() -> list[TensorChunk]:
         optimizer = optimizer_chunks(session.optimizer, scalars=False)
         return weight_chunks(session.model.store) + optimizer
@@ -182,7 +162,7 @@ def replica_check(
         coordinator=session.context.coordinator,
         host_of=host_of,
         complete=session.step.engine.complete_weights,
-        record=record,
+        log=log,
     )
     say(check.line())
     return check

@@ -38,11 +38,6 @@ from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 
 
-def new_metrics_file(now: datetime.datetime) -> str:
-    """Return the default metrics file: in a new folder under runs/."""
-    return str(Path("runs", f"{now:%Y-%m-%dT%H-%M-%S}-{os.getpid()}", "metrics.jsonl"))
-
-
 def run_metrics(
     config: LoggingConfig,
     *,
@@ -65,7 +60,8 @@ def run_metrics(
     Returns:
         The writers, and the path of the metrics file.
     """
-    path = config.metrics_file or new_metrics_file(now)
+    default = Path("runs", f"{now:%Y-%m-%dT%H-%M-%S}-{os.getpid()}", "metrics.jsonl")
+    path = config.metrics_file or str(default)
     tracked = TrackedRun(
         options=options, folder=Path(path).parent, resume_iteration=resume_iteration
     )
@@ -85,10 +81,6 @@ def run_metrics(
     return metrics, path
 
 
-def _no_collection(iteration: int) -> None:
-    """Do nothing: the automatic collector stays on."""
-
-
 @contextlib.contextmanager
 def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[int], None]]:
     """Disable the automatic garbage collector and collect every `interval` iterations instead.
@@ -100,7 +92,7 @@ def scheduled_collection(scheduled: bool, interval: int) -> Iterator[Callable[[i
     Yields a function to call before each iteration.
     """
     if not scheduled:
-        yield _no_collection
+        yield lambda iteration: None  # the automatic collector stays on
         return
 
     def begin(iteration: int) -> None:

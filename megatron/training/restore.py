@@ -52,8 +52,8 @@ def restore(session: Session) -> tuple[Progress, str]:
             fall_back=chosen.load_fallback,
         )
         if loaded is not None:
-            resumes_newest = flag == "--load" and not is_start and _is_saved_in(source, chosen.save)
-            return _start_from(session, *loaded, resumes_newest=resumes_newest)
+            is_load = flag == "--load" and not is_start
+            return _start_from(session, *loaded, resumes_from=source if is_load else None)
         if flag == "--pretrained-checkpoint":
             raise ValueError(f"{flag} {source}: there is no checkpoint: name another")
     if chosen.save is not None:
@@ -117,21 +117,22 @@ def _experiments_in(tensors: Collection[str]) -> set[str]:
     return {name for name in prefixes if name.startswith("experiment.")}
 
 
-def _is_saved_in(source: str, save: str | None) -> bool:
-    return save is not None and Path(source).resolve() == Path(save).resolve()
-
-
 def _start_from(
-    session: Session, folder: Path, progress: Progress | None, *, resumes_newest: bool
+    session: Session, folder: Path, progress: Progress | None, *, resumes_from: str | None
 ) -> tuple[Progress, str]:
     """Check that the save folder contains no later checkpoint; return the progress to start from,
-    and a line that describes it. Raises ValueError."""
+    and a line that describes it. Raises ValueError.
+
+    Args:
+        resumes_from: the folder of --load; None if only weights are loaded.
+    """
     save, start = session.run.config.checkpoint.save, progress or Progress()
     if save is not None:
         reject_later_checkpoints(
             save,
             start.iteration,
-            resumes_newest=resumes_newest,
+            resumes_newest=resumes_from is not None
+            and Path(resumes_from).resolve() == Path(save).resolve(),
             coordinator=session.context.coordinator,
         )
     if progress is None:

@@ -85,7 +85,12 @@ def build_session(
     bucket = config.data_parallel.ddp_bucket_size
     buckets = {} if bucket is None else {"bucket_bytes": 4 * bucket}
     data_parallel = data_parallel_config(config)
-    matmul = _cpu_matmul(config, context)
+    matmul = CpuMatmul.choose(
+        config.execution.cpu_matmul_dtype,
+        weights=weight_dtype(config),
+        device=context.device,
+        coordinator=context.coordinator,
+    )
     model = GPTModel(
         model_config,
         context.groups,
@@ -125,7 +130,7 @@ def build_session(
             Speedometer.of(run, padded_vocab_size=padded, peak_flops=peak_flops(gpu)),
             memory=lambda: (memory_bytes(context.device), peak_memory_bytes(context.device)),
         ),
-        metadata=_metadata(run, vocabulary, data, model=model_config, matmul=matmul),
+        metadata=_metadata(run, vocabulary, data, model_config, matmul),
         cpu_matmul=matmul,
         hooks=(ModelLog(model, balance), *(e.hooks(model, step) for e in experiments if e.hooks)),
     )
@@ -135,7 +140,6 @@ def _metadata(
     run: ResolvedRun,
     vocabulary: Vocabulary,
     data_sets: DataSets,
-    *,
     model: GPTConfig,
     matmul: CpuMatmul | None,
 ) -> CheckpointMetadata:
@@ -160,16 +164,6 @@ def _backend(
         if experiment.blocks is not None:
             chosen = experiment.blocks(chosen)
     return chosen
-
-
-def _cpu_matmul(config: Config, context: DistributedContext) -> CpuMatmul | None:
-    """Return the dtype of CPU matmuls, equal on all ranks; None if there is no choice."""
-    return CpuMatmul.choose(
-        config.execution.cpu_matmul_dtype,
-        weights=weight_dtype(config),
-        device=context.device,
-        coordinator=context.coordinator,
-    )
 
 
 def _check_checkpoint_model(

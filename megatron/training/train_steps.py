@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
@@ -79,26 +79,28 @@ def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
 
 
 def take(
-    batches: Iterator[GPTBatch],
-    count: int,
+    batches: Iterable[GPTBatch],
     device: torch.device,
     *,
     layouts: Layouts,
     mtp_num_layers: int = 0,
     step_samples: int | None = None,
 ) -> list[Microbatch]:
-    """Return the next training microbatches of this data-parallel rank.
+    """Return the training microbatches of this data-parallel rank.
 
     Args:
         step_samples: samples of a step on all data-parallel ranks if they are not divided evenly.
     """
-    microbatches = []
-    for batch in islice(batches, count):
-        share = None if step_samples is None else batch.num_samples / step_samples
-        microbatches.append(
-            microbatch(batch, device, layouts=layouts, mtp_num_layers=mtp_num_layers, share=share)
+    return [
+        microbatch(
+            batch,
+            device,
+            layouts=layouts,
+            mtp_num_layers=mtp_num_layers,
+            share=None if step_samples is None else batch.num_samples / step_samples,
         )
-    return microbatches
+        for batch in batches
+    ]
 
 
 class SessionSteps:
@@ -140,8 +142,7 @@ class SessionSteps:
         local_samples = sum(batch.num_samples for batch in counted)
         self._session.window.add_squares(squares * samples // local_samples)
         microbatches = take(
-            iter(batches),
-            len(batches),
+            batches,
             device,
             layouts=self._layouts,
             mtp_num_layers=self._mtp_num_layers,

@@ -31,6 +31,7 @@ from megatron.core.comm import all_gather
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
 from megatron.core.dist_checkpointing.shard_format import default_digest_algorithm, digest
 from megatron.core.process_groups import Group
+from megatron.training.fault_tolerance.faults import FaultLog, FaultRecord
 from megatron.training.hooks import TrainingHooks
 from megatron.training.progress_state import Progress
 from megatron.training.step_report import StepReport
@@ -240,7 +241,7 @@ class ReplicaCheck(TrainingHooks):
         coordinator: agreement of the ranks at the start, and after a difference.
         host_of: returns a rank's machine.
         complete: completes pending weight updates before a comparison.
-        record: records the differences after an iteration.
+        log: records differences.
 
     Raises:
         ValueError: the ranks' digests are not comparable.
@@ -256,12 +257,12 @@ class ReplicaCheck(TrainingHooks):
         coordinator: Coordinator,
         host_of: Callable[[int], str],
         complete: Callable[[], None],
-        record: Callable[[int, Sequence[Difference]], None],
+        log: FaultLog,
     ) -> None:
         self._chunks, self._world, self._device = chunks, world, device
         self._interval = interval
         self._coordinator, self._host_of = coordinator, host_of
-        self._complete, self._record = complete, record
+        self._complete, self._log = complete, log
         self.compared = 0
         """Number of comparisons so far."""
         sets = replica_sets(chunks())
@@ -371,8 +372,24 @@ class ReplicaCheck(TrainingHooks):
             f"replicas differ after iteration {iteration}: {listed}{suffix}; nothing was "
             "saved: restart from the last checkpoint, without the faulty machine"
         )
-        self._record(iteration, all_differences)
+        self._add_fault(iteration, all_differences)
         return RunStopped(ExitCode.REPLICAS_DIFFER, text)
+
+    def _add_fault(self, iteration: int, unequal: Sequence[Difference]) -> None:
+        """Record the differences after an iteration."""
+        tensors = [name for difference in unequal for name in difference.tensors]
+        has_majority = all(difference.has_majority for difference in unequal)
+        hosts = {rank: self._host_of(rank) for difference in unequal for rank in difference.blamed}
+        self._log.add(
+            FaultRecord(
+                iteration,
+                "replicas",
+                "persistent" if has_majority else "undecided",
+                hosts,
+                tensors=tensors,
+                numbers={"tensors": float(len(tensors))},
+            )
+        )
 
 
 def _row(replica_set: ReplicaSet, checksums: Sequence[int]) -> tuple[int, int, int]:

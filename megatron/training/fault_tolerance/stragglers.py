@@ -19,6 +19,7 @@ import torch
 from megatron.core.comm import all_gather
 from megatron.core.process_groups import Group
 from megatron.training.hooks import TrainingHooks
+from megatron.training.monitoring.metrics import Metrics
 from megatron.training.progress_state import Progress
 from megatron.training.step_report import StepReport
 
@@ -145,7 +146,7 @@ class StragglerReport(TrainingHooks):
         factor: a rank is slow above this multiple of the median.
         host_of: returns a rank's machine.
         say: prints one line.
-        record: records {rank: (seconds per step, median)} of the slow ranks of an iteration.
+        metrics: records the seconds per step and the median of slow ranks.
         comparable_ranks: groups of ranks with equal work.
     """
 
@@ -158,10 +159,10 @@ class StragglerReport(TrainingHooks):
         factor: float,
         host_of: Callable[[int], str],
         say: Callable[[str], None],
-        record: Callable[[int, dict[str, list[float]]], None],
+        metrics: Metrics,
         comparable_ranks: Sequence[Sequence[int]],
     ) -> None:
-        self._comparable_ranks, self._record = comparable_ranks, record
+        self._comparable_ranks, self._metrics = comparable_ranks, metrics
         self._clock, self._world, self._device, self._factor = clock, world, device, factor
         self._host_of, self._say = host_of, say
 
@@ -184,4 +185,5 @@ class StragglerReport(TrainingHooks):
             has_stages = len(self._comparable_ranks) > 1
             self._say(straggler_text(seconds, medians, self._host_of, has_stages=has_stages))
             slow = {str(rank): [seconds[rank], median] for rank, median in medians.items()}
-            self._record(self._iteration, slow)
+            numbers = {"slow_ranks": float(len(slow)), "seconds_and_median_by_rank": slow}
+            self._metrics.write("straggler", self._iteration, numbers)

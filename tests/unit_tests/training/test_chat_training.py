@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ def _train_packed(
     dp_group = step.groups["dense_dp"]
     batches = training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0)
     cpu = torch.device("cpu")
-    microbatches = take(batches, run.num_microbatches, cpu, layouts=Layouts(step.groups["cp"], cpu))
+    microbatches = take(
+        islice(batches, run.num_microbatches), cpu, layouts=Layouts(step.groups["cp"], cpu)
+    )
     before = step.evaluate(microbatches)
     report = step(microbatches, lr=0.5, weight_decay=0.0)
     rows = [torch.cat([m.tokens, m.labels[:, -1:]], dim=1) for m in microbatches]

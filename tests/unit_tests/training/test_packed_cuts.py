@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -168,7 +169,7 @@ def train_case(case: Case, groups: ProcessGroupCollection) -> dict:
         batch_sizes=BatchSizes.constant(2 * MICRO),
     )
     depths, count = case.model.mtp_num_layers, 2 // dp_group.size
-    microbatches = take(batches, count, CPU, layouts=layouts, mtp_num_layers=depths)
+    microbatches = take(islice(batches, count), CPU, layouts=layouts, mtp_num_layers=depths)
     by_documents = [batch.layout.sharding.is_padded for batch in microbatches]
     with trace(groups) as records:
         loss = step(microbatches, lr=0.3, weight_decay=0.0).loss
@@ -177,7 +178,7 @@ def train_case(case: Case, groups: ProcessGroupCollection) -> dict:
         for recorded, owned in zip(step.optimizer.recorded, step.optimizer.owned, strict=True)
         for placed in owned.boxes
     }
-    evaluated = step.evaluate(take(batches, count, CPU, layouts=layouts), at_a_time=count)
+    evaluated = step.evaluate(take(islice(batches, count), CPU, layouts=layouts), at_a_time=count)
     kinds = Counter(record.kind for record in records if record.group == "cp")
     counted = [router.counted for router in routers_of(step.model)]
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -218,7 +219,7 @@ def train_case(
         config.mtp_num_layers,
     )
     for _ in range(STEPS):
-        microbatches = take(batches, rounds, CPU, layouts=layouts, mtp_num_layers=depths)
+        microbatches = take(islice(batches, rounds), CPU, layouts=layouts, mtp_num_layers=depths)
         report = step(microbatches, lr=0.1, weight_decay=0.0)
         balance.finish(applied=report.applied)
         numbers.losses.append(report.loss)
@@ -228,7 +229,7 @@ def train_case(
             numbers.loads.append((load.tokens, round(load.dropped, 9)))
     if config.moe.router.expert_bias:
         numbers.biases.extend(router.expert_bias.tolist() for router in routers_of(step.model))
-    evaluated = take(batches, rounds, CPU, layouts=layouts)
+    evaluated = take(islice(batches, rounds), CPU, layouts=layouts)
     numbers.losses.append(step.evaluate(evaluated, at_a_time=rounds))
     return numbers
 

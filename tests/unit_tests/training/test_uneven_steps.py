@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -215,8 +216,7 @@ def _train_case(rank: int, case: Case) -> dict:
     losses, loads, num_padding = [], [], 0
     for _ in range(STEPS):
         microbatches = take(
-            batches,
-            division.rounds,
+            islice(batches, division.rounds),
             torch.device("cpu"),
             layouts=layouts,
             step_samples=case.samples,
@@ -228,7 +228,7 @@ def _train_case(rank: int, case: Case) -> dict:
             balance.finish(applied=report.applied)
             loads.append(balance.report())
     gradients = gradients_of(step)
-    evaluated = take(new_batches(), division.rounds, torch.device("cpu"), layouts=layouts)
+    evaluated = take(islice(new_batches(), division.rounds), torch.device("cpu"), layouts=layouts)
     losses.append(step.evaluate(evaluated, at_a_time=division.rounds))
     return {
         "losses": losses,
@@ -364,7 +364,10 @@ def losses_of_rank(step: TrainStep, dp_rank: int) -> list[float]:
     losses = []
     for _ in range(7):
         microbatches = take(
-            batches, division.rounds, torch.device("cpu"), layouts=layouts, step_samples=7
+            islice(batches, division.rounds),
+            torch.device("cpu"),
+            layouts=layouts,
+            step_samples=7,
         )
         assert [len(batch.tokens) for batch in microbatches] == [2, 1]
         assert microbatches[1].share == (1 / 7 if dp_rank == 0 else 0.0)

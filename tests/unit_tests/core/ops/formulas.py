@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Naive fp64 formulas of the ops, and the comparison of outputs and gradients with them."""
 
-import math
-
 import torch
 
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.rope import HeadRotation, rotary_table, split_heads
+from megatron.core.ops.rope.naive import apply_rope as naive_rope
 from tests.support.closeness import assert_close_by_metric
 
 # bf16 has 8 bits: each rounding has a relative error of at most 2^-9. The bound allows rounding
@@ -53,69 +52,6 @@ def maker():
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     return randn
-
-
-def naive_rms(x, weight, eps=1e-5):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def naive_rope(x, angles, interleaved):
-    """Rotate by complex multiplication."""
-    rotated = 2 * angles.shape[-1]
-    to_rotate = x[..., :rotated]
-    pairs = to_rotate.unflatten(-1, (-1, 2)) if interleaved else to_rotate.unflatten(-1, (2, -1)).mT
-    rotated_pairs = torch.view_as_real(
-        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
-    )
-    rotated_pairs = rotated_pairs.flatten(-2) if interleaved else rotated_pairs.mT.flatten(-2)
-    return torch.cat([rotated_pairs, x[..., rotated:]], -1)
-
-
-def naive_attention(
-    query,
-    key,
-    value,
-    sinks=None,
-    *,
-    causal,
-    scale,
-    window=None,
-    documents=None,
-    keep=None,
-    **positions,
-):
-    """Softmax attention from its definition, all heads and pairs at once.
-
-    Args:
-        positions: query_start, key_start and query_document_ids.
-    """
-    queries, keys, heads = query.shape[0], key.shape[0], query.shape[2]
-    key_start = positions.get("key_start", 0)
-    query_start = positions.get("query_start", key_start + keys - queries)
-    repeat = heads // key.shape[2]
-    key, value = (x.repeat_interleave(repeat, 2) for x in (key, value))
-    logits = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
-    q = torch.arange(queries)[:, None] + query_start
-    k = torch.arange(keys) + key_start
-    visible = torch.ones(logits.shape, dtype=torch.bool)
-    if causal:
-        visible &= k <= q
-    if window is not None:
-        visible &= q - k < window
-    if documents is not None:
-        offset = query_start - key_start
-        query_documents = positions.get("query_document_ids", documents[offset : offset + queries])
-        visible &= query_documents.t()[:, None, :, None] == documents.t()[:, None, None, :]
-    logits = logits.masked_fill(~visible, -math.inf)
-    if sinks is not None:
-        extra = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, extra], -1)
-    lse = logits.logsumexp(-1)
-    shift = lse.masked_fill(lse == -math.inf, 0)  # for queries without visible keys
-    weights = (logits - shift[..., None]).exp()[..., :keys]
-    if keep is not None:
-        weights = weights * keep
-    return torch.einsum("bnqk,kbnd->qbnd", weights, value), lse.detach()
 
 
 ATTENTION_CASES = {
@@ -240,19 +176,6 @@ def make_permutation(case: str) -> Permutation:
     source = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(tokens * copies, generator=source)
     return Permutation.of(slots[missing:], tokens, copies)
-
-
-def naive_sum_rows(y, slots, weights=None):
-    """Sum the rows of each token, one row at a time."""
-    sums = []
-    for token, row in enumerate(slots.tolist()):
-        rows = [
-            y[slot] * (1 if weights is None else weights[token, copy])
-            for copy, slot in enumerate(row)
-            if slot >= 0
-        ]
-        sums.append(torch.stack([torch.zeros_like(y[0]), *rows]).sum(0))
-    return torch.stack(sums)
 
 
 def compare_with_padding(make, implementation):

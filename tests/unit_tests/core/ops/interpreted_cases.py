@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.ops.attention import Mask, attention, tile_kernels
 from megatron.core.ops.attention import cpu as attention_cpu
 from megatron.core.ops.attention import triton as attention_triton
+from megatron.core.ops.attention.naive import attention as naive_attention
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.dropout import triton as dropout_triton
 from megatron.core.ops.launches import Launches
@@ -29,12 +30,16 @@ from megatron.core.ops.linear_cross_entropy import (
 from megatron.core.ops.linear_cross_entropy import triton as loss_triton
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
 from megatron.core.ops.permutation import triton as permutation_triton
+from megatron.core.ops.permutation.naive import sum_rows as naive_sum_rows
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rmsnorm import triton as rmsnorm_triton
+from megatron.core.ops.rmsnorm.naive import rms_norm as naive_rms
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.rope import triton as rope_triton
+from megatron.core.ops.rope.naive import apply_rope as naive_rope
 from megatron.core.ops.swiglu import gated
 from megatron.core.ops.swiglu import triton as swiglu_triton
+from megatron.core.ops.swiglu.naive import gated as naive_gated
 from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
@@ -47,10 +52,6 @@ from tests.unit_tests.core.ops.formulas import (
     make_attention,
     make_permutation,
     maker,
-    naive_attention,
-    naive_rms,
-    naive_rope,
-    naive_sum_rows,
 )
 
 FP32 = torch.float32
@@ -91,13 +92,13 @@ def test_rms_norm_matches_formula(make, zero_centered, monkeypatch):
     options = {"eps": 1e-5, "zero_centered": zero_centered, "implementation": "triton"}
     compare(
         lambda x, r, w: rms_norm(x, w, residual=r, **options),
-        lambda x, r, w: (naive_rms(x + r, w + offset), x + r),
+        lambda x, r, w: (naive_rms(x + r, w + offset, eps=1e-5), x + r),
         (make(5, 3, 37), make(5, 3, 37), make(37)),
         FP32,
     )
     compare(
         lambda x, w: rms_norm(x, w, **options),
-        lambda x, w: naive_rms(x, w + offset),
+        lambda x, w: naive_rms(x, w + offset, eps=1e-5),
         (make(3, 130), make(130)),
         FP32,
     )
@@ -117,7 +118,7 @@ def test_rms_norm_of_strided_rows_matches_formula(make, monkeypatch):
     ):
         compare(
             lambda x, w, take_slice=take_slice: rms_norm(take_slice(x), w, **options),
-            lambda x, w, take_slice=take_slice: naive_rms(take_slice(x), w),
+            lambda x, w, take_slice=take_slice: naive_rms(take_slice(x), w, eps=1e-5),
             (make(*shape), make(20)),
             FP32,
         )
@@ -190,13 +191,9 @@ def test_split_heads_matches_formula(make, interleaved, features, rotated, gates
 def test_gated_activation_matches_formula(make, activation, monkeypatch):
     narrow_blocks(monkeypatch, swiglu_triton, "FORWARD", "BACKWARD")
 
-    def naive(x):
-        gate, up = x.chunk(2, -1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
     compare(
         lambda x: gated(x, activation, implementation="triton"),
-        naive,
+        lambda x: naive_gated(x, activation),
         (make(2, 3, 2 * 1030),),
         FP32,
     )

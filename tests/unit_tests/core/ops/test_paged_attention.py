@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.ops.attention import attention
+from megatron.core.ops.attention.naive import attention as naive_attention
 from megatron.core.ops.paged_attention import (
     JointPages,
     PagedBatch,
@@ -23,7 +24,6 @@ from megatron.core.ops.paged_attention.triton import (
 from tests.support.closeness import relative_error
 from tests.support.nan_memory import nan_memory
 from tests.support.paged_rows import paged_rows
-from tests.unit_tests.core.ops.formulas import naive_attention
 
 FP64 = torch.float64
 # decode, draft tokens, whole prompt, prompt chunk, draft tokens, padding row, waiting row

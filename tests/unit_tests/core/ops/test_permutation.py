@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.ops.permutation import Permutation, sum_rows, take_rows
+from megatron.core.ops.permutation.naive import sum_rows as naive_sum_rows
 from tests.support.closeness import assert_close_by_metric
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.ops.formulas import (
@@ -15,7 +16,6 @@ from tests.unit_tests.core.ops.formulas import (
     compare_with_padding,
     make_permutation,
     maker,
-    naive_sum_rows,
 )
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.attention import attention
+from megatron.core.ops.attention.naive import attention as naive_attention
 from megatron.core.ops.layernorm import cpu as layernorm_cpu
 from megatron.core.ops.layernorm import layer_norm
+from megatron.core.ops.layernorm.naive import layer_norm as naive_layer_norm
 from megatron.core.ops.linear_cross_entropy import (
     chunk_gradient_,
     chunk_statistics,
@@ -17,8 +19,11 @@ from megatron.core.ops.linear_cross_entropy import (
 )
 from megatron.core.ops.linear_cross_entropy import cpu as cross_entropy_cpu
 from megatron.core.ops.rmsnorm import rms_norm
+from megatron.core.ops.rmsnorm.naive import rms_norm as naive_rms
 from megatron.core.ops.rope import apply_rope, rotary_table
+from megatron.core.ops.rope.naive import apply_rope as naive_rope
 from megatron.core.ops.swiglu import activate, gated
+from megatron.core.ops.swiglu.naive import gated as naive_gated
 from tests.support.closeness import assert_close_by_metric
 from tests.unit_tests.core.ops.formulas import (
     ATTENTION_CASES,
@@ -27,9 +32,6 @@ from tests.unit_tests.core.ops.formulas import (
     head_splits,
     make_attention,
     maker,
-    naive_attention,
-    naive_rms,
-    naive_rope,
 )
 
 
@@ -50,7 +52,7 @@ def test_rms_norm_matches_formula(make, dtype, zero_centered, shape):
     offset = 1 if zero_centered else 0
     compare(
         lambda x, w: rms_norm(x, w, eps=1e-5, zero_centered=zero_centered),
-        lambda x, w: naive_rms(x, w + offset),
+        lambda x, w: naive_rms(x, w + offset, eps=1e-5),
         (x, weight),
         dtype,
     )
@@ -61,7 +63,7 @@ def test_rms_norm_with_residual_matches_formula(make, dtype):
     x, residual, weight = make(5, 3, 37), make(5, 3, 37), make(37)
     compare(
         lambda x, r, w: rms_norm(x, w, eps=1e-5, residual=r),
-        lambda x, r, w: (naive_rms(x + r, w), x + r),
+        lambda x, r, w: (naive_rms(x + r, w, eps=1e-5), x + r),
         (x, residual, weight),
         dtype,
     )
@@ -84,13 +86,13 @@ def test_layer_norm_matches_formula(make, dtype, with_bias, zero_centered):
         lambda x, r, w, b=None: layer_norm(
             x, w, b, eps=1e-5, residual=r, zero_centered=zero_centered
         ),
-        lambda x, r, w, b=None: (F.layer_norm(x + r, (37,), w + offset, b, 1e-5), x + r),
+        lambda x, r, w, b=None: (naive_layer_norm(x + r, w + offset, b, eps=1e-5), x + r),
         inputs,
         dtype,
     )
     compare(
         lambda x, w: layer_norm(x, w, None, eps=1e-5),
-        lambda x, w: F.layer_norm(x, (37,), w, None, 1e-5),
+        lambda x, w: naive_layer_norm(x, w, None, eps=1e-5),
         (inputs[0], inputs[2]),
         dtype,
     )
@@ -108,7 +110,7 @@ def test_norm_weight_gradients_are_summed_in_fp32(make, norm):
     if norm == "rms":
         norm_op, formula = rms_norm, lambda x, w: F.rms_norm(x, (37,), w, 1e-5)
     else:
-        norm_op, formula = layer_norm, lambda x, w, b: F.layer_norm(x, (37,), w, b, 1e-5)
+        norm_op, formula = layer_norm, lambda x, w, b: naive_layer_norm(x, w, b, eps=1e-5)
     actual = gradients(lambda *leaves: norm_op(*leaves, eps=1e-5), inputs)
     expected = gradients(formula, [v.double() for v in inputs])
     for name, g, w in zip(("x", "weight", "bias"), actual, expected, strict=False):
@@ -178,11 +180,12 @@ def test_split_heads_matches_formula(make, dtype, interleaved, features, rotated
 @DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated_activation_matches_formula(make, dtype, activation):
-    def naive(x):
-        gate, up = x.chunk(2, -1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-    compare(lambda x: gated(x, activation), naive, (make(5, 3, 26),), dtype)
+    compare(
+        lambda x: gated(x, activation),
+        lambda x: naive_gated(x, activation),
+        (make(5, 3, 26),),
+        dtype,
+    )
 
 
 @DTYPES

@@ -79,13 +79,14 @@ te-newest: $(STAMP) te-wheels ## check TransformerEngine's newest release: its A
 pretrain: $(STAMP) ## pretrain a small GPT on real text, resume it, sample from it
 	@$(PY) -m megatron.training.quickstart $(PRETRAIN_FLAGS)
 
-lint: $(STAMP) ## ruff, house style, language and import order
+lint: $(STAMP) ## ruff, house style, language, import order and types
 	@status=0; \
 	echo "lint: ruff check";  $(PY) -m ruff check --output-format concise $(SOURCES) || status=1; \
 	echo "lint: ruff format"; $(PY) -m ruff format --check -q $(SOURCES) || status=1; \
 	echo "lint: house style"; $(PY) tools/style_check.py || status=1; \
 	echo "lint: language"; $(PY) -m tools.language --quiet || status=1; \
 	echo "lint: import order"; .venv/bin/lint-imports --no-cache || status=1; \
+	echo "lint: types"; .venv/bin/basedpyright --level error || status=1; \
 	exit $$status
 
 dead: $(STAMP) ## list unreachable code in the wheels: modules, functions, classes, methods

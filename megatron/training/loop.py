@@ -52,6 +52,7 @@ class Steps(Protocol):
             samples: samples of this batch.
             update_samples: samples of all applied updates so far, the position in the schedules.
         """
+        ...
 
     def loss_on(self, split: Literal["validation", "test"]) -> float | None:
         """Return the mean loss on a split; None if the run has no such data."""

@@ -78,6 +78,7 @@ class LossModel(Protocol):
     @property
     def has_auxiliary_losses(self) -> bool:
         """Whether `loss` takes the factor of auxiliary losses, `aux_factor`, in training."""
+        ...
 
     def loss(
         self,
@@ -93,6 +94,7 @@ class LossModel(Protocol):
         Args:
             training: `aux_factor` and `mtp_targets`, for models with additional losses.
         """
+        ...
 
 
 class ForwardBackward:
@@ -171,10 +173,12 @@ class StepRunner(Protocol):
     def __call__(self, microbatches: Sequence[Microbatch], factors: torch.Tensor) -> torch.Tensor:
         """Run forward and backward and reduce gradients; return this rank's loss, an fp64
         scalar."""
+        ...
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return this rank's sums of masked token losses and of masks, fp64 [2]; zeros except on
         the last stage of a pipeline."""
+        ...
 
 
 class TrainStep:

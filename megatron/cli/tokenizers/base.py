@@ -78,6 +78,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids, special tokens included."""
+        ...
 
     @property
     def eod(self) -> int | None:
@@ -86,10 +87,12 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal ids, except for special tokens."""
+        ...
 
     @property
     def special_tokens(self) -> SpecialTokens:
         """The special tokens that are added around a text."""
+        ...
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -98,12 +101,15 @@ class Tokenizer(Protocol):
             text: the text to encode.
             add_special_tokens: False adds no `special_tokens`, for a text that contains them.
         """
+        ...
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; special tokens are left out."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, with special tokens."""
+        ...
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token within a text, which may be a part of a character; None for
@@ -119,6 +125,7 @@ class ArrayTokenizer(Protocol):
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of several texts, with special tokens, each [t], of any integer type."""
+        ...
 
 
 @runtime_checkable
@@ -127,6 +134,7 @@ class ByteTable(Protocol):
 
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes of each id in a text, None for special tokens."""
+        ...
 
 
 def config_field(path: Path, name: str) -> Any:

@@ -556,6 +556,7 @@ class OffsetTokenizer(Protocol):
 
     def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return token ids and the (start, stop) characters of each."""
+        ...
 
 
 def encode_conversations(

@@ -56,6 +56,7 @@ class ExtensibleSource(TokenSource, Protocol):
 
     def extended(self, num_samples: int) -> TokenSource:
         """Return a data set with the same first samples and at least `num_samples` in total."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -62,8 +62,9 @@ class NullEvent:
         return (end._seconds - self._seconds) * 1e3
 
 
-Stream: TypeAlias = "torch.cuda.Stream | NullStream"
-Event: TypeAlias = "torch.cuda.Event | NullEvent"
+# On one device all streams and events are of one kind, which a union would not say.
+Stream: TypeAlias = "torch.cuda.Stream"
+Event: TypeAlias = "torch.cuda.Event"
 
 
 class WorkQueue:
@@ -252,12 +253,16 @@ def runs_ahead(device: torch.device) -> bool:
 
 def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
     """Create a stream in addition to the default stream; a lower `priority` number runs earlier."""
-    return torch.cuda.Stream(device, priority) if device.type == "cuda" else NullStream()
+    if device.type == "cuda":
+        return torch.cuda.Stream(device, priority)
+    return cast("Stream", NullStream())
 
 
 def current_stream(device: torch.device) -> Stream:
     """Return the stream on which work is enqueued now."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else NullStream()
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return cast("Stream", NullStream())
 
 
 @contextlib.contextmanager
@@ -272,7 +277,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 def new_event(device: torch.device, *, timing: bool = False) -> Event:
     """Make an event; with `timing`, `start.elapsed_time(end)` gives milliseconds."""
-    return torch.cuda.Event(enable_timing=timing) if device.type == "cuda" else NullEvent()
+    if device.type == "cuda":
+        return torch.cuda.Event(enable_timing=timing)
+    return cast("Event", NullEvent())
 
 
 def record_use(tensor: Tensor, stream: Stream) -> None:

@@ -318,7 +318,7 @@ TRAFFIC: Mapping[str, str] = MappingProxyType(
 URGENT_TRAFFIC = frozenset({"activations", "tokens of experts"})
 
 
-def _backend_options(traffic: str) -> dict[str, object]:
+def _backend_options(traffic: str) -> dict[str, Any]:
     """Return the additional options of `new_group` for a kind of traffic; only NCCL has any."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     if not is_nccl or traffic not in URGENT_TRAFFIC:

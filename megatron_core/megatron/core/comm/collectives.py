@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -256,7 +256,7 @@ def trace(groups: ProcessGroupCollection) -> Iterator[list[CollectiveRecord]]:
     Groups of one rank run no collectives, so they leave no record.
     """
     records: list[CollectiveRecord] = []
-    observer = records.append
+    observer: Callable[[Any], Any] = records.append
     groups.observers.append(observer)
     try:
         yield records

@@ -36,9 +36,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from megatron.core.comm.collectives import (
     Pending,
@@ -204,45 +204,45 @@ def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         return all_reduce(grad, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         return grad, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         # A copy, so that the full tensor is freed.
         return own_rows(x, group).clone()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         return all_gather(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group, partial: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, partial: bool) -> torch.Tensor:
         ctx.group, ctx.partial = group, partial
         return all_gather(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         # Each rank has a partial sum of the gradient; else every rank has the full gradient.
         if ctx.partial:
             return reduce_scatter(grad, ctx.group), None, None
@@ -251,10 +251,10 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor):
+    def backward(ctx: Any, grad: torch.Tensor):
         return all_gather(grad, ctx.group), None

@@ -124,7 +124,8 @@ def choose(engine: str, shape: AttentionShape, cp: int) -> CommTypeChoice:
     bytes_by_engine = {e: moved_bytes(e, shape, cp) for e in engines}
     best = min(engines, key=lambda e: bytes_by_engine[e])
     volumes = ", ".join(
-        f"{e} {bytes_by_engine[e] / 1e6:,.2f} MB" for e in sorted(engines, key=bytes_by_engine.get)
+        f"{e} {bytes_by_engine[e] / 1e6:,.2f} MB"
+        for e in sorted(engines, key=lambda e: bytes_by_engine[e])
     )
     why = f"fewest bytes sent per rank and layer: {volumes}"
     if best == ALL_GATHER:

@@ -34,6 +34,7 @@ class SampleOrder(Protocol):
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Return the dataset's sample numbers at positions [start, stop) of the order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,11 @@ class TokenSource(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples."""
+        ...
 
     def read(self, indices: np.ndarray) -> SampleRows:
         """Return samples [b]."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

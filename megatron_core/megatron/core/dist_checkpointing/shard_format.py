@@ -38,6 +38,7 @@ class Hasher(Protocol):
 
     def hexdigest(self) -> str:
         """Return 16 hexadecimal digits over all bytes so far."""
+        ...
 
 
 def default_digest_algorithm() -> str:

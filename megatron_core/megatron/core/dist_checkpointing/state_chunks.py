@@ -29,9 +29,11 @@ class StateRange(Protocol):
     @property
     def owned(self) -> OwnedRange:
         """The range."""
+        ...
 
     def named_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the flat tensors [k] of the range by kind."""
+        ...
 
 
 class RangedOptimizer(Protocol):
@@ -40,13 +42,16 @@ class RangedOptimizer(Protocol):
     @property
     def ranges(self) -> Sequence[StateRange]:
         """The optimizer's state, one entry per range."""
+        ...
 
     @property
     def groups(self) -> ProcessGroupCollection:
         """The groups of the ranks that train together."""
+        ...
 
     def scalars(self) -> Mapping[str, torch.Tensor]:
         """Return the state that belongs to no weight: tensors [] by name, equal on all ranks."""
+        ...
 
 
 def weight_chunks(store: WeightStore) -> list[TensorChunk]:

@@ -21,19 +21,23 @@ class LossScaler(Protocol):
     @property
     def scale(self) -> float:
         """The factor on the next loss."""
+        ...
 
     @property
     def seeks(self) -> bool:
         """Whether an overflow may only mean that the scale is too large."""
+        ...
 
     def update(self, found_inf: bool) -> None:
         """Record one step; `found_inf` means that some rank had a non-finite gradient."""
 
     def scalars(self) -> dict[str, torch.Tensor]:
         """Return the state by name: tensors [] in host memory, which are the state itself."""
+        ...
 
     def state_dict(self) -> dict[str, float]:
         """Return the state as JSON-serializable numbers."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore a saved state. Raises ValueError if another kind of scaler saved it."""

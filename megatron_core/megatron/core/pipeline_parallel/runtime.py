@@ -176,9 +176,11 @@ class Worker(Protocol):
 
     def recv_buffer(self, microbatch: int) -> torch.Tensor:
         """Return an empty tensor for received hidden states or their gradient."""
+        ...
 
     def forward(self, chunk: int, microbatch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return a chunk's output; `hidden` is None in the first chunk of the model."""
+        ...
 
     def backward(
         self, chunk: int, microbatch: int, grad: torch.Tensor | None, *, split: bool

@@ -210,7 +210,9 @@ def choose_mode(mode: str, shape: LinearShape, cp: int) -> LinearModeChoice:
     modes = [name for name in (HEADWISE, SEGMENTS) if name != HEADWISE or reason is None]
     volumes = {name: sent_bytes(name, shape, cp) for name in modes}
     best = min(modes, key=lambda name: volumes[name])  # headwise if both send as much
-    listing = ", ".join(f"{m} {volumes[m] / 1e6:,.2f} MB" for m in sorted(modes, key=volumes.get))
+    listing = ", ".join(
+        f"{m} {volumes[m] / 1e6:,.2f} MB" for m in sorted(modes, key=lambda m: volumes[m])
+    )
     why = f"fewest bytes sent per rank and layer: {listing}"
     return LinearModeChoice(best, why if reason is None else f"{why}; not headwise: {reason}")
 

@@ -126,6 +126,7 @@ class BlockGatherer(Protocol):
 
     def is_stale(self, block: BucketBlock) -> bool:
         """Return whether this rank's storage lacks updates that other ranks have made."""
+        ...
 
 
 class BucketBlock:

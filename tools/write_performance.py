@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.bench.gpu_results import rows_of, text_of
-from tools.bench.gpu_rows import DECODE_PROMISE, LONG_TRAINING_MFU, TRAINING_MFU, verdict
+from tools.bench.table import DECODE_PROMISE, LONG_TRAINING_MFU, TRAINING_MFU, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench_results", ROOT / "docs/performance.md"

@@ -18,7 +18,16 @@ from tools.bench.data_parallel_steps import Timing, batch_of
 from tools.bench.mcore_step import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, cpu_name, format_table, machine, verdict
+from tools.bench.table import (
+    MET,
+    MISSED,
+    OPEN,
+    compared,
+    cpu_name,
+    format_table,
+    machine,
+    verdict,
+)
 from tools.bench.turns import Variant, ratio, take_turns
 
 WORKER = """
@@ -32,23 +41,29 @@ serve(build)
 
 
 def row(ratio_, target, value=1.0):
-    return Row(bench="b", what="w", ours=value, peer=None, ratio=ratio_, target=target)
+    peer = None if ratio_ is None else 2.0
+    return compared(bench="b", what="w", ours=value, peer=peer, ratio=ratio_, target=target)
+
+
+def verdict_of(ratio_, target, value=1.0):
+    (judged,) = row(ratio_, target, value)["targets"]
+    return verdict(row(ratio_, target, value), judged)
 
 
 def test_verdict_compares_with_the_target():
-    assert [verdict(row(r, ">= 1.05")) for r in (1.04, 1.05, 2.0)] == ["no", "yes", "yes"]
-    assert [verdict(row(r, "<= 1.0")) for r in (0.9, 1.0, 1.1)] == ["yes", "yes", "no"]
-    assert [verdict(row(None, "<= 0.5", value=o)) for o in (0.4, 0.6, None)] == ["yes", "no", ""]
-    assert verdict(row(1.0, "")) == ""
-    with pytest.raises(ValueError, match="target '= 1"):
-        verdict(row(1.0, "= 1.05"))
+    assert [verdict_of(r, ">= 1.05") for r in (1.04, 1.05, 2.0)] == [MISSED, MET, MET]
+    assert [verdict_of(r, "<= 1.0") for r in (0.9, 1.0, 1.1)] == [MET, MET, MISSED]
+    assert [verdict_of(None, "<= 0.5", value=o) for o in (0.4, 0.6, None)] == [MET, MISSED, OPEN]
+    assert row(1.0, "")["targets"] == []
+    with pytest.raises(ValueError, match="= 1"):
+        verdict_of(1.0, "= 1.05")
 
 
 def test_table_columns_are_aligned():
     lines = format_table([row(1.25, ">= 1.0", value=12345.6), row(None, "")]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert "12,346" in lines[2]
-    assert "1.250" in lines[2]
+    assert "(1.25 x)" in lines[2]
 
 
 def test_head_line_names_the_cpu(tmp_path):

@@ -20,14 +20,14 @@ from tools import write_performance
 from tools.bench import gpu_timing
 from tools.bench.gpu_bench import Bench, require_same
 from tools.bench.gpu_results import joined, rows_of, text_of
-from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, open_targets, verdict
 from tools.bench.gpu_timing import ratio_of
+from tools.bench.table import Peer, Row, format_table, open_targets, verdict
 from tools.gpu_stages import Stage, run_stage
 
 
-def row(**changes) -> GpuRow:
+def row(**changes) -> Row:
     return (
-        GpuRow(
+        Row(
             bench="kernels",
             what="delta rule, forward",
             unit="ms",
@@ -114,7 +114,7 @@ def test_malformed_target_is_refused():
     assert open_targets([row(ours=None, targets=["ms <= 1"], note="why")]) == [
         "delta rule, forward: ms <= 1 (why)"
     ]
-    assert len({len(line) for line in gpu_table([row(), row(note="x")]).splitlines()}) == 1
+    assert len({len(line) for line in format_table([row(), row(note="x")]).splitlines()}) == 1
 
 
 def test_stages_of_a_day_are_joined_in_one_file(tmp_path):

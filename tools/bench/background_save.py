@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing import (
 )
 from tools.bench.mcore_step import training_parts
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 #: Steps that are timed without a save, in every repeat.
 STEPS = 4
@@ -132,14 +132,14 @@ def _row(
 ) -> Row:
     mcore, peer = (1000.0 * medians[name] for name in names)
     if ratios is None:
-        return Row(
+        return compared(
             bench="background_save", what=what, ours=mcore, peer=peer, ratio=mcore / peer, target=""
         )
     target = "<= 0.1" if names[0] == "held" else ">= 0.9"
     if names[0] == "during":
         what = f"{what} (ratio of speeds)"
     ratio = statistics.median(ratios)
-    return Row(
+    return compared(
         bench="background_save", what=what, ours=mcore, peer=peer, ratio=ratio, target=target
     )
 

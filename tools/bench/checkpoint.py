@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     save_checkpoint,
 )
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 TENSORS = 50
 
@@ -87,7 +87,7 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
             pairs = times[kind]
             what = f"{kind} {megabytes} MB, {world} process{'es' * (world > 1)}, MB/s / {peer}"
             table_rows.append(
-                Row(
+                compared(
                     bench="checkpoint",
                     what=what,
                     ours=megabytes / statistics.median(mcore for mcore, _ in pairs),
@@ -99,12 +99,10 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
     for world, count in ((2, 2000), (4, 5000)):
         times = _on_ranks(_tiny, world, (count, repeats, clock), folder)
         table_rows += [
-            Row(
+            compared(
                 bench="checkpoint",
                 what=f"{kind} {count} chunks of 16 bytes on {world} ranks, s",
                 ours=statistics.median(seconds for (seconds,) in times[kind]),
-                peer=None,
-                ratio=None,
                 target=PLANNING.get((kind, world), ""),
             )
             for kind in ("save", "load")

@@ -38,7 +38,7 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks, shapes
 from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 TARGET = ">= 0.6"
 PACKED_TARGET = ">= 1"
@@ -132,7 +132,7 @@ def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> 
         ):
             pairs = zip(alone, mcore, strict=True)
             table_rows.append(
-                Row(
+                compared(
                     bench="context_parallel",
                     what=f"{world} ranks: {unit}, {name}, {shape.sequence} tokens",
                     ours=1e3 * statistics.median(mcore),
@@ -198,7 +198,7 @@ def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
     for kind, unit in enumerate(("ms", "cpu ms of the slowest rank")):
         row, documents = ([step[kind] for step in slowest[name]] for name in ("row", "documents"))
         table_rows.append(
-            Row(
+            compared(
                 bench="context_parallel",
                 what=(
                     f"{world} ranks: {unit}, cut by documents / by row, pairs "

@@ -39,7 +39,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.training.data.documents import Tally, read_documents
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.quickstart import build_corpus
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 SEQUENCE_LENGTH = 1024
 VOCAB_SIZE = 4096
@@ -196,7 +196,7 @@ def memory_rows(gigabytes: float) -> list[Row]:
             early, late = max(sizes[quarter : 2 * quarter]), max(sizes[-quarter:])
             what = f"preprocess {gigabytes:g} GB, {kind}, at {speed:.0f} MB/s: peak MB late / early"
             table_rows.append(
-                Row(
+                compared(
                     bench="data", what=what, ours=late, peer=early, ratio=late / early,
                     target="<= 1.1",
                 )
@@ -271,14 +271,18 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
         rates = measure(cases, 0.0 if quick else 30.0, clock)
         for (what, target, _), mcore in zip(cases, rates, strict=True):
             median = statistics.median(mcore)
-            table_rows.append(
-                Row(bench="data", what=what, ours=median, peer=None, ratio=None, target=target)
-            )
+            table_rows.append(compared(bench="data", what=what, ours=median, target=target))
         # Encoding, the last case, against the library's own call, the one before it.
-        table_rows[-1]["peer"] = statistics.median(rates[-2])
-        table_rows[-1]["ratio"] = statistics.median(
-            mcore_rate / peer_rate
-            for mcore_rate, peer_rate in zip(rates[-1], rates[-2], strict=True)
+        ratios = [ours / library for ours, library in zip(rates[-1], rates[-2], strict=True)]
+        library_rate = statistics.median(rates[-2])
+        what, target, _ = cases[-1]
+        table_rows[-1] = compared(
+            bench="data",
+            what=what,
+            ours=statistics.median(rates[-1]),
+            peer=library_rate,
+            ratio=statistics.median(ratios),
+            target=target,
         )
     return table_rows
 

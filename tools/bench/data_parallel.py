@@ -37,7 +37,7 @@ from tools.bench.data_parallel_steps import (
     fsdp2,
 )
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 #: ours / theirs, and what the issue of the engine promises of the ratio.
 RACES = {
@@ -179,7 +179,7 @@ def describe(course: Course, world: int, *, target: str = "") -> list[Row]:
         seconds = [over_ranks([rank[n] for rank in ranks], phase) for n in course.names]
         medians = [1e3 * statistics.median(s) for s in seconds]
         table_rows.append(
-            Row(
+            compared(
                 bench="data_parallel",
                 what=f"{world} ranks: ms of {phase}, {course.title}",
                 ours=medians[0],

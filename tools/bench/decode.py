@@ -35,7 +35,7 @@ from tools.bench.inference import (
     with_weights_of,
 )
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 #: Rounds and new tokens of a request; a few for a quick look.
 ROUNDS, TOKENS = 9, 64
@@ -107,7 +107,7 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
         low, middle, high = statistics.quantiles(ratios, n=4)
         seconds, peak_bytes = statistics.median(mcore), peak_memory_bytes(torch.device("cpu"))
         table_rows.append(
-            Row(
+            compared(
                 bench="decode",
                 what=(
                     f"{shape.layers} layers of {shape.hidden}, {mcore_name}, 1 request, "

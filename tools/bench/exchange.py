@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.comm import all_gather, all_reduce, reduce_scatter
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
-from tools.bench.table import Row
+from tools.bench.table import Row, compared
 
 #: A layer of the S shape, a norm's worth, and something between.
 ELEMENTS = (1 << 10, 1 << 16, 852_480)
@@ -65,7 +65,7 @@ def rows(world: int, rounds: int) -> list[Row]:
             steps = list(zip(*(rank[kind] for rank in ranks), strict=True))
             mcore, gloo = ([max(r[side] for r in step) for step in steps] for side in (0, 1))
             table_rows.append(
-                Row(
+                compared(
                     bench="data_parallel",
                     what=f"{world} ranks: ms of {kind} of {4 * elements:,} bytes / gloo",
                     ours=1e3 * statistics.median(mcore),

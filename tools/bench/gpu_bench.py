@@ -20,9 +20,9 @@ from typing import TypeVar
 
 import torch
 
-from tools.bench.gpu_rows import GpuRow, Peer, gpu_table, verdict
 from tools.bench.gpu_timing import Call, Stopwatch, measured_rates, ratio_of
 from tools.bench.rehearsal import be_interpreted
+from tools.bench.table import Peer, Row, format_table, verdict
 
 Size = TypeVar("Size")
 MCORE = "ours"
@@ -46,7 +46,7 @@ class Bench:
             self.device, rounds=1 if self.rehearse else 10, warmup=1 if self.rehearse else 3
         )
         self.rates: dict[str, float] = {}
-        self.rows: list[GpuRow] = []
+        self.rows: list[Row] = []
         self.problems: dict[str, str] = {}
         self.kernels: dict[str, list[dict]] = {}
 
@@ -77,7 +77,7 @@ class Bench:
             calls: calls by name, including `MCORE`.
             flops: operations of the op, for the roofline.
             moved_bytes: bytes that it must read and write, for the roofline.
-            targets: see `GpuRow`.
+            targets: see `Row`.
             unit: "ms" or "us".
             count: repetitions of the op within one call; figures are per repetition.
             note: note for the reader.
@@ -122,7 +122,7 @@ class Bench:
         note: str = "",
     ) -> None:
         """Add a row."""
-        row = GpuRow(
+        row = Row(
             bench=self.name,
             what=what,
             unit=unit,
@@ -160,7 +160,7 @@ class Bench:
                 break
             self._free()
         self.save()
-        print(gpu_table(self.rows))
+        print(format_table(self.rows))
         for name, problem in self.problems.items():
             print(f"{self.name}: {name}: {problem}")
         print(f"{len(self.rows)} rows, {len(self.problems)} problems")

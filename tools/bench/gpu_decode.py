@@ -31,8 +31,8 @@ from megatron.core.ops.recurrence import (
 )
 from megatron.core.ops.sampling import choose_tokens
 from tools.bench.gpu_bench import MCORE, Bench, no_device, options_of, require_same
-from tools.bench.gpu_rows import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 from tools.bench.gpu_timing import Call
+from tools.bench.table import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 
 #: More layers than this are not needed, and fewer where their states fill this many bytes.
 LAYERS, ENOUGH_BYTES = 48, 1 << 29

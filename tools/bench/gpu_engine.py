@@ -35,9 +35,9 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig
 from tools.bench import mcore_step, shapes
 from tools.bench.gpu_bench import Bench, no_device, options_of
-from tools.bench.gpu_rows import Peer
 from tools.bench.gpu_train import LLAMA_1_3B
 from tools.bench.shapes import Shape
+from tools.bench.table import Peer
 
 SMALL = Shape(
     layers=4, hidden=512, ffn=1376, heads=8, kv_heads=4, vocabulary=2048, batch=1, sequence=1024

@@ -3,7 +3,7 @@
 
     {"when", "machine": {...}, "peers": {name: why it cannot be imported, or null},
      "stages": {name: {"when", "seconds", "commands", "problems", "rates",
-                       "rows": [GpuRow], "kernels"}}}
+                       "rows": [Row], "kernels"}}}
 
 Stages of separate runs on one day share one file; a repeated stage replaces its results.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.gpu_rows import GpuRow, gpu_table, open_targets, rates_text
+from tools.bench.table import Row, format_table, open_targets, rates_text
 from tools.gpu_peers import said_of
 
 #: Whose versions a reader needs, those of peers too; the names of their distributions.
@@ -128,7 +128,7 @@ def joined(
     return path, results
 
 
-def rows_of(results: Mapping) -> list[GpuRow]:
+def rows_of(results: Mapping) -> list[Row]:
     """Return the rows of all stages."""
     return [row for stage in results["stages"].values() for row in stage.get("rows", [])]
 
@@ -144,7 +144,7 @@ def text_of(results: Mapping) -> str:
         rates = rates_text(stage.get("rates", {}))
         if rates:
             lines += ["", f"While `{name}` ran, the device {rates}: rooflines are made of these."]
-    lines += ["", gpu_table(rows)] if rows else ["", "No bench has run."]
+    lines += ["", format_table(rows)] if rows else ["", "No bench has run."]
     lines += ["", "| stage | seconds | commands | problems |", "|---|---|---|---|"]
     for name, stage in results["stages"].items():
         problems = "; ".join(f"{what}: {why}" for what, why in stage["problems"].items())

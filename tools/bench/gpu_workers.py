@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tools.bench.gpu_bench import Bench
-from tools.bench.gpu_rows import Peer
+from tools.bench.table import Peer
 from tools.bench.turns import Step, Variant, serve, take_turns
 
 #: Builds the step of a variant with a microbatch size.

@@ -32,7 +32,7 @@ from megatron.core.ssm import GatedDeltaNetConfig, mixer
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import PerSequence
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 RANKS, TOKENS, SEQUENCES, PATTERN, VOCABULARY = 4, 256, 16, "G-G-G-*-", 512
 DELTA = GatedDeltaNetConfig(
@@ -150,7 +150,7 @@ def rows_of(tokens: int, sequences: int, rounds: int) -> list[Row]:
             for kind in ("ours", "per sequence")
         )
         table_rows.append(
-            Row(
+            compared(
                 bench="hybrid_step",
                 what=f"{RANKS} ranks of {tokens} tokens, {sequences} sequences: {unit}, "
                 f"{sent['ours']} all-to-alls / {sent['per sequence']}",

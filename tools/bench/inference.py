@@ -54,7 +54,7 @@ from megatron.training.checkpointing.hf_options import open_model
 from tools.bench import shapes
 from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table, machine
+from tools.bench.table import Row, compared, format_table, machine
 
 ROWS = 16
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -156,7 +156,7 @@ def in_turns(
 
 def row(what: str, mcore: Sequence[float], peer: Sequence[float], target: str = "") -> Row:
     """Return the medians and the median of the ratios."""
-    return Row(
+    return compared(
         bench="inference",
         what=what,
         ours=statistics.median(mcore),

@@ -25,7 +25,7 @@ from megatron.core.context_parallel import SequenceSharding
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
 from tools.bench.exchange_forms import FORMS, Form, McoreForm, PerSequence, Unfolded
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 RANKS, TOKENS, HEADS = 4, 4096, 8
 #: Columns of a head: query, key, value, gate, beta, alpha.
@@ -138,7 +138,7 @@ def rows_of(
                     )
                 )
                 table_rows.append(
-                    Row(
+                    compared(
                         bench="linear_exchange",
                         what=f"{RANKS} ranks, {count} sequences: {unit}, {short} / {form.__name__}",
                         ours=1e3 * statistics.median(mcore),

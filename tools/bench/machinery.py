@@ -21,7 +21,7 @@ from megatron.core.initialize import InitSpec
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import WeightStore
 from megatron.core.weight_sharding import WeightSharding
-from tools.bench.table import Row
+from tools.bench.table import Row, compared
 
 LAYERS, SIZE, TOKENS = 64, 8, 4
 Chain = Callable[[torch.Tensor], torch.Tensor]
@@ -106,7 +106,7 @@ def rows(quick: bool) -> list[Row]:
             (f"us more than F.linear, {what}", difference, None, "<= 5"),
         ):
             table_rows.append(
-                Row(
+                compared(
                     bench="data_parallel",
                     what=f"1 rank: {name}",
                     ours=figure,

@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tools.bench import moe_ranks
 from tools.bench.moe_layers import COPIES, EXPERTS, McoreLayer, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
@@ -189,7 +189,7 @@ def compare(
     mcore_seconds = seconds.pop("ours")
     fastest = min(peers, key=lambda name: statistics.median(seconds[name]))
     return [
-        Row(
+        compared(
             bench="moe",
             what=f"{dtype}, {shape}: runs/s / {name}{' (its fastest)' if name == fastest else ''}",
             ours=1 / statistics.median(mcore_seconds),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks
 from tools.bench.moe_layers import McoreLayer, Shape
-from tools.bench.table import Row
+from tools.bench.table import Row, compared
 
 WARMUP_ROUNDS = 2
 #: What a rank measures of a step: seconds up to the end of backward, all seconds, and those of its
@@ -66,7 +66,7 @@ def compare(world: int, shape: Shape, dtype: str, rounds: int) -> list[Row]:
         ]
         mcore, dense = (1e3 * statistics.median(side) for side in sides)
         table_rows.append(
-            Row(
+            compared(
                 bench="moe",
                 what=f"ep {world} on {world} ranks, {size}: {what} / dense",
                 ours=mcore,

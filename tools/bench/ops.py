@@ -25,7 +25,7 @@ from megatron.core.ops.linear_cross_entropy import linear_cross_entropy
 from megatron.core.ops.rmsnorm import rms_norm
 from megatron.core.ops.rope import apply_rope, rotary_table
 from megatron.core.ops.swiglu import swiglu
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 # batch, sequence, hidden, ffn, heads, key heads, vocabulary: the peers' shapes
 SHAPES = {
@@ -184,7 +184,7 @@ def compare(
                     continue
                 mcore_seconds, peer_seconds = measure(mcore, peer_step, rounds)
                 table_rows.append(
-                    Row(
+                    compared(
                         bench="ops",
                         what=f"{op}, {name}, {shape}: runs/s / transformers",
                         ours=1e3 / mcore_seconds,

@@ -36,7 +36,7 @@ from megatron.training.step import Microbatch, TrainStep
 from tools.bench import gloo_ranks, shapes
 from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 #: Schedules and their chunks per stage.
 SCHEDULES: Mapping[str, int] = MappingProxyType({"1f1b": 1, "interleaved": 2, "zb-h1": 1})
@@ -124,7 +124,7 @@ def timed_rows(rounds: int, *, stages: int = 4) -> list[Row]:
         expected = simulate(schedule_of(name, stages), part_times).makespan
         seconds = [max(ranks) for ranks in zip(*(rank[name] for rank in measured), strict=True)]
         table_rows.append(
-            Row(
+            compared(
                 bench="pipeline",
                 what=f"{stages} ranks: ms of {name}, sleeping/simulated, {rounds} rounds",
                 ours=1e3 * statistics.median(seconds),
@@ -229,7 +229,7 @@ def model_rows(rounds: int, *, stages: int = 4) -> list[Row]:
             if name == "1f1b":
                 continue
             table_rows.append(
-                Row(
+                compared(
                     bench="pipeline",
                     what=f"{stages} ranks: {unit} of a step, {name}/1f1b, {rounds} rounds",
                     ours=1e3 * statistics.median(mcore),

@@ -32,7 +32,7 @@ from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 TOKENS, HIDDEN = 2048, 256
 #: Largest difference over largest value, in fp32. transformers' gradients of strong decays, and so
@@ -306,7 +306,7 @@ def compare(race: str, rounds: int, *, clock: Callable[[], float] = time.perf_co
     mcore_seconds = seconds.pop("ours")
     fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
     return [
-        Row(
+        compared(
             bench="recurrences",
             what=f"{race}: ms of forward and backward / transformers' {name}",
             ours=1e3 * statistics.median(mcore_seconds),

@@ -22,7 +22,7 @@ from tests.support.simulated_links import Latency, simulated
 from tools.bench import gloo_ranks
 from tools.bench.data_parallel_steps import McoreStep, Timing, batch_of
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row
+from tools.bench.table import Row, compared
 
 #: Nothing but prefetch differs; also what is named in the rows.
 VARIANTS = ("prefetch", "none")
@@ -110,7 +110,7 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
         removed = [b - a for a, b in zip(*pair, strict=True)]
         step = f"{statistics.median(pair[1]):.0f} ms"
         table_rows.append(
-            Row(
+            compared(
                 bench="data_parallel",
                 what=f"{ranks} ranks, {axis}: ms that prefetch takes off {batch}x256, {step} / "
                 f"gathers x {milliseconds:g} ms",

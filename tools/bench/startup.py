@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 
 #: What an import adds to `import torch`: label, module.
 IMPORTS = (
@@ -54,8 +54,8 @@ def rows(quick: bool) -> list[Row]:
     mcore, peer = (statistics.median(imports[label]) for label, _ in IMPORTS)
     what = "seconds that import megatron.core.models.gpt adds to import torch"
     table_rows = [
-        Row(bench="startup", what=what, ours=mcore, peer=None, ratio=None, target="<= 0.5"),
-        Row(
+        compared(bench="startup", what=what, ours=mcore, target="<= 0.5"),
+        compared(
             bench="startup",
             what="the same / transformers' Llama",
             ours=mcore,
@@ -67,9 +67,7 @@ def rows(quick: bool) -> list[Row]:
     for module, seconds in helps.items():
         what = f"seconds of {module} --help"
         median = statistics.median(seconds)
-        table_rows.append(
-            Row(bench="startup", what=what, ours=median, peer=None, ratio=None, target="<= 3.0")
-        )
+        table_rows.append(compared(bench="startup", what=what, ours=median, target="<= 3.0"))
     return table_rows
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tools.bench.shapes import SHAPES
-from tools.bench.table import Row, format_table
+from tools.bench.table import Row, compared, format_table
 from tools.bench.turns import Step, Variant, ratio, serve, take_turns
 
 MCORE = ("ours fp32", "ours bf16")
@@ -84,7 +84,7 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
         if mcore not in variants or peer not in variants:
             continue
         mcore_variant, peer_variant = variants[mcore], variants[peer]
-        speed = Row(
+        speed = compared(
             bench="train",
             what=f"{shape_name} tokens/s: {mcore} / {peer}",
             ours=tokens / mcore_variant.seconds(),
@@ -92,7 +92,7 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
             ratio=ratio(mcore_variant, peer_variant),
             target=speed_target if shape_name == "M" else "",
         )
-        memory = Row(
+        memory = compared(
             bench="train",
             what=f"{shape_name} peak MB: {mcore} / {peer}",
             ours=mcore_variant.peak_memory_bytes / 1e6,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.bench import gpu_bench, gpu_workers, turns
-from tools.bench.gpu_rows import GpuRow
+from tools.bench.table import Row
 from tools.nullcuda.values import plausible_tokens
 
 #: Of a model that has begun to learn, as gpu_train expects one.
@@ -34,7 +34,7 @@ def plausible_losses(*arguments: Any, **options: Any) -> Any:
 _TAKE_TURNS = turns.take_turns
 
 
-def names_of(rows: Sequence[GpuRow]) -> str:
+def names_of(rows: Sequence[Row]) -> str:
     """Return the names of the rows without times, which have no meaning; memory is real."""
     lines = []
     for row in rows:
@@ -49,7 +49,7 @@ def main() -> int:
     """Run the bench that is named first, with the other words as its command line."""
     name, *words = sys.argv[1:]
     gpu_bench.require_same = lambda *_, **__: None
-    gpu_bench.gpu_table = names_of
+    gpu_bench.format_table = names_of
     turns.take_turns = gpu_workers.take_turns = plausible_losses
     bench = importlib.import_module(f"tools.bench.{name}")
     sys.argv = [name, *words]

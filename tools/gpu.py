@@ -75,7 +75,7 @@ def ptxas_problem(ptxas: str) -> str | None:
     Triton silently uses its assembler instead of a file that is no ptxas, and every launch fails
     if the file cannot be executed.
     """
-    from tools.bench.gpu_results import program_version
+    from tools.bench.results import program_version
 
     if program_version(ptxas) is not None:
         return None
@@ -161,7 +161,7 @@ def stage_of(name: str, options: argparse.Namespace, folder: Path, seconds: floa
     """
     if name == "tests":
         return test_stage(options, seconds)
-    module = {"training": "gpu_train"}.get(name, f"gpu_{name}")
+    module = {"training": "gpu_train", "kernels": "ops"}.get(name, f"gpu_{name}")
     words = ["--part", str(folder / f"{name}.json"), "--seconds", str(max(seconds - 5, 1))]
     words += ["--rehearse"] if options.rehearse else []
     words += ["--quick"] if options.quick else []
@@ -202,7 +202,7 @@ def report(
     peers: Mapping[str, str | None], outcomes: list[Outcome], folder: Path, output: Path
 ) -> None:
     """Print the table, open targets and stage outcomes; write the results of the benches."""
-    from tools.bench.gpu_results import joined, text_of
+    from tools.bench.results import joined, text_of
 
     when = datetime.datetime.now().isoformat(timespec="seconds")
     ended: Mapping[str, dict] = {

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.bench.gpu_results import rows_of, text_of
+from tools.bench.results import rows_of, text_of
 from tools.bench.table import DECODE_PROMISE, LONG_TRAINING_MFU, TRAINING_MFU, verdict
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -42,7 +42,7 @@ serve(build)
 
 def row(ratio_, target, value=1.0):
     peer = None if ratio_ is None else 2.0
-    return compared(bench="b", what="w", ours=value, peer=peer, ratio=ratio_, target=target)
+    return compared(bench="b", what="w", mcore=value, peer=peer, ratio=ratio_, target=target)
 
 
 def verdict_of(ratio_, target, value=1.0):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tools import gpu, gpu_peers
-from tools.bench.gpu_results import rows_of
+from tools.bench.results import rows_of
 
 ROOT = Path(__file__).parents[2]
 #: Libraries that a GPU machine does not have.

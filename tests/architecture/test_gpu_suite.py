@@ -18,8 +18,8 @@ import torch
 from megatron.core import ProcessGroupCollection
 from tools import gpu
 from tools.bench import gpu_engine, gpu_train, gpu_workers, rehearsal
-from tools.bench.gpu_bench import Bench
 from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench.harness import Bench
 from tools.gpu_stages import Stage, run_stage
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_megatron_row_survives_failing_peers(tmp_path, monkeypatch, capfd):
         gpu_train, "race", lambda bench, o, _, v, **k: race(bench, o, "fake_worker", v, **k)
     )
     bench = Bench("training", options())
-    bench.rates = {"bf16_flops": 1e12}
+    bench.rates = {"matmul_flops": 1e12}
     gpu_train.llama(bench, options(rehearse=False), gpu_train.TINY)
     (speed, memory) = bench.rows
     assert speed["ours"] > 0

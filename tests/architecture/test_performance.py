@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from tools import write_performance
-from tools.bench import gpu_timing
-from tools.bench.gpu_bench import Bench, require_same
-from tools.bench.gpu_results import joined, rows_of, text_of
-from tools.bench.gpu_timing import ratio_of
+from tools.bench import timing
+from tools.bench.cases import Case, require_same
+from tools.bench.harness import Bench
+from tools.bench.results import joined, rows_of, text_of
 from tools.bench.table import Peer, Row, format_table, open_targets, verdict
+from tools.bench.timing import ratio_of
 from tools.gpu_stages import Stage, run_stage
 
 
@@ -64,7 +65,7 @@ def test_synthetic_results_are_rendered(tmp_path):
             "seconds": 100.5,
             "commands": 1,
             "problems": {"rope": "ValueError: a | b"},
-            "rates": {"copy_bytes_per_second": 4.3e12, "bf16_flops": 790e12},
+            "rates": {"copy_bytes_per_second": 4.3e12, "matmul_flops": 790e12},
             "rows": [row(), row(what="split", peers={}, note="fla cannot be imported")],
             "kernels": {"a step": [{"kernel": "k<a|b>", "ms": 1.5, "calls": 2.0, "share": 0.25}]},
         },
@@ -151,7 +152,7 @@ class _Clock:
 def test_failing_case_does_not_stop_later_cases(tmp_path, capsys, monkeypatch):
     """Every call takes one second of a fake clock, so that rates and figures are known."""
     clock = _Clock()
-    monkeypatch.setattr(gpu_timing, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     options = argparse.Namespace(
         rehearse=True, quick=False, part=str(tmp_path / "part.json"), seconds=math.inf
     )
@@ -161,8 +162,15 @@ def test_failing_case_does_not_stop_later_cases(tmp_path, capsys, monkeypatch):
         clock.seconds += 2.0
 
     def good(bench):
-        calls = {"ours": lambda: None, "other": slow_peer}
-        bench.race("sum", calls, moved_bytes=32.0, flops=1.0, count=2, targets=["other >= 1"])
+        yield Case(
+            name="sum",
+            mcore=lambda: None,
+            peers={"other": slow_peer},
+            moved_bytes=32.0,
+            flops=1.0,
+            count=2,
+            targets=["other >= 1"],
+        )
 
     def bad(bench):
         require_same("two", torch.ones(2), torch.tensor([1.0, 1.1]), 0.05)
@@ -178,7 +186,7 @@ def test_failing_case_does_not_stop_later_cases(tmp_path, capsys, monkeypatch):
         "late": "not started: no time left",
     }
     copied, multiplied = 2 * 4 * 2**12, 2 * 32**3  # bytes and operations per second
-    assert report["rates"] == {"copy_bytes_per_second": copied, "bf16_flops": multiplied}
+    assert report["rates"] == {"copy_bytes_per_second": copied, "matmul_flops": multiplied}
     (row_of_good,) = report["rows"]
     share = 32 / copied  # more than 1 / multiplied
     assert row_of_good["ours"] == 1000 / 2

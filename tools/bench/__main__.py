@@ -29,7 +29,6 @@ BENCHES = (
     "linear_exchange",
     "hybrid_step",
     "moe",
-    "recurrences",
     "inference",
     "decode",
     "serve",

@@ -131,16 +131,15 @@ def _row(
     what: str, medians: dict[str, float], names: tuple[str, str], ratios: Sequence[float] | None
 ) -> Row:
     mcore, peer = (1000.0 * medians[name] for name in names)
-    if ratios is None:
-        return compared(
-            bench="background_save", what=what, ours=mcore, peer=peer, ratio=mcore / peer, target=""
-        )
-    target = "<= 0.1" if names[0] == "held" else ">= 0.9"
+    target = ""
+    ratio = mcore / peer
+    if ratios is not None:
+        ratio = statistics.median(ratios)
+        target = "<= 0.1" if names[0] == "held" else ">= 0.9"
     if names[0] == "during":
         what = f"{what} (ratio of speeds)"
-    ratio = statistics.median(ratios)
     return compared(
-        bench="background_save", what=what, ours=mcore, peer=peer, ratio=ratio, target=target
+        bench="background_save", what=what, mcore=mcore, peer=peer, ratio=ratio, target=target
     )
 
 

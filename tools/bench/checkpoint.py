@@ -90,7 +90,7 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
                 compared(
                     bench="checkpoint",
                     what=what,
-                    ours=megabytes / statistics.median(mcore for mcore, _ in pairs),
+                    mcore=megabytes / statistics.median(mcore for mcore, _ in pairs),
                     peer=megabytes / statistics.median(plain for _, plain in pairs),
                     ratio=statistics.median(plain / mcore for mcore, plain in pairs),
                     target=target,
@@ -102,7 +102,7 @@ def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "
             compared(
                 bench="checkpoint",
                 what=f"{kind} {count} chunks of 16 bytes on {world} ranks, s",
-                ours=statistics.median(seconds for (seconds,) in times[kind]),
+                mcore=statistics.median(seconds for (seconds,) in times[kind]),
                 target=PLANNING.get((kind, world), ""),
             )
             for kind in ("save", "load")

@@ -135,7 +135,7 @@ def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> 
                 compared(
                     bench="context_parallel",
                     what=f"{world} ranks: {unit}, {name}, {shape.sequence} tokens",
-                    ours=1e3 * statistics.median(mcore),
+                    mcore=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(alone),
                     ratio=statistics.median(a / b / share for a, b in pairs),
                     target=TARGET,
@@ -204,7 +204,7 @@ def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
                     f"{world} ranks: {unit}, cut by documents / by row, pairs "
                     f"{pairs['documents']:.2f} / {pairs['row']:.2f} x the mean"
                 ),
-                ours=1e3 * statistics.median(documents),
+                mcore=1e3 * statistics.median(documents),
                 peer=1e3 * statistics.median(row),
                 ratio=statistics.median(a / b for a, b in zip(row, documents, strict=True)),
                 target=PACKED_TARGET,

@@ -197,7 +197,7 @@ def memory_rows(gigabytes: float) -> list[Row]:
             what = f"preprocess {gigabytes:g} GB, {kind}, at {speed:.0f} MB/s: peak MB late / early"
             table_rows.append(
                 compared(
-                    bench="data", what=what, ours=late, peer=early, ratio=late / early,
+                    bench="data", what=what, mcore=late, peer=early, ratio=late / early,
                     target="<= 1.1",
                 )
             )  # fmt: skip
@@ -271,16 +271,18 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
         rates = measure(cases, 0.0 if quick else 30.0, clock)
         for (what, target, _), mcore in zip(cases, rates, strict=True):
             median = statistics.median(mcore)
-            table_rows.append(compared(bench="data", what=what, ours=median, target=target))
+            table_rows.append(compared(bench="data", what=what, mcore=median, target=target))
         # Encoding, the last case, against the library's own call, the one before it.
-        ratios = [ours / library for ours, library in zip(rates[-1], rates[-2], strict=True)]
-        library_rate = statistics.median(rates[-2])
+        ratios = [
+            mcore_rate / library_rate
+            for mcore_rate, library_rate in zip(rates[-1], rates[-2], strict=True)
+        ]
         what, target, _ = cases[-1]
         table_rows[-1] = compared(
             bench="data",
             what=what,
-            ours=statistics.median(rates[-1]),
-            peer=library_rate,
+            mcore=statistics.median(rates[-1]),
+            peer=statistics.median(rates[-2]),
             ratio=statistics.median(ratios),
             target=target,
         )

@@ -182,7 +182,7 @@ def describe(course: Course, world: int, *, target: str = "") -> list[Row]:
             compared(
                 bench="data_parallel",
                 what=f"{world} ranks: ms of {phase}, {course.title}",
-                ours=medians[0],
+                mcore=medians[0],
                 peer=medians[1] if len(medians) > 1 else None,
                 ratio=ratio(*seconds) if len(seconds) > 1 else None,
                 target=target if phase == "total" else "",

@@ -114,7 +114,7 @@ def rows_of(shape: Shape, quick: bool, clock: Callable[[], float], targets: dict
                     f"{new} steps, {1 / seconds:,.0f} tokens/s, {peak_bytes / 1e6:,.0f} MB: "
                     f"s a step / {name} (quartiles {low:.3f} to {high:.3f})"
                 ),
-                ours=seconds,
+                mcore=seconds,
                 peer=statistics.median(peers),
                 ratio=middle,
                 target=targets.get(name, ""),

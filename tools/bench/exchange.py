@@ -68,7 +68,7 @@ def rows(world: int, rounds: int) -> list[Row]:
                 compared(
                     bench="data_parallel",
                     what=f"{world} ranks: ms of {kind} of {4 * elements:,} bytes / gloo",
-                    ours=1e3 * statistics.median(mcore),
+                    mcore=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(gloo),
                     ratio=statistics.median(a / b for a, b in zip(mcore, gloo, strict=True)),
                     target="",

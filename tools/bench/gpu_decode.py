@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +30,10 @@ from megatron.core.ops.recurrence import (
     recurrence_decode,
 )
 from megatron.core.ops.sampling import choose_tokens
-from tools.bench.gpu_bench import MCORE, Bench, no_device, options_of, require_same
-from tools.bench.gpu_timing import Call
+from tools.bench.cases import Case, require_same
+from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.table import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
+from tools.bench.timing import Call
 
 #: More layers than this are not needed, and fewer where their states fill this many bytes.
 LAYERS, ENOUGH_BYTES = 48, 1 << 29
@@ -106,7 +107,7 @@ class Layer:
         return 2 * state_bytes + self.source.nbytes + 2 * self.norm.gate.nbytes
 
 
-def recurrent(bench: Bench, rows: int) -> None:
+def recurrent(bench: Bench, rows: int) -> Iterator[Case]:
     """Time a gated delta net of Qwen3-Next for `rows` sequences."""
     units, heads, size = bench.sized((16, 2, 128), (2, 2, 8))
     unit = UnitLayout.delta(heads, size, size)
@@ -126,14 +127,15 @@ def recurrent(bench: Bench, rows: int) -> None:
         return run
 
     calls = {
-        MCORE: captured(bench, step("triton")),
+        "ours": captured(bench, step("triton")),
         "reference": captured(bench, step("reference")),
     }
     promised = rows >= DECODE_ROWS
     layers_noted = f"{len(layers)} layers as one CUDA graph"
-    bench.race(
-        f"decode of a gated delta net, {rows} rows, fp32 states",
-        calls,
+    yield Case(
+        name=f"decode of a gated delta net, {rows} rows, fp32 states",
+        mcore=calls.pop("ours"),
+        peers=calls,
         moved_bytes=sum(layer.moved_bytes for layer in layers),
         count=len(layers),
         unit="us",
@@ -151,10 +153,10 @@ def agree(layer: Layer) -> None:
     conv.copy_(before[1])
     peer = layer("reference"), state
     for what, got, expected in zip(("output", "state"), mcore, peer, strict=True):
-        require_same(f"decode, {what}", got, expected, BF16_BOUND)
+        require_same(f"decode, {what}", got, expected)
 
 
-def paged(bench: Bench) -> None:
+def paged(bench: Bench) -> Iterator[Case]:
     """Time attention of one new token a row to long contexts in pages."""
     rows, context, size = bench.sized((64, 4096, 64), (2, 40, 16))
     heads, groups, features = bench.sized((32, 8, 128), (4, 2, 8))
@@ -178,17 +180,18 @@ def paged(bench: Bench) -> None:
         out = F.scaled_dot_product_attention(query[:, :, None], *dense, enable_gqa=heads != groups)
         return out[:, :, 0]
 
-    require_same("paged attention, ours and SDPA", mcore(), peer(), BF16_BOUND)
-    bench.race(
-        f"paged decode, {rows} rows of {context} tokens, {heads}/{groups} heads of {features}",
-        {MCORE: captured(bench, mcore), "SDPA without pages": captured(bench, peer)},
+    require_same("paged attention, ours and SDPA", mcore(), peer())
+    yield Case(
+        name=f"paged decode, {rows} rows of {context} tokens, {heads}/{groups} heads of {features}",
+        mcore=captured(bench, mcore),
+        peers={"SDPA without pages": captured(bench, peer)},
         moved_bytes=2 * rows * context * groups * features * bench.dtype.itemsize,
         unit="us",
         targets=[f"share >= {DECODE_SHARE}"],
     )
 
 
-def latent(bench: Bench, rows: int) -> None:
+def latent(bench: Bench, rows: int) -> Iterator[Case]:
     """Time attention of one new token a row to latents in pages, as DeepSeek-V3 has them, against
     the two products of the formula on latents without pages."""
     context, size, heads = bench.sized((4096, 64, 128), (40, 16, 4))
@@ -221,10 +224,11 @@ def latent(bench: Bench, rows: int) -> None:
         weights = (scale * (query @ dense.mT)).softmax(-1)  # [rows, heads, context]
         return weights @ dense[..., :rank]
 
-    require_same("latent attention, ours and torch", mcore(), peer(), BF16_BOUND)
-    bench.race(
-        f"paged latent decode, {rows} rows of {context} tokens, {heads} heads",
-        {MCORE: captured(bench, mcore), "torch without pages": captured(bench, peer)},
+    require_same("latent attention, ours and torch", mcore(), peer())
+    yield Case(
+        name=f"paged latent decode, {rows} rows of {context} tokens, {heads} heads",
+        mcore=captured(bench, mcore),
+        peers={"torch without pages": captured(bench, peer)},
         flops=2.0 * rows * context * heads * (2 * rank + rotated),
         moved_bytes=rows * context * (rank + rotated) * bench.dtype.itemsize,
         unit="us",
@@ -241,7 +245,7 @@ class TopP:
     min_p: float = 0.0
 
 
-def sampling(bench: Bench, rows: int) -> None:
+def sampling(bench: Bench, rows: int) -> Iterator[Case]:
     """Time drawing a token of each row from its top-p set, and its log-probability."""
     size = bench.sized(131072, 300)
     logits = 3 * bench.drawn(rows, size, dtype=torch.float32)
@@ -267,9 +271,10 @@ def sampling(bench: Bench, rows: int) -> None:
         return tokens.squeeze(1)
 
     # Both draw by the same number, in another order of the tokens: only frequencies agree.
-    bench.race(
-        f"top-p sampling, {rows} rows of {size:,} logits",
-        {MCORE: mcore, "torch.sort": by_sorting},
+    yield Case(
+        name=f"top-p sampling, {rows} rows of {size:,} logits",
+        mcore=mcore,
+        peers={"torch.sort": by_sorting},
         moved_bytes=logits.nbytes,
         targets=["ms <= 0.3"] if rows == SAMPLING_ROWS else [],
     )

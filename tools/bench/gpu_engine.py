@@ -34,8 +34,8 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig
 from tools.bench import mcore_step, shapes
-from tools.bench.gpu_bench import Bench, no_device, options_of
 from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.shapes import Shape
 from tools.bench.table import Peer
 

@@ -22,8 +22,8 @@ from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import backend_choice
 from megatron.core.ssm import GatedDeltaNetConfig
 from tools.bench import mcore_step
-from tools.bench.gpu_bench import Bench, no_device, options_of
 from tools.bench.gpu_workers import add_options, add_rows, race, work
+from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.shapes import Shape
 from tools.bench.turns import Step
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tools.bench.gpu_bench import Bench
+from tools.bench.harness import Bench
 from tools.bench.table import Peer
 from tools.bench.turns import Step, Variant, serve, take_turns
 
@@ -323,7 +323,7 @@ def add_rows(
             rows[name] = Peer(figure=statistics.median(peer_rates), ratio=ratio)
             memory[name] = Peer(figure=_gigabytes(variant), ratio=_gigabytes(variant) / size)
             micro.append(f"{name} {variant.facts['micro_batch_size']}")
-    bound = bench.rates["bf16_flops"] / flops_per_token
+    bound = bench.rates["matmul_flops"] / flops_per_token
     bench.add(
         f"{what}: {mcore}",
         rate,

@@ -154,7 +154,7 @@ def rows_of(tokens: int, sequences: int, rounds: int) -> list[Row]:
                 bench="hybrid_step",
                 what=f"{RANKS} ranks of {tokens} tokens, {sequences} sequences: {unit}, "
                 f"{sent['ours']} all-to-alls / {sent['per sequence']}",
-                ours=1e3 * statistics.median(mcore),
+                mcore=1e3 * statistics.median(mcore),
                 peer=1e3 * statistics.median(peer),
                 ratio=statistics.median(b / a for a, b in zip(mcore, peer, strict=True)),
                 target=TARGET,

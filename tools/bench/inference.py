@@ -159,7 +159,7 @@ def row(what: str, mcore: Sequence[float], peer: Sequence[float], target: str = 
     return compared(
         bench="inference",
         what=what,
-        ours=statistics.median(mcore),
+        mcore=statistics.median(mcore),
         peer=statistics.median(peer),
         ratio=statistics.median(a / b for a, b in zip(mcore, peer, strict=True)),
         target=target,

@@ -141,7 +141,7 @@ def rows_of(
                     compared(
                         bench="linear_exchange",
                         what=f"{RANKS} ranks, {count} sequences: {unit}, {short} / {form.__name__}",
-                        ours=1e3 * statistics.median(mcore),
+                        mcore=1e3 * statistics.median(mcore),
                         peer=1e3 * statistics.median(peer),
                         ratio=statistics.median(b / a for a, b in zip(mcore, peer, strict=True)),
                         target=TARGETS.get((form, count), ">= 1" if form is Unfolded else ""),

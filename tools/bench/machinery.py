@@ -109,7 +109,7 @@ def rows(quick: bool) -> list[Row]:
                 compared(
                     bench="data_parallel",
                     what=f"1 rank: {name}",
-                    ours=figure,
+                    mcore=figure,
                     peer=peer,
                     ratio=None,
                     target=target,

@@ -30,6 +30,16 @@ class Shape:
     tokens: int
 
 
+SHAPES = {
+    "S": Shape(hidden=256, ffn=768, tokens=1024),
+    "M": Shape(hidden=512, ffn=1536, tokens=2048),
+    "L": Shape(hidden=512, ffn=1792, tokens=4096),  # Mixtral's ratio of 3.5
+    # Half of Mixtral's inner features: what a row costs to send is to what it costs to
+    # multiply as 1 is to these.
+    "W": Shape(hidden=256, ffn=7168, tokens=1024),
+}
+
+
 class McoreLayer:
     """A layer and its gradient buffers on one rank of some groups.
 

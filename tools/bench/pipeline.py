@@ -127,7 +127,7 @@ def timed_rows(rounds: int, *, stages: int = 4) -> list[Row]:
             compared(
                 bench="pipeline",
                 what=f"{stages} ranks: ms of {name}, sleeping/simulated, {rounds} rounds",
-                ours=1e3 * statistics.median(seconds),
+                mcore=1e3 * statistics.median(seconds),
                 peer=1e3 * expected,
                 ratio=statistics.median(seconds) / expected,
                 target="<= 1.05",
@@ -232,7 +232,7 @@ def model_rows(rounds: int, *, stages: int = 4) -> list[Row]:
                 compared(
                     bench="pipeline",
                     what=f"{stages} ranks: {unit} of a step, {name}/1f1b, {rounds} rounds",
-                    ours=1e3 * statistics.median(mcore),
+                    mcore=1e3 * statistics.median(mcore),
                     peer=1e3 * statistics.median(peer),
                     ratio=statistics.median(a / b for a, b in zip(mcore, peer, strict=True)),
                     target="<= 1.05" if name == "zb-h1" and not index else "",

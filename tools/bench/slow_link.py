@@ -114,7 +114,7 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
                 bench="data_parallel",
                 what=f"{ranks} ranks, {axis}: ms that prefetch takes off {batch}x256, {step} / "
                 f"gathers x {milliseconds:g} ms",
-                ours=statistics.median(removed),
+                mcore=statistics.median(removed),
                 peer=late,
                 ratio=statistics.median(removed) / late,
                 target=target if milliseconds == 5 else "",

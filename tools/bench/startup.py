@@ -54,11 +54,11 @@ def rows(quick: bool) -> list[Row]:
     mcore, peer = (statistics.median(imports[label]) for label, _ in IMPORTS)
     what = "seconds that import megatron.core.models.gpt adds to import torch"
     table_rows = [
-        compared(bench="startup", what=what, ours=mcore, target="<= 0.5"),
+        compared(bench="startup", what=what, mcore=mcore, target="<= 0.5"),
         compared(
             bench="startup",
             what="the same / transformers' Llama",
-            ours=mcore,
+            mcore=mcore,
             peer=peer,
             ratio=mcore / peer,
             target="",
@@ -67,7 +67,7 @@ def rows(quick: bool) -> list[Row]:
     for module, seconds in helps.items():
         what = f"seconds of {module} --help"
         median = statistics.median(seconds)
-        table_rows.append(compared(bench="startup", what=what, ours=median, target="<= 3.0"))
+        table_rows.append(compared(bench="startup", what=what, mcore=median, target="<= 3.0"))
     return table_rows
 
 

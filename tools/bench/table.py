@@ -63,7 +63,7 @@ def compared(
     *,
     bench: str,
     what: str,
-    ours: float | None,
+    mcore: float | None,
     peer: float | None = None,
     ratio: float | None = None,
     target: str = "",
@@ -71,7 +71,8 @@ def compared(
     """Return a row with at most one peer, which `what` names.
 
     Args:
-        bench, what, ours: see `Row`.
+        bench, what: see `Row`.
+        mcore: our figure.
         peer: the peer's figure.
         ratio: ours over the peer's, from the same rounds.
         target: bound of the ratio, or without a ratio of our figure, e.g. ">= 1.05".
@@ -81,7 +82,7 @@ def compared(
         bench=bench,
         what=what,
         unit="",
-        ours=ours,
+        ours=mcore,
         peers={} if peer is None else {"peer": Peer(figure=peer, ratio=ratio)},
         bound=None,
         share=None,
@@ -165,8 +166,8 @@ def rates_text(rates: Mapping[str, float]) -> str:
     phrases = []
     if "copy_bytes_per_second" in rates:
         phrases.append(f"copies {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s")
-    if "bf16_flops" in rates:
-        phrases.append(f"multiplies {rates['bf16_flops'] / 1e12:,.0f} TFLOP/s in bf16")
+    if "matmul_flops" in rates:
+        phrases.append(f"multiplies {rates['matmul_flops'] / 1e12:,.3g} TFLOP/s")
     return " and ".join(phrases)
 
 

@@ -87,7 +87,7 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
         speed = compared(
             bench="train",
             what=f"{shape_name} tokens/s: {mcore} / {peer}",
-            ours=tokens / mcore_variant.seconds(),
+            mcore=tokens / mcore_variant.seconds(),
             peer=tokens / peer_variant.seconds(),
             ratio=ratio(mcore_variant, peer_variant),
             target=speed_target if shape_name == "M" else "",
@@ -95,7 +95,7 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
         memory = compared(
             bench="train",
             what=f"{shape_name} peak MB: {mcore} / {peer}",
-            ours=mcore_variant.peak_memory_bytes / 1e6,
+            mcore=mcore_variant.peak_memory_bytes / 1e6,
             peer=peer_variant.peak_memory_bytes / 1e6,
             ratio=mcore_variant.peak_memory_bytes / peer_variant.peak_memory_bytes,
             target=memory_target if shape_name == "M" else "",

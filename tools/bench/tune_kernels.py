@@ -29,8 +29,8 @@ import torch
 
 from megatron.core.ops.launches import Launches
 from tools.bench import trials_recurrences, trials_tokens
-from tools.bench.gpu_timing import Stopwatch
 from tools.bench.rehearsal import be_interpreted
+from tools.bench.timing import Stopwatch
 from tools.bench.trials import Problem, Trial, all_launches, started_with
 
 TABLE = Path(__file__).parents[2] / "megatron_core/megatron/core/ops/launches.json"

@@ -6,7 +6,7 @@
 Candidates are launched as `tools.bench.tune_kernels` tries them, at the sizes of real models but
 with few tokens, on which no launch depends. A launch with all constants and options of the
 candidate is named after it; the launches of other kernels are a bench's. The cases of
-`tools.bench.gpu_kernels` run at their own sizes on tensors without memory. What fails is printed,
+`tools.bench.ops` run at their own sizes on tensors without memory. What fails is printed,
 and the exit code is 1.
 """
 
@@ -30,11 +30,13 @@ from tools.gpu_compile.launch import BENCH
 
 if TYPE_CHECKING:
     from megatron.core.ops.launches import Launches
+    from tools.bench.cases import Builder
+    from tools.bench.harness import Bench
     from tools.bench.trials import Trial
 
 #: Cases that read values on the host, which tensors without memory lack. The trials and tests/gpu
 #: launch their kernels.
-READ_VALUES = ("cross entropy", "attention, packed", "experts")
+READ_VALUES = ("cross entropy", "attention, packed", "experts", "grouped products")
 
 
 def trials(recorded: Recorded) -> Iterator[str]:
@@ -76,22 +78,26 @@ def _launch(
 
 
 def kernel_benches() -> Iterator[str]:
-    """Run the cases of `gpu_kernels`, each of ours and no peer; yields problems."""
-    from tools.bench import gpu_bench, gpu_kernels, gpu_pointwise, gpu_recurrences
+    """Run the cases of `tools.bench.ops`, each of ours and no peer; yields problems."""
+    from tools.bench import attention_cases, cases, expert_cases, harness, ops, recurrence_cases
 
     options = argparse.Namespace(rehearse=False, quick=False, part=None, seconds=1e9)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: function))
-        for module in (gpu_pointwise, gpu_recurrences):
+        for module in (cases, attention_cases, expert_cases, recurrence_cases):
             stack.enter_context(mock.patch.object(module, "require_same"))
-        bench = gpu_bench.Bench("kernels", options)
-        bench.device = torch.device("cpu")
-        bench.race = lambda what, calls, **_: calls[gpu_bench.MCORE]()
-        for name, case in gpu_kernels.CASES:
-            if name in READ_VALUES:
-                continue
-            yield from _problems(name, partial(case, bench))
+        bench = harness.Bench("kernels", options)
+        bench.is_cpu, bench.implementation = False, "triton"
+        for name, build in ops.selected(bench, None):
+            if name not in READ_VALUES:
+                yield from _problems(name, partial(_run_mcore, bench, build))
+
+
+def _run_mcore(bench: Bench, build: Builder) -> None:
+    """Run our implementation of every case of a builder."""
+    for case in build(bench):
+        case.mcore()
 
 
 def _problems(name: str, run: Callable[[], None]) -> Iterator[str]:

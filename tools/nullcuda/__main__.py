@@ -36,7 +36,7 @@ from tools.nullcuda.libraries import build_library
 
 BENCHES = {
     "training": "gpu_train",
-    "kernels": "gpu_kernels",
+    "kernels": "ops",
     "decode": "gpu_decode",
     "hybrid": "gpu_hybrid",
     "engine": "gpu_engine",

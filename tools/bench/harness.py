@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bench on a GPU: independent cases, one after another, within a time limit.
+"""A bench on a CPU or a GPU: independent builders of cases, one after another, in limited time.
 
 Results are written to disk after every case, so a bench that is stopped loses only the current
 case.
@@ -20,93 +20,93 @@ from typing import TypeVar
 
 import torch
 
-from tools.bench.gpu_timing import Call, Stopwatch, measured_rates, ratio_of
+from tools.bench.cases import MCORE, Builder, Case
 from tools.bench.rehearsal import be_interpreted
 from tools.bench.table import Peer, Row, format_table, verdict
+from tools.bench.timing import Stopwatch, measured_rates, ratio_of
 
 Size = TypeVar("Size")
-MCORE = "ours"
+#: Rounds and untimed warm-up rounds: in a rehearsal, on a GPU, on a CPU.
+ROUNDS = {"rehearsal": (1, 1), "cuda": (10, 3), "cpu": (15, 2)}
 
 
 class Bench:
-    """What the cases of a bench share.
+    """What the cases of a bench share: device, dtype, stopwatch and rows.
 
     Args:
         name: of the bench, in rows.
         options: of the command line, see `options_of`.
+        dtype: of inputs; None is bf16 on a GPU and fp32 on a CPU.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, options: argparse.Namespace, *, dtype: torch.dtype | None = None
+    ) -> None:
         self.name, self.rehearse, self.quick = name, options.rehearse, options.quick
-        self.part = None if options.part is None else Path(options.part)
-        self.device = torch.device("cpu" if self.rehearse else "cuda")
-        self.dtype = torch.float32 if self.rehearse else torch.bfloat16
-        self.end = time.monotonic() + options.seconds
-        self.watch = Stopwatch(
-            self.device, rounds=1 if self.rehearse else 10, warmup=1 if self.rehearse else 3
+        self.results_path = None if options.part is None else Path(options.part)
+        self.device = torch.device(
+            "cuda" if torch.cuda.is_available() and not self.rehearse else "cpu"
         )
+        on_gpu = self.device.type == "cuda"
+        self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+        #: Whether full sizes run on a CPU, without the interpreter.
+        self.is_cpu = not on_gpu and not self.rehearse
+        self.end = time.monotonic() + options.seconds
+        rounds, warmup = ROUNDS["rehearsal" if self.rehearse else self.device.type]
+        self.watch = Stopwatch(self.device, rounds=rounds, warmup=warmup)
+        #: The `implementation` of our ops that a case times: on a CPU their default.
+        self.implementation = "triton" if on_gpu or self.rehearse else None
         self.rates: dict[str, float] = {}
         self.rows: list[Row] = []
         self.problems: dict[str, str] = {}
         self.kernels: dict[str, list[dict]] = {}
 
-    def sized(self, full: Size, rehearsal: Size) -> Size:
-        """Return the full size on a GPU, or the rehearsal size for the interpreter."""
-        return rehearsal if self.rehearse else full
+    def sized(self, gpu: Size, rehearsal: Size, *, cpu: Size | None = None) -> Size:
+        """Return the size of a case on this device.
+
+        Args:
+            gpu: on a GPU.
+            rehearsal: tiny, for the interpreter.
+            cpu: on a CPU; a case without one is not registered for CPUs.
+        """
+        if self.rehearse:
+            return rehearsal
+        return gpu if self.watch.on_gpu or cpu is None else cpu
 
     def drawn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a normal random tensor on the device, in the bench's dtype."""
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
 
-    def race(
-        self,
-        what: str,
-        calls: Mapping[str, Call],
-        *,
-        flops: float = 0.0,
-        moved_bytes: float = 0.0,
-        targets: Sequence[str] = (),
-        unit: str = "ms",
-        count: int = 1,
-        note: str = "",
-    ) -> None:
-        """Time calls in turns; the first is ours, and all others are peers.
+    def leaf(self, *shape: int) -> torch.Tensor:
+        """Return such a tensor that takes a gradient."""
+        return self.drawn(*shape).requires_grad_()
 
-        Args:
-            what: the op with its sizes.
-            calls: calls by name, including `MCORE`.
-            flops: operations of the op, for the roofline.
-            moved_bytes: bytes that it must read and write, for the roofline.
-            targets: see `Row`.
-            unit: "ms" or "us".
-            count: repetitions of the op within one call; figures are per repetition.
-            note: note for the reader.
-        """
-        timings = self.watch.race(calls)
-        factor = {"ms": 1e3, "us": 1e6}[unit] / count
-        mcore = statistics.median(timings[MCORE])
+    def race(self, case: Case) -> None:
+        """Time a case and its peers in turns, and add its row."""
+        timings = self.watch.race({MCORE: case.mcore, **case.peers})
+        mcore_seconds = timings.pop(MCORE)
+        factor = {"ms": 1e3, "us": 1e6}[case.unit] / case.count
+        mcore = statistics.median(mcore_seconds)
         peers = {
             name: Peer(
-                figure=factor * statistics.median(peer_seconds),
-                ratio=ratio_of(timings[MCORE], peer_seconds),
+                figure=factor * statistics.median(seconds), ratio=ratio_of(mcore_seconds, seconds)
             )
-            for name, peer_seconds in timings.items()
-            if name != MCORE
+            for name, seconds in timings.items()
         }
         bounds = []
-        if flops:
-            bounds.append(flops / self.rates["bf16_flops"])
-        if moved_bytes:
-            bounds.append(moved_bytes / self.rates["copy_bytes_per_second"])
+        if case.flops:
+            bounds.append(case.flops / self.rates["matmul_flops"])
+        if case.moved_bytes:
+            bounds.append(case.moved_bytes / self.rates["copy_bytes_per_second"])
         self.add(
-            what,
+            case.name,
             factor * mcore,
-            unit=unit,
+            unit=case.unit,
             peers=peers,
             bound=factor * max(bounds) if bounds else None,
             share=max(bounds) / mcore if bounds else None,
-            targets=targets,
-            note=note,
+            targets=case.targets,
+            note=case.note,
         )
 
     def add(
@@ -139,9 +139,13 @@ class Bench:
             row["targets"], row["note"] = [], "rehearsed"
         self.rows.append(row)
 
-    def run(self, cases: Iterable[tuple[str, Callable[[Bench], None]]]) -> int:
-        """Run the cases; print the table, leave the part, and return the exit code."""
-        self.rates = measured_rates(self.watch)
+    def run(self, cases: Iterable[tuple[str, Builder | Callable[[Bench], None]]]) -> int:
+        """Run the cases; print the table, leave the part, and return the exit code.
+
+        Args:
+            cases: by name, builders of cases, or functions that add their rows themselves.
+        """
+        self.rates = measured_rates(self.watch, self.dtype)
         self._free()
         for name, case in cases:
             if time.monotonic() >= self.end:
@@ -149,7 +153,8 @@ class Bench:
                 continue
             print(f"bench: {self.name}: {name}", file=sys.stderr, flush=True)
             try:
-                case(self)
+                for timed_case in case(self) or ():
+                    self.race(timed_case)
             except Exception as problem:
                 traceback.print_exc()
                 lines = str(problem).strip().splitlines() or [""]
@@ -183,11 +188,11 @@ class Bench:
 
     def save(self) -> None:
         """Write the results so far."""
-        if self.part is None:
+        if self.results_path is None:
             return
         results = {"rates": self.rates, "rows": self.rows, "problems": self.problems}
         text = json.dumps(results | {"kernels": self.kernels})
-        self.part.write_text(text, encoding="utf-8")
+        self.results_path.write_text(text, encoding="utf-8")
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -208,26 +213,3 @@ def no_device(options: argparse.Namespace, name: str) -> bool:
         return False
     print(f"{name}: torch sees no GPU here: nothing is measured")
     return True
-
-
-def require_same(what: str, mcore: torch.Tensor, peer: torch.Tensor, bound: float) -> None:
-    """Raise ValueError unless two calls that race compute the same: else the race is void."""
-    error = ((mcore - peer).abs().max() / peer.abs().max()).item()
-    if not error <= bound:
-        raise ValueError(f"{what}: error {error:.2g} > {bound:g}: the race is void")
-
-
-def with_gradients(
-    function: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> tuple[Call, Call]:
-    """Return (forward and backward, backward alone) of a function of leaves with gradients."""
-    outputs = function(*leaves)
-    pull = torch.randn_like(outputs)
-
-    def whole() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(function(*leaves), leaves, pull)
-
-    def back() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(outputs, leaves, pull, retain_graph=True)
-
-    return whole, back

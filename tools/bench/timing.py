@@ -91,15 +91,15 @@ def ratio_of(mcore: list[float], peer: list[float]) -> float:
     return statistics.median(b / a for a, b in zip(mcore, peer, strict=True))
 
 
-def measured_rates(watch: Stopwatch) -> dict[str, float]:
+def measured_rates(watch: Stopwatch, dtype: torch.dtype) -> dict[str, float]:
     """Return the device's copy and matmul rates per second, which define the roofline."""
-    elements, side = (1 << 29, 8192) if watch.on_gpu else (1 << 12, 32)
-    dtype = torch.bfloat16 if watch.on_gpu else torch.float32
+    tiny = watch.rounds == 1
+    elements, side = (1 << 29, 8192) if watch.on_gpu else (1 << 12, 32) if tiny else (1 << 24, 1024)
     source = torch.empty(elements, dtype=dtype, device=watch.device).normal_()
     target = torch.empty_like(source)
     left, right = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
     timings = watch.race({"copy": lambda: target.copy_(source), "product": lambda: left @ right})
     return {
         "copy_bytes_per_second": 2 * source.nbytes / statistics.median(timings["copy"]),
-        "bf16_flops": 2 * side**3 / statistics.median(timings["product"]),
+        "matmul_flops": 2 * side**3 / statistics.median(timings["product"]),
     }

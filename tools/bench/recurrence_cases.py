@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of recurrent layers against other implementations and against their rooflines.
+"""Cases of the kernels of recurrent layers, against other implementations.
 
 Operations and bytes count the formula, with each tensor read or written once. Recomputation and
 internal buffers of a kernel therefore lower its share.
@@ -7,10 +7,9 @@ internal buffers of a kernel therefore lower its share.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +26,20 @@ from megatron.core.ops.recurrence import (
     state_space_dual,
 )
 from megatron.core.ops.sequences import Sequences
-from tools.bench.gpu_bench import MCORE, Bench, require_same, with_gradients
+from tools.bench.cases import (
+    GPU,
+    MCORE,
+    Case,
+    Function,
+    directions_of,
+    register,
+    require_same,
+    tensors_of,
+)
+from tools.bench.harness import Bench
 
 CHUNK = 64
 FLA, MAMBA, REFERENCE = "fla", "mamba_ssm", "reference"
-#: Largest difference over largest value between two ways that round bf16 in other places.
-BF16_BOUND = 0.03
-
 
 #: Published for the forward pass of Mamba-2's state-space dual in fused kernels.
 SSD_TOKENS_PER_SECOND = 22.7e6
@@ -107,7 +113,7 @@ def _fla(bench: Bench, shape: Heads) -> tuple[Callable[..., torch.Tensor] | None
         q, k = (x.repeat_interleave(ratio, 1) for x in (q, k))
         return native(q, k, v, g, beta, bounds)
 
-    few = dataclasses.replace(shape, bounds=(0, 2 * CHUNK))
+    few = replace(shape, bounds=(0, 2 * CHUNK))
     inputs, bounds = drawn_inputs(bench, few), torch.tensor(few.bounds, device=bench.device)
     with torch.no_grad():
         expected = repeating(*inputs, bounds)
@@ -133,14 +139,14 @@ def fla_of(
 def refusal(name: str, call: Callable[[], torch.Tensor], mcore: torch.Tensor) -> str:
     """Return why a library cannot race, or nothing: it fails here, or computes something else."""
     try:
-        require_same(name, call().detach(), mcore, BF16_BOUND)
+        require_same(name, call().detach(), mcore)
     except Exception as problem:
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
     return ""
 
 
-def delta(bench: Bench, shape: Heads, name: str, *, max_ms: tuple[float, ...] = ()) -> None:
-    """Race the delta rule, forward, then forward and backward.
+def delta_cases(bench: Bench, shape: Heads, *, max_ms: tuple[float, ...] = ()) -> Iterator[Case]:
+    """Yield the cases of the delta rule: forward, then forward and backward.
 
     Args:
         max_ms: the best milliseconds ever published, forward, then of both, as far as they are
@@ -150,45 +156,31 @@ def delta(bench: Bench, shape: Heads, name: str, *, max_ms: tuple[float, ...] = 
     sequences = Sequences(shape.bounds, device=bench.device)
     bounds = torch.tensor(shape.bounds, device=bench.device)
 
-    def of(implementation: str) -> Callable[..., torch.Tensor]:
+    def of(implementation: str) -> Function:
         options = {"sequences": sequences, "implementation": implementation}
         return lambda *x: gated_delta_rule(*x, **options)[0]
 
-    functions = {MCORE: of("triton"), REFERENCE: of("reference")}
-    outs = {key: function(*inputs).detach() for key, function in functions.items()}
-    require_same("delta rule, ours and the reference", outs[MCORE], outs[REFERENCE], BF16_BOUND)
-    fla, note = fla_of(bench, shape, inputs, outs[MCORE])
+    functions: dict[str, Function] = {MCORE: of("triton"), REFERENCE: of("reference")}
+    fla, note = fla_of(bench, shape, inputs, functions[MCORE](*inputs).detach())
     if fla is not None:
         functions[FLA] = lambda *x: fla(*x, bounds)
-    del outs
-    flops, moved = shape.delta_flops(), shape.ideal_bytes(bench)
-    promised = [f"{FLA} >= 1.6"]
-    further = [[f"ms <= {ms}"] for ms in max_ms] + [[], []]
-    calls = {}
-    for key, function in functions.items():
-        plain = [x.detach() for x in inputs]
-        calls[key] = lambda function=function, plain=plain: function(*plain)
-    bench.race(
-        f"gated delta rule {name}, forward",
-        calls,
-        flops=flops[0],
-        moved_bytes=moved,
-        targets=promised + further[0],
-        note=note,
-    )
-    calls = {key: with_gradients(function, inputs)[0] for key, function in functions.items()}
-    bench.race(
-        f"gated delta rule {name}, forward + backward",
-        calls,
-        flops=sum(flops),
-        moved_bytes=3 * moved,
-        targets=promised + further[1],
-        note=note,
-    )
+    moved_bytes = shape.ideal_bytes(bench)
+    promised = [[f"{FLA} >= 1.6", *[f"ms <= {ms}" for ms in max_ms[i : i + 1]]] for i in (0, 1)]
+    for case in directions_of(
+        f"gated delta rule {_named(shape)}",
+        functions,
+        inputs,
+        flops=shape.delta_flops(),
+        moved_bytes=(moved_bytes, 2 * moved_bytes),
+        targets=(promised[0], promised[1]),
+        whole=True,
+    ):
+        yield replace(case, note=note)
 
 
-def split(bench: Bench) -> None:
-    """Race few heads over a long sequence that is split on the card against it in one piece."""
+@register("delta rule, split", GPU)
+def split(bench: Bench) -> Iterator[Case]:
+    """Few heads over a long sequence that is split on the device, against it in one piece."""
     tokens, size = bench.sized((32768, 128), (100, 8))
     shape = Heads(2, 4, size, size, (0, tokens))
     inputs = [x.detach() for x in drawn_inputs(bench, shape)]
@@ -199,14 +191,16 @@ def split(bench: Bench) -> None:
         recurrence = delta_recurrence(implementation="triton").operations(recurrence_inputs)
         return lambda: recur_split(recurrence, recurrence_inputs, sequences, splits=splits)
 
-    calls = {MCORE: of(bench.sized(16, 2)), "one piece": of(1)}
+    peers = {"one piece": of(1)}
     bounds = torch.tensor(shape.bounds, device=bench.device)
     fla, note = fla_of(bench, shape, inputs, of(1)()[0])
     if fla is not None:
-        calls[FLA] = lambda: fla(*inputs, bounds)
-    bench.race(
-        f"gated delta rule 2/4 heads, {tokens} tokens in {bench.sized(16, 2)} splits, forward",
-        calls,
+        peers[FLA] = lambda: fla(*inputs, bounds)
+    splits = bench.sized(16, 2)
+    yield Case(
+        name=f"gated delta rule 2/4 heads, {tokens} tokens in {splits} splits, forward",
+        mcore=of(splits),
+        peers=peers,
         flops=shape.delta_flops()[0],
         moved_bytes=shape.ideal_bytes(bench),
         note=note,
@@ -229,8 +223,9 @@ def _mamba(rates: torch.Tensor) -> tuple[Callable[..., torch.Tensor] | None, str
     return native, ""
 
 
-def dual(bench: Bench) -> None:
-    """Race the state-space dual of Nemotron-H-8B."""
+@register("state-space dual", GPU)
+def dual(bench: Bench) -> Iterator[Case]:
+    """The state-space dual of Nemotron-H-8B."""
     tokens, groups, heads, keys, values = bench.sized((32768, 8, 128, 128, 64), (40, 2, 4, 8, 5))
     shape = Heads(groups, heads, keys, values, (0, tokens))
     inputs = drawn_inputs(bench, shape)
@@ -243,7 +238,7 @@ def dual(bench: Bench) -> None:
     with torch.no_grad():  # mamba_ssm knows no decays but the step times a number of the head
         inputs[3].copy_(inputs[4].float() * rates)
     outs = {key: function(*inputs).detach() for key, function in functions.items()}
-    require_same("state-space dual, ours and reference", *outs.values(), BF16_BOUND)
+    require_same("state-space dual, ours and reference", *outs.values())
     mamba, note = _mamba(rates)
     if mamba is not None:
         note = refusal(MAMBA, lambda: mamba(*inputs), outs[MCORE])
@@ -251,28 +246,39 @@ def dual(bench: Bench) -> None:
         functions[MAMBA] = mamba
     del outs
     flops, moved = shape.dual_flops(), shape.ideal_bytes(bench)
-    what = f"state-space dual {heads} heads of {values}, N {keys}, {tokens} tokens"
-    targets = [f"ms <= {1e3 * tokens / SSD_TOKENS_PER_SECOND:.4g}"]
+    name = f"state-space dual {heads} heads of {values}, N {keys}, {tokens} tokens"
     plain = [x.detach() for x in inputs]
     calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
-    bench.race(
-        f"{what}, forward", calls, flops=flops[0], moved_bytes=moved, note=note, targets=targets
+    yield Case(
+        name=f"{name}, forward",
+        mcore=calls.pop(MCORE),
+        peers=calls,
+        flops=flops[0],
+        moved_bytes=moved,
+        note=note,
+        targets=[f"ms <= {1e3 * tokens / SSD_TOKENS_PER_SECOND:.4g}"],
     )
     # mamba_ssm has no gradient of a decay by itself: only that through its step.
     leaves = {key: inputs if key != MAMBA else [*inputs[:3], inputs[4]] for key in functions}
     calls = {}
     for key, function in functions.items():
-        chosen, pull = leaves[key], bench.drawn(tokens, heads, values)
-        calls[key] = lambda function=function, chosen=chosen, pull=pull: torch.autograd.grad(
-            function(*inputs), chosen, pull
+        chosen, grad_output = leaves[key], bench.drawn(tokens, heads, values)
+        calls[key] = lambda function=function, chosen=chosen, grad_output=grad_output: (
+            torch.autograd.grad(function(*inputs), chosen, grad_output)
         )
-    bench.race(
-        f"{what}, forward + backward", calls, flops=sum(flops), moved_bytes=3 * moved, note=note
+    yield Case(
+        name=f"{name}, forward + backward",
+        mcore=calls.pop(MCORE),
+        peers=calls,
+        flops=sum(flops),
+        moved_bytes=3 * moved,
+        note=note,
     )
 
 
-def prologue(bench: Bench) -> None:
-    """Race convolution, SiLU, normalisation and gates in one kernel against the ops in a row."""
+@register("prologue", GPU)
+def prologue(bench: Bench) -> Iterator[Case]:
+    """Convolution, SiLU, normalisation and gates in one kernel, against the ops in a row."""
     tokens, units, heads, size = bench.sized((32768, 16, 2, 128), (9, 1, 2, 8))
     unit = UnitLayout.delta(heads, size, size)
     source = bench.drawn(tokens, units, unit.width).requires_grad_()
@@ -284,7 +290,7 @@ def prologue(bench: Bench) -> None:
     )
     sequences = Sequences((0, tokens), device=bench.device)
 
-    def of(implementation: str) -> Callable[..., RecurrenceInputs]:
+    def of(implementation: str) -> Function:
         def function(source, weight, rates, step_bias):
             prologue_weights = PrologueWeights(weight, None, rates, step_bias)
             inputs, _ = recurrence_prologue(
@@ -294,29 +300,24 @@ def prologue(bench: Bench) -> None:
                 sequences=sequences,
                 implementation=implementation,
             )
-            return inputs
+            return tensors_of(inputs)
 
         return function
 
     leaves = [source, weights.weight, weights.a_log, weights.dt_bias]
-    functions = {MCORE: of("triton"), REFERENCE: of("reference")}
-    plain = [x.detach() for x in leaves]
     element_bytes, out = bench.dtype.itemsize, tokens * units * heads * 8
-    moved = 2 * tokens * units * unit.conv_channels * element_bytes + out
-    what = f"prologue of a delta net, {units} units of {unit.width}, {tokens} tokens"
-    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
-    bench.race(f"{what}, forward", calls, moved_bytes=moved)
-    outputs = {key: function(*leaves) for key, function in functions.items()}
-    grad_outputs = [torch.randn_like(x) for x in outputs[MCORE]]
-    calls = {
-        key: lambda ys=ys: torch.autograd.grad(list(ys), leaves, grad_outputs, retain_graph=True)
-        for key, ys in outputs.items()
-    }
-    bench.race(f"{what}, backward", calls, moved_bytes=1.5 * moved)
+    moved_bytes = 2 * tokens * units * unit.conv_channels * element_bytes + out
+    yield from directions_of(
+        f"prologue of a delta net, {units} units of {unit.width}, {tokens} tokens",
+        {MCORE: of("triton"), REFERENCE: of("reference")},
+        leaves,
+        moved_bytes=(moved_bytes, 1.5 * moved_bytes),
+    )
 
 
-def epilogue(bench: Bench) -> None:
-    """Race norm and gate after a recurrence."""
+@register("epilogue", GPU)
+def epilogue(bench: Bench) -> Iterator[Case]:
+    """Norm and gate after a recurrence."""
     tokens, heads, size = bench.sized((32768, 32, 128), (40, 4, 8))
     x, gate = (bench.drawn(tokens, heads, size).requires_grad_() for _ in range(2))
     weight = torch.ones(size, device=bench.device, dtype=bench.dtype).requires_grad_()
@@ -324,35 +325,36 @@ def epilogue(bench: Bench) -> None:
         key: lambda x, g, w, name=name: gated_rms_norm(x, g, w, eps=1e-6, implementation=name)
         for key, name in ((MCORE, "triton"), (REFERENCE, "reference"))
     }
-    what = f"norm and gate, {heads} heads of {size}, {tokens} tokens"
-    plain = (x.detach(), gate.detach(), weight.detach())
-    calls = {key: lambda function=function: function(*plain) for key, function in functions.items()}
-    bench.race(f"{what}, forward", calls, moved_bytes=3 * x.nbytes)
-    calls = {
-        key: with_gradients(function, (x, gate, weight))[1] for key, function in functions.items()
-    }
-    bench.race(f"{what}, backward", calls, moved_bytes=5 * x.nbytes)
+    yield from directions_of(
+        f"norm and gate, {heads} heads of {size}, {tokens} tokens",
+        functions,
+        (x, gate, weight),
+        moved_bytes=(3 * x.nbytes, 5 * x.nbytes),
+    )
 
 
-def qwen(bench: Bench) -> None:
-    """Race the delta rule of Qwen3-Next over one long sequence."""
+@register("delta rule", GPU)
+def qwen(bench: Bench) -> Iterator[Case]:
+    """The delta rule of Qwen3-Next over one long sequence."""
     shape = bench.sized(Heads(16, 32, 128, 128, (0, 32768)), Heads(2, 4, 8, 6, (0, 70)))
     # FlashQLA's figures on an H200: 0.877 ms forward, 2.515 ms backward.
-    delta(bench, shape, _named(shape), max_ms=(0.88, 3.4))
+    yield from delta_cases(bench, shape, max_ms=(0.88, 3.4))
 
 
-def qwen_short(bench: Bench) -> None:
-    """Race the same over a shorter one."""
+@register("delta rule, 8,192 tokens", GPU)
+def qwen_short(bench: Bench) -> Iterator[Case]:
+    """The same over a shorter sequence."""
     shape = bench.sized(Heads(16, 32, 128, 128, (0, 8192)), Heads(1, 2, 8, 6, (0, 20)))
-    delta(bench, shape, _named(shape))
+    yield from delta_cases(bench, shape)
 
 
-def qwen_packed(bench: Bench) -> None:
-    """Race the same op over four sequences."""
+@register("delta rule, packed", GPU)
+def qwen_packed(bench: Bench) -> Iterator[Case]:
+    """The same over four sequences."""
     bounds = bench.sized((0, 8192, 16384, 24576, 32768), (0, 9, 9, 20, 33))
     shape = bench.sized(Heads(16, 32, 128, 128, bounds), Heads(1, 2, 8, 6, bounds))
     # FlashInfer's figure on an H200: 0.425 ms forward.
-    delta(bench, shape, _named(shape), max_ms=(0.43,))
+    yield from delta_cases(bench, shape, max_ms=(0.43,))
 
 
 def _named(shape: Heads) -> str:

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers, forward and backward, against transformers' torch path.
+"""Cases of recurrent layers, forward and backward, against transformers' torch path, on a CPU.
 
-python -m tools.bench.recurrences                             every layer
-python -m tools.bench.recurrences --threads 1 --clock cpu     where others use the machine too
-python -m tools.bench.recurrences --profile delta-2x4         where our time goes, by operator
-
-2,048 tokens, 256 hidden features, fp32. Both sides have the same weights and inputs and take turns
-in one process; before the race their outputs and all gradients are compared.
+2,048 tokens, 256 hidden features, fp32. Both sides have the same weights and inputs; their outputs
+and all gradients are compared first.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -32,7 +24,8 @@ from megatron.core.ssm.mamba2 import Mamba2
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
-from tools.bench.table import Row, compared, format_table
+from tools.bench.cases import CPU, Case, register
+from tools.bench.harness import Bench
 
 TOKENS, HIDDEN = 2048, 256
 #: Largest difference over largest value, in fp32. transformers' gradients of strong decays, and so
@@ -41,7 +34,6 @@ BOUND = 1e-3
 MAMBA_HEADS, MAMBA_HEAD_CHANNELS = 8, 64
 #: Chunk sizes of transformers' Mamba-2, whose memory grows with their square.
 MAMBA_CHUNKS = (32, 64, 128, 256)
-CLOCKS = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
 Results = dict[str, torch.Tensor]
 
 
@@ -267,94 +259,25 @@ def mamba(state: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
     return mcore, peers
 
 
-#: What makes our layer and its peers, by name, and what the ratio to the fastest must be.
-RACES: Mapping[str, tuple[Callable[[], tuple[McoreLayer, dict[str, PeerLayer]]], str]] = (
-    MappingProxyType(
-        {
-            "delta-2x4": (lambda: delta(2, 4), ">= 2.5"),
-            "delta-4x4": (lambda: delta(4, 4), ">= 2.5"),
-            "mamba-64": (lambda: mamba(64), ">= 2.0"),
-            "mamba-128": (lambda: mamba(128), ">= 2.0"),
-        }
+def _case(name: str, mcore: McoreLayer, peers: dict[str, PeerLayer], *, least_ratio: float) -> Case:
+    """Return the case of one layer."""
+    for peer in peers.values():
+        check(mcore, peer)
+    return Case(
+        name=f"{name}, {TOKENS} tokens, forward + backward",
+        mcore=mcore,
+        peers=peers,
+        targets=[f"{peer} >= {least_ratio}" for peer in peers],
     )
-)
 
 
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Return the seconds of every round of each step; the order rotates."""
-    timings: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for index in range(rounds + 2):
-        turn = index % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            start = clock()
-            steps[name]()
-            if index >= 2:  # the first rounds warm up
-                timings[name].append(clock() - start)
-    return timings
-
-
-def compare(race: str, rounds: int, *, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
-    """Race one layer: a row for each peer."""
-    make, target = RACES[race]
-    mcore, peers = make()
-    for peer_layer in peers.values():
-        check(mcore, peer_layer)
-    seconds = take_turns({"ours": mcore, **peers}, rounds, clock)
-    mcore_seconds = seconds.pop("ours")
-    fastest = min(seconds, key=lambda name: statistics.median(seconds[name]))
-    return [
-        compared(
-            bench="recurrences",
-            what=f"{race}: ms of forward and backward / transformers' {name}",
-            ours=1e3 * statistics.median(mcore_seconds),
-            peer=1e3 * statistics.median(peer_layer),
-            ratio=statistics.median(b / a for a, b in zip(mcore_seconds, peer_layer, strict=True)),
-            target=target if name == fastest else "",
-        )
-        for name, peer_layer in seconds.items()
-    ]
-
-
-def profile(race: str) -> str:
-    """Return the table of a profile of ten of our steps."""
-    mcore, _ = RACES[race][0]()
-    for _ in range(3):
-        mcore()
-    with torch.profiler.profile() as torch_profile:
-        for _ in range(10):
-            mcore()
-    return torch_profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-
-
-def rows(quick: bool) -> list[Row]:
-    """Measure every layer."""
-    return [row for race in RACES for row in compare(race, 7 if quick else 21)]
-
-
-def main() -> None:
-    """Measure the selected cases and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--race", nargs="+", choices=list(RACES), default=list(RACES))
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--profile", choices=list(RACES))
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.profile is not None:
-        print(profile(arguments.profile))
+@register("recurrent layers", CPU)
+def layers(bench: Bench) -> Iterator[Case]:
+    """Gated delta nets and Mamba-2 layers, in fp32 alone."""
+    if bench.dtype != torch.float32:
         return
-    clock = CLOCKS[arguments.clock]
-    table_rows = [
-        row for race in arguments.race for row in compare(race, arguments.rounds, clock=clock)
-    ]
-    print(format_table(table_rows))
-
-
-if __name__ == "__main__":
-    main()
+    for heads in ((2, 4), (4, 4)):
+        title = "{}/{} heads of 64".format(*heads)
+        yield _case(f"gated delta net layer, {title}", *delta(*heads), least_ratio=2.5)
+    for state in (64, 128):
+        yield _case(f"Mamba-2 layer, N {state}", *mamba(state), least_ratio=2.0)

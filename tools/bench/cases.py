@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases: an op, our implementation and its peers, with the bytes and FLOPs that it must take.
+
+A builder yields the cases of an op, at a size for the bench's device; `register` adds it to the
+registry. `python -m tools.bench.ops` times all cases, on a CPU, on a GPU or in Triton's
+interpreter:
+
+    @register("norm")
+    def norm(bench):
+        x = bench.drawn(*bench.sized((16384, 4096), (5, 40), cpu=(2048, 512)))
+        yield Case(name="norm", mcore=lambda: rms_norm(x), peers={"torch": lambda: F.rms_norm(x)},
+                   moved_bytes=2 * x.nbytes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tools.bench.harness import Bench
+    from tools.bench.timing import Call
+
+#: Takes the inputs of an op; returns a tensor or several.
+Function = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+Builder = Callable[["Bench"], "Iterator[Case]"]
+
+MCORE, COMPILED, TORCH = "ours", "torch.compile", "torch"
+#: Largest difference over largest value between two implementations that round bf16 in other
+#: places; fp32 stays far below it.
+BOUND = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One timed computation.
+
+    Args:
+        name: the op with its sizes, and the direction.
+        mcore: our implementation.
+        peers: others that compute the same, in their best mode, by name.
+        moved_bytes: bytes that it must read and write, for the roofline.
+        flops: its operations, for the roofline.
+        targets: see `Row`.
+        unit: "ms" or "us".
+        count: repetitions of the op within one call; figures are per repetition.
+        note: note for the reader.
+    """
+
+    name: str
+    mcore: Call
+    peers: Mapping[str, Call] = field(default_factory=dict)
+    moved_bytes: float = 0.0
+    flops: float = 0.0
+    targets: Sequence[str] = ()
+    unit: str = "ms"
+    count: int = 1
+    note: str = ""
+
+
+#: Devices of a case: "gpu" includes a rehearsal, in which Triton's interpreter runs its kernels.
+CPU_AND_GPU, GPU, CPU = ("cpu", "gpu"), ("gpu",), ("cpu",)
+#: Builders by name, and their devices.
+_REGISTRY: dict[str, tuple[Builder, tuple[str, ...]]] = {}
+
+
+def register(name: str, devices: tuple[str, ...] = CPU_AND_GPU) -> Callable[[Builder], Builder]:
+    """Register the decorated builder of cases.
+
+    Args:
+        name: of the op.
+        devices: where it has a size.
+    """
+
+    def add(build: Builder) -> Builder:
+        if name in _REGISTRY:
+            raise ValueError(f"two builders of cases are named {name!r}")
+        _REGISTRY[name] = build, devices
+        return build
+
+    return add
+
+
+def builders(device: str) -> dict[str, Builder]:
+    """Return the builders with a size on a device, "cpu" or "gpu", by name."""
+    return {name: build for name, (build, devices) in _REGISTRY.items() if device in devices}
+
+
+def tensors_of(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the output or outputs of a function as a tuple."""
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def require_same(
+    what: str,
+    mcore: torch.Tensor | tuple[torch.Tensor, ...],
+    peer: torch.Tensor | tuple[torch.Tensor, ...],
+    bound: float = BOUND,
+) -> None:
+    """Raise ValueError unless two calls that race compute the same: else the race is void."""
+    for x, y in zip(tensors_of(mcore), tensors_of(peer), strict=True):
+        error = ((x.float() - y.float()).abs().max() / y.float().abs().max()).item()
+        if not error <= bound:
+            raise ValueError(f"{what}: error {error:.2g} > {bound:g}: the race is void")
+
+
+def with_gradients(function: Function, leaves: Sequence[torch.Tensor]) -> tuple[Call, Call]:
+    """Return (forward and backward, backward alone) of a function of leaves with gradients."""
+    outputs = tensors_of(function(*leaves))
+    grad_outputs = [torch.randn_like(x) for x in outputs]
+
+    def whole() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(tensors_of(function(*leaves)), leaves, grad_outputs)
+
+    def back() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=True)
+
+    return whole, back
+
+
+def _cases(
+    base: Case, calls: Mapping[str, Call], *, direction: str, moved_bytes: float, flops: float
+) -> Case:
+    """Return a case of one direction."""
+    peers = {name: call for name, call in calls.items() if name != MCORE}
+    return replace(
+        base,
+        name=f"{base.name}, {direction}",
+        mcore=calls[MCORE],
+        peers=peers,
+        moved_bytes=moved_bytes,
+        flops=flops,
+    )
+
+
+def directions_of(
+    name: str,
+    functions: Mapping[str, Function],
+    leaves: Sequence[torch.Tensor],
+    *,
+    moved_bytes: tuple[float, float] = (0.0, 0.0),
+    flops: tuple[float, float] = (0.0, 0.0),
+    targets: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    whole: bool = False,
+    same: bool = True,
+) -> Iterator[Case]:
+    """Yield the cases of forward, and of backward alone.
+
+    Args:
+        name: the op with its sizes.
+        functions: `MCORE` and the peers, by name; they take the leaves.
+        leaves: inputs with gradients.
+        moved_bytes, flops: of forward, and of backward.
+        targets: of forward, and of the second case.
+        whole: time forward and backward together instead of backward alone.
+        same: check that all functions compute the same; False for random results.
+    """
+    plain = [x.detach() for x in leaves]
+    if same:
+        expected = functions[MCORE](*plain)
+        for peer, function in functions.items():
+            require_same(f"{name}, ours and {peer}", expected, function(*plain))
+    base = Case(name=name, mcore=lambda: None)
+    calls: dict[str, Call] = {
+        key: lambda function=function: function(*plain) for key, function in functions.items()
+    }
+    forward = _cases(base, calls, direction="forward", moved_bytes=moved_bytes[0], flops=flops[0])
+    yield replace(forward, targets=targets[0])
+    calls = {
+        key: with_gradients(function, leaves)[0 if whole else 1]
+        for key, function in functions.items()
+    }
+    backward = _cases(
+        base,
+        calls,
+        direction="forward + backward" if whole else "backward",
+        moved_bytes=sum(moved_bytes) if whole else moved_bytes[1],
+        flops=sum(flops) if whole else flops[1],
+    )
+    yield replace(backward, targets=targets[1])
+
+
+def compiled(bench: Bench, formula: Function, *, eager: str = "") -> dict[str, Function]:
+    """Return the peers that a formula in torch makes: by torch.compile and, on a CPU and named
+    `eager`, as it is; in a rehearsal only as it is."""
+    if bench.rehearse:
+        return {COMPILED: formula}
+    import torch._functorch.config as settings
+
+    settings.donated_buffer = False  # backward is timed by itself, so its graph is kept
+    uncompiled = {eager: formula} if eager and not bench.watch.on_gpu else {}
+    return {COMPILED: torch.compile(formula, dynamic=False), **uncompiled}

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from megatron.core.context_parallel.comm_type import AUTO
 from megatron.core.context_parallel.layout import ContextParallel
@@ -118,8 +117,8 @@ class Backend:
     """
 
     name: str
-    column_linear: Callable[..., nn.Module]
-    row_linear: Callable[..., nn.Module]
+    column_linear: Callable[..., ColumnParallelLinear]
+    row_linear: Callable[..., RowParallelLinear]
     rms_norm: Callable[..., NormFunction]
     layer_norm: Callable[..., NormFunction]
     attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -216,7 +215,7 @@ class LayerBuild:
         *,
         input_size: int | None = None,
         **options: object,
-    ) -> nn.Module:
+    ) -> ColumnParallelLinear:
         """Build the backend's `ColumnParallelLinear`, which leads into a block.
 
         Args:
@@ -233,7 +232,7 @@ class LayerBuild:
             **options,
         )
 
-    def row_linear(self, name: str, input_size: int, *, bias: bool = False) -> nn.Module:
+    def row_linear(self, name: str, input_size: int, *, bias: bool = False) -> RowParallelLinear:
         """Build the backend's `RowParallelLinear`, which leads back into the residual stream."""
         return self.backend.row_linear(
             name,

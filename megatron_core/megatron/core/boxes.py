@@ -114,7 +114,7 @@ def row_boxes(
     Each box is contiguous in the row-major tensor, and the boxes come in memory order. If one index
     of the first dimension takes more than `box_bytes`, that slice is cut along the next dimension.
     """
-    if not shape:
+    if len(shape) == 0:
         yield Box((), ())
         return
     slice_bytes = itemsize * math.prod(shape[1:])

@@ -110,7 +110,8 @@ _IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
             "zero_",
         )
     }
-    | {"aten::silu_": torch._C._nn.silu_}
+    # torch does not declare `_nn`.
+    | {"aten::silu_": torch._C._nn.silu_}  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 

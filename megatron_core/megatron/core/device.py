@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -154,8 +154,8 @@ class GraphMemory:
         self._stream: torch.cuda.Stream | None = None
         self._recorders: weakref.WeakSet[CudaRecorder] = weakref.WeakSet()
 
-    def pool_for(self, recorder: CudaRecorder) -> tuple[int, int]:
-        """Return the pool that a recorder captures in."""
+    def pool_for(self, recorder: CudaRecorder) -> Any:
+        """Return the pool that a recorder captures in; its type is private to torch."""
         if self._pool is None or not self._recorders:
             self._pool = torch.cuda.graph_pool_handle()
         self._recorders.add(recorder)
@@ -345,14 +345,18 @@ def give_back_memory(device: torch.device) -> None:
 def pin_in_place(tensor: Tensor) -> None:
     """Pin a CPU tensor's existing memory, so that GPUs can copy to it asynchronously."""
     size = tensor.numel() * tensor.itemsize
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
+    cudart = torch.cuda.cudart()
+    assert cudart is not None
+    error = cudart.cudaHostRegister(tensor.data_ptr(), size, 0)
     if int(error) != 0:
         raise RuntimeError(f"CUDA refuses to pin {size} bytes of memory (error {int(error)})")
 
 
 def unpin_in_place(tensor: Tensor) -> None:
     """Undo `pin_in_place`; call it before the memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    cudart = torch.cuda.cudart()
+    assert cudart is not None
+    cudart.cudaHostUnregister(tensor.data_ptr())
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -409,7 +409,8 @@ class ProcessGroupCollection:
         timeout, group = datetime.timedelta(seconds=timeout_seconds), Group.single("hosts")
         for ranks in self.grid.named_ranks(name):
             if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+                # On ranks outside of the group torch returns a placeholder.
+                handle: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
                 if self.rank in ranks:
                     group = Group("hosts", tuple(ranks), ranks.index(self.rank), handle)
         return group
@@ -450,7 +451,7 @@ class ProcessGroupCollection:
             )
         observers: list[Callable[[object], Any]] = []
         links: list[Callable[[Any], Any]] = []
-        handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        handles: dict[tuple[str, tuple[int, ...]], Any] = {}
         groups: dict[str, Group] = {}
         timeout = datetime.timedelta(seconds=timeout_seconds)
         for name in (*GROUP_NAMES, *grid.replica_names) if names is None else names:

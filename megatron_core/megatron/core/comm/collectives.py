@@ -17,7 +17,7 @@ Tests poison buffers, so that memory read before it is written shows in the resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -227,7 +227,9 @@ def _receive(handle: dist.ProcessGroup, shard: torch.Tensor, rank: int) -> list[
     return [handle.recv([shard], rank, _TAG)] if shard.numel() else []
 
 
-_OPERATIONS = MappingProxyType({"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
+_OPERATIONS: Mapping[str, Any] = MappingProxyType(
+    {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+)
 
 
 @dataclass(frozen=True)
@@ -559,5 +561,5 @@ def _gather_method(handle: dist.ProcessGroup):
     return handle._allgather_base
 
 
-def _scatter_method(handle: dist.ProcessGroup):
+def _scatter_method(handle: dist.ProcessGroup) -> Callable[..., CollectiveWork]:
     return handle._reduce_scatter_base

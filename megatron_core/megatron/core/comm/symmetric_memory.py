@@ -180,7 +180,8 @@ class Arena:
         *,
         tries: int = 0,
     ) -> None:
-        self.group, self.way, self.tries = group, way, tries
+        self.way: Literal["multimem", "p2p"] = way
+        self.group, self.tries = group, tries
         # Index of the buffer of the next collective; all ranks alternate in the same order.
         self._halves, self._next = halves, 0
         self.device, self._traps = halves[0].local.device, False

@@ -449,10 +449,12 @@ def backward(
     operands = [x.to(dtype) for x in (grad_out, query, key, value, out)]
     options = _BlockOptions(scale, window, dropout, cpu_dtype)
     if len(blocks) == 1 and _holds_all(blocks[0], query, key):
-        return tuple(x.to(grad_dtype) for x in _block_backward(operands, lse, blocks[0], options))
+        dq, dk, dv = _block_backward(operands, lse, blocks[0], options)
+        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
     blocks = Blocks.of(blocks)
     sums, tile_lists = [], []
-    for x, side in ((query, "query"), (key, "key"), (value, "key")):
+    sides: tuple[Literal["query", "key"], ...] = ("query", "key", "key")
+    for x, side in zip((query, key, value), sides, strict=True):
         tile_lists.append(blocks.tile_list(side, x.shape[1], x.shape[0]))
         make = torch.empty if tile_lists[-1].covers else torch.zeros
         sums.append(make(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device))
@@ -545,7 +547,7 @@ def _block_backward(
     block_tensors = [x[span, rows] for x, span in zip(tensors, spans, strict=True)]
     block_tensors.append(lse[rows, :, queries])
     mask = _mask(block, options)
-    _, differentiate = functions_of(*block_tensors[1:3], mask, dropout=dropout)
+    _, differentiate = functions_of(block_tensors[1], block_tensors[2], mask, dropout=dropout)
     if differentiate is not cpu.attention_backward:
         return differentiate(*block_tensors, scale=options.scale, mask=mask)
     return cpu.attention_backward(

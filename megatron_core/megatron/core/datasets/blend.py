@@ -117,7 +117,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset] | Sequence[ChatDataset],
+        datasets: Sequence[GPTDataset | ChatDataset],
         *,
         weights: Sequence[float] | None = None,
         num_samples: int | None = None,
@@ -165,7 +165,7 @@ class BlendedDataset:
         return digest_of(self.description)
 
     def _build(self) -> dict[str, np.ndarray]:
-        if self._weights is None:
+        if self._weights is None or self._num_samples is None:
             return blend_everything([len(dataset) for dataset in self.datasets])
         return blend_by_weight(self._weights, self._num_samples)
 
@@ -272,8 +272,9 @@ def parse_data_path(words: Sequence[str]) -> DataPath:
         raise ValueError("data path is empty: give PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
     if all(number is None for number in numbers):
         return DataPath(tuple(words), None)
-    weights, prefixes = numbers[0::2], words[1::2]
-    if len(words) % 2 or None in weights or any(n is not None for n in numbers[1::2]):
+    prefixes = words[1::2]
+    weights = [number for number in numbers[0::2] if number is not None]
+    if len(words) != 2 * len(weights) or any(n is not None for n in numbers[1::2]):
         raise ValueError(
             f"data path {' '.join(words)!r}: give PREFIX..., or WEIGHT PREFIX WEIGHT PREFIX ..."
         )
@@ -300,18 +301,17 @@ def parse_split(text: str) -> tuple[float, float, float]:
     Raises:
         ValueError: the text does not have this form.
     """
-    shares = [_number(word) for word in text.split(",")]
-    valid = len(shares) <= 3 and all(
-        share is not None and math.isfinite(share) and share >= 0 for share in shares
-    )
-    if not valid or sum(shares) <= 0:
+    words = text.split(",")
+    numbers = [_number(word) for word in words]
+    shares = [n for n in numbers if n is not None and math.isfinite(n) and n >= 0]
+    if not len(shares) == len(words) <= 3 or sum(shares) <= 0:
         raise ValueError(
             f"split {text!r}: give up to three numbers of 0 or more, such as 99,1,0 for training, "
             "validation and test"
         )
     shares += [0.0] * (3 - len(shares))
-    total = sum(shares)
-    return tuple(share / total for share in shares)
+    train, valid, test = (share / sum(shares) for share in shares)
+    return train, valid, test
 
 
 def split_ranges(num_sequences: int, shares: Sequence[float]) -> list[range]:

@@ -86,7 +86,7 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     total = (num_epochs * tokens_per_epoch - 1) // sequence_length
     sans_final = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
     separate = False
-    if num_epochs > 1:
+    if num_samples is not None and num_epochs > 1:
         per_epoch = (tokens_per_epoch - 1) // sequence_length
         from_final = num_samples - sans_final
         separate = from_final < int(SEPARATE_FINAL_EPOCH_BELOW * per_epoch)

@@ -129,6 +129,7 @@ class IndexCache:
             yield
 
     def _load(self, stem: str, text: str, names: Collection[str]) -> dict[str, np.ndarray] | None:
+        assert self.folder is not None
         manifest_path = self.folder / f"{stem}.json"
         if not manifest_path.exists():
             return None
@@ -152,6 +153,7 @@ class IndexCache:
         return arrays
 
     def _store(self, stem: str, text: str, arrays: dict[str, np.ndarray]) -> None:
+        assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = {}
         for name, array in arrays.items():
@@ -187,7 +189,7 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b"")
+    return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -458,7 +458,7 @@ class IndexedDatasetWriter:
                         f"({limits.min} to {limits.max}); choose a wider token type"
                     )
             stored = np.ascontiguousarray(block, dtype=self._dtype)
-            self._stream.write(memoryview(stored).cast("B"))
+            self._stream.write(stored.data.cast("B"))
 
     def commit(self) -> Written:
         """Flush all added documents to the disk, so that a later writer can resume the draft here.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -280,7 +280,7 @@ class GPTBatches(Iterator[GPTBatch]):
             numbers, ids = numbers.repeat(sample_range.rows), ids.repeat(sample_range.rows)
         sample_rows = self._dataset.read(numbers)
         _check_rows(self._dataset, sample_rows, len(numbers))
-        rows = {
+        rows: dict[str, Any] = {
             field: None if values is None else torch.from_numpy(values)
             for field, values in vars(sample_rows).items()
         }

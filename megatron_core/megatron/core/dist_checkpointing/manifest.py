@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from json.decoder import scanstring
+from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]  # undeclared
 from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn

@@ -44,7 +44,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a writable memoryview."""
     # A tensor of one element is contiguous whatever its strides; a byte view needs stride 1.
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def stream_bytes(tensor: torch.Tensor, scratch: Scratch) -> Iterator[memoryview]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,9 @@ class TransferGroup:
             except ValueError:  # raised on all ranks: the plan is the same
                 self._leave(store, rank)
                 raise
-            group = dist.ProcessGroupGloo(dist.PrefixStore("transfer", store), rank, size, timeout)
+            # It is a ProcessGroup, which torch does not declare.
+            prefix_store = dist.PrefixStore("transfer", store)
+            group: Any = dist.ProcessGroupGloo(prefix_store, rank, size, timeout)
             num_bytes = _execute_transfers(group, plan, chunks, rank)
             self._leave(store, rank)
         except RuntimeError as error:
@@ -129,7 +131,9 @@ class TransferGroup:
     ) -> list[list[ChunkHeader]]:
         """Return the chunk headers of every rank."""
         local_headers = [(c.name, c.shape, *c.box, str(c.tensor.dtype)) for c in chunks]
-        store.set(f"chunks/{rank}", zlib.compress(json.dumps(local_headers).encode()))
+        # A store takes bytes as well, which torch does not declare.
+        headers_json: Any = zlib.compress(json.dumps(local_headers).encode())
+        store.set(f"chunks/{rank}", headers_json)
         headers = []
         for peer in range(self.senders + self.receivers):
             message = json.loads(zlib.decompress(store.get(f"chunks/{peer}")))

@@ -42,7 +42,7 @@ import torch
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.comm.nccl_memory import RegisteredMemory
-from megatron.core.device import NullStream, new_stream
+from megatron.core.device import new_stream
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gradient_bucket import GradientBlock, GradientBucket
 from megatron.core.process_groups import ProcessGroupCollection
@@ -185,7 +185,7 @@ class DataParallel:
         self._model_chunks = sorted({bucket.model_chunk for bucket in store.buckets}, reverse=True)
         # Stream switches cost the host 30 microseconds per block, in vain on a single rank.
         communicates = any(g.size > 1 for b in store.buckets for g in (b.group, b.outer))
-        stream = new_stream(store.device) if communicates else NullStream()
+        stream = new_stream(store.device if communicates else torch.device("cpu"))
         self.buckets = [
             GradientBucket(
                 bucket,

@@ -33,7 +33,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from megatron.core.weight_gather import Bucket, Reduction, reductions
-from megatron.core.weight_sharding import REPLICATE_AXES, SHARD_AXES, Placement, placement
+from megatron.core.weight_sharding import (
+    REPLICATE_AXES,
+    SHARD_AXES,
+    OuterStrategy,
+    Placement,
+    Strategy,
+    placement,
+)
 
 _FP32_BYTES = 4
 
@@ -205,8 +212,8 @@ class RoleBytes:
 
 
 def bytes_per_parameter(
-    strategy: str,
-    outer: str = "no_shard",
+    strategy: Strategy,
+    outer: OuterStrategy = "no_shard",
     *,
     inner_size: int,
     outer_size: int,

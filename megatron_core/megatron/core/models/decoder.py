@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from itertools import takewhile
 
 import torch
@@ -193,6 +194,7 @@ class DecoderBlock(nn.Module):
             normed, stream = self.norm(delta), delta
         else:
             normed, stream = self.norm(delta, stream)
+        assert stream is not None
         mixed = self.mixer(normed, layout, **context)
         if self.recomputes and torch.is_grad_enabled() and not self._norm_in_mixer:
             source = stream.detach()  # no extra memory: the norm saves it as well
@@ -316,12 +318,13 @@ class Decoder(nn.Module):
         layers = len(self.layers)
         if layers and recompute.num_layers is not None:
             recompute = dataclasses.replace(recompute, num_layers=min(recompute.num_layers, layers))
-        self.runs = [
+        self.runs: list[tuple[int, int, bool]] = [
             (self.layers[first_layer][0], self.layers[end_layer - 1][1], recomputes)
             for first_layer, end_layer, recomputes in (recompute.runs(layers) if layers else ())
         ]
         selective = recompute.granularity == "selective"
         for block in self.blocks:
+            assert isinstance(block, DecoderBlock)
             block.recomputes = selective
             if isinstance(block.mixer, (MLP, MoE)):
                 block.mixer.recomputes = selective
@@ -349,7 +352,7 @@ class Decoder(nn.Module):
         context = {"layout": layout, "rope": rope, "cache": cache, "aux_factor": aux_factor}
         delta, stream = hidden, None
         for first_block, end_block, recomputes in self.runs:
-            blocks = list(self.blocks)[first_block:end_block]
+            blocks: list[Any] = list(self.blocks)[first_block:end_block]
             run = partial(_through, blocks, **context)
             if recomputes and cache is None and torch.is_grad_enabled():
                 anchors = [handle.anchor for block in blocks for handle in block.handles]

@@ -218,15 +218,14 @@ class GPTModel(StoreModule):
                 "embedding", config.hidden_dropout, build=build
             )
         is_last_chunk = self._is_last(chunk)
-        self.decoders.append(
-            Decoder(
-                "decoder",
-                config.decoder,
-                build=build,
-                blocks=self.split.blocks(self.groups["pp"].rank, chunk),
-                normed=is_last_chunk,
-            )
+        decoder = Decoder(
+            "decoder",
+            config.decoder,
+            build=build,
+            blocks=self.split.blocks(self.groups["pp"].rank, chunk),
+            normed=is_last_chunk,
         )
+        self.decoders.append(decoder)
         if is_last_chunk:
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
@@ -237,7 +236,7 @@ class GPTModel(StoreModule):
                     build=build,
                     embedding=rows,
                     head=top,
-                    first_attention=self.decoders[chunk].end_attention,
+                    first_attention=decoder.end_attention,
                 )
 
     # --- what this rank has -----------------------------------------------------------------------
@@ -247,7 +246,9 @@ class GPTModel(StoreModule):
         """The decoder of a model in one chunk. Raises ValueError if there are more."""
         if self.num_chunks > 1:
             raise ValueError(f"this rank has {self.num_chunks} chunks: use model.decoders")
-        return self.decoders[0]
+        decoder = self.decoders[0]
+        assert isinstance(decoder, Decoder)
+        return decoder
 
     @functools.cached_property
     def embedding(self) -> VocabParallelEmbedding:
@@ -276,7 +277,7 @@ class GPTModel(StoreModule):
             ValueError: more layers than the whole model has.
         """
         for module in (*self.decoders, self.multi_token):
-            if module is not None:
+            if isinstance(module, (Decoder, MultiTokenPrediction)):
                 module.set_recompute(recompute)
 
     def join_experts(self, most_tokens: int) -> None:
@@ -667,22 +668,22 @@ class MultiTokenPrediction(nn.Module):
             layer_embedding = VocabParallelEmbedding(embedding, **vocab_arguments)
             layer_head = VocabParallelHead(head, **vocab_arguments)
             with build.store.unit(f"mtp.{k}"):
-                self.layers.append(
-                    MultiTokenPredictionLayer(
-                        f"mtp.{k}",
-                        config=config,
-                        build=build,
-                        embedding=layer_embedding,
-                        head=layer_head,
-                        first_attention=first_attention,
-                    )
+                layer = MultiTokenPredictionLayer(
+                    f"mtp.{k}",
+                    config=config,
+                    build=build,
+                    embedding=layer_embedding,
+                    head=layer_head,
+                    first_attention=first_attention,
                 )
-            first_attention = self.layers[-1].decoder.end_attention
+            self.layers.append(layer)
+            first_attention = layer.decoder.end_attention
         self.sums = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=build.store.device)
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Set activation recomputation; a number of layers applies to each MTP layer separately."""
         for layer in self.layers:
+            assert isinstance(layer, MultiTokenPredictionLayer)
             layer_recompute = recompute
             if recompute.num_layers is not None:
                 num_layers = min(recompute.num_layers, len(layer.decoder.layers))
@@ -726,6 +727,7 @@ class MultiTokenPrediction(nn.Module):
             )
         losses = []
         for k, layer in enumerate(self.layers):
+            assert isinstance(layer, MultiTokenPredictionLayer)
             layer_layout = layout
             if mtp_targets.padding is not None:
                 layer_layout = layout.with_padding(mtp_targets.padding[k].t())

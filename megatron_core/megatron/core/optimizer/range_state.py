@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
@@ -270,10 +271,11 @@ def update_range(
         else:
             if numbers.divisor != 1.0:
                 torch._foreach_div_(gradients_fp32, numbers.divisor)
+            momenta: list[Any] = moments_fp32.get("momentum", [None] * len(masters))
             sgd(
                 masters,
                 gradients_fp32,
-                moments_fp32.get("momentum", [None] * len(masters)),
+                momenta,
                 foreach=True,
                 weight_decay=decay,
                 momentum=config.sgd_momentum,

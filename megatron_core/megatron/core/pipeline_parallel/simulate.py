@@ -208,7 +208,7 @@ class DependencyGraph:
         if self._explicit and source[0] != rank:
             arrival = self._find(rank, receive)
             # Under rendezvous the compute waits for all transfers of the batch.
-            if arrival in self._batches:
+            if isinstance(arrival, Node) and arrival in self._batches:
                 arrival = Node("batch end", rank, self._batches[arrival])
         else:
             arrival = self._implicit_transfer(source[0], self._producer(*source, kind, microbatch))
@@ -252,8 +252,9 @@ class DependencyGraph:
         inputs = [*reached, self._producer(node.rank, action.chunk, kind, action.microbatch)]
         # Rendezvous: a send also waits until the peer has reached the batch of the receive.
         if node in self._batches:
-            has_batch = match in self._batches
-            inputs.append(Node("batch", match.rank, self._batches[match]) if has_batch else match)
+            if isinstance(match, Node) and match in self._batches:
+                match = Node("batch", match.rank, self._batches[match])
+            inputs.append(match)
         return inputs
 
     def _deadlock_text(self, spans: dict[Node, tuple[float, float]]) -> str:

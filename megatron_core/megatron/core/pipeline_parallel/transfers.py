@@ -100,14 +100,15 @@ def _end_times(schedule: Schedule) -> list[list[int]]:
             kind, key = actions[index].kind, actions[index].microbatch
             key += (actions[index].chunk * stages + rank) * microbatches
             if kind is ActionKind.FORWARD:
-                inputs = (forward.get(key - microbatches),)
+                awaited = (forward.get(key - microbatches),)
                 outputs, consumer = forward, (rank + 1) % stages
             elif kind is ActionKind.WEIGHT_GRADIENT:
-                inputs, outputs, consumer = (backward.get(key),), {}, rank
+                awaited, outputs, consumer = (backward.get(key),), {}, rank
             else:
-                inputs = forward.get(key), backward.get(key + microbatches)
+                awaited = forward.get(key), backward.get(key + microbatches)
                 outputs, consumer = backward, (rank - 1) % stages
-            if None in inputs:
+            inputs = [time for time in awaited if time is not None]
+            if len(inputs) < len(awaited):
                 blocked[rank] = True
                 break
             clock = outputs[key] = max(clock, *inputs) + _units(kind)

@@ -178,6 +178,7 @@ class Mamba2(RecurrentMixer):
         self, out: torch.Tensor, inputs: RecurrenceInputs, shard: UnitShard
     ) -> torch.Tensor:
         """Return y [t, H, P] = out + D x."""
+        assert self.skip is not None
         return add_skip(out, inputs.value, shard.of(self.skip.read_only(torch.float32)))
 
     def replicate_shared(self, units: torch.Tensor, copies: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ Generation is not differentiable: it has no backward pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -203,7 +203,12 @@ class RecurrentMixer(nn.Module, ABC):
         return self._store.declare(sharding, init, dtype=torch.float32)
 
     def declare_convolution(
-        self, kind: str, segment_shapes: dict[str, tuple[int, int]], *, units: int, width: int
+        self,
+        kind: str,
+        segment_shapes: Mapping[str, tuple[int, int | None]],
+        *,
+        units: int,
+        width: int,
     ) -> WeightHandle:
         """Declare weights [channels, 1, W] or biases [channels] of a depthwise convolution.
 
@@ -476,10 +481,14 @@ class RecurrentMixer(nn.Module, ABC):
             for start in range(0, len(rows), TILE_ROWS):
                 tile = rows[start : start + TILE_ROWS]
                 token_indices = [row_starts[row] + step for row in tile]
-                inputs = (pad_rows(x[token_indices], TILE_ROWS) for x in (units, gate))
+                tile_units, tile_gate = (
+                    pad_rows(x[token_indices], TILE_ROWS) for x in (units, gate)
+                )
                 tile_slots = slots.new_full((TILE_ROWS,), -1)
                 tile_slots[: len(tile)] = slots[tile]
-                outputs.append(self.decode_tokens(*inputs, tile_slots, cache)[: len(tile)])
+                outputs.append(
+                    self.decode_tokens(tile_units, tile_gate, tile_slots, cache)[: len(tile)]
+                )
                 token_order += token_indices
         if not outputs:
             return units.new_empty(
@@ -505,10 +514,13 @@ class RecurrentMixer(nn.Module, ABC):
                 "of one document on one context parallel rank: call it under torch.no_grad()"
             )
         length, batch = units.shape[:2]
-        packed = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))  # [b s, ...]
+        # [b s, ...]
+        packed_units, packed_gate = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))
         bounds = range(0, length * batch + 1, length)
         slots = torch.arange(batch, device=units.device)
-        out = self._decode_token_by_token(*packed, bounds, slots, _TemporaryCache(batch))
+        out = self._decode_token_by_token(
+            packed_units, packed_gate, bounds, slots, _TemporaryCache(batch)
+        )
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def _prefill(
@@ -529,6 +541,7 @@ class RecurrentMixer(nn.Module, ABC):
             initial=load_state(conv, slots),
             return_conv_state=True,
         )
+        assert conv_state is not None
         store_state(conv, slots, conv_state)
         recurrence = self.recurrence.operations(inputs)
         out, states = self.recur(recurrence, inputs, sequences, initial=load_state(state, slots))

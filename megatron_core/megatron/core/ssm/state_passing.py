@@ -406,6 +406,7 @@ def _final_gradients(
     gathered = all_gather(pad_rows(d_entries, exchange.entry_slots), exchange.group)
     if not exchange.final.has_receivers:
         return None
+    assert rank_state.transitions is not None
     return exchange.final.states(gathered, rank_state.transitions, transposed=True)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -147,7 +147,7 @@ class ColumnParallelLinear(nn.Module):
                 for output_name, size, num_shards in outputs
             )
 
-        def sharding(kind: str, *trailing: int, **options: bool) -> WeightSharding:
+        def sharding(kind: str, *trailing: int, **options: Any) -> WeightSharding:
             return WeightSharding(
                 name=f"{name}.{kind}",
                 sub_weights=split_outputs(kind, *trailing),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ def _chunk_gradient_(
     token_weights: torch.Tensor,
     *,
     group: Group,
-    columns: Mapping[str, int],
+    columns: Mapping[str, Any],
     needs_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a chunk's nll [t] and, if `needs_gradient`, overwrite its logits by their gradient.

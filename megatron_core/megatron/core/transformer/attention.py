@@ -241,7 +241,7 @@ class RotaryEmbedding:
             config.rotary_features(head_size),
             base=config.base,
             scaling=config.scaling,
-            device=device,
+            device=None if device is None else torch.device(device),
         )
 
     def __call__(self, positions: torch.Tensor) -> RopeTable:
@@ -398,7 +398,8 @@ class SelfAttention(nn.Module):
             bias=config.qkv_bias,
         )
         self.output = build.row_linear(f"{name}.output", n * d, bias=config.output_bias)
-        self.query_norm = self.key_norm = None
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
         if config.qk_norm:  # one weight for all heads; each rank has some of the heads
             options = {"config": norm, "build": build, "gradient": "partial"}
             self.query_norm = Norm(f"{name}.query_norm", d, **options)
@@ -441,7 +442,7 @@ class SelfAttention(nn.Module):
             sizes.append(heads)
         rotation = None if rope is None or self.query_norm is not None else rope.rotation
         query, key, value, *gates = split_heads(mixed, sizes, rotation)
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
                 query, key = rope.rotate(query), rope.rotate(key)

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +112,10 @@ class GradientSink(Protocol):
         """Count a gradient that has been accumulated."""
 
 
+# The descriptor, which torch declares as what it returns.
+_TORCH_GRAD: Any = torch.Tensor.grad
+
+
 class WeightParameter(nn.Parameter):
     """This rank's shard of a weight. An engine keeps its gradient in buffers of its own.
 
@@ -137,11 +141,11 @@ class WeightParameter(nn.Parameter):
                 "its own buffers: update them by megatron.core.optimizer.Optimizer(engine.owned(), "
                 "groups), read them in engine.owned(), and forget them by engine.begin_step()"
             )
-        return torch.Tensor.grad.__get__(self)
+        return _TORCH_GRAD.__get__(self)
 
     @grad.setter
     def grad(self, grad: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, grad)
+        _TORCH_GRAD.__set__(self, grad)
 
 
 class WeightHandle:

@@ -39,7 +39,7 @@ class MatmulKernel(NamedTuple):
     """
 
     linear: Callable[..., Tensor]
-    add_product_: Callable[[Tensor, Tensor, Tensor], None]
+    add_product_: Callable[..., None]
 
 
 def choose_kernel(

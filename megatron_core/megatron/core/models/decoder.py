@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import nn

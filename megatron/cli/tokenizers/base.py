@@ -64,6 +64,8 @@ class SpecialTokens:
         if recorded is None:
             return cls()
         try:
+            before: tuple[Any, ...]
+            after: tuple[Any, ...]
             before, after = (tuple(recorded[name]) for name in ("before", "after"))
         except (KeyError, TypeError):
             before, after = (None,), ()

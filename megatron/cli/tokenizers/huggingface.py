@@ -306,7 +306,7 @@ def _byte_level_bpe(
         ids = parse_json(vocabulary)
         lines = merges.decode().split("\n")
         lines = lines[1:] if lines[0].startswith("#version") else lines
-        pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
+        pairs: list[Any] = [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
         with quiet_panics():
             tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
     except Exception as error:  # the library raises plain Exception

@@ -138,6 +138,7 @@ class Engine:
         )
         self.epoch, self.joined, self.paused = 0, 0, False
         self._outputs: dict[SequenceState, OutputState] = {}
+        self._num_unfinished: dict[int, int] = {}  # outputs by request id
         self._next_id = 0
         self._in_flight: deque[StepInFlight] = deque()  # oldest first
         self._join_work: deque[Work[None]] = deque()  # unfinished work of `joined` steps
@@ -181,8 +182,7 @@ class Engine:
             ValueError: as in `check`, or the id is the id of an unfinished request.
         """
         self.check(request)
-        used = {output.request.request_id for output in self._outputs.values()}
-        request, request_id = request.with_id(self._next_id, used)
+        request, request_id = request.with_id(self._next_id, self._num_unfinished)
         # Only the first output computes the prompt's log-probabilities; the others share them.
         outputs, prompt_scores = [], PromptScores.begin(request)
         for index in range(request.n):
@@ -201,13 +201,14 @@ class Engine:
                 output.update_forced_tokens(request.forced)
             self.scheduler.add(output.seq)
             self._outputs[output.seq] = output
+        self._num_unfinished[request_id] = request.n
         self._next_id = max(self._next_id, request_id + 1)
         return request_id
 
     def abort(self, request_id: int) -> list[OutputDelta]:
         """Abort the unfinished outputs of a request; return their last deltas, [] if the request
         has finished."""
-        outputs = [o for o in self._outputs.values() if o.request.request_id == request_id]
+        outputs = [o for o in self._outputs.values() if o.request_id == request_id]
         # The caller gets the tokens of finished steps before the end of the output.
         deltas = [delta for delta in self._undelivered if delta.request_id == request_id]
         self._undelivered = [d for d in self._undelivered if d.request_id != request_id]
@@ -218,7 +219,7 @@ class Engine:
     def finish(self, request_id: int, index: int) -> None:
         """End one output, because the caller detected a stop string; no delta of it follows."""
         for output in list(self._outputs.values()):
-            if (output.request.request_id, output.index) == (request_id, index):
+            if (output.request_id, output.index) == (request_id, index):
                 self._end(output)
         self._undelivered = [d for d in self._undelivered if d[:2] != (request_id, index)]
 
@@ -416,6 +417,9 @@ class Engine:
         """Forget an output and free its cache entries."""
         self.scheduler.remove(output.seq)
         del self._outputs[output.seq]
+        self._num_unfinished[output.request_id] -= 1
+        if not self._num_unfinished[output.request_id]:
+            del self._num_unfinished[output.request_id]
 
 
 def generate(engine: Engine, requests: Iterable[EngineRequest]) -> list[list[Completion]]:

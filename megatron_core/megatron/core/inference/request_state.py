@@ -245,6 +245,7 @@ class OutputState:
         predicted: drafts from `Proposer.predict` in the sequence's last step.
 
     Attributes:
+        request_id: id of the request.
         sequence: sequence number in the key of random draws.
     """
 
@@ -258,6 +259,8 @@ class OutputState:
     _masks: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        assert self.request.request_id is not None
+        self.request_id = self.request.request_id
         self.sequence = self.request.sequence + self.index
 
     @property
@@ -336,9 +339,8 @@ class OutputState:
             finish_reason = "length"
         # Prompt fields go into the first delta only: by then all steps of the prompt have finished.
         scores = self.prompt_scores if begins else None
-        assert request.request_id is not None
         return OutputDelta(
-            request_id=request.request_id,
+            request_id=self.request_id,
             index=self.index,
             tokens=tokens,
             logprobs=chosen.logprobs,
@@ -353,9 +355,8 @@ class OutputState:
     def aborted(self) -> OutputDelta:
         """Return the last delta of an aborted output."""
         scores = None if self.tokens else self.prompt_scores
-        assert self.request.request_id is not None
         return OutputDelta(
-            request_id=self.request.request_id,
+            request_id=self.request_id,
             index=self.index,
             finish_reason="abort",
             prompt_logprobs=None if scores is None else scores.logprobs,

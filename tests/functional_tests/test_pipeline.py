@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training import step
+from megatron.training import pipeline_step
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
@@ -56,9 +56,9 @@ def measured(metrics: Path) -> dict[str, list[float]]:
 
 def print_executed_kinds(rank: int) -> None:
     """Print the kinds of actions that a stage has executed."""
-    run_schedule = step.Executor.run
+    run_schedule = pipeline_step.Executor.run
 
-    def run(self: step.Executor) -> None:
+    def run(self: pipeline_step.Executor) -> None:
         run_schedule(self)
         kinds = {a.kind.value for a in self.schedule.ranks[self.group.rank]}
         print(
@@ -66,7 +66,7 @@ def print_executed_kinds(rank: int) -> None:
             flush=True,
         )
 
-    step.Executor.run = run
+    pipeline_step.Executor.run = run
 
 
 @pytest.mark.parametrize(

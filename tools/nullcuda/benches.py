@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench import gpu_workers, harness, turns
+from tools.bench import cases, gpu_workers, harness, turns
 from tools.bench.table import Row
 from tools.nullcuda.values import plausible_tokens
 
@@ -48,7 +48,7 @@ def names_of(rows: Sequence[Row]) -> str:
 def main() -> int:
     """Run the bench that is named first, with the other words as its command line."""
     name, *words = sys.argv[1:]
-    harness.require_same = lambda *_, **__: None
+    cases.require_same = lambda *_, **__: None
     harness.format_table = names_of
     turns.take_turns = gpu_workers.take_turns = plausible_losses
     bench = importlib.import_module(f"tools.bench.{name}")

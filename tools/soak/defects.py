@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import run_folder, save
+from megatron.core.dist_checkpointing import run_folder, save_steps
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from megatron.core.dist_checkpointing.run_folder import list_checkpoints
 from megatron.training.progress_state import Progress
@@ -38,19 +38,19 @@ def named_before_it_is_whole(rank: int) -> None:
         run_folder.sync_folder(folder.parent)
         return folder
 
-    save.publish = publish
+    save_steps.publish = publish
 
 
 def makes_room_first(rank: int) -> None:
     """Remove all older checkpoints at the begin of a save, not at its end."""
-    whole = save.open_temporary
+    whole = save_steps.open_temporary
 
-    def opened(root: Path, iteration: int, **options: Any) -> Path:
+    def opened(root: Path, iteration: int, **options: Any) -> None:
         for folder in list_checkpoints(root):
             shutil.rmtree(folder)
-        return whole(root, iteration, **options)
+        whole(root, iteration, **options)
 
-    save.open_temporary = opened
+    save_steps.open_temporary = opened
 
 
 def manifest_is_not_synced(rank: int) -> None:

@@ -12,9 +12,10 @@ import torch
 from megatron.core.context_parallel import SequenceSharding, blockwise
 from megatron.core.context_parallel.blockwise import AttentionBlock, Blocks, attention_blocks
 from megatron.core.ops.attention import attention, cpu
+from megatron.core.ops.attention.naive import attention as naive_attention
 from megatron.core.ops.dropout import AttentionDropout
 from tests.support.nan_memory import nan_memory
-from tests.unit_tests.core.ops.formulas import assert_close, maker, naive_attention
+from tests.unit_tests.core.ops.formulas import assert_close, maker
 
 LENGTH, ROWS, HEADS, FEATURES, SCALE = 24, 3, 4, 6, 0.3
 #: cu_seqlens of each row; the last two rows are equal and share blocks.

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core import ProcessGroupCollection
 from megatron.core.models import GPTModel
+from tools.bench import ops
 from tools.bench.__main__ import BENCHES
 from tools.bench.data_parallel import check_losses, over_ranks
 from tools.bench.data_parallel import ratio as step_ratio
@@ -159,3 +160,14 @@ def test_megatron_core_peer_process_imports_no_local_package():
     )
     assert "tools.bench.peers" in process.stdout
     assert "megatron" not in process.stdout.split()
+
+
+def failing_case(bench):
+    raise ValueError("no such op")
+
+
+def test_failing_op_fails_the_table_of_all_benchmarks(monkeypatch):
+    monkeypatch.setattr(ops, "selected", lambda bench, only: [("bad", failing_case)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a CPU bench all the same
+    with pytest.raises(RuntimeError, match="no such op"):
+        ops.rows(quick=True)

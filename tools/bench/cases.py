@@ -121,7 +121,7 @@ def with_gradients(function: Function, leaves: Sequence[torch.Tensor]) -> tuple[
     return whole, back
 
 
-def _cases(
+def _direction(
     base: Case, calls: Mapping[str, Call], *, direction: str, moved_bytes: float, flops: float
 ) -> Case:
     """Return a case of one direction."""
@@ -167,13 +167,15 @@ def directions_of(
     calls: dict[str, Call] = {
         key: lambda function=function: function(*plain) for key, function in functions.items()
     }
-    forward = _cases(base, calls, direction="forward", moved_bytes=moved_bytes[0], flops=flops[0])
+    forward = _direction(
+        base, calls, direction="forward", moved_bytes=moved_bytes[0], flops=flops[0]
+    )
     yield replace(forward, targets=targets[0])
     calls = {
         key: with_gradients(function, leaves)[0 if whole else 1]
         for key, function in functions.items()
     }
-    backward = _cases(
+    backward = _direction(
         base,
         calls,
         direction="forward + backward" if whole else "backward",

@@ -30,7 +30,7 @@ from megatron.core.ops.recurrence import (
     recurrence_decode,
 )
 from megatron.core.ops.sampling import choose_tokens
-from tools.bench.cases import Case, require_same
+from tools.bench.cases import MCORE, Case, require_same
 from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.table import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 from tools.bench.timing import Call
@@ -127,14 +127,14 @@ def recurrent(bench: Bench, rows: int) -> Iterator[Case]:
         return run
 
     calls = {
-        "ours": captured(bench, step("triton")),
+        MCORE: captured(bench, step("triton")),
         "reference": captured(bench, step("reference")),
     }
     promised = rows >= DECODE_ROWS
     layers_noted = f"{len(layers)} layers as one CUDA graph"
     yield Case(
         name=f"decode of a gated delta net, {rows} rows, fp32 states",
-        mcore=calls.pop("ours"),
+        mcore=calls.pop(MCORE),
         peers=calls,
         moved_bytes=sum(layer.moved_bytes for layer in layers),
         count=len(layers),

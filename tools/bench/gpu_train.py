@@ -25,13 +25,13 @@ import torch
 
 from megatron.core.transformer.recompute import Recompute
 from tools.bench import mcore_step, peers
+from tools.bench.cases import MCORE
 from tools.bench.gpu_workers import add_options, add_rows, device_bytes, race, work
 from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.shapes import Shape
 from tools.bench.table import LONG_TRAINING_MFU, TRAINING_MFU
 from tools.bench.turns import Step, Variant, take_turns
 
-MCORE = "ours"
 PEER = "transformers autocast"
 FURTHER = ("transformers bf16", "transformers compiled")
 #: Ours on one long row.

@@ -28,6 +28,7 @@ from tools.bench.timing import Stopwatch, measured_rates, ratio_of
 Size = TypeVar("Size")
 #: Rounds and untimed warm-up rounds: in a rehearsal, on a GPU, on a CPU.
 ROUNDS = {"rehearsal": (1, 1), "cuda": (10, 3), "cpu": (15, 2)}
+QUICK_ROUNDS = 5
 
 
 class Bench:
@@ -37,22 +38,28 @@ class Bench:
         name: of the bench, in rows.
         options: of the command line, see `options_of`.
         dtype: of inputs; None is bf16 on a GPU and fp32 on a CPU.
+        on_cpu: use the CPU even if there is a GPU.
     """
 
     def __init__(
-        self, name: str, options: argparse.Namespace, *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        options: argparse.Namespace,
+        *,
+        dtype: torch.dtype | None = None,
+        on_cpu: bool = False,
     ) -> None:
         self.name, self.rehearse, self.quick = name, options.rehearse, options.quick
         self.results_path = None if options.part is None else Path(options.part)
-        self.device = torch.device(
-            "cuda" if torch.cuda.is_available() and not self.rehearse else "cpu"
-        )
-        on_gpu = self.device.type == "cuda"
+        on_gpu = torch.cuda.is_available() and not (self.rehearse or on_cpu)
+        self.device = torch.device("cuda" if on_gpu else "cpu")
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         #: Whether full sizes run on a CPU, without the interpreter.
         self.is_cpu = not on_gpu and not self.rehearse
         self.end = time.monotonic() + options.seconds
         rounds, warmup = ROUNDS["rehearsal" if self.rehearse else self.device.type]
+        if self.is_cpu and self.quick:
+            rounds = QUICK_ROUNDS
         self.watch = Stopwatch(self.device, rounds=rounds, warmup=warmup)
         #: The `implementation` of our ops that a case times: on a CPU their default.
         self.implementation = "triton" if on_gpu or self.rehearse else None
@@ -140,7 +147,16 @@ class Bench:
         self.rows.append(row)
 
     def run(self, cases: Iterable[tuple[str, Builder | Callable[[Bench], None]]]) -> int:
-        """Run the cases; print the table, leave the part, and return the exit code.
+        """Measure the cases, print the table, and return the exit code."""
+        self.measure(cases)
+        print(format_table(self.rows))
+        for name, problem in self.problems.items():
+            print(f"{self.name}: {name}: {problem}")
+        print(f"{len(self.rows)} rows, {len(self.problems)} problems")
+        return 1 if self.problems else 0
+
+    def measure(self, cases: Iterable[tuple[str, Builder | Callable[[Bench], None]]]) -> None:
+        """Measure the cases: collect their rows and problems, and write them to a file if asked.
 
         Args:
             cases: by name, builders of cases, or functions that add their rows themselves.
@@ -165,11 +181,6 @@ class Bench:
                 break
             self._free()
         self.save()
-        print(format_table(self.rows))
-        for name, problem in self.problems.items():
-            print(f"{self.name}: {name}: {problem}")
-        print(f"{len(self.rows)} rows, {len(self.problems)} problems")
-        return 1 if self.problems else 0
 
     def _device_answers(self) -> bool:
         """Whether the device still works: an illegal access makes it refuse all that follows, also
@@ -200,7 +211,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--part", default=None, help="file for what was measured, as JSON")
     parser.add_argument("--seconds", type=float, default=600.0, help="no case starts after these")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU, interpreted")
-    parser.add_argument("--quick", action="store_true", help="of a rehearsal the quickest part")
+    parser.add_argument("--quick", action="store_true", help="few rounds; of a rehearsal one op")
     options = parser.parse_args()
     if options.rehearse:
         be_interpreted()

@@ -53,14 +53,19 @@ def selected(bench: Bench, only: list[str] | None) -> list[tuple[str, Builder]]:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Measure every op on the CPU, in fp32 and bf16; with `quick` in fewer rounds."""
+    """Measure every op on the CPU, in fp32 and bf16; with `quick` in fewer rounds.
+
+    Raises:
+        RuntimeError: a case failed.
+    """
     options = argparse.Namespace(rehearse=False, quick=quick, part=None, seconds=3600.0)
     table_rows = []
     for dtype in CPU_DTYPES:
-        bench = Bench(f"ops, {dtype}", options, dtype=getattr(torch, dtype))
-        if quick:
-            bench.watch.rounds = 5
-        bench.run(selected(bench, None))
+        bench = Bench(f"ops, {dtype}", options, dtype=getattr(torch, dtype), on_cpu=True)
+        bench.measure(selected(bench, None))
+        if bench.problems:
+            problems = "; ".join(f"{name}: {problem}" for name, problem in bench.problems.items())
+            raise RuntimeError(f"{bench.name}: {problems}")
         table_rows += bench.rows
     return table_rows
 

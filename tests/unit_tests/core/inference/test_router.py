@@ -214,10 +214,10 @@ def test_two_replicas_match_one_engine(family: str, asynchronous: bool) -> None:
         assert sent == [3, 4]
         assert matched == [2 * 2 * BLOCK, 2 * BLOCK]  # each prefix was sent to a single replica
         assert all(replica_stats.steps > 0 for replica_stats in stats)
-        assert all((replica_stats.overlapped > 0) == asynchronous for replica_stats in stats)
-        assert all(
-            replica_stats.wasted <= 3 for replica_stats in stats
-        )  # tokens of requests that the caller ended
+        # The next step is in flight when the caller ends a request, whether it still runs or not.
+        wasted = [replica_stats.wasted for replica_stats in stats]
+        assert (sum(wasted) > 0) == asynchronous
+        assert max(wasted) <= 3  # tokens of requests that the caller ended
         # No prefix is computed twice: as many tokens as in one engine come from the cache.
         total = stats[0] + stats[1]
         assert (total.hit, total.queried) == (single.engine.stats.hit, single.engine.stats.queried)

@@ -14,10 +14,8 @@ from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.models.gpt import GPTModel
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.experiments import Experiment
-from megatron.training.hooks import LogPart, TrainingHooks
-from megatron.training.progress_state import Progress
+from megatron.training.hooks import LogPart, Progress, StepReport, TrainingHooks
 from megatron.training.step import TrainStep
-from megatron.training.step_report import StepReport
 
 #: Default half-life as a share of the run's samples.
 DEFAULT_SHARE = 0.02

@@ -17,10 +17,9 @@ from megatron.training.fault_tolerance.faults import (
 )
 from megatron.training.fault_tolerance.replica_check import ReplicaCheck
 from megatron.training.fault_tolerance.stragglers import StragglerReport, WaitClock
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.observation import Observation
-from megatron.training.progress_state import Progress
 from megatron.training.restore import load_session
 from megatron.training.save_hooks import Saves
 from megatron.training.session import Session

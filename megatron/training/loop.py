@@ -19,7 +19,7 @@ from megatron.core.optimizer.schedule import LearningRateSchedule
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.fault_tolerance.faults import record_loss, spike_limit
 from megatron.training.fault_tolerance.stopping import StopRequests
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.monitoring.log_line import (
     Display,
     StepRecord,
@@ -28,8 +28,6 @@ from megatron.training.monitoring.log_line import (
 )
 from megatron.training.monitoring.metrics import Metrics
 from megatron.training.monitoring.step_window import StepWindow
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepReport
 
 
 class Steps(Protocol):

@@ -23,7 +23,7 @@ from megatron.cli.standard_streams import errors_of_streams
 from megatron.core.comm import all_reduce
 from megatron.core.device import peak_memory_bytes
 from megatron.training.config import LoggingConfig
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, TrainingHooks
 from megatron.training.monitoring.log_line import Display, open_display
 from megatron.training.monitoring.metrics import (
     Metrics,
@@ -34,7 +34,6 @@ from megatron.training.monitoring.metrics import (
 )
 from megatron.training.monitoring.profiler import profiling
 from megatron.training.monitoring.writers import mlflow_writer, wandb_writer
-from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 
 

@@ -13,10 +13,9 @@ from megatron.training.data.data_sets import build_data_sets
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.failure_hooks import arm_stop, failure_hooks
 from megatron.training.fault_tolerance.faults import refuse_faulty_hosts
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, TrainingHooks
 from megatron.training.loop import TrainingLoop
 from megatron.training.observation import Observation, observing
-from megatron.training.progress_state import Progress
 from megatron.training.restore import restore
 from megatron.training.run_inputs import RunInputs
 from megatron.training.save_hooks import Saves, locked_save_folder, saving

@@ -18,7 +18,7 @@ from megatron.training.checkpointing.find import (
 from megatron.training.checkpointing.hf_options import open_model
 from megatron.training.checkpointing.state import load_run
 from megatron.training.config import Config
-from megatron.training.progress_state import Progress
+from megatron.training.hooks import Progress
 from megatron.training.session import Session, hook_chunks
 
 

@@ -30,11 +30,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.run_folder import check_save_folder_lock
 from megatron.training.checkpointing.state import run_extra
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.progress_state import Progress
 from megatron.training.session import Session, hook_chunks
-from megatron.training.step_report import StepReport
 
 #: Seconds that a run which stops because of a fault waits for the save in progress.
 LAST_WAIT_SECONDS = 60.0

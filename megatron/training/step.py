@@ -32,7 +32,7 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.weight_sharding import loss_factor
 from megatron.training.fault_tolerance.replay import Replayer, RerunPolicy, StepComputation
-from megatron.training.step_report import StepReport
+from megatron.training.hooks import StepReport
 
 
 @dataclass(frozen=True, eq=False)

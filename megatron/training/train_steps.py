@@ -19,11 +19,11 @@ from megatron.training.core_configs import (
     weight_decay_schedule,
 )
 from megatron.training.data.data_sets import read_ahead, training_batches, validation_batches
+from megatron.training.hooks import StepReport
 from megatron.training.layouts import Layouts, layouts_of
 from megatron.training.monitoring.flops import visible_square
 from megatron.training.session import Session
 from megatron.training.step import Microbatch
-from megatron.training.step_report import StepReport
 
 
 def microbatch(

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import run_folder, save_steps
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from megatron.core.dist_checkpointing.run_folder import list_checkpoints
-from megatron.training.progress_state import Progress
+from megatron.training.hooks import Progress
 
 
 def resume_reads_a_batch_twice(rank: int) -> None:

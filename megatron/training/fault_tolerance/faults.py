@@ -45,9 +45,7 @@ from megatron.cli.errors import ExitCode, RunStopped
 from megatron.core.dist_checkpointing import Coordinator
 from megatron.core.untrusted_files import read_json, replace_file, write_to
 from megatron.training.config import Config
-from megatron.training.hooks import TrainingHooks
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepAnomaly, StepReport
+from megatron.training.hooks import Progress, StepAnomaly, StepReport, TrainingHooks
 
 
 def spike_limit(config: Config, recent_losses: Sequence[float]) -> float:

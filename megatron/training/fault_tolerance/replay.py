@@ -21,7 +21,7 @@ import torch
 from megatron.core.comm import all_gather
 from megatron.core.distributed import DataParallel
 from megatron.core.process_groups import Group
-from megatron.training.step_report import AnomalyKind, StepAnomaly, Verdict
+from megatron.training.hooks import AnomalyKind, StepAnomaly, Verdict
 
 
 class Checksum:

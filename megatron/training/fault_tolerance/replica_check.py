@@ -32,9 +32,7 @@ from megatron.core.dist_checkpointing import CheckpointError, Coordinator, Tenso
 from megatron.core.dist_checkpointing.shard_format import default_digest_algorithm, digest
 from megatron.core.process_groups import Group
 from megatron.training.fault_tolerance.faults import FaultLog, FaultRecord
-from megatron.training.hooks import TrainingHooks
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepReport
+from megatron.training.hooks import Progress, StepReport, TrainingHooks
 
 #: Elements per summation; each takes 24 bytes with its weights.
 CHUNK_ELEMENTS = 1 << 22

@@ -18,10 +18,8 @@ import torch
 
 from megatron.core.comm import all_gather
 from megatron.core.process_groups import Group
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepReport
 
 
 class _Event:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import ResolvedRun
+from megatron.training.hooks import Progress, StepReport
 from megatron.training.monitoring.flops import (
     flops_per_square,
     training_flops,
@@ -16,8 +17,6 @@ from megatron.training.monitoring.flops import (
     window,
 )
 from megatron.training.monitoring.log_line import StepRecord
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,8 @@ from megatron.core.distributed import DataParallel
 from megatron.training.config import Config
 from megatron.training.core_configs import early_gather, weight_dtype
 from megatron.training.data.data_sets import training_batches
-from megatron.training.hooks import TrainingHooks
+from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.layouts import packed_cuts
-from megatron.training.progress_state import Progress
 from megatron.training.session import Session
 from megatron.training.startup_report.batches import (
     batch_line,
@@ -50,7 +49,6 @@ from megatron.training.startup_report.parallelism import (
     pipeline_words,
     weight_shards_line,
 )
-from megatron.training.step_report import StepReport
 
 
 def start_lines(session: Session, *, consumed_samples: int) -> list[str]:

@@ -30,8 +30,7 @@ from megatron.training.fault_tolerance.faults import (
     spike_limit,
     write_suspect_step,
 )
-from megatron.training.progress_state import Progress
-from megatron.training.step_report import StepAnomaly
+from megatron.training.hooks import Progress, StepAnomaly
 from tests.unit_tests.training.small_config import small_config
 
 

@@ -21,9 +21,9 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.config.resolve import ResolvedRun, resolve
 from megatron.training.data.data_sets import build_data_sets, training_batches
 from megatron.training.data.vocabulary import Vocabulary
+from megatron.training.hooks import StepReport
 from megatron.training.layouts import Layouts
 from megatron.training.step import Microbatch, TrainStep
-from megatron.training.step_report import StepReport
 from megatron.training.train_steps import take
 from tests.support.closeness import assert_close_by_metric
 from tests.support.ranks import run_ranks

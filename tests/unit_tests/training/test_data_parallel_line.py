@@ -18,7 +18,7 @@ from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.core.weight_sharding import STRATEGIES, placement
-from megatron.training.progress_state import Progress
+from megatron.training.hooks import Progress
 from megatron.training.startup_report import GatheredBytes
 from megatron.training.startup_report.parallelism import communicators_line, data_parallel_line
 from tests.support.ranks import run_ranks

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import Solo, StoreCoordinator, TensorChunk, save_checkpoint
 from megatron.training import restore as module
-from megatron.training.hooks import TrainingHooks
-from megatron.training.progress_state import Progress
+from megatron.training.hooks import Progress, TrainingHooks
 
 
 class TensorHooks(TrainingHooks):

@@ -18,7 +18,7 @@ from megatron.training.fault_tolerance.replay import (
     StepComputation,
     find_anomaly,
 )
-from megatron.training.step_report import StepAnomaly
+from megatron.training.hooks import StepAnomaly
 
 NAN, INF = math.nan, math.inf
 

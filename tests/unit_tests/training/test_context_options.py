@@ -23,7 +23,7 @@ from megatron.training.distributed_context import rank_grid
 from megatron.training.layouts import Layouts, needs_bounds, packed_cuts
 from megatron.training.monitoring.flops import training_flops, visible_square
 from megatron.training.monitoring.step_window import Speedometer
-from megatron.training.startup_report.batches import cut_line
+from megatron.training.startup_report import cut_line
 from megatron.training.startup_report.parallelism import context_line, context_words
 from megatron.training.train_steps import microbatch, squared_lengths
 from tests.support.ranks import run_ranks

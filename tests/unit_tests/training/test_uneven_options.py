@@ -7,7 +7,7 @@ import pytest
 
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
-from megatron.training.startup_report.batches import batch_line, batch_words
+from megatron.training.startup_report import batch_line, batch_words
 from tests.unit_tests.training.small_config import small_config
 
 UNEVEN = "--allow-uneven-batch"

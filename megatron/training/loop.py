@@ -23,11 +23,11 @@ from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.monitoring.log_line import (
     Display,
     StepRecord,
+    StepWindow,
     format_step,
     format_validation,
 )
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.step_window import StepWindow
 
 
 class Steps(Protocol):

@@ -47,7 +47,7 @@ from megatron.training.config.values import require_all
 from megatron.training.cpu_matmul import another_dtype
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.hooks import Progress
-from megatron.training.monitoring.step_window import StepWindow
+from megatron.training.monitoring.log_line import StepWindow
 
 #: Version of `extra`; raised when older code would misread it.
 FORMAT = 1

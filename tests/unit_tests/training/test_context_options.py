@@ -22,7 +22,7 @@ from megatron.training.core_configs import backend
 from megatron.training.distributed_context import rank_grid
 from megatron.training.layouts import Layouts, needs_bounds, packed_cuts
 from megatron.training.monitoring.flops import training_flops, visible_square
-from megatron.training.monitoring.step_window import Speedometer
+from megatron.training.monitoring.log_line import Speedometer
 from megatron.training.startup_report import cut_line
 from megatron.training.startup_report.parallelism import context_line, context_words
 from megatron.training.train_steps import microbatch, squared_lengths

@@ -22,9 +22,8 @@ from megatron.training.fault_tolerance.faults import FaultLog, Faults
 from megatron.training.fault_tolerance.stopping import StopRequests
 from megatron.training.hooks import LogPart, Progress, StepAnomaly, TrainingHooks
 from megatron.training.loop import TrainingLoop
-from megatron.training.monitoring.log_line import Plain
+from megatron.training.monitoring.log_line import Plain, Speedometer, StepWindow
 from megatron.training.monitoring.metrics import Metrics
-from megatron.training.monitoring.step_window import Speedometer, StepWindow
 from tests.unit_tests.training.small_config import small_config
 
 

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from megatron.training.monitoring.profiler import profiling
+from megatron.training.observation import profiling
 from tests.unit_tests.training.small_config import small_config
 
 CPU = torch.device("cpu")

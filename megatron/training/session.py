@@ -46,8 +46,7 @@ from megatron.training.experiments import Experiment, load_experiments
 from megatron.training.fault_tolerance.replay import RerunPolicy, StageChecksums
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
-from megatron.training.monitoring.log_line import Speedometer, StepWindow
-from megatron.training.monitoring.model_log import ModelLog, layer_name
+from megatron.training.monitoring.log_line import ModelLog, Speedometer, StepWindow, layer_name
 from megatron.training.pipeline_step import PipelineForwardBackward
 from megatron.training.step import ForwardBackward, StepRunner, TrainStep
 

@@ -11,8 +11,8 @@ import torch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad
+from megatron.training.monitoring.log_line import layer_name, load_balance, relative
 from megatron.training.monitoring.metrics import EXPERT_LOAD, Metrics, open_metrics, read_metrics
-from megatron.training.monitoring.model_log import layer_name, load_balance, relative
 from megatron.training.plot import color, comparison, draw, load_svg, page, read_run
 from megatron.training.step import Microbatch, auxiliary_factors
 from tests.support.ranks import run_ranks

@@ -16,8 +16,7 @@ from pathlib import Path
 from megatron.cli.flags import read_flags
 from megatron.cli.schema import options
 from megatron.training.config import Config
-from megatron.training.config.megatron_flags import NO_EFFECT
-from megatron.training.config.translated_flags import TRANSLATED
+from megatron.training.config.megatron_flags import NO_EFFECT, TRANSLATED
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "support" / "upstream"
 

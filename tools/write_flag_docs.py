@@ -31,8 +31,7 @@ from megatron.training.checkpointing.commands.options import (
     VerifyConfig,
 )
 from megatron.training.config import Config
-from megatron.training.config.megatron_flags import NO_EFFECT
-from megatron.training.config.translated_flags import TRANSLATED
+from megatron.training.config.megatron_flags import NO_EFFECT, TRANSLATED
 from megatron.training.data.preprocessing.options import PreprocessConfig
 from megatron.training.inspect_data import InspectDataConfig
 from megatron.training.train_tokenizer import TrainTokenizerConfig

@@ -4,9 +4,9 @@
 A script written for Megatron uses many flags. A flag that exists here has the same name and is an
 option of the schema. Any other flag is in the tables below, so that the error states the reason and
 the option that does the same, or the advice to drop the flag if results do not depend on it, or
-that it changes results in a way that is not supported. Training accepts flags that have no effect;
-they are listed in `megatron.training.config.megatron_flags`, and flags that translate to several
-options in `translated_flags`. Alternative names of options are aliases.
+that it changes results in a way that is not supported. `megatron.training.config.megatron_flags`
+has the flags that training accepts without effect or translates to several options. Alternative
+names of options are aliases.
 
 The tables include flags of forks and old versions. Advice never names an option that changes the
 model, unless it is equivalent.

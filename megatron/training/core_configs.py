@@ -30,8 +30,8 @@ from megatron.core.optimizer.schedule import (
 )
 from megatron.core.transformer import AttentionConfig, Recompute
 from megatron.training.config import Config
+from megatron.training.config.implementation_checks import quantization
 from megatron.training.config.model_table import part_config
-from megatron.training.config.quantization import quantization
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.config.stages import schedule_name, stage_split
 from megatron.training.config.values import name_factors

@@ -271,14 +271,8 @@ class Profiler:
         profile.stop()
         if not self._config.use_pytorch_profiler:
             return
-        first_iteration, last_iteration = (
-            self._config.profile_step_start + 1,
-            self._config.profile_step_end,
-        )
-        path = (
-            self._folder()
-            / f"trace_rank{self._rank}_iterations{first_iteration}-{last_iteration}.json"
-        )
+        begin, end = self._config.profile_step_start + 1, self._config.profile_step_end
+        path = self._folder() / f"trace_rank{self._rank}_iterations{begin}-{end}.json"
         _write(path, lambda draft: profile.export_chrome_trace(str(draft)), "profile", self._log)
 
     def _folder(self) -> Path:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.checkpoint_options import CheckpointConfig
+from megatron.training.config.checkpoint_options import CheckpointConfig, FailureConfig
 from megatron.training.config.data_options import DataConfig, TokenizerConfig
-from megatron.training.config.data_parallel_options import DataParallelOptions
-from megatron.training.config.execution_options import ExecutionConfig, QuantizationOptions
-from megatron.training.config.experiment_options import ExperimentConfig
-from megatron.training.config.failure_options import FailureConfig
+from megatron.training.config.execution_options import (
+    ExecutionConfig,
+    ExperimentConfig,
+    QuantizationOptions,
+)
 from megatron.training.config.logging_options import LoggingConfig, ProfilingConfig
 from megatron.training.config.model_options import (
     AttentionOptions,
@@ -32,8 +33,11 @@ from megatron.training.config.optimizer_options import (
     OptimizerOptions,
     ScheduleConfig,
 )
-from megatron.training.config.parallel_options import ParallelConfig
-from megatron.training.config.pipeline_options import PipelineConfig
+from megatron.training.config.parallel_options import (
+    DataParallelOptions,
+    ParallelConfig,
+    PipelineConfig,
+)
 from megatron.training.config.training_options import EvaluationConfig, TrainingConfig
 
 __all__ = [

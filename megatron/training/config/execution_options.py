@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a step's execution: activation recomputation, CUDA graphs, and dtypes of products."""
+"""Options of execution: activation recomputation, CUDA graphs, dtypes of products, experiments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config.values import not_negative, positive, require_all
+from megatron.training.config.values import not_negative, positive, require, require_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +104,38 @@ class QuantizationOptions:
         if self.fp8_format is not None:
             return f"--fp8-format {self.fp8_format}"
         return None if self.fp4_format is None else f"--fp4-format {self.fp4_format}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Experiments, available only in a checkout of the repository."""
+
+    experiment: tuple[str, ...] | None = None
+    """NAME ...: enable these experiments, folders of experimental/; the README.md of each describes
+    what it changes."""
+    experiment_option: tuple[str, ...] | None = None
+    """NAME.KEY=VALUE ...: options of the experiments in --experiment."""
+
+    def __post_init__(self) -> None:
+        names = self.experiment or ()
+        for name in names:
+            require(
+                name.isidentifier(),
+                f"--experiment {name!r} is not the name of a folder in experimental/: use one",
+            )
+        require(
+            len(set(names)) == len(names), f"--experiment {' '.join(names)}: list each name once"
+        )
+        experiment_words = {word for name in names for word in self.option_arguments(name)}
+        for word in self.experiment_option or ():
+            require(
+                word in experiment_words and "=" in word,
+                f"--experiment-option {word}: use NAME.KEY=VALUE with a NAME of --experiment",
+            )
+        keys = [word.partition("=")[0] for word in self.experiment_option or ()]
+        for key in dict.fromkeys(keys):
+            require(keys.count(key) == 1, f"--experiment-option {key}: give it only once")
+
+    def option_arguments(self, name: str) -> list[str]:
+        """Return the NAME.KEY=VALUE arguments of one experiment."""
+        return [word for word in self.experiment_option or () if word.startswith(f"{name}.")]

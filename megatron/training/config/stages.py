@@ -21,8 +21,9 @@ from megatron.core.models.layer_pattern import (
     virtual_stage_problems,
 )
 from megatron.core.pipeline_parallel import schedule
-from megatron.training.config import Config, layer_pattern_options, pipeline_options
+from megatron.training.config import Config, layer_pattern_options
 from megatron.training.config.layer_pattern_options import FLAG, is_hybrid
+from megatron.training.config.parallel_options import pipeline_problems
 
 
 def stage_split(config: Config) -> StageSplit:
@@ -50,7 +51,7 @@ def schedule_name(config: Config) -> str:
 def problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield a message with a fix for each problem of the pipeline on `world_size` processes."""
     chosen = config.pipeline
-    stage_problems = [*pipeline_options.problems(chosen, _cut_pattern(config)), *_pattern(config)]
+    stage_problems = [*pipeline_problems(chosen, _cut_pattern(config)), *_pattern(config)]
     stages, cut = chosen.pipeline_model_parallel_size, _cut_pattern(config)
     if stages > 1 and _is_broken(config) and cut is not None:
         stage_problems += virtual_stage_problems(f"{FLAG} {cut}", cut, stages)

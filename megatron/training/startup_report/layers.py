@@ -18,9 +18,9 @@ from megatron.core.ops.recurrence import CHUNK_SIZE
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.config import Config
+from megatron.training.config.implementation_checks import quantization
 from megatron.training.config.layer_pattern_options import has_attention, num_layers
 from megatron.training.config.model_table import recurrent_shapes
-from megatron.training.config.quantization import quantization
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.core_configs import weight_dtype
 from megatron.training.distributed_context import rank_grid

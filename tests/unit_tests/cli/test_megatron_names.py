@@ -16,8 +16,7 @@ from megatron.cli.megatron_names import (
 )
 from megatron.cli.schema import Option, options
 from megatron.training.config import Config
-from megatron.training.config.megatron_flags import NO_EFFECT
-from megatron.training.config.translated_flags import TRANSLATED
+from megatron.training.config.megatron_flags import NO_EFFECT, TRANSLATED
 from tests.support.arguments import last_wins
 from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 

@@ -105,9 +105,10 @@ def test_sizes_unsupported_by_a_recipe_are_reported(flags, expected):
 def test_quantized_sizes_are_checked_without_torch():
     words = f"{MODEL_FLAGS} --fp8-format e4m3 --fp8-recipe mxfp8 {LATENT} --kv-lora-rank 40"
     code = (
-        "import sys; from megatron.training.config.quantization import problems; "
+        "import sys; "
+        "from megatron.training.config.implementation_checks import quantization_problems; "
         "from tests.unit_tests.training.small_config import small_config; "
-        f"reported = list(problems(small_config('{words}'))); "
+        f"reported = list(quantization_problems(small_config('{words}'))); "
         "assert any('--kv-lora-rank' in problem for problem in reported), reported; "
         "assert 'torch' not in sys.modules"
     )

@@ -32,7 +32,7 @@ from megatron.inference.config import ModelSource, Speculation, start_facts
 from megatron.inference.rank_context import RankContext, join_ranks
 from megatron.training.checkpointing.find import load_newest, read_together
 from megatron.training.checkpointing.hf_export import carried_folder
-from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.hf_import import open_model
 from megatron.training.checkpointing.stored_model import stored_model
 
 

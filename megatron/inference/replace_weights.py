@@ -29,7 +29,7 @@ from megatron.hf.read_weights import read_weights
 from megatron.inference.checkpoint_model import CheckpointModel
 from megatron.inference.rank_context import inference_model_config
 from megatron.training.checkpointing.find import load_newest, read_together
-from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.hf_import import open_model
 from megatron.training.checkpointing.stored_model import stored_model
 
 # Words in the names of config fields that only training uses; they may differ between the models.

@@ -21,7 +21,7 @@ from megatron.cli.errors import run_entry_point
 from megatron.cli.flags import CommandLine, parse_command_line, show_config
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import go_on_without_streams
-from megatron.training.checkpointing.option_reader import (
+from megatron.training.checkpointing.stored_model import (
     checkpoint_defaults,
     stored_options,
     with_checkpoint_matrices,
@@ -128,7 +128,7 @@ def _defaults(user_values: Mapping[str, Any]) -> dict[str, Any]:
     implies."""
     defaults: dict[str, Any] = {}
     if user_values.get("load-hf") is not None:
-        from megatron.training.checkpointing.hf_options import folder_defaults
+        from megatron.training.checkpointing.hf_import import folder_defaults
 
         defaults = folder_defaults(user_values)
     defaults = {**checkpoint_defaults({**user_values, **defaults}), **defaults}

@@ -15,7 +15,7 @@ from megatron.training.checkpointing.find import (
     read_together,
     reject_later_checkpoints,
 )
-from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.hf_import import open_model
 from megatron.training.checkpointing.state import load_run
 from megatron.training.config import Config
 from megatron.training.hooks import Progress

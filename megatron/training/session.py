@@ -20,9 +20,8 @@ from megatron.core.moe.router import Balance, routers_of
 from megatron.core.optimizer import Optimizer
 from megatron.core.optimizer.optimizer_config import check_patterns
 from megatron.hf.config_json import function_of
-from megatron.training.checkpointing.option_reader import saved_options
 from megatron.training.checkpointing.state import CheckpointMetadata
-from megatron.training.checkpointing.stored_model import stored_model
+from megatron.training.checkpointing.stored_model import saved_options, stored_model
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config, options_problem
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size

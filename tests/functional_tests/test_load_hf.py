@@ -17,7 +17,7 @@ from megatron.cli.tokenizers import train_bpe
 from megatron.hf.convert import main as convert
 from megatron.inference.generate import main as generate
 from megatron.training import pretrain_gpt
-from megatron.training.checkpointing.hf_options import folder_defaults
+from megatron.training.checkpointing.hf_import import folder_defaults
 from tests.functional_tests.small_run import losses, run_on
 from tests.support.hf_folders import VOCABULARY, change_json, make_model, save_folder
 from tests.support.quantized_folders import fp8_folders, mxfp4_folders

@@ -50,7 +50,7 @@ from megatron.core.weight_gather import Storage
 from megatron.hf.read_weights import read_weights
 from megatron.inference.bench import Load, make_requests, static_waste
 from megatron.inference.server.guided_decoding.grammars import Grammars, json_grammar
-from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.hf_import import open_model
 from tools.bench import shapes
 from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.boxes import Box
 from megatron.training import checkpoint
-from megatron.training.checkpointing.commands.dcp_folder import DcpFolder
-from megatron.training.checkpointing.commands.dcp_metadata import read_metadata
+from megatron.training.checkpointing.commands.dcp_folder import DcpFolder, read_metadata
 from megatron.training.checkpointing.commands.plain_pickle import (
     Name,
     Persistent,

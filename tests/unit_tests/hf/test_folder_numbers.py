@@ -20,7 +20,7 @@ from megatron.hf import compare_logits, open_folder
 from megatron.hf import convert as converter
 from megatron.hf.config_json import function_of, read_model, write_config
 from megatron.hf.read_weights import read_weights
-from megatron.training.checkpointing.hf_options import folder_options
+from megatron.training.checkpointing.hf_import import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.cli.schema import build
 from megatron.core.models import GPTConfig
 from megatron.hf.config_json import differences, function_of, read_model, write_config
-from megatron.training.checkpointing.hf_options import folder_options
+from megatron.training.checkpointing.hf_import import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

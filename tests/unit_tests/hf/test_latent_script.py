@@ -14,7 +14,7 @@ from megatron.core.models import GPTModel
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import differences
 from megatron.hf.read_weights import read_weights
-from megatron.training.checkpointing.hf_options import open_model
+from megatron.training.checkpointing.hf_import import open_model
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from tests.support.hf_folders import DEEPSEEK, VOCABULARY, make_model, save_folder

@@ -22,7 +22,7 @@ from megatron.core.models import GPTModel
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentMixer
-from megatron.training.checkpointing import option_reader
+from megatron.training.checkpointing import stored_model
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import stage_split
@@ -136,9 +136,9 @@ def test_resolved_hybrid_run_is_read_back_unchanged(flags, tmp_path):
 def test_checkpoint_pattern_drops_pipeline_stage_marks(monkeypatch):
     saved = flatten(hybrid_run(f"{PATTERN} G-|M-/M- {DELTA} {MAMBA} {PP} 2", 2).config)
     monkeypatch.setattr(
-        option_reader, "saved_options", lambda roots: (Path("iter_0000001"), saved, None)
+        stored_model, "saved_options", lambda roots: (Path("iter_0000001"), saved, None)
     )
-    monkeypatch.setattr(option_reader, "check_counts", lambda *args: None)
+    monkeypatch.setattr(stored_model, "check_counts", lambda *args: None)
     words = "--load saved --use-checkpoint-args --seq-length 20 --micro-batch-size 1"
     run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
     assert run.config.hybrid.hybrid_layer_pattern == "G-M-/M-"

@@ -14,7 +14,7 @@ from megatron.cli.launch import Launch
 from megatron.cli.schema import suggest
 from megatron.core.extensions import transformer_engine_problem
 from megatron.core.models.gpt import logical_weights
-from megatron.training.checkpointing.option_reader import stored_options
+from megatron.training.checkpointing.stored_model import stored_options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT, accepted_flags
 from megatron.training.config.model_table import gpt_config

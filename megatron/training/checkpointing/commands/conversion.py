@@ -45,8 +45,7 @@ from megatron.core.untrusted_files import open_to_write, read_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.tensor_map import MappedTensor, TensorMap, TensorSlice, tensor_map
-from megatron.training.checkpointing.commands.dcp_folder import DcpFolder
-from megatron.training.checkpointing.commands.dcp_metadata import DcpTensor
+from megatron.training.checkpointing.commands.dcp_folder import DcpFolder, DcpTensor
 from megatron.training.checkpointing.commands.inspection import (
     existing_folder,
     kind_of_tensor,

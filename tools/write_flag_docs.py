@@ -32,7 +32,7 @@ from megatron.training.checkpointing.commands.options import (
 )
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT, TRANSLATED
-from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.data.encoder import PreprocessConfig
 from megatron.training.inspect_data import InspectDataConfig
 from megatron.training.train_tokenizer import TrainTokenizerConfig
 from megatron.training.upcycle import UpcycleConfig

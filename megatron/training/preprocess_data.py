@@ -32,10 +32,14 @@ from megatron.training.data.documents import (
     find_inputs,
     read_blocks,
 )
-from megatron.training.data.preprocessing.display import Report, show_progress, silent
-from megatron.training.data.preprocessing.encoder import Encoder, WorkerLost, encode_in_order
-from megatron.training.data.preprocessing.options import PreprocessConfig
-from megatron.training.data.preprocessing.output import COMMIT_BYTES, Output, journal_path
+from megatron.training.data.encoder import (
+    Encoder,
+    PreprocessConfig,
+    WorkerLost,
+    encode_in_order,
+)
+from megatron.training.data.journaled_output import COMMIT_BYTES, Output, journal_path
+from megatron.training.data.progress_display import Report, show_progress, silent
 
 __all__ = ["PreprocessConfig", "PreprocessResult", "preprocess"]
 

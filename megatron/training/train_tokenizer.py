@@ -19,7 +19,7 @@ from megatron.cli.flags import parse_command_line
 from megatron.cli.standard_streams import run_command
 from megatron.cli.tokenizers import train_bpe
 from megatron.training.data.documents import Tally, find_inputs, read_documents
-from megatron.training.data.preprocessing.display import Report, show_progress
+from megatron.training.data.progress_display import Report, show_progress
 
 PROG = "python -m megatron.training.train_tokenizer"
 

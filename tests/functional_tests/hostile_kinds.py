@@ -28,7 +28,7 @@ from megatron.hf import convert
 from megatron.inference import generate
 from megatron.training import checkpoint, inspect_data, plot, preprocess_data, pretrain_gpt
 from megatron.training.data.chat import BUILT_IN
-from megatron.training.data.preprocessing.output import Output
+from megatron.training.data.journaled_output import Output
 from megatron.training.fault_tolerance.faults import SuspectStep
 from tests.functional_tests.small_run import write_tokens
 from tests.support.hostile_files import (

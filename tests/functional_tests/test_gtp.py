@@ -12,7 +12,7 @@ import pytest
 from megatron.core import ProcessGroupCollection
 from megatron.core.comm import CollectiveRecord
 from megatron.training import pretrain_gpt
-from megatron.training.data.preprocessing.options import PreprocessConfig
+from megatron.training.data.encoder import PreprocessConfig
 from megatron.training.preprocess_data import preprocess
 from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a Hugging Face folder: options that `--load-hf` supplies, and import as a checkpoint.
 
-The import is streamed chunk by chunk, without building a model. The checkpoint contains weights only, in their original dtype; `hugging_face/` next to it keeps the
-folder's tokenizer, config.json and generation_config.json for a later export.
+The import is streamed chunk by chunk, without building a model. The checkpoint contains weights
+only, in their original dtype; `hugging_face/` next to it keeps the folder's tokenizer, config.json
+and generation_config.json for a later export.
 """
 
 from __future__ import annotations

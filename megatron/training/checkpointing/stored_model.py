@@ -6,8 +6,9 @@ the model's shape and the tokenizer that are not given are read from there, as a
 length of the run and every option without a default. A resumed run reads the schedule and the
 division of Muon's matrices.
 
-The model is compared with the tensors before either is built. A damaged description may claim any number of layers or any size. Numbers that determine how much is
-built are compared with the manifest first, then the shape of every weight, on the meta device.
+The model is compared with the tensors before either is built. A damaged description may claim any
+number of layers or any size. Numbers that determine how much is built are compared with the
+manifest first, then the shape of every weight, on the meta device.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron.core.datasets import IndexedDataset
 from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template
-from megatron.training.data.preprocessing.output import Output
+from megatron.training.data.journaled_output import Output
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

@@ -24,7 +24,7 @@ from megatron.cli.tokenizers import (
 from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.config.check import check
-from megatron.training.data.preprocessing.options import TiktokenFlags
+from megatron.training.data.encoder import TiktokenFlags
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.inspect_data import _main as inspect_main
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

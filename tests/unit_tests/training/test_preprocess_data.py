@@ -16,7 +16,7 @@ import pytest
 from megatron.cli.tokenizers import ByteTokenizer, NullTokenizer, build_tokenizer, train_bpe
 from megatron.core.datasets import IndexedDataset
 from megatron.training.data.documents import Tally, read_documents
-from megatron.training.data.preprocessing.display import show_progress
+from megatron.training.data.progress_display import show_progress
 from megatron.training.preprocess_data import PreprocessConfig, _main, preprocess
 
 TEXTS = [f"document {number}: " + "é\n" * (number % 7) for number in range(50)]
@@ -232,7 +232,7 @@ def test_full_disk_exits_with_one_line_and_no_files(tmp_path, length):
 
 
 def test_progress_in_a_file_is_plain_lines(monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("megatron.training.data.progress_display._SECONDS_BETWEEN_LINES", 0.0)
     out = io.StringIO()
     with show_progress(2_000_000, out) as report:
         report(read_bytes=0, documents=0, tokens=0)

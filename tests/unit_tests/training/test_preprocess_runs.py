@@ -18,7 +18,7 @@ from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.core.datasets import IndexedDataset
 from megatron.training import preprocess_data
 from megatron.training.data.chat import read_chat_template
-from megatron.training.data.preprocessing.output import Journal
+from megatron.training.data.journaled_output import Journal
 from megatron.training.inspect_data import _main as inspect
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.train_tokenizer import _main as train_tokenizer
@@ -349,7 +349,7 @@ def test_truncated_journal_line_is_ignored(tmp_path):
 
 
 def test_single_block_starts_no_workers(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocessing.encoder._start_workers", None)
+    monkeypatch.setattr("megatron.training.data.encoder._start_workers", None)
     preprocess(config_for(tmp_path, corpus, workers=8))
 
 
@@ -385,7 +385,7 @@ def test_tokenizer_training_stops_at_train_bytes(tmp_path, corpus, capsys):
 
 
 def test_tokenizer_training_shows_its_progress(tmp_path, corpus, capsys, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocessing.display._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("megatron.training.data.progress_display._SECONDS_BETWEEN_LINES", 0.0)
     train_tokenizer(
         ["--input", corpus, "--output", str(tmp_path / "tokenizer.json"), "--vocab-size", "280"]
     )

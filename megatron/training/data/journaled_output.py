@@ -34,7 +34,7 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from megatron.core.untrusted_files import open_to_write, parse_json, read_json
 from megatron.training.data.documents import Position, Tally
-from megatron.training.data.preprocessing.encoder import Encoded, Stream
+from megatron.training.data.encoder import Encoded, Stream
 
 #: Longest line of a journal; the header names every input file.
 MAX_LINE_BYTES = 64 << 20

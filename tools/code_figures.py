@@ -252,7 +252,6 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     import torch
 
     import megatron.core
-    from megatron.core.inference.cache import CacheShapes
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.requests import EngineRequest
     from megatron.core.inference.sampling import SamplingParams
@@ -280,12 +279,7 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     tokens = torch.arange(16).view(2, 8)
     weights = torch.full(tokens.shape, 1 / tokens.numel())
     model.loss(tokens, tokens, weights)  # what is made once
-    engine = Engine(
-        model,
-        EngineConfig(num_blocks=4),
-        shapes=CacheShapes.from_modules(model.modules(), torch.float32),
-        vocab_size=64,
-    )
+    engine = Engine(model, EngineConfig(num_blocks=4))
     engine.add(
         EngineRequest(prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(temperature=0))
     )

@@ -12,7 +12,6 @@ import torch
 
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import CudaRecorder, GraphMemory, Recorder
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.model_runner import EngineFeatures, LanguageModel
 from megatron.core.inference.sizes import EngineConfig
@@ -24,6 +23,7 @@ from megatron.core.inference.speculation import (
     Proposer,
 )
 from megatron.core.process_groups import Group
+from megatron.core.transformer import CacheShapes
 from megatron.inference.config import Inference
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def speculating_engine(
         )
         if (draft := loaded.draft) is not None:  # on the first pipeline stage
             config, draft_config = split_cache_memory(
-                config, loaded.cache_shapes, draft.cache_shapes
+                config, loaded.model.cache_shapes, draft.model.cache_shapes
             )
             make_draft_recorder = (
                 make_recorder if make_recorder is CpuGraph and draft.optimized else None
@@ -174,11 +174,7 @@ def _engine(
 ) -> Engine:
     return Engine(
         generator,
-        config,
-        shapes=loaded.cache_shapes,
-        vocab_size=loaded.vocab_size,
-        max_length=loaded.max_length,
-        device=loaded.device,
+        dataclasses.replace(config, max_model_len=loaded.max_length),
         features=EngineFeatures(
             proposer=proposer,
             pipeline=loaded.pipeline,

@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing import (
     Coordinator,
     Solo,
 )
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.model_runner import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
@@ -148,11 +147,6 @@ class CheckpointModel:
                     file=sys.stderr,
                 )
         return comm
-
-    @property
-    def cache_shapes(self) -> CacheShapes:
-        """Shapes of this rank's KV cache and recurrent states."""
-        return CacheShapes.from_modules(self.model.modules(), self.model.store.dtype)
 
     @property
     def data_parallel(self) -> Group:

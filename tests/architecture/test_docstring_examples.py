@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
-from megatron.core.inference import CacheShapes, Completions, Engine, EngineConfig
+from megatron.core.inference import Completions, Engine, EngineConfig
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tools.code_figures import ROOT, read_modules
@@ -56,7 +56,6 @@ def example_names(folder: Path) -> dict[str, Any]:
     """
     groups = ProcessGroupCollection.single()
     model = GPTModel(CONFIG, groups, seed=1)
-    shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     config = EngineConfig(num_blocks=8)
     extra = {
         "model": CONFIG.to_json(),
@@ -69,11 +68,10 @@ def example_names(folder: Path) -> dict[str, Any]:
         "torch": torch,
         "model": model,
         "groups": groups,
-        "engine": Engine(model, config, shapes=shapes, vocab_size=CONFIG.vocab_size),
+        "engine": Engine(model, config),
         "Completions": Completions,
         "Engine": Engine,
         "EngineConfig": EngineConfig,
-        "CacheShapes": CacheShapes,
         "VOCABULARY": CONFIG.vocab_size,
         "root": folder / "example",
         "Solo": Solo,

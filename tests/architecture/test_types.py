@@ -14,13 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 USER_FILE = """
 import torch
 from megatron.core import ProcessGroupCollection
-from megatron.core.inference import Engine, EngineRequest
+from megatron.core.inference import Engine, EngineConfig, EngineRequest
 from megatron.core.models import GPTConfig, GPTModel
 
 def build(config: GPTConfig) -> GPTModel:
     return GPTModel(config, ProcessGroupCollection.single(), dtype=torch.bfloat16)
 
-def run(engine: Engine) -> None:
+def run(model: GPTModel) -> None:
+    engine = Engine(model, EngineConfig(num_blocks=64))
     engine.add(EngineRequest(prompt=(1, 2), max_new_tokens=4))
     engine.step()
 """

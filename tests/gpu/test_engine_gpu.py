@@ -16,7 +16,6 @@ from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm.symmetric_memory import Arena, TorchMemory
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import (
-    CacheShapes,
     Completion,
     Engine,
     EngineConfig,
@@ -107,9 +106,6 @@ def engine_for(model: GPTModel, *, asynchronous: bool = False, graphs: bool = Fa
     return Engine(
         model,
         EngineConfig(max_num_seqs=8, num_blocks=64, asynchronous=asynchronous),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=model.config.vocab_size,
-        device=device,
         features=EngineFeatures(make_recorder=recorder if graphs else None),
     )
 

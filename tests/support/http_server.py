@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -17,14 +18,16 @@ import torch
 
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core import Group
-from megatron.core.inference import CacheShapes, Engine, EngineConfig
+from megatron.core.inference import Engine, EngineConfig
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.router import Replicas
+from megatron.core.transformer import CacheShapes
 from megatron.inference.server import http_process
 from megatron.inference.server.engine.control import EngineControl
 from megatron.inference.server.engine.loop import EngineLoop
 from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.training.data.chat import CHATML
+from tests.support.stub_model import StubModel
 
 ADMIN_KEY = "admin-key"
 
@@ -32,7 +35,12 @@ END = 256
 """The byte tokenizer's end of a document."""
 
 
-class NextByte:
+def next_byte(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the successors of bytes; the end of the document follows `~`."""
+    return torch.where(tokens == ord("~"), END, (tokens + 1) % END)
+
+
+class NextByte(StubModel):
     """A model whose most probable token is the successor of the last byte, and EOS after `~`.
 
     All other tokens are equally probable. A step waits for `gate` and then calls `before`.
@@ -41,8 +49,8 @@ class NextByte:
     engine: Engine | None = None
     """The engine that runs the model."""
 
-    def __init__(self) -> None:
-        self.head = self
+    def __init__(self, cache_shapes: CacheShapes | None = None) -> None:
+        super().__init__(END + 1, next_byte, cache_shapes=cache_shapes)
         self.gate = threading.Event()
         self.gate.set()
         self.before: Callable[[], None] = lambda: None
@@ -50,17 +58,7 @@ class NextByte:
     def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
         self.gate.wait()
         self.before()
-        following = torch.where(tokens.t() == ord("~"), END, (tokens.t() + 1) % END)
-        return 5 * torch.nn.functional.one_hot(following, END + 1).float()
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+        return super().__call__(tokens)
 
 
 class ConstantEmbedder:
@@ -189,11 +187,10 @@ def served(
     """Serve a model, `NextByte` if none is given, until the block ends."""
     options = settings(**changes)
     running = Engine(
-        model or NextByte(),
-        engine or EngineConfig(num_blocks=4096),
-        shapes=shapes or CacheShapes(),
-        vocab_size=options["card"]["vocab_size"],
-        max_length=options["card"]["max_length"],
+        model or NextByte(shapes),
+        dataclasses.replace(
+            engine or EngineConfig(num_blocks=4096), max_model_len=options["card"]["max_length"]
+        ),
         features=features,
     )
     if isinstance(running.runner.model, NextByte):

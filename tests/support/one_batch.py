@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.core.inference import (
-    CacheShapes,
     Completion,
     Engine,
     EngineConfig,
@@ -21,13 +20,7 @@ from megatron.core.models import GPTModel
 
 def engine_of(model: GPTModel, **config: Any) -> Engine:
     """Return an engine around a model with room for 64 blocks; `config` is of `EngineConfig`."""
-    return Engine(
-        model,
-        EngineConfig(**{"num_blocks": 64} | config),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=model.config.vocab_size,
-        device=model.store.device,
-    )
+    return Engine(model, EngineConfig(**{"num_blocks": 64} | config))
 
 
 def with_parameters(

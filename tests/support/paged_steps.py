@@ -10,10 +10,10 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
-from megatron.core.inference import CacheShapes
 from megatron.core.inference.cache import PagedCache
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
+from megatron.core.transformer import CacheShapes
 
 
 class PagedSteps:

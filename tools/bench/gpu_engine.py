@@ -26,7 +26,6 @@ import torch
 
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.inference import Completions, Engine, EngineConfig, EngineRequest
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -128,11 +127,12 @@ def generate(
     features = EngineFeatures(make_recorder=recorder if way.graphs else None)
     engine = Engine(
         model,
-        EngineConfig(max_num_seqs=rows, num_blocks=64 * rows, asynchronous=way.asynchronous),
-        shapes=CacheShapes.from_modules(model.modules(), bench.dtype),
-        max_length=1024,
-        vocab_size=config.vocab_size,
-        device=bench.device,
+        EngineConfig(
+            max_num_seqs=rows,
+            num_blocks=64 * rows,
+            asynchronous=way.asynchronous,
+            max_model_len=1024,
+        ),
         features=features,
     )
     for row in range(rows):
@@ -164,7 +164,7 @@ def step_bytes(model: GPTModel, dtype: torch.dtype, rows: int, tokens: int) -> f
     weights = sum(parameter.numel() for parameter in model.parameters())
     weights -= config.vocab_size * config.hidden_size
     context = SHORTEST_PROMPT + (rows - 1) / 2 + (tokens + WARMUP_STEPS) / 2
-    heads = CacheShapes.from_modules(model.modules(), dtype).attention
+    heads = model.cache_shapes.attention
     kv_bytes = 2 * sum(math.prod(shape) for shape in heads)  # keys and values of a token
     return dtype.itemsize * (weights + rows * context * kv_bytes)
 

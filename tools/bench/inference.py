@@ -34,7 +34,6 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import EngineRequest
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, generate
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.request_state import DraftContext
@@ -51,6 +50,7 @@ from megatron.hf.read_weights import read_weights
 from megatron.inference.bench import Load, make_requests, static_waste
 from megatron.inference.server.guided_decoding.grammars import Grammars, json_grammar
 from megatron.training.checkpointing.hf_import import open_model
+from tests.support.stub_model import StubModel
 from tools.bench import shapes
 from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape
@@ -115,30 +115,22 @@ def engine_of(
     return Engine(
         InferenceOptimizedModel(model, copies=copies) if optimized else model,
         EngineConfig(**{"max_num_seqs": ROWS, "num_blocks": num_blocks} | config),
-        shapes=CacheShapes.from_modules(model.modules(), torch.float32),
-        vocab_size=model.config.vocab_size,
         features=EngineFeatures(
             proposer=proposer, make_recorder=CpuGraph if optimized and not eager else None
         ),
     )
 
 
-class Nothing(torch.nn.Module):
+class Nothing(StubModel):
     """A model without layers: its logits are zeros."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.head, self._logits = self, torch.zeros(4096, 1, vocabulary)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._logits = torch.zeros(4096, 1, vocab_size)
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits as they are."""
-        return logits
-
-    gathered = project = whole
-
-    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
         """Return the hidden states [t, 1, V] of tokens [1, t], which are the logits too."""
-        return self._logits[: x.shape[1]]
+        return self._logits[: tokens.shape[1]]
 
 
 def in_turns(
@@ -184,10 +176,7 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
 
     for rows, target in ((1, "<= 0.2"), (64, "<= 0.5")):
         engine = Engine(
-            Nothing(TINY.vocabulary),
-            EngineConfig(max_num_seqs=rows, num_blocks=rows * 16),
-            shapes=CacheShapes(),
-            vocab_size=TINY.vocabulary,
+            Nothing(TINY.vocabulary), EngineConfig(max_num_seqs=rows, num_blocks=rows * 16)
         )
 
         def mcore(engine: Engine = engine, rows: int = rows) -> float:

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import Solo, TransferGroup, weight_chunks
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.router import Replicas
@@ -340,12 +339,7 @@ def _overhead(server: Server, engine: Engine, clients: int, quick: bool) -> list
 
 def length_rows(quick: bool) -> list[Row]:
     """CPU time of the HTTP process for a token of a long stream, by that near its start."""
-    engine = Engine(
-        Nothing(VOCABULARY),
-        EngineConfig(max_num_seqs=1, num_blocks=512),
-        shapes=CacheShapes(),
-        vocab_size=VOCABULARY,
-    )
+    engine = Engine(Nothing(VOCABULARY), EngineConfig(max_num_seqs=1, num_blocks=512))
     (request,) = make_requests(
         Load(
             num_requests=1,
@@ -368,12 +362,7 @@ def length_rows(quick: bool) -> list[Row]:
 def stalled_rows(quick: bool) -> list[Row]:
     """Seconds between tokens of streams next to one that nobody reads, by those next to one that is
     read; the model does nothing, so that what the server does shows."""
-    engine = Engine(
-        Nothing(VOCABULARY),
-        EngineConfig(max_num_seqs=ROWS, num_blocks=ROWS * 128),
-        shapes=CacheShapes(),
-        vocab_size=VOCABULARY,
-    )
+    engine = Engine(Nothing(VOCABULARY), EngineConfig(max_num_seqs=ROWS, num_blocks=ROWS * 128))
     new = 1500
     load = Load(num_requests=ROWS, input_tokens=8, min_output_tokens=new, max_output_tokens=new)
     *requests, stalled_request = make_requests(load, VOCABULARY)

@@ -38,7 +38,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import CudaRecorder, GraphMemory
 from megatron.core.distributed import DataParallel
-from megatron.core.inference import CacheShapes, Engine, EngineConfig, EngineRequest
+from megatron.core.inference import Engine, EngineConfig, EngineRequest
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
@@ -216,11 +216,12 @@ def decoding(
     )
     engine = Engine(
         model,
-        EngineConfig(max_num_seqs=MAX_ROWS, num_blocks=BLOCKS, asynchronous=way.asynchronous),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        max_length=1024,
-        vocab_size=model.config.vocab_size,
-        device=device,
+        EngineConfig(
+            max_num_seqs=MAX_ROWS,
+            num_blocks=BLOCKS,
+            asynchronous=way.asynchronous,
+            max_model_len=1024,
+        ),
         features=features,
     )
     for row in range(ROWS):

@@ -14,9 +14,10 @@ import torch
 
 from megatron.cli.tokenizers import train_bpe
 from megatron.core import ProcessGroupCollection
-from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.inference import EngineConfig
 from megatron.core.inference.speculation import DraftModel
 from megatron.core.models import GPTModel
+from megatron.core.transformer import CacheShapes
 from megatron.inference import LLM, Inference, Speculation, TextParams, bench, generate
 from megatron.inference.build_engine import split_cache_memory
 from megatron.inference.server.engine.control import EngineControl

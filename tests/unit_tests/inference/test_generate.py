@@ -10,32 +10,19 @@ import torch
 
 from megatron.cli.tokenizers import ByteTokenizer, Tokenizer
 from megatron.core import Group
-from megatron.core.inference import CacheShapes, SamplingParams
+from megatron.core.inference import SamplingParams
+from megatron.core.transformer import CacheShapes
 from megatron.inference import LLM, Inference, Speculation, TextParams
 from megatron.inference.build_engine import graph_recorder
 from megatron.inference.llm import text_requests
+from tests.support.stub_model import StubModel
 
 GREEDY = SamplingParams(temperature=0)
 
 
-class NextByte:
-    """A model whose most probable token is the next byte, or the end of document after `z`."""
-
-    def __init__(self) -> None:
-        self.head = self
-
-    def __call__(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        next_tokens = torch.where(x.t() == ord("z"), 256, (x.t() + 1) % 256)
-        return 5 * torch.nn.functional.one_hot(next_tokens, 257).float()
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+def next_byte(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the successors of bytes; the end of the document follows `z`."""
+    return torch.where(tokens == ord("z"), 256, (tokens + 1) % 256)
 
 
 @dataclass
@@ -58,9 +45,9 @@ class Loaded:
     def host_group(self, name: str) -> Group:
         return Group.single(name)
 
-    def generator(self, max_num_batched_tokens: int) -> NextByte:
+    def generator(self, max_num_batched_tokens: int) -> StubModel:
         assert max_num_batched_tokens == Inference().inference_max_tokens
-        return NextByte()
+        return StubModel(257, next_byte, cache_shapes=self.cache_shapes)
 
 
 def params(max_new_tokens: int, **options) -> TextParams:

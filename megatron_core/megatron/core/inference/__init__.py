@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text generation on a trained model: continuous batching over a paged cache; no HTTP, no files."""
 
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.engine import Engine, generate
 from megatron.core.inference.requests import (
     Completion,
@@ -14,7 +13,6 @@ from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.text_stream import TextStream
 
 __all__ = [
-    "CacheShapes",
     "Completion",
     "Completions",
     "Engine",

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory of the inference cache: paged KV cache, paged latents, and recurrent states.
 
-`CacheShapes` describes the cache entries of a model per token and per sequence. `PagedCache`
-allocates them: for each attention layer, pages [blocks, block_size, ...], which sequences occupy
-block by block (Kwon et al. 2023, arXiv 2309.06180); for each recurrent mixer, one slot of constant
-size per sequence. The `scheduler` assigns blocks and slots to sequences; this module only stores,
-and attends to, the entries.
+`PagedCache` allocates the entries that `CacheShapes` describes: for each attention layer, pages
+[blocks, block_size, ...], which sequences occupy block by block (Kwon et al. 2023, arXiv
+2309.06180); for each recurrent mixer, one slot of constant size per sequence. The `scheduler`
+assigns blocks and slots to sequences; this module only stores, and attends to, the entries.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.ops.paged_attention import (
@@ -27,75 +24,8 @@ from megatron.core.ops.paged_attention import (
     write_to_pages,
 )
 from megatron.core.ops.tiled_attention import tiled_paged_attention
-from megatron.core.ssm.mixer import RecurrentMixer
-from megatron.core.transformer import LatentAttention, SelfAttention
+from megatron.core.transformer import CacheShapes
 from megatron.core.transformer.attention import CoreAttention
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheShapes:
-    """Shapes of the cache entries of this rank's layers.
-
-    Args:
-        attention: per attention layer the entry of a token: (g, d) for keys and for values with g
-            KV heads of size d, or (c,) for a latent.
-        states: per recurrent mixer, by name, shape and dtype of the state of a sequence.
-        dtype: dtype of keys, values and latents.
-        window: largest attention window of any layer, in tokens; None with full attention.
-        cpu_dtype: dtype in which a CPU multiplies 16-bit attention operands.
-    """
-
-    attention: tuple[tuple[int, ...], ...] = ()
-    states: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    window: int | None = None
-    cpu_dtype: torch.dtype | None = None
-
-    @staticmethod
-    def from_modules(modules: Iterable[nn.Module], dtype: torch.dtype) -> CacheShapes:
-        """Return the shapes of the attention layers and mixers among `modules`, in their order.
-
-        Args:
-            modules: for example all modules of a decoder.
-            dtype: dtype of activations.
-        """
-        attention: list[tuple[int, ...]] = []
-        states: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        windows: list[int | None] = []
-        cpu_dtype = None
-        for layer in modules:
-            if isinstance(layer, (SelfAttention, LatentAttention)):
-                attention.append(layer.kept_shape)
-                windows.append(layer.core.window)
-                cpu_dtype = layer.core.context.cpu_dtype
-            elif isinstance(layer, RecurrentMixer):
-                states |= layer.cache_shapes(dtype)
-        # One layer with full attention needs all tokens, so no block may be freed early.
-        finite = [window for window in windows if window is not None]
-        window = max(finite) if finite and len(finite) == len(windows) else None
-        return CacheShapes(
-            attention=tuple(attention),
-            states=states,
-            dtype=dtype,
-            window=window,
-            cpu_dtype=cpu_dtype,
-        )
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in the pages of all layers."""
-        num_elements = sum(math.prod(_fused_kv_shape(shape)) for shape in self.attention)
-        return num_elements * self.dtype.itemsize
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence in the state slots of all mixers."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.states.values())
-
-
-def _fused_kv_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the page entry of a token: (2g, d) for keys and values (g, d), (c,) for a latent."""
-    return (2 * shape[0], shape[1]) if len(shape) == 2 else shape
 
 
 class StateCache:
@@ -233,11 +163,11 @@ class PagedCache:
         # uninitialised; kernels mask slots beyond the context length.
         self._pages = [
             torch.empty(
-                (self.num_blocks, self.block_size, *_fused_kv_shape(shape)),
+                (self.num_blocks, self.block_size, *entry),
                 dtype=self.shapes.dtype,
                 device=self.device,
             )
-            for shape in self.shapes.attention
+            for entry in self.shapes.page_entries
         ]
         self._kv_pages = [JointPages(pages) if pages.ndim == 4 else None for pages in self._pages]
         for name, (shape, dtype) in self.shapes.states.items():

@@ -5,9 +5,7 @@ Requests may be added and aborted between any two steps. `step` schedules tokens
 sequences (`scheduler`), copies the step's arrays to the device in one transfer, runs the model on
 the packed tokens [t, 1, h], and samples one token for each sequence whose tokens are all computed:
 
-    >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
-    >>> config = EngineConfig(num_blocks=64, max_num_seqs=16)
-    >>> engine = Engine(model, config, shapes=shapes, vocab_size=model.config.vocab_size)
+    >>> engine = Engine(model, EngineConfig(num_blocks=64, max_num_seqs=16))
     >>> request_id = engine.add(EngineRequest(prompt=(5, 6, 7), max_new_tokens=20))
     >>> outputs = Completions()
     >>> while engine.unfinished:
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import HostCopy, Work, give_back_memory
-from megatron.core.inference.cache import CacheShapes, PagedCache
+from megatron.core.inference.cache import PagedCache
 from megatron.core.inference.decode_graphs import GraphStats
 from megatron.core.inference.model_runner import (
     EngineFeatures,
@@ -70,16 +68,13 @@ class Engine:
     Args:
         model: the model; a trainer may share its weights.
         config: sizes of the cache and of a step.
-        shapes: shapes of the model's cache entries.
-        vocab_size: vocabulary size without padding.
-        max_length: longest sequence of the model in tokens; None means no limit.
-        device: device of the model.
         features: optional engine features.
 
     Raises:
         ValueError: the features are incompatible, or the drafts do not fit a step or the cache.
 
     Attributes:
+        config: the config, with the model's limit as `max_model_len`.
         cache: KV pages and recurrent states.
         scheduler: schedules the steps.
         runner: runs the steps.
@@ -94,27 +89,23 @@ class Engine:
         model: LanguageModel,
         config: EngineConfig,
         *,
-        shapes: CacheShapes,
-        vocab_size: int,
-        max_length: int | None = None,
-        device: torch.device | str = "cpu",
         features: EngineFeatures | None = None,
     ) -> None:
         features = features or EngineFeatures()
         features.check(config)
-        self.config, self.device = config, torch.device(device)
+        config = self.config = config.limited_to(model.max_sequence_length)
+        shapes, self.vocab_size, self.device = model.cache_shapes, model.vocab_size, model.device
         self.proposer, self._expert_peers = features.proposer, features.expert_peers
-        self.max_length, self.vocab_size = max_length, vocab_size
         groups = features.pipeline or PipelineGroups.single()
         self.link = StageLink(groups, dtype=shapes.dtype, device=self.device)
-        sizes = CacheSizes.for_all_stages(config, shapes, max_length, self.link)
+        sizes = CacheSizes.for_all_stages(config, shapes, self.link)
         sizes.check_drafts(config)
         self.cache = PagedCache(
             shapes,
             num_blocks=sizes.num_blocks,
             block_size=config.block_size,
             num_slots=sizes.num_slots,
-            device=device,
+            device=self.device,
         )
         self.scheduler = Scheduler(
             num_blocks=sizes.num_blocks,
@@ -132,8 +123,6 @@ class Engine:
             config,
             cache=self.cache,
             link=self.link,
-            vocab_size=vocab_size,
-            max_length=max_length,
             features=features,
         )
         self.epoch, self.joined, self.paused = 0, 0, False
@@ -172,7 +161,7 @@ class Engine:
         too small, or the engine is asleep."""
         if self._asleep is not None:
             raise ValueError("the engine is asleep and accepts no requests: wake it first")
-        check_request(request, max_length=self.max_length, vocab_size=self.vocab_size)
+        check_request(request, max_length=self.config.max_model_len, vocab_size=self.vocab_size)
         self.scheduler.kv_cache.check(len(request.prompt) + request.max_new_tokens)
 
     def add(self, request: EngineRequest) -> int:
@@ -429,9 +418,10 @@ def generate(engine: Engine, requests: Iterable[EngineRequest]) -> list[list[Com
         ValueError: the engine cannot serve a request. No request has been added then.
     """
     requests = list(requests)
+    limits = {"max_length": engine.config.max_model_len, "vocab_size": engine.vocab_size}
     for number, request in enumerate(requests, 1):
         try:
-            check_request(request, max_length=engine.max_length, vocab_size=engine.vocab_size)
+            check_request(request, **limits)
         except ValueError as error:
             raise ValueError(f"request {number} of {len(requests)}: {error}") from None
     ids = [engine.add(request) for request in requests]

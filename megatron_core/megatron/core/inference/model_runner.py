@@ -49,6 +49,7 @@ from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sampling.cpu import most_probable
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
+from megatron.core.transformer import CacheShapes
 
 #: Maps the layout, the hidden states and the sampled tokens of a step to drafts of the next step.
 _Predict = Callable[[SequenceLayout, Tensor, Sampled | None], Sequence[Sequence[int]]]
@@ -62,15 +63,19 @@ class Head(Protocol):
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """All-gather the hidden states of sequence-parallel ranks to [s, b, h]."""
+        ...
 
     def project(self, hidden: Tensor) -> Tensor:
         """Map hidden states [s, b, h] to this rank's logits [s, b, V/tp]."""
+        ...
 
     def whole(self, logits: Tensor) -> Tensor:
         """All-gather logits to fp32 [s, b, V], equal on all ranks, without padding columns."""
+        ...
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write `whole(project(hidden))` to `out` [s, b, V] and return `out`."""
+        ...
 
 
 class LanguageModel(Protocol):
@@ -79,7 +84,30 @@ class LanguageModel(Protocol):
     With pipeline parallelism it is the stage of this rank; only the last stage needs `head`.
     """
 
-    head: Head
+    @property
+    def head(self) -> Head:
+        """Output head."""
+        ...
+
+    @property
+    def cache_shapes(self) -> CacheShapes:
+        """Shapes of the cache entries of this rank's layers."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size without padding."""
+        ...
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Longest sequence in tokens; None means no limit."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
 
     def __call__(
         self,
@@ -212,8 +240,6 @@ class ModelRunner:
         config: config of the engine.
         cache: KV pages and recurrent states.
         link: exchanges data with the other pipeline stages.
-        vocab_size: vocabulary size without padding.
-        max_length: longest sequence of the model in tokens; None means no limit.
         features: optional engine features.
 
     Attributes:
@@ -231,13 +257,11 @@ class ModelRunner:
         *,
         cache: PagedCache,
         link: StageLink,
-        vocab_size: int,
-        max_length: int | None,
         features: EngineFeatures,
     ) -> None:
         self.model, self.config, self.cache, self.link = model, config, cache, link
         self.proposer, self._check_plans = features.proposer, features.check_plans
-        self.vocab_size, self._device, self.model_seconds = vocab_size, cache.device, 0.0
+        self.vocab_size, self._device, self.model_seconds = model.vocab_size, cache.device, 0.0
         self._runs_ahead = runs_ahead(self._device)
         predicts = self.proposer is not None and self.proposer.stage == "last"
         self.num_predicted = config.num_speculative_tokens if predicts else 0
@@ -245,15 +269,13 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if features.make_recorder is not None:
             self.graphs = self._make_graphs(
-                features.make_recorder, max_length, shared=features.expert_peers is not None
+                features.make_recorder, shared=features.expert_peers is not None
             )
         # Newest token of each sequence by row, on the device. A step that was scheduled before its
         # predecessor was sampled reads its input tokens from here, so the host need not wait.
         self._newest = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
 
-    def _make_graphs(
-        self, make_recorder: Callable[[], Recorder], max_length: int | None, *, shared: bool
-    ) -> DecodeGraphs:
+    def _make_graphs(self, make_recorder: Callable[[], Recorder], *, shared: bool) -> DecodeGraphs:
         """Return the graph runner of decode steps."""
         drafts = 0 if self.cache.shapes.states else self.config.num_speculative_tokens
         # A graph computes each draft as a row of its own.
@@ -270,7 +292,7 @@ class ModelRunner:
             # cannot record.
             max_rows=min(num_rows, max_tokens),
             row_multiple=self.config.token_multiple,
-            max_context=min(max_context, max_length or max_context),
+            max_context=min(max_context, self.config.max_model_len or max_context),
             shares_experts=shared,
         )
 
@@ -628,8 +650,7 @@ class ModelRunner:
             tokens = torch.tensor(chunk, device=hidden.device)
             states = hidden[entry.start + start :][: len(tokens)]
             logprobs = self.logits(states).log_softmax(-1)  # [c, V]
-            columns = [logprobs.gather(1, tokens[:, None])]
-            if entry.num_top:
-                columns += most_probable(logprobs, [entry.num_top] * len(tokens))
-            chunks.append(torch.cat([column.double() for column in columns], 1))
+            top = most_probable(logprobs, [entry.num_top] * len(tokens))
+            columns = [logprobs.gather(1, tokens[:, None]), *top]
+            chunks.append(torch.cat([x.double() for x in columns if x is not None], 1))
         return torch.cat(chunks).flatten()

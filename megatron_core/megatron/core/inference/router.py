@@ -272,7 +272,9 @@ class Replicas:
                 "differently: give all of their ranks the same requests, in the same order "
                 "and between the same steps"
             )
-        self._loads = [EngineLoad(*load[:-1], SchedulerStats(*load[-1])) for *_, load in messages]
+        self._loads = [
+            EngineLoad._make((*counts, SchedulerStats(*stats))) for *_, (*counts, stats) in messages
+        ]
         exchanged = [OutputDelta.from_json(delta) for _, deltas, _ in messages for delta in deltas]
         for delta in exchanged:
             if delta.finish_reason:

@@ -101,7 +101,7 @@ class SamplingParams:
             penalty = getattr(self, f"{name}_penalty")
             if not abs(penalty) <= MAX_PENALTY:
                 problems.append(f"{name}-penalty is {penalty}: use -2 to 2 (0 is none)")
-        for token, bias in self.logit_bias:
+        for token, bias in dict(self.logit_bias).items():
             if not (isinstance(token, int) and token >= 0):
                 problems.append(f"logit-bias names token {token!r}: use a token id")
             if not abs(bias) <= MAX_LOGIT_BIAS:
@@ -116,7 +116,7 @@ class SamplingParams:
         Raises:
             ValueError: names the first such token.
         """
-        for token, _ in self.logit_bias:
+        for token in dict(self.logit_bias):
             if token >= vocab_size:
                 raise ValueError(
                     f"logit-bias names token {token}, outside the vocabulary of {vocab_size}: use "
@@ -240,7 +240,9 @@ def _change_of(row: SampleRow, vocab_size: int) -> ScoreChange:
     return ScoreChange(
         # An out-of-range id would fail the whole batch. `check_vocabulary` rejects it earlier; this
         # filter protects callers that skip the check.
-        biases={token: bias for token, bias in params.logit_bias if token < vocab_size},
+        biases={
+            token: bias for token, bias in dict(params.logit_bias).items() if token < vocab_size
+        },
         repeated={*row.prompt, *row.output} if params.repetition_penalty != 1 else (),
         repetition=params.repetition_penalty,
         counts=Counter(row.output) if counts else {},

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from megatron.core.inference.cache import CacheShapes
 from megatron.core.inference.stages import StageLink
+from megatron.core.transformer import CacheShapes
 
 #: Largest sequence length for block accounting in models without attention, whose tokens take no
 #: cache memory.
@@ -35,6 +36,7 @@ class EngineConfig:
             `Engine.finish` then take effect one step late.
         num_speculative_tokens: largest number of drafts per sequence and step; 0 disables
             speculative decoding.
+        max_model_len: longest sequence in tokens; None takes the model's limit.
     """
 
     max_num_seqs: int = 16
@@ -46,6 +48,12 @@ class EngineConfig:
     token_multiple: int = 1
     asynchronous: bool = False
     num_speculative_tokens: int = 0
+    max_model_len: int | None = None
+
+    def limited_to(self, max_sequence_length: int | None) -> EngineConfig:
+        """Return the config with `max_model_len` at most the longest sequence of a model."""
+        lengths = [n for n in (self.max_model_len, max_sequence_length) if n is not None]
+        return dataclasses.replace(self, max_model_len=min(lengths, default=None))
 
     @property
     def min_blocks(self) -> int:
@@ -71,12 +79,11 @@ class EngineConfig:
         """Return the bytes of `min_state_slots` slots and of the padding slot."""
         return (self.min_state_slots(shapes) + 1) * shapes.state_bytes
 
-    def sizes(self, shapes: CacheShapes, max_length: int | None = None) -> tuple[int, int]:
+    def sizes(self, shapes: CacheShapes) -> tuple[int, int]:
         """Return the number of blocks and the number of state slots.
 
         Args:
             shapes: shapes of the model's cache entries.
-            max_length: longest sequence of the model in tokens; None means no limit.
 
         Raises:
             ValueError: `memory_bytes` is too small for the states and `min_blocks` blocks.
@@ -108,7 +115,7 @@ class EngineConfig:
             )
         # Without attention a block takes no memory: provide enough for the longest sequences.
         if not block_bytes:
-            max_tokens = min(max_length or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)
+            max_tokens = min(self.max_model_len or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)
             return self.max_num_seqs * -(-max_tokens // self.block_size), slots
         return remaining_bytes // block_bytes, slots
 
@@ -130,9 +137,7 @@ class CacheSizes:
     window: int | None
 
     @staticmethod
-    def for_all_stages(
-        config: EngineConfig, shapes: CacheShapes, max_length: int | None, link: StageLink
-    ) -> CacheSizes:
+    def for_all_stages(config: EngineConfig, shapes: CacheShapes, link: StageLink) -> CacheSizes:
         """Return the smallest sizes over all stages; all stages call this.
 
         Schedulers of different stages must assign the same blocks and slots.
@@ -142,7 +147,7 @@ class CacheSizes:
         """
         blocks, slots, problem = 0, 0, None
         try:
-            blocks, slots = config.sizes(shapes, max_length)
+            blocks, slots = config.sizes(shapes)
         except ValueError as error:
             problem = error
         # A stage without states must not limit the slots, nor a stage without attention the window.

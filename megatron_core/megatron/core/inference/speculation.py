@@ -181,7 +181,6 @@ class DraftEngine(Protocol):
 
     config: EngineConfig
     scheduler: Scheduler
-    max_length: int | None
 
     @property
     def unfinished(self) -> int:
@@ -255,7 +254,7 @@ class DraftModel:
     def _max_length(engine: DraftEngine) -> int:
         """Return the longest sequence of the engine in tokens."""
         capacity = engine.scheduler.kv_cache.pool.num_blocks * engine.config.block_size
-        return capacity if engine.max_length is None else min(capacity, engine.max_length)
+        return min(capacity, engine.config.max_model_len or capacity)
 
 
 def _draft_request(context: DraftContext, count: int) -> EngineRequest:

@@ -44,6 +44,7 @@ from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoE
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
+from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.tensor_parallel import (
     TensorParallelRegion,
     VocabParallelEmbedding,
@@ -51,12 +52,15 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.vocab_parallel import vocabulary_sharding
 from megatron.core.transformer import (
+    CacheShapes,
     KeyValueCache,
+    LatentAttention,
     LayerBuild,
     Norm,
     Recompute,
     RopeTable,
     RotaryEmbedding,
+    SelfAttention,
 )
 from megatron.core.weight_gather import Storage, StoreModule, WeightStore
 from megatron.core.weight_sharding import WeightSharding
@@ -255,10 +259,33 @@ class GPTModel(StoreModule):
         """The embedding. Raises ValueError if it is on another pipeline stage."""
         return self._module_of_chunk(self._embedding, "embedding")
 
-    @functools.cached_property
+    @property
     def head(self) -> VocabParallelHead:
         """The head. Raises ValueError if it is on another pipeline stage."""
         return self._module_of_chunk(self._head, "head")
+
+    @property
+    def cache_shapes(self) -> CacheShapes:
+        """Shapes of the cache entries of this rank's layers."""
+        cached = (SelfAttention, LatentAttention, RecurrentMixer)
+        layers = (layer for layer in self.modules() if isinstance(layer, cached))
+        dtype = self.store.dtype
+        return CacheShapes.of_layers((layer.cache_shapes(dtype) for layer in layers), dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size without padding."""
+        return self.config.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Number of learned positions; None without them."""
+        return self.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.store.device
 
     @property
     def num_parameters(self) -> int:
@@ -280,16 +307,16 @@ class GPTModel(StoreModule):
             if isinstance(module, (Decoder, MultiTokenPrediction)):
                 module.set_recompute(recompute)
 
-    def join_experts(self, most_tokens: int) -> None:
+    def join_experts(self, max_tokens: int) -> None:
         """Take part in a step of generation of data-parallel ranks that share experts with this
         one, which has no tokens: of all layers only experts are computed, for the others'.
 
         Args:
-            most_tokens: new tokens of the rank that has most.
+            max_tokens: new tokens of the rank that has most.
         """
         for block in self.decoder.blocks:
             if isinstance(block.mixer, MoE):
-                block.mixer.join(most_tokens)
+                block.mixer.join(max_tokens)
 
     def boundary_shape(self, tokens: torch.Tensor) -> tuple[int, int, int]:
         """Return the shape of what passes between chunks: s/tp with sequence parallelism, b, h.
@@ -483,7 +510,7 @@ class GPTModel(StoreModule):
         return self.head.gathered(hidden_states)
 
     def weights_replaced(self) -> None:
-        """See `megatron.core.inference.engine.LanguageModel`."""
+        """See `megatron.core.inference.model_runner.LanguageModel`."""
         for handle in self.store.handles.values():
             handle.forget_packed()
 

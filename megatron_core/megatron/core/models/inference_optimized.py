@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward pass for generation with few operations, on the weights of a GPTModel.
 
-    >>> shapes = CacheShapes.from_modules(model.modules(), torch.float32)
     >>> fast = InferenceOptimizedModel(model)
-    >>> engine = Engine(fast, EngineConfig(num_blocks=8), shapes=shapes, vocab_size=VOCABULARY)
+    >>> engine = Engine(fast, EngineConfig(num_blocks=8))
 
 The optimized model has no weights. It reads the weights of the model, so training steps and weight
 updates take effect in the next step. It runs forward only, without autograd. Activations are packed
@@ -214,7 +213,7 @@ class Step:
 
 
 class InferenceOptimizedModel:
-    """A `megatron.core.inference.engine.LanguageModel` on the weights of a GPTModel.
+    """A `megatron.core.inference.model_runner.LanguageModel` on the weights of a GPTModel.
 
     Args:
         model: the model or its pipeline stage, in one chunk.
@@ -224,6 +223,7 @@ class InferenceOptimizedModel:
             absorbs are not copied.
 
     Attributes:
+        cache_shapes, vocab_size, max_sequence_length, device: see `GPTModel`.
         head: output head for gathered hidden states. Raises ValueError on stages without a head.
         copied: size of the copies; None without copies.
 
@@ -246,7 +246,10 @@ class InferenceOptimizedModel:
                 "model itself"
             )
         self.model, self.region, self._scatters = model, model.region, model.region.scatters
+        self.cache_shapes, self.vocab_size = model.cache_shapes, model.vocab_size
+        self.max_sequence_length, self.device = model.max_sequence_length, model.device
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
+        self._head: GatheredHead | None = None
         self._rotary = None
         if model.rotary is not None:
             self._rotary = RotaryCache(model.rotary, model.rotary.frequencies.device)
@@ -268,10 +271,12 @@ class InferenceOptimizedModel:
         self._copies, self.copied = copies, None
         self.weights_replaced()
 
-    @functools.cached_property
+    @property
     def head(self) -> GatheredHead:
         """Output head for gathered hidden states. Raises ValueError on stages without a head."""
-        return GatheredHead(self.model.head, self.comm)
+        if self._head is None:
+            self._head = GatheredHead(self.model.head, self.comm)
+        return self._head
 
     def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Return the shape of the hidden states that stages exchange for tokens [1, t]."""

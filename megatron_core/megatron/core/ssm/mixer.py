@@ -56,6 +56,7 @@ from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.choice import LinearShape, choose_mode
 from megatron.core.ssm.mixer_config import SEGMENTS
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
+from megatron.core.transformer import CacheShapes
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 
@@ -430,13 +431,16 @@ class RecurrentMixer(nn.Module, ABC):
             norm=norm,
         )
 
-    def cache_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of a row's cache entries by name: the states of the
-        convolution and of the recurrence.
+    def cache_shapes(self, dtype: torch.dtype) -> CacheShapes:
+        """Return the shapes of a sequence's states of the convolution and of the recurrence.
 
         Args:
             dtype: the dtype of activations.
         """
+        return CacheShapes(states=self._state_shapes(dtype), dtype=dtype)
+
+    def _state_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of a sequence's states by name."""
         shape, unit = self.shape, self.unit_layout
         before = (shape.conv_width - 1, self.units, unit.conv_channels)
         states = (shape.heads, shape.key_channels, shape.value_channels)
@@ -448,10 +452,10 @@ class RecurrentMixer(nn.Module, ABC):
     def _cache_buffers(
         self, cache: RecurrentCache, units: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the buffers of `cache_shapes`."""
+        """Return the buffers of the states."""
         conv, state = (
             cache.buffer(name, shape, dtype=dtype, device=units.device)
-            for name, (shape, dtype) in self.cache_shapes(units.dtype).items()
+            for name, (shape, dtype) in self._state_shapes(units.dtype).items()
         )
         return conv, state
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.attention import (
     RotaryEmbedding,
     SelfAttention,
 )
+from megatron.core.transformer.cache_shapes import CacheShapes
 from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig
@@ -18,6 +19,7 @@ from megatron.core.transformer.recompute import Recompute
 __all__ = [
     "MLP",
     "AttentionConfig",
+    "CacheShapes",
     "KeyValueCache",
     "LatentAttention",
     "LatentAttentionConfig",

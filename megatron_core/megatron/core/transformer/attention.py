@@ -40,6 +40,7 @@ from megatron.core.ops.rope import (
     split_heads,
     tabulate,
 )
+from megatron.core.transformer.cache_shapes import CacheShapes
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
 from megatron.core.weight_sharding import Shard, WeightSharding
@@ -419,10 +420,18 @@ class SelfAttention(nn.Module):
             window=config.window,
         )
 
-    @property
-    def kept_shape(self) -> tuple[int, int]:
-        """Shape of a token's cached keys, and of its cached values: (g/tp, d)."""
-        return self.kv_heads, self.config.kv_channels
+    def cache_shapes(self, dtype: torch.dtype) -> CacheShapes:
+        """Return the shape of a token's cached keys, and of its cached values: (g/tp, d).
+
+        Args:
+            dtype: dtype of activations.
+        """
+        return CacheShapes(
+            attention=((self.kv_heads, self.config.kv_channels),),
+            dtype=dtype,
+            window=self.core.window,
+            cpu_dtype=self.core.context.cpu_dtype,
+        )
 
     def forward(
         self,

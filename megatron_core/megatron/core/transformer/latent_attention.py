@@ -32,6 +32,7 @@ from megatron.core.context_parallel.comm_type import context_problems
 from megatron.core.ops.matmul.tiled import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
+from megatron.core.transformer.cache_shapes import CacheShapes
 from megatron.core.transformer.norm import Norm, NormConfig
 
 
@@ -182,11 +183,19 @@ class LatentAttention(nn.Module):
         )
         self.output = build.row_linear(f"{name}.output", n * config.value_channels)
 
-    @property
-    def kept_shape(self) -> tuple[int]:
-        """Shape of a token's cached latent and key features, shared by all heads: (kv_lora +
-        rope,)."""
-        return (self.config.kv_lora_rank + self.config.rope_channels,)
+    def cache_shapes(self, dtype: torch.dtype) -> CacheShapes:
+        """Return the shape of a token's cached latent and key features, shared by all heads:
+        (kv_lora + rope,).
+
+        Args:
+            dtype: dtype of activations.
+        """
+        return CacheShapes(
+            attention=((self.config.kv_lora_rank + self.config.rope_channels,),),
+            dtype=dtype,
+            window=self.core.window,
+            cpu_dtype=self.core.context.cpu_dtype,
+        )
 
     def forward(
         self,

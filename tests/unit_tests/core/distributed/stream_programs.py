@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.async_save import StagingBuffer
 from megatron.core.dist_checkpointing.save_plan import plan_shard
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.inference import (
-    CacheShapes,
     Engine,
     EngineConfig,
     EngineRequest,
@@ -31,6 +30,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import HostUpdates
 from megatron.core.pipeline_parallel import Executor, make_schedule, with_transfers
 from tests.support.stream_model import StreamModel
+from tests.support.stub_model import StubModel
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 from tests.unit_tests.core.distributed.engine_steps import update
 from tests.unit_tests.core.distributed.small_model import SmallModel, tokens
@@ -166,33 +166,21 @@ def host_updates(device: StreamModel, dtype: torch.dtype) -> list[Tensor]:
     return tensors
 
 
-class SuccessorTable(torch.nn.Module):
+class SuccessorTable(StubModel):
     """A model whose logits depend only on the previous token."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.head = self
+        super().__init__(VOCABULARY)
         self.logits = torch.sin(torch.arange(float(VOCABULARY**2))).view(VOCABULARY, VOCABULARY) * 3
 
-    def gathered(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as they are."""
-        return hidden
-
-    project = whole = gathered
-
-    def forward(self, tokens: Tensor, **context: object) -> Tensor:
+    def __call__(self, tokens: Tensor, **context: object) -> Tensor:
         """Return the logits [t, 1, V] of tokens [1, t]."""
         return self.logits.index_select(0, tokens.view(-1))[:, None]
 
 
 def generation(device: StreamModel) -> list[Tensor]:
     """Generate with the engine's asynchronous loop; return tokens and log-probabilities."""
-    engine = Engine(
-        SuccessorTable(),
-        EngineConfig(num_blocks=99, asynchronous=True),
-        shapes=CacheShapes(),
-        vocab_size=VOCABULARY,
-    )
+    engine = Engine(SuccessorTable(), EngineConfig(num_blocks=99, asynchronous=True))
     requests = [
         EngineRequest(
             prompt=(n,),

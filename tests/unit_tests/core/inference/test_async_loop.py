@@ -12,7 +12,6 @@ import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.inference import (
-    CacheShapes,
     Completions,
     Engine,
     EngineConfig,
@@ -25,6 +24,7 @@ from megatron.core.inference.requests import RequestError
 from megatron.core.inference.speculation import DraftModel
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
+from tests.support.stub_model import StubModel
 from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
     GREEDY,
@@ -47,53 +47,25 @@ def single_thread():
         yield
 
 
-class CountingModel(torch.nn.Module):
-    """A model without a cache that predicts t + 1 after t."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = self
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-    def weights_replaced(self) -> None:
-        pass
-
-    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        following = (x.t() + 1) % VOCABULARY
-        return torch.nn.functional.one_hot(following, VOCABULARY).float()
-
-
-class PacedModel(CountingModel):
+class PacedModel(StubModel):
     """A counting model whose step ends only when the next step, if any, has been planned."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__()
+        super().__init__(VOCABULARY)
         self.steps_left = steps
         self.num_late = 0
         self.planned = threading.Semaphore(0)
 
-    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, **context: object) -> torch.Tensor:
         self.steps_left -= 1
         if self.steps_left and not self.planned.acquire(timeout=20):
             self.num_late += 1
-        return super().forward(x)
+        return super().__call__(tokens)
 
 
-def counting_engine(model: CountingModel | None = None, **options) -> Engine:
-    return Engine(
-        model or CountingModel(),
-        EngineConfig(num_blocks=99, **{"asynchronous": True} | options),
-        shapes=CacheShapes(),
-        vocab_size=VOCABULARY,
-    )
+def counting_engine(model: StubModel | None = None, **options) -> Engine:
+    config = EngineConfig(num_blocks=99, **{"asynchronous": True} | options)
+    return Engine(model or StubModel(VOCABULARY), config)
 
 
 def test_next_step_is_planned_while_a_step_runs() -> None:
@@ -231,8 +203,6 @@ def tokens_or_error(rank: int, world: int) -> tuple[list[list[int]], str]:
             EngineConfig(
                 num_blocks=9, max_num_seqs=6, max_num_batched_tokens=30, asynchronous=True
             ),
-            shapes=CacheShapes.from_modules(model.modules(), torch.float64),
-            vocab_size=VOCABULARY,
             features=EngineFeatures(check_plans=groups["tp"]),
         )
         tokens = [c.tokens for (c,) in generate(engine, requests(DRAWN)[:3])]

@@ -13,7 +13,6 @@ from megatron.core import ProcessGroupCollection
 from megatron.core.backend import LOCAL, with_batch_invariance
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference import (
-    CacheShapes,
     Completion,
     Completions,
     Engine,
@@ -69,12 +68,7 @@ def neighbour_requests() -> list[EngineRequest]:
 
 
 def engine_of(model: GPTModel, **config) -> Engine:
-    return Engine(
-        model,
-        EngineConfig(**{"num_blocks": 200, "max_num_seqs": 16} | config),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=VOCABULARY,
-    )
+    return Engine(model, EngineConfig(**{"num_blocks": 200, "max_num_seqs": 16} | config))
 
 
 def bits(completion: Completion) -> tuple:

@@ -16,7 +16,6 @@ from megatron.core.backend import LOCAL, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import Recorder
 from megatron.core.inference import (
-    CacheShapes,
     Completions,
     Engine,
     EngineConfig,
@@ -38,6 +37,7 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import (
     AttentionConfig,
+    CacheShapes,
     LatentAttentionConfig,
     MLPConfig,
     RopeConfig,
@@ -47,6 +47,7 @@ from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.op_tape import OpTape, TapeRecorder
 from tests.support.ranks import run_ranks
+from tests.support.stub_model import StubModel
 
 VOCABULARY, NEW = 61, 17
 GREEDY = SamplingParams(temperature=0)
@@ -213,8 +214,6 @@ def engine_of(
     return Engine(
         model,
         EngineConfig(**sizes | config),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=VOCABULARY,
         features=EngineFeatures(
             proposer=proposer,
             make_recorder=make_recorder,
@@ -445,32 +444,8 @@ def test_prompt_logprobs_match_full_forward(budget: int) -> None:
                 assert completion.prompt_logprobs == pytest.approx(expected, rel=1e-6)
 
 
-class Diverging(torch.nn.Module):
-    """A model whose logits are NaN in rows that hold token 60."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = self
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        logits = torch.nn.functional.one_hot((x.t() + 1) % VOCABULARY, VOCABULARY).float()
-        logits[x[0] == 60] = math.nan
-        return logits
-
-
 def test_nan_logits_end_only_their_request() -> None:
-    engine = Engine(
-        Diverging(), EngineConfig(num_blocks=9), shapes=CacheShapes(), vocab_size=VOCABULARY
-    )
+    engine = Engine(StubModel(VOCABULARY, nan_after=60), EngineConfig(num_blocks=9))
     batch = [EngineRequest(prompt=(token,), max_new_tokens=6, sampling=GREEDY) for token in (58, 3)]
     (failed,), (finished,) = generate(engine, batch)
     assert (failed.tokens, failed.finish_reason) == ([59, 60], "error")
@@ -535,15 +510,14 @@ def test_window_frees_the_blocks_outside_it(family: str, prefix_caching: bool) -
 def test_attention_free_model_has_blocks_for_longest_rows() -> None:
     shapes = CacheShapes(states={"a": ((4,), torch.float32)})
     config = EngineConfig(max_num_seqs=3, memory_bytes=10**9)
-    assert config.sizes(shapes, 100)[0] == 3 * 7
+    assert config.limited_to(100).sizes(shapes)[0] == 3 * 7
     assert config.sizes(shapes)[0] == 3 * MAX_SEQUENCE_TOKENS // 16
 
 
 def test_memory_bytes_bound_the_cache() -> None:
     model = model_of("hybrid")
-    shapes = CacheShapes.from_modules(model.modules(), torch.float64)
     for size in (300_000, 2_000_000):
         engine = engine_of(model, num_blocks=None, memory_bytes=size)
         assert 0.9 * size < engine.cache.num_bytes <= size
     with pytest.raises(ValueError, match="do not fit the states of 6 sequences"):
-        engine_of(model, num_blocks=None, memory_bytes=shapes.state_bytes * 6)
+        engine_of(model, num_blocks=None, memory_bytes=model.cache_shapes.state_bytes * 6)

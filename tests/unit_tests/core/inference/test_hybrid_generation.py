@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core import ProcessGroupCollection, RankGrid
-from megatron.core.inference import CacheShapes, Completion, EngineRequest, SamplingParams
+from megatron.core.inference import Completion, EngineRequest, SamplingParams
 from megatron.core.inference import generate as generate_all
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
@@ -103,9 +103,7 @@ def feed_in_chunks(model: GPTModel, rows: list[torch.Tensor], steps: list[int]) 
     together.
     """
     length = max(len(row) for row in rows)
-    feeder = PagedSteps(
-        CacheShapes.from_modules(model.modules(), model.store.dtype), rows=len(rows), length=length
-    )
+    feeder = PagedSteps(model.cache_shapes, rows=len(rows), length=length)
     tokens = torch.stack([torch.nn.functional.pad(r, (0, length - len(r))) for r in rows], 1)
     logits = torch.zeros(length, len(rows), 61, dtype=torch.float64)
     start = 0
@@ -171,7 +169,7 @@ def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
 
 
 def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> None:
-    shapes = CacheShapes.from_modules(model.modules(), torch.float64)
+    shapes = model.cache_shapes
     assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of three
     assert shapes.state_bytes == (sum(DELTA.values()) + sum(MAMBA.values())) * 8
     cache = engine_of(model, num_blocks=5, max_num_seqs=2, prefix_caching=False).cache
@@ -179,7 +177,7 @@ def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> Non
 
 
 def test_bf16_models_have_fp32_states_and_bf16_conv_rows() -> None:
-    shapes = CacheShapes.from_modules(make_model(torch.bfloat16).modules(), torch.bfloat16)
+    shapes = make_model(torch.bfloat16).cache_shapes
     dtypes = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
     assert dtypes == {"conv": torch.bfloat16, "state": torch.float32}
     conv_size, state_size = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
@@ -190,8 +188,7 @@ def test_bf16_models_have_fp32_states_and_bf16_conv_rows() -> None:
 def test_row_without_tokens_keeps_its_states(model: GPTModel, counts: tuple[int, ...]) -> None:
     for mixer in recurrent_mixers(model):
         x = torch.randn(12, 3, 22, generator=generator(7), dtype=torch.float64)
-        shapes = CacheShapes.from_modules([mixer], torch.float64)
-        steps = PagedSteps(shapes, rows=3, length=12)
+        steps = PagedSteps(mixer.cache_shapes(torch.float64), rows=3, length=12)
         buffers = list(steps.cache.states._buffers.values())
         with torch.no_grad():
             layout = steps.layout((4, 4, 4))
@@ -292,7 +289,7 @@ def generate_on_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]
         )
         for params, chunk in ((GREEDY, 2048), (RANDOM, 3))
     ]
-    return batches, CacheShapes.from_modules(model.modules(), torch.float64).state_bytes
+    return batches, model.cache_shapes.state_bytes
 
 
 def test_tensor_parallel_ranks_match_one_process(model: GPTModel) -> None:

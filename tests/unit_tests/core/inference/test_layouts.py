@@ -14,7 +14,6 @@ import torch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.device import Recorder
 from megatron.core.inference import (
-    CacheShapes,
     Completion,
     Completions,
     Engine,
@@ -33,7 +32,6 @@ from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
     FAMILIES,
     GREEDY,
-    VOCABULARY,
     allowed,
     draft_model_of,
     engine_of,
@@ -80,8 +78,6 @@ def engine_on(
             num_speculative_tokens=3 if drafts else 0,
             asynchronous=row.get("asynchronous", False),
         ),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=VOCABULARY,
         features=EngineFeatures(
             pipeline=PipelineGroups.from_groups(groups),
             proposer=flawed_proposer(drafts) if drafts else None,
@@ -135,8 +131,6 @@ def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) ->
             max_num_batched_tokens=30,
             num_speculative_tokens=0 if drafts == "off" else 2,
         ),
-        shapes=CacheShapes.from_modules(model.modules(), model.store.dtype),
-        vocab_size=VOCABULARY,
         features=EngineFeatures(pipeline=PipelineGroups.from_groups(groups), proposer=proposer),
     )
 

@@ -15,7 +15,6 @@ import torch
 
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.inference import (
-    CacheShapes,
     Completions,
     Engine,
     EngineConfig,
@@ -25,6 +24,8 @@ from megatron.core.inference import (
 )
 from megatron.core.inference.cache import PagedCache
 from megatron.core.ssm.mixer import load_state, store_state
+from megatron.core.transformer import CacheShapes
+from tests.support.stub_model import StubModel
 
 GREEDY = SamplingParams(temperature=0)
 VOCABULARY, MODULUS = 53, 10_007
@@ -51,7 +52,7 @@ def expected_text(
     return tokens
 
 
-class HashModel:
+class HashModel(StubModel):
     """A model that predicts a token given by the hash of all tokens so far.
 
     The hash is kept in a state slot, or for every token in a page, and read back. Its only weight
@@ -59,22 +60,11 @@ class HashModel:
     """
 
     def __init__(self, *, paged: bool = False) -> None:
-        self.head, self.paged = self, paged
+        states = {} if paged else {"hash": ((), torch.int64)}
+        super().__init__(VOCABULARY, cache_shapes=CacheShapes(states=states))
+        self.paged = paged
         self.pages: dict[int, int] = {}  # slot of the cache -> hash up to its token
         self.tokens, self.factor = 0, 37
-        self.shapes = CacheShapes() if paged else CacheShapes(states={"hash": ((), torch.int64)})
-
-    def weights_replaced(self) -> None:
-        """Do nothing, since nothing is derived from the factor."""
-
-    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
 
     def __call__(
         self,
@@ -120,8 +110,7 @@ class HashModel:
 
 
 def engine_of(model: HashModel, **config) -> Engine:
-    config = EngineConfig(**{"num_blocks": 64, "max_num_seqs": 5} | config)
-    return Engine(model, config, shapes=model.shapes, vocab_size=VOCABULARY)
+    return Engine(model, EngineConfig(**{"num_blocks": 64, "max_num_seqs": 5} | config))
 
 
 def requests(

@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 
-from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.inference import EngineConfig
 from megatron.core.inference.sizes import CacheSizes
+from megatron.core.transformer import CacheShapes
 
 #: Shapes with no states, states smaller than a block, and states as large as several blocks.
 ATTENTION = [(), ((1, 4),), ((2, 64), (24,))]
@@ -35,7 +36,7 @@ def with_memory(engine: EngineConfig, memory: int) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=engine.max_num_seqs, block_size=engine.block_size, memory_bytes=memory,
         prefix_caching=engine.prefix_caching,
-        num_speculative_tokens=engine.num_speculative_tokens,
+        num_speculative_tokens=engine.num_speculative_tokens, max_model_len=128,
     )  # fmt: skip
 
 
@@ -49,11 +50,11 @@ def cache_bytes(engine: EngineConfig, shapes: CacheShapes, blocks: int, slots: i
 def test_error_names_the_minimum_accepted_memory(shape):
     for engine in ENGINES:
         with pytest.raises(ValueError, match="give at least") as error:
-            with_memory(engine, 0).sizes(shape, 128)
+            with_memory(engine, 0).sizes(shape)
         min_memory = int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
         with pytest.raises(ValueError, match=f"at least {min_memory:,}"):
-            with_memory(engine, min_memory - 1).sizes(shape, 128)
-        blocks, slots = with_memory(engine, min_memory).sizes(shape, 128)
+            with_memory(engine, min_memory - 1).sizes(shape)
+        blocks, slots = with_memory(engine, min_memory).sizes(shape)
         assert blocks * engine.block_size > engine.num_speculative_tokens
         assert slots >= engine.max_num_seqs or not shape.states
         assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= min_memory
@@ -70,7 +71,7 @@ def test_any_accepted_memory_provides_blocks(shape):
             min_memory + extra
             for extra in (0, 1, shape.state_bytes, 4 * min_memory, 64 * min_memory)
         }:
-            blocks, slots = with_memory(engine, memory).sizes(shape, 128)
+            blocks, slots = with_memory(engine, memory).sizes(shape)
             assert blocks >= 1
             assert cache_bytes(engine, shape, blocks if shape.attention else 0, slots) <= memory
 

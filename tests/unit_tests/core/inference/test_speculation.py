@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.inference import (
-    CacheShapes,
     Completion,
     Engine,
     EngineConfig,
@@ -36,6 +34,7 @@ from megatron.core.ops.sampling.cpu import draw_weights, invert
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
+from tests.support.stub_model import StubModel
 from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
     GREEDY,
@@ -120,22 +119,6 @@ def test_token_pairs_follow_the_model_distribution(kind: str) -> None:
 # --- proposals ------------------------------------------------------------------------------------
 
 
-class FixedModel(torch.nn.Module):
-    """A model that predicts each next token with certainty; its hidden states are the logits."""
-
-    def __init__(self, following: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.head, self.following = self, following
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-    gathered = project = whole
-
-    def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-        return torch.nn.functional.one_hot(self.following(x.t()), VOCABULARY).float()
-
-
 class ScriptedProposer:
     """A proposer whose drafts are a function of the row's tokens."""
 
@@ -160,10 +143,8 @@ def counting_engine(proposer: object, drafts: int = 4, **config) -> Engine:
     """Return an engine with a model that counts from 0 to 6 and starts again."""
     sizes = {"num_blocks": 9, "num_speculative_tokens": drafts} | config
     return Engine(
-        FixedModel(lambda x: (x + 1) % 7),
+        StubModel(VOCABULARY, lambda tokens: (tokens + 1) % 7),
         EngineConfig(**sizes),
-        shapes=CacheShapes(),
-        vocab_size=VOCABULARY,
         features=EngineFeatures(proposer=proposer),
     )
 
@@ -455,17 +436,7 @@ def test_accepted_drafts_change_no_reported_value() -> None:
 
 def test_non_finite_logits_end_row_after_accepted_tokens() -> None:
     engine = counting_engine(ScriptedProposer(counting_drafts))
-
-    def following(x: torch.Tensor) -> torch.Tensor:
-        return (x + 1) % 7
-
-    class Diverging(FixedModel):
-        def forward(self, x: torch.Tensor, **context: object) -> torch.Tensor:
-            logits = super().forward(x, **context)
-            logits[x[0] == 4] = math.nan
-            return logits
-
-    engine.runner.model = Diverging(following)
+    engine.runner.model = StubModel(VOCABULARY, lambda tokens: (tokens + 1) % 7, nan_after=4)
     (completion,) = generate(
         engine, [EngineRequest(prompt=(1,), max_new_tokens=9, sampling=GREEDY)]
     )[0]

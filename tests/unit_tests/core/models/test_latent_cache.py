@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import ProcessGroupCollection, RankGrid
-from megatron.core.inference import CacheShapes, EngineRequest, SamplingParams
+from megatron.core.inference import EngineRequest, SamplingParams
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import LatentAttentionConfig, MLPConfig, RopeConfig
 from tests.support.closeness import assert_close_by_metric
@@ -67,8 +67,7 @@ def logits_in_steps(
 ) -> tuple[torch.Tensor, PagedSteps]:
     """Return logits [s, b, V] of tokens [b, s] fed in steps, and the feeder with its cache."""
     rows, length = tokens.shape
-    shapes = CacheShapes.from_modules(model.modules(), model.store.dtype)
-    feeder = PagedSteps(shapes, rows=rows, length=length)
+    feeder = PagedSteps(model.cache_shapes, rows=rows, length=length)
     logits = torch.zeros(length, rows, 61)
     with torch.no_grad(), nan_memory():
         for count in steps:
@@ -110,8 +109,7 @@ def test_decoded_logits_match_full_forward(name: str):
 def test_cache_size_does_not_depend_on_the_heads():
     for heads in (1, 4, 12):
         model = model_of(config_with(num_attention_heads=heads))
-        shapes = CacheShapes.from_modules(model.modules(), torch.float32)
-        assert shapes.token_bytes == CONFIG.num_layers * CACHED_FEATURES * 4
+        assert model.cache_shapes.token_bytes == CONFIG.num_layers * CACHED_FEATURES * 4
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -146,9 +144,7 @@ def test_decode_step_copies_no_weight():
     with one_thread(), torch.no_grad():
         model = model_of(config)
         tokens = torch.randint(0, 61, (2, 6), generator=generator(1))
-        feeder = PagedSteps(
-            CacheShapes.from_modules(model.modules(), torch.float32), rows=2, length=6
-        )
+        feeder = PagedSteps(model.cache_shapes, rows=2, length=6)
         for count in (5, 1):
             layout = feeder.layout([count] * 2)
             new_tokens = feeder.packed(tokens.t())[None]

@@ -17,7 +17,6 @@ from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import ContextParallel, SequenceLayout
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.inference import CacheShapes
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import (
     GATE_FIRST,
@@ -289,7 +288,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
     layer, count = layer_of(kind), PROMPT + len(STEPS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
     expected = layer(hidden, SequenceLayout.of_rows(count))
-    paged_steps = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=3, length=count)
+    paged_steps = PagedSteps(layer.cache_shapes(torch.float32), rows=3, length=count)
     out = torch.zeros(count, 3, HIDDEN)
 
     def feed(counts: Sequence[int]) -> None:
@@ -317,7 +316,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
 def test_decode_launches_one_kernel_between_projections(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_implementation", lambda *_: "triton")
     layer = layer_of(kind)
-    paged_steps = PagedSteps(CacheShapes.from_modules([layer], torch.float32), rows=2, length=9)
+    paged_steps = PagedSteps(layer.cache_shapes(torch.float32), rows=2, length=9)
     layout = paged_steps.layout([1, 1])
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     projections = {"input": layer.input(hidden), "output": hidden}

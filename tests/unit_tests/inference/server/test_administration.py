@@ -23,9 +23,9 @@ import torch
 from megatron.cli.launch import Launch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import TransferGroup, transfer, weight_chunks
-from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.inference import EngineConfig
 from megatron.core.models import GPTModel
-from megatron.core.transformer import MLPConfig
+from megatron.core.transformer import CacheShapes, MLPConfig
 from megatron.inference import ModelSource
 from megatron.inference.checkpoint_model import CheckpointModel
 from megatron.inference.load_model import load_checkpoint_model
@@ -212,9 +212,9 @@ class PausableModel(NextByte):
     """A real model whose steps can be blocked."""
 
     def __init__(self, loaded: CheckpointModel) -> None:
-        super().__init__()
+        super().__init__(loaded.model.cache_shapes)
         self.inner = loaded.generator(512)
-        self.head = self.inner.head
+        self.head, self.vocab_size = self.inner.head, self.inner.vocab_size
 
     def __call__(self, tokens: torch.Tensor, **context: Any) -> torch.Tensor:
         self.gate.wait()
@@ -235,7 +235,6 @@ def trained(folders: dict[str, Path]) -> Iterator[Served]:
         with served(
             PausableModel(loaded),
             engine=config,
-            shapes=loaded.cache_shapes,
             loaded=loaded,
             admin_key=ADMIN_KEY,
             vocab_size=loaded.vocab_size,

@@ -13,7 +13,8 @@ import httpx2 as httpx
 import pytest
 import torch
 
-from megatron.core.inference import CacheShapes, EngineConfig
+from megatron.core.inference import EngineConfig
+from megatron.core.transformer import CacheShapes
 from megatron.inference.serve import Service, read_key
 from megatron.inference.server.app import API_ROUTES
 from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES

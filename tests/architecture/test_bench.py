@@ -13,9 +13,9 @@ from megatron.core import ProcessGroupCollection
 from megatron.core.models import GPTModel
 from tools.bench import ops
 from tools.bench.__main__ import BENCHES
-from tools.bench.data_parallel import check_losses, over_ranks
-from tools.bench.data_parallel import ratio as step_ratio
-from tools.bench.data_parallel_steps import Timing, batch_of
+from tools.bench.data_parallel_steps import batch_of
+from tools.bench.gloo_ranks import CPU, LOSS, STEP, check_losses, over_ranks
+from tools.bench.gloo_ranks import ratio as step_ratio
 from tools.bench.mcore_step import config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import SHAPES, Shape
@@ -114,23 +114,20 @@ def test_every_bench_returns_rows(name):
     assert callable(importlib.import_module(f"tools.bench.{name}").rows)
 
 
-def timing(seconds: float) -> Timing:
-    return Timing(forward=seconds, backward=2.0, update=0.5, cpu=seconds / 2, loss=1.0)
-
-
 def test_step_time_is_the_slowest_rank():
-    ranks = [[timing(1.0), timing(4.0)], [timing(3.0), timing(2.0)]]
-    assert over_ranks(ranks, "forward") == [3.0, 4.0]
-    assert over_ranks(ranks, "total") == [5.5, 6.5]
-    assert over_ranks(ranks, "cpu") == [2.0, 3.0]
+    ranks = [{"ours": [{STEP: s, CPU: s / 2} for s in rank]} for rank in ((1.0, 4.0), (3.0, 2.0))]
+    assert over_ranks(ranks, "ours", STEP) == [3.0, 4.0]
+    assert over_ranks(ranks, "ours", CPU) == [2.0, 3.0]
     assert step_ratio([1.0, 4.0, 9.0], [2.0, 4.0, 3.0]) == 1.0
 
 
 def test_race_with_different_losses_is_void():
-    # Megatron's loss is the rank's share of the mean over ranks, torch's is the rank's mean.
-    check_losses({"no_shard": 2.0, "ddp": 4.0}, 2, 7)
-    with pytest.raises(ValueError, match="step 7: the losses differ, so the race is void"):
-        check_losses({"no_shard": 2.0, "ddp": 4.001}, 2, 7)
+    ranks = [{"ours": [{LOSS: 1.0}], "ddp": [{LOSS: 1.5}]} for _ in range(2)]
+    ranks[1]["ours"] = [{LOSS: 2.0}]
+    check_losses(ranks, ("ours", "ddp"))
+    ranks[0]["ddp"] = [{LOSS: 1.5001}]
+    with pytest.raises(ValueError, match="step 0: the losses differ"):
+        check_losses(ranks, ("ours", "ddp"))
 
 
 def test_plain_module_matches_loss_and_trains_every_weight():

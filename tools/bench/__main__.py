@@ -26,11 +26,8 @@ BENCHES = (
     "data_parallel",
     "pipeline",
     "context_parallel",
-    "linear_exchange",
-    "hybrid_step",
     "moe",
     "inference",
-    "decode",
     "serve",
 )
 

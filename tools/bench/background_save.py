@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the cost of a background save for a training run.
 
-    python -m tools.bench.background_save [--repeats 7] [--folder DIR]
+    python -m tools.bench.background_save [--rounds 7] [--folder DIR]
 
 Each repeat does three things, in rotating order: train some steps, save synchronously, and save in
 the background while training continues until the commit. Training is blocked during `save` and
@@ -11,7 +11,6 @@ copying, hashing and writing all count.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -32,9 +31,10 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
+from tools.bench.harness import run_rows
 from tools.bench.mcore_step import training_parts
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, compared, format_table
+from tools.bench.table import Row, compared
 
 #: Steps that are timed without a save, in every repeat.
 STEPS = 4
@@ -43,20 +43,6 @@ STEPS = 4
 SHAPE = replace(SHAPES["M"], layers=11, batch=2, sequence=256)
 
 SMALL_CHUNKS = 5000
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each way")
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    options = parser.parse_args()
-    print(format_table(measure(options.repeats, options.folder)))
-
-
-def rows(quick: bool) -> list[Row]:
-    """Measure for the common table."""
-    return measure(*((1, None, replace(SHAPE, layers=3)) if quick else (7, None)))
 
 
 class Trained:
@@ -108,14 +94,21 @@ def many(trained: Trained) -> tuple[Callable[[], object], list[TensorChunk]]:
     return step, chunks
 
 
-def measure(repeats: int, folder: Path | None, shape: Shape = SHAPE) -> list[Row]:
-    """Measure a large state, the state of a model of `shape`, and a state of many small chunks."""
+def rows(quick: bool = False, *, rounds: int = 0, folder: str = "") -> list[Row]:
+    """Measure a large state, which is a model's, and a state of many small chunks.
+
+    Args:
+        quick: a smaller model.
+        rounds: measurements of each way; 0 is 7, or 1 with `quick`.
+        folder: where to write; "" is the system's temporary folder.
+    """
+    rounds, shape = rounds or (1 if quick else 7), replace(SHAPE, layers=3) if quick else SHAPE
     table_rows: list[Row] = []
     megabytes = f"{shape.parameters * 12 / 1e6:.0f} MB"
     cases = ((partial(large, shape), megabytes), (many, f"{SMALL_CHUNKS} chunks of 16 bytes"))
     for make, what in cases:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="background-save-") as root:
-            seconds = _race(make, Path(root), repeats)
+        with tempfile.TemporaryDirectory(dir=folder or None, prefix="background-save-") as root:
+            seconds = _race(make, Path(root), rounds)
         blocked = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]
         speed = [p / d for p, d in zip(seconds["step"], seconds["during"], strict=True)]
         medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -196,4 +189,4 @@ def _race(
 
 
 if __name__ == "__main__":
-    main()
+    run_rows(rows, __doc__)

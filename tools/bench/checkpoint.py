@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure saving and loading against plain writes and reads, and planning with many tiny chunks.
 
-    python -m tools.bench.checkpoint [--megabytes 500] [--repeats 7] [--folder DIR]
+    python -m tools.bench.checkpoint [--megabytes 500] [--rounds 7] [--folder DIR]
 
-Each repeat does both ways, in an order that changes, and a ratio is the median of the repeats'
-ratios: the disk and the other jobs of a machine change from minute to minute.
+Both ways take turns, and a ratio is the median of the rounds' ratios: the disk and the other jobs
+of a machine change from minute to minute. `--clock cpu` counts seconds of CPU, for a machine that
+others use too; a disk takes none.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -19,8 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,87 +32,97 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     save_checkpoint,
 )
-from tools.bench.table import Row, compared, format_table
+from tools.bench import gloo_ranks
+from tools.bench.gloo_ranks import CPU, STEP, Measured
+from tools.bench.harness import run_rows
+from tools.bench.table import Row, compared
 
 TENSORS = 50
-
 #: (kind, what it is compared with, least ratio of rates)
 BULK = (("save", "save_file + fsync", ">= 0.9"), ("load", "readinto", ">= 0.6"))
-
-#: Most seconds with many tiny chunks, by kind and ranks.
-PLANNING = MappingProxyType({("save", 4): "<= 1.2"})
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-Times = dict[str, list[tuple[float, ...]]]
+#: Ranks and chunks of planning, and most seconds of a save.
+PLANNING = ((2, 2000, ""), (4, 5000, "<= 1.2"))
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each way")
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument(
-        "--clock",
-        choices=sorted(CLOCKS),
-        default="wall",
-        help="cpu counts seconds of CPU, for a machine that others use too; a disk takes none",
-    )
-    options = parser.parse_args()
-    clock = options.clock
-    print(format_table(measure(options.megabytes, options.repeats, options.folder, clock=clock)))
-
-
-def rows(quick: bool) -> list[Row]:
-    """Measure for the common table."""
-    return measure(100 if quick else 500, 3 if quick else 7, None)
-
-
-def measure(megabytes: int, repeats: int, folder: Path | None, *, clock: str = "wall") -> list[Row]:
+def rows(
+    quick: bool = False,
+    *,
+    megabytes: int = 500,
+    rounds: int = 0,
+    folder: str = "",
+    clock: Literal["wall", "cpu"] = "wall",
+) -> list[Row]:
     """Measure saving and loading with 1 and 2 processes, then planning.
 
     Args:
+        quick: 100 MB.
         megabytes: size of the checkpoint.
-        repeats: measurements of each way.
-        folder: where to write; None is the system's temporary folder.
-        clock: "wall" or "cpu".
+        rounds: measurements of each way; 0 is 7, or 3 with `quick`.
+        folder: where to write; "" is the system's temporary folder.
+        clock: which seconds count.
     """
+    megabytes, rounds = 100 if quick else megabytes, rounds or (3 if quick else 7)
+    phase = {"wall": STEP, "cpu": CPU}[clock]
     table_rows: list[Row] = []
     for world in (1, 2):
-        times = _on_ranks(_bulk, world, (megabytes, repeats, clock), folder)
+        ranks = _run(_bulk, world, folder, megabytes, rounds)
         for kind, peer, target in BULK:
-            pairs = times[kind]
-            what = f"{kind} {megabytes} MB, {world} process{'es' * (world > 1)}, MB/s / {peer}"
+            seconds, plain = (gloo_ranks.over_ranks(ranks, n, phase) for n in (kind, peer))
+            processes = f"{world} process{'es' * (world > 1)}"
             table_rows.append(
                 compared(
                     bench="checkpoint",
-                    what=what,
-                    mcore=megabytes / statistics.median(mcore for mcore, _ in pairs),
-                    peer=megabytes / statistics.median(plain for _, plain in pairs),
-                    ratio=statistics.median(plain / mcore for mcore, plain in pairs),
+                    what=f"{kind} {megabytes} MB, {processes}, MB/s / {peer}",
+                    mcore=megabytes / statistics.median(seconds),
+                    peer=megabytes / statistics.median(plain),
+                    ratio=gloo_ranks.ratio(plain, seconds),
                     target=target,
                 )
             )
-    for world, count in ((2, 2000), (4, 5000)):
-        times = _on_ranks(_tiny, world, (count, repeats, clock), folder)
-        table_rows += [
-            compared(
-                bench="checkpoint",
-                what=f"{kind} {count} chunks of 16 bytes on {world} ranks, s",
-                mcore=statistics.median(seconds for (seconds,) in times[kind]),
-                target=PLANNING.get((kind, world), ""),
-            )
-            for kind in ("save", "load")
-        ]
+    for world, count, target in PLANNING:
+        ranks = _run(_tiny, world, folder, count, rounds)
+        for kind in ("save", "load"):
+            what = f"{kind} {count} chunks of 16 bytes on {world} ranks, s"
+            seconds = statistics.median(gloo_ranks.over_ranks(ranks, kind, phase))
+            bound = target if kind == "save" else ""
+            table_rows.append(compared(bench="checkpoint", what=what, mcore=seconds, target=bound))
     return table_rows
 
 
+def _run(job: Callable[..., object], world: int, folder: str, *settings: int) -> list:
+    """Run a job on ranks that share a folder and, as in a run, a TCP store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(dir=folder or None, prefix="checkpoint-bench-") as root:
+        return gloo_ranks.run(job, world, store.port, root, *settings)
+
+
+def _coordinator(rank: int, world: int, port: int) -> Coordinator:
+    """Return the coordinator of the ranks."""
+    if world == 1:
+        return Solo()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    return StoreCoordinator(store, rank, world, timeout_seconds=300)
+
+
+def _timed(work: Callable[[int], object]) -> Callable[[int], Measured]:
+    """Return a variant that first lets the disk finish earlier writes of all ranks."""
+
+    def run(index: int) -> Measured:
+        os.sync()
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        work(index)
+        return {STEP: time.perf_counter() - start, CPU: time.process_time() - used}
+
+    return run
+
+
 def _bulk(
-    coordinator: Coordinator, barrier: Any, root: Path, megabytes: int, repeats: int, clock: str
-) -> Times:
+    rank: int, world: int, port: int, root: str, megabytes: int, rounds: int
+) -> dict[str, list[Measured]]:
     """Save and load this rank's share of `megabytes`, in our way and in the plain one."""
-    rank, world = coordinator.rank, coordinator.world_size
+    coordinator, folder = _coordinator(rank, world, port), Path(root)
+    plain_file = folder / f"plain-{rank}.safetensors"
     rows = megabytes * 250_000 // TENSORS // 1000 // world
     tensors = {f"w{i}": torch.randn(rows, 1000) for i in range(TENSORS)}
     chunks = [
@@ -128,41 +136,45 @@ def _bulk(
         for name, tensor in tensors.items()
     ]
     buffers = [memoryview(torch.empty_like(t).view(-1).numpy()).cast("B") for t in tensors.values()]
-    times: Times = {"save": [], "load": []}
-    for step in range(repeats + 1):  # the first round warms up
-        plain_file = root / f"plain-{rank}-{step}.safetensors"
 
-        def save(step: int = step) -> None:
-            save_checkpoint(root, step, chunks, {}, coordinator=coordinator)
+    def save(index: int) -> None:
+        save_checkpoint(folder, index, chunks, {}, coordinator=coordinator)
 
-        def save_plainly(path: Path = plain_file) -> None:
-            save_file(tensors, path)
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+    def save_and_remove(index: int) -> Measured:
+        measured = _timed(save)(index)
+        if rank == 0 and index:
+            shutil.rmtree(folder / f"iter_{index - 1:07d}")
+        return measured
 
-        def load(step: int = step) -> None:
-            load_checkpoint(root / f"iter_{step:07d}", chunks, coordinator=coordinator)
+    def save_plainly(index: int) -> None:
+        save_file(tensors, plain_file)
+        fd = os.open(plain_file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
-        def load_plainly(path: Path = plain_file) -> None:
-            with path.open("rb", buffering=0) as file:
-                for buffer in buffers:
-                    file.readinto(buffer)
+    def load(index: int) -> None:
+        load_checkpoint(folder / f"iter_{rounds:07d}", chunks, coordinator=coordinator)
 
-        times["save"].append(_pair(save, save_plainly, barrier, step, clock))
-        times["load"].append(_pair(load, load_plainly, barrier, step, clock))
-        plain_file.unlink()
-        barrier.wait()
-        if rank == 0:
-            shutil.rmtree(root / f"iter_{step:07d}")
-    return {kind: rows[1:] for kind, rows in times.items()}
+    def load_plainly(index: int) -> None:
+        with plain_file.open("rb", buffering=0) as file:
+            for buffer in buffers:
+                file.readinto(buffer)
+
+    ways = [save_and_remove, *map(_timed, (save_plainly, load, load_plainly))]
+    names = [name for kind, peer, _ in BULK for name in (kind, peer)]
+    variants = dict(zip(names, ways, strict=True))
+    measured = {}
+    for pair in (names[:2], names[2:]):
+        sides = {name: variants[name] for name in pair}
+        measured |= gloo_ranks.take_turns(sides, rounds=rounds, warmup=1)
+    return measured
 
 
 def _tiny(
-    coordinator: Coordinator, barrier: Any, root: Path, count: int, repeats: int, clock: str
-) -> Times:
+    rank: int, world: int, port: int, root: str, count: int, rounds: int
+) -> dict[str, list[Measured]]:
     """Save and load many chunks of four elements: only planning, messages and the manifest."""
-    rank, world = coordinator.rank, coordinator.world_size
+    coordinator, folder = _coordinator(rank, world, port), Path(root)
     chunks = [
         TensorChunk(
             name=f"decoder.blocks.{i}.mlp.gate.weight",
@@ -173,75 +185,13 @@ def _tiny(
         )
         for i in range(count)
     ]
-    times: Times = {"save": [], "load": []}
-    for step in range(repeats):
-        for kind in times:
-            barrier.wait()
-            begin = CLOCKS[clock]()
-            if kind == "save":
-                save_checkpoint(root, step, chunks, {}, coordinator=coordinator)
-            else:
-                load_checkpoint(root / f"iter_{step:07d}", chunks, coordinator=coordinator)
-            times[kind].append((CLOCKS[clock]() - begin,))
-    return times
-
-
-def _pair(
-    mcore: Callable[[], None], plain: Callable[[], None], barrier: Any, step: int, clock: str
-) -> tuple[float, float]:
-    """Time both, in an order that changes from step to step."""
-    seconds = {}
-    for way in (mcore, plain) if step % 2 else (plain, mcore):
-        os.sync()
-        barrier.wait()
-        begin = CLOCKS[clock]()
-        way()
-        seconds[way] = CLOCKS[clock]() - begin
-    return seconds[mcore], seconds[plain]
-
-
-def _on_ranks(
-    job: Callable[..., Times], world: int, settings: tuple[int, int, str], folder: Path | None
-) -> Times:
-    """Run `job` on `world` processes that share a folder and a store; the slowest rank counts."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megatron.core.dist_checkpointing"])
-    barrier = context.Barrier(world)
-    queue = context.SimpleQueue()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-bench-") as root:
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(job, r, world, barrier, queue, store.port, root, settings),
-            )
-            for r in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        times_by_rank = dict(queue.get() for _ in ranks)
-        for process in ranks:
-            process.join()
-    return {
-        kind: [
-            tuple(map(max, zip(*ranks, strict=True)))
-            for ranks in zip(*(times_by_rank[rank][kind] for rank in range(world)), strict=True)
-        ]
-        for kind in times_by_rank[0]
-    }
-
-
-def _rank_main(
-    job: Callable[..., Times], rank: int, world: int, barrier: Any, queue: Any, *args: Any
-) -> None:
-    port, root, settings = args
-    torch.set_num_threads(1)
-    coordinator: Coordinator = Solo()
-    if world > 1:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        coordinator = StoreCoordinator(store, rank, world, timeout_seconds=300)
-    queue.put((rank, job(coordinator, barrier, Path(root), *settings)))
+    save = _timed(lambda n: save_checkpoint(folder, n, chunks, {}, coordinator=coordinator))
+    load = _timed(
+        lambda n: load_checkpoint(folder / f"iter_{n:07d}", chunks, coordinator=coordinator)
+    )
+    measured = gloo_ranks.take_turns({"save": save}, rounds=rounds, warmup=0)
+    return measured | gloo_ranks.take_turns({"load": load}, rounds=rounds, warmup=0)
 
 
 if __name__ == "__main__":
-    main()
+    run_rows(rows, __doc__)

@@ -15,14 +15,12 @@ attention uses all-gather, since an engine that splits heads is balanced with ei
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
@@ -36,14 +34,17 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tools.bench import gloo_ranks, shapes
+from tools.bench.gloo_ranks import CPU, LOSS, STEP, Measured
+from tools.bench.harness import run_rows
 from tools.bench.mcore_step import config_of
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, compared, format_table
+from tools.bench.table import Row, compared
 
 TARGET = ">= 0.6"
 PACKED_TARGET = ">= 1"
 WARMUP_ROUNDS = 1
-LOSS_ERROR = 1e-5  # relative
+#: The variant that runs in a single process.
+SINGLE = "one process"
 
 
 class LongStep:
@@ -80,64 +81,51 @@ class LongStep:
         self.tokens, self.labels = (self.layout.local(x) for x in (row[:, :-1], row[:, 1:]))
         self.weights = torch.full(self.tokens.shape, 1.0 / shape.sequence)
 
-    def __call__(self) -> tuple[float, float, float]:
-        """Return the seconds, the processor seconds and this rank's part of the loss."""
-        start, used = time.perf_counter(), time.process_time()
+    def __call__(self, index: int) -> Measured:
+        """Run a step; return this rank's part of the loss."""
         self.engine.begin_step()
         loss, _ = self.model.loss(self.tokens, self.labels, self.weights, layout=self.layout)
         self.engine.backward(loss, last=True)
         self.engine.finish()
-        return time.perf_counter() - start, time.process_time() - used, loss.item()
+        return {LOSS: loss.item()}
 
 
-def measured(
-    rank: int, world: int, shape: Shape, engines: tuple[str, ...], rounds: int
-) -> dict[str, list[tuple[float, float, float]]]:
-    """Return what every step of every variant took, as one rank; "one" runs on rank 0 alone."""
+def row_of(shape: Shape) -> torch.Tensor:
+    """Return a row of tokens."""
+    size, generator = (1, shape.sequence + 1), torch.Generator().manual_seed(1)
+    return torch.randint(0, shape.vocabulary, size, generator=generator)
+
+
+def raced_engines(
+    rank: int, world: int, shape: Shape, engines: Sequence[str], rounds: int
+) -> dict[str, list[Measured]]:
+    """Run every engine, as one rank; `SINGLE` runs on rank 0 alone."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    row = torch.randint(
-        0, shape.vocabulary, (1, shape.sequence + 1), generator=torch.Generator().manual_seed(1)
-    )
-    steps = {name: LongStep(shape, groups, name, row) for name in engines}
+    row = row_of(shape)
+    variants: dict[str, Callable[[int], Measured]] = {SINGLE: lambda index: {LOSS: 0.0}}
     if rank == 0:
-        steps["one"] = LongStep(shape, ProcessGroupCollection.single(), "auto", row)
-    timings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
-    for index in range(WARMUP_ROUNDS + rounds):
-        for name in ("one", *engines):
-            dist.barrier()
-            timing = steps[name]() if name in steps else (0.0, 0.0, 0.0)
-            dist.barrier()
-            if index >= WARMUP_ROUNDS and name in steps:
-                timings[name].append(timing)
-    return timings
+        variants[SINGLE] = LongStep(shape, ProcessGroupCollection.single(), "auto", row)
+    variants |= {name: LongStep(shape, groups, name, row) for name in engines}
+    return gloo_ranks.take_turns(variants, rounds=rounds, warmup=WARMUP_ROUNDS)
 
 
-def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> list[Row]:
+def engine_rows(world: int, shape: Shape, engines: Sequence[str], rounds: int) -> list[Row]:
     """Race the engines on some ranks against one process."""
-    ranks = gloo_ranks.run(measured, world, shape, engines, rounds)
-    single = ranks[0]["one"]
-    processors = min(world, len(os.sched_getaffinity(0)))
+    ranks = gloo_ranks.run(raced_engines, world, shape, engines, rounds)
+    gloo_ranks.check_losses(ranks, (SINGLE, *engines))
+    shares = {STEP: min(world, len(os.sched_getaffinity(0))), CPU: 1}
     table_rows = []
     for name in engines:
-        steps = list(zip(*(rank[name] for rank in ranks), strict=True))
-        for alone, step in zip(single, steps, strict=True):
-            loss = sum(partial_loss for *_, partial_loss in step)
-            if abs(loss - alone[2]) > LOSS_ERROR * abs(alone[2]):
-                raise ValueError(f"{name}: the loss is {loss}, alone it is {alone[2]}")
-        wall = [max(seconds for seconds, *_ in step) for step in steps]
-        cpu = [sum(used for _, used, _ in step) for step in steps]
-        for unit, mcore, alone, share in (
-            ("ms", wall, [s for s, *_ in single], processors),
-            ("cpu ms of all ranks", cpu, [u for _, u, _ in single], 1),
-        ):
-            pairs = zip(alone, mcore, strict=True)
+        for phase, unit in gloo_ranks.UNITS.items():
+            seconds = gloo_ranks.over_ranks(ranks, name, phase)
+            alone = gloo_ranks.over_ranks(ranks[:1], SINGLE, phase)
             table_rows.append(
                 compared(
                     bench="context_parallel",
                     what=f"{world} ranks: {unit}, {name}, {shape.sequence} tokens",
-                    mcore=1e3 * statistics.median(mcore),
+                    mcore=1e3 * statistics.median(seconds),
                     peer=1e3 * statistics.median(alone),
-                    ratio=statistics.median(a / b / share for a, b in pairs),
+                    ratio=gloo_ranks.ratio(alone, seconds) / shares[phase],
                     target=TARGET,
                 )
             )
@@ -146,25 +134,14 @@ def rows_of(world: int, shape: Shape, engines: tuple[str, ...], rounds: int) -> 
 
 def raced_cuts(
     rank: int, world: int, shape: Shape, bounds: tuple[int, ...], rounds: int
-) -> dict[str, list[tuple[float, float, float]]]:
-    """Return what every step takes with documents cut by row and by documents, as one rank."""
+) -> dict[str, list[Measured]]:
+    """Run steps with documents cut by row and by documents, as one rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    row = torch.randint(
-        0, shape.vocabulary, (1, shape.sequence + 1), generator=torch.Generator().manual_seed(1)
-    )
-    steps = {
-        name: LongStep(shape, groups, "all_gather", row, cut=cut, bounds=bounds)
+    variants = {
+        name: LongStep(shape, groups, "all_gather", row_of(shape), cut=cut, bounds=bounds)
         for name, cut in cuts_of(bounds, world).items()
     }
-    timings: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
-    for index in range(WARMUP_ROUNDS + rounds):
-        for name, step in steps.items():
-            dist.barrier()
-            timing = step()
-            dist.barrier()
-            if index >= WARMUP_ROUNDS:
-                timings[name].append(timing)
-    return timings
+    return gloo_ranks.take_turns(variants, rounds=rounds, warmup=WARMUP_ROUNDS)
 
 
 def cuts_of(bounds: tuple[int, ...], world: int) -> dict[str, SequenceSharding]:
@@ -179,68 +156,57 @@ def packed_rows(world: int, shape: Shape, rounds: int) -> list[Row]:
     """Race sharding by documents against by row, with documents of 3/4 and 1/4 of a row."""
     bounds = (0, 3 * shape.sequence // 4, shape.sequence)
     ranks = gloo_ranks.run(raced_cuts, world, shape, bounds, rounds)
+    gloo_ranks.check_losses(ranks, ("row", "documents"))
     pairs = {
         name: attention_work(cut, [bounds]).imbalance
         for name, cut in cuts_of(bounds, world).items()
     }
-    # Of each round what the slowest rank takes: seconds, and seconds of its processor.
-    slowest = {
-        name: [
-            tuple(max(rank[name][index][kind] for rank in ranks) for kind in range(2))
-            for index in range(rounds)
-        ]
-        for name in pairs
-    }
-    losses = {name: sum(rank[name][0][2] for rank in ranks) for name in pairs}
-    if abs(losses["documents"] - losses["row"]) > LOSS_ERROR * abs(losses["row"]):
-        raise ValueError(f"the loss is {losses['documents']} by documents, {losses['row']} by row")
+    imbalance = f"pairs {pairs['documents']:.2f} / {pairs['row']:.2f} x the mean"
     table_rows = []
-    for kind, unit in enumerate(("ms", "cpu ms of the slowest rank")):
-        row, documents = ([step[kind] for step in slowest[name]] for name in ("row", "documents"))
+    for phase, unit in ((STEP, "ms"), (CPU, "cpu ms of the slowest rank")):
+        row, documents = (
+            gloo_ranks.over_ranks(ranks, name, phase, total=max) for name in ("row", "documents")
+        )
         table_rows.append(
             compared(
                 bench="context_parallel",
-                what=(
-                    f"{world} ranks: {unit}, cut by documents / by row, pairs "
-                    f"{pairs['documents']:.2f} / {pairs['row']:.2f} x the mean"
-                ),
+                what=f"{world} ranks: {unit}, cut by documents / by row, {imbalance}",
                 mcore=1e3 * statistics.median(documents),
                 peer=1e3 * statistics.median(row),
-                ratio=statistics.median(a / b for a, b in zip(row, documents, strict=True)),
+                ratio=gloo_ranks.ratio(row, documents),
                 target=PACKED_TARGET,
             )
         )
     return table_rows
 
 
-def rows(quick: bool) -> list[Row]:
-    """Measure every engine on 2 ranks and, unless `quick`, on 4."""
-    shape = replace(SHAPES["S"], layers=2, batch=1, sequence=4096 if quick else 8192)
+def rows(
+    quick: bool = False,
+    *,
+    tokens: int = 8192,
+    ranks: Sequence[int] = (2, 4),
+    rounds: int = 0,
+    engine: Sequence[str] = ENGINES,
+    packed: bool = False,
+) -> list[Row]:
+    """Measure every engine on 2 ranks and, unless `quick`, on 4; then the cuts of packed rows.
+
+    Args:
+        tokens: length of the row; at most 4096 with `quick`.
+        ranks: numbers of ranks.
+        rounds: counted steps of each variant; 0 is 7, or 3 with `quick`.
+        engine: the engines.
+        packed: race the cuts of packed rows alone, on all numbers of ranks.
+    """
+    rounds = rounds or (3 if quick else 7)
+    shape = replace(SHAPES["S"], layers=2, batch=1, sequence=min(tokens, 4096) if quick else tokens)
+    if packed:
+        return [row for world in ranks for row in packed_rows(world, shape, rounds)]
     table_rows = []
-    for world in (2,) if quick else (2, 4):
-        table_rows += rows_of(world, shape, ENGINES, 3 if quick else 7)
-    return table_rows + packed_rows(2, shape, 3 if quick else 7)
-
-
-def main() -> None:
-    """Measure the selected cases and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--packed", action="store_true", help="race cuts of packed rows alone")
-    arguments = parser.parse_args()
-    shape = replace(SHAPES["S"], layers=2, batch=1, sequence=arguments.tokens)
-    if arguments.packed:
-        for world in arguments.ranks:
-            print(format_table(packed_rows(world, shape, arguments.rounds)))
-        return
-    for world in arguments.ranks:
-        print(format_table(rows_of(world, shape, tuple(arguments.engine), arguments.rounds)))
+    for world in ranks[: 1 if quick else None]:
+        table_rows += engine_rows(world, shape, engine, rounds)
+    return table_rows + packed_rows(ranks[0], shape, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    run_rows(rows, __doc__)

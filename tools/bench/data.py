@@ -2,7 +2,6 @@
 """Measure the data path in one table: writing, sample indices, reading, encoding.
 
     python -m tools.bench.data [--quick] [--clock cpu]
-    python -m tools.bench.data --memory GB      what preprocessing that much text takes
 
 Each line is the median of repeats that take turns, so that a busy moment hits all lines alike. Two
 lines are yardsticks made of plain calls, to judge the others by on any machine: copying one slice
@@ -12,17 +11,15 @@ are half or twice what megatron-core 0.16.1 reached on 2 cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -39,7 +36,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.training.data.documents import Tally, read_documents
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from megatron.training.quickstart import build_corpus
-from tools.bench.table import Row, compared, format_table
+from tools.bench.harness import run_rows
+from tools.bench.table import Row, compared
 
 SEQUENCE_LENGTH = 1024
 VOCAB_SIZE = 4096
@@ -50,7 +48,6 @@ INDEX_DOCUMENT_TOKENS = 10_000
 READ_SAMPLES = 4096
 # Some seconds' work, so that starting workers counts as little as it does in real work.
 ENCODED_BYTES = 48_000_000
-SECONDS_BETWEEN_LOOKS = 0.1
 
 # What is counted, its target, and a call that does the work and returns how much of it there was.
 Case = tuple[str, str, Callable[[], float]]
@@ -165,72 +162,13 @@ def _encoding(folder: Path, most_bytes: int) -> list[Case]:
     ]
 
 
-def memory_rows(gigabytes: float) -> list[Row]:
-    """Preprocess a large file and compare the memory at its end with that at its beginning.
-
-    Args:
-        gigabytes: size of the file: this Python's own texts, repeated.
-
-    Returns:
-        For each tokenizer, the peak of all processes together in the last quarter of the work
-        against that in the second, in MB.
-    """
-    table_rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        build_corpus(folder / "corpus.jsonl")
-        texts = islice(read_documents([folder / "corpus.jsonl"], Tally()), 300)
-        train_bpe(texts[:4000], VOCAB_SIZE, folder / "tokenizer.json")
-        content = (folder / "corpus.jsonl").read_bytes()
-        with open(folder / "large.jsonl", "wb") as stream:
-            while stream.tell() < gigabytes * 1e9:
-                stream.write(content)
-        for kind in ("byte", "hf"):
-            model = ["--tokenizer-model", str(folder / "tokenizer.json")] if kind == "hf" else []
-            sizes, seconds = _watched(
-                ["--input", str(folder / "large.jsonl"), "--output-prefix", str(folder / kind)]
-                + ["--tokenizer-type", kind, *model]
-            )
-            speed = gigabytes * 1e3 / seconds
-            quarter = len(sizes) // 4
-            early, late = max(sizes[quarter : 2 * quarter]), max(sizes[-quarter:])
-            what = f"preprocess {gigabytes:g} GB, {kind}, at {speed:.0f} MB/s: peak MB late / early"
-            table_rows.append(
-                compared(
-                    bench="data", what=what, mcore=late, peer=early, ratio=late / early,
-                    target="<= 1.1",
-                )
-            )  # fmt: skip
-            for path in folder.glob(f"{kind}.*"):
-                path.unlink()
-    return table_rows
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
-def _watched(arguments: list[str]) -> tuple[list[float], float]:
-    """Run preprocess_data; return MB of all its processes at regular times, and its seconds."""
-    begin = time.perf_counter()
-    command = [sys.executable, "-m", "megatron.training.preprocess_data", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    sizes = []
-    while run.poll() is None:
-        sizes.append(_resident_mb(run.pid))
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    if run.returncode:
-        raise RuntimeError(f"preprocess_data ended with {run.returncode}")
-    return sizes, time.perf_counter() - begin
-
-
-def _resident_mb(process: int) -> float:
-    """Return the resident memory of a process and its children; 0 for one that is gone."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    process_kb = sum(
-        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")
-    )
-    return process_kb / 1e3 + sum(_resident_mb(int(child)) for child in children)
+CLOCKS = {"wall": time.perf_counter, "cpu": _cpu_seconds}
 
 
 def measure(cases: list[Case], seconds: float, clock: Callable[[], float]) -> list[list[float]]:
@@ -254,12 +192,12 @@ def measure(cases: list[Case], seconds: float, clock: Callable[[], float]) -> li
     return rates
 
 
-def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
+def rows(quick: bool = False, *, clock: Literal["wall", "cpu"] = "wall") -> list[Row]:
     """Measure everything.
 
     Args:
         quick: three rounds only, and a quarter of the text to encode.
-        clock: reads the seconds that count.
+        clock: which seconds count.
     """
     table_rows = []
     with tempfile.TemporaryDirectory() as name:
@@ -268,7 +206,7 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
         writing[0][2]()  # what the reading cases read
         encoding = _encoding(folder, ENCODED_BYTES // 4 if quick else ENCODED_BYTES)
         cases = [*writing, *_indexing(), *_reading(folder), *encoding]
-        rates = measure(cases, 0.0 if quick else 30.0, clock)
+        rates = measure(cases, 0.0 if quick else 30.0, CLOCKS[clock])
         for (what, target, _), mcore in zip(cases, rates, strict=True):
             median = statistics.median(mcore)
             table_rows.append(compared(bench="data", what=what, mcore=median, target=target))
@@ -289,27 +227,5 @@ def rows(quick: bool, clock: Callable[[], float] = time.perf_counter) -> list[Ro
     return table_rows
 
 
-def _cpu_seconds() -> float:
-    """Return the CPU time of this process and of its workers that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rounds only")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="what is counted")
-    parser.add_argument(
-        "--memory", type=float, metavar="GB", help="preprocess a large file instead"
-    )
-    options = parser.parse_args()
-    if options.memory:
-        print(format_table(memory_rows(options.memory)))
-        return
-    clock = _cpu_seconds if options.clock == "cpu" else time.perf_counter
-    print(format_table(rows(options.quick, clock)))
-
-
 if __name__ == "__main__":
-    main()
+    run_rows(rows, __doc__)

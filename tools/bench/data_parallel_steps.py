@@ -9,43 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer import Optimizer
 from megatron.core.process_groups import ProcessGroupCollection
 from tools.bench import shapes
-from tools.bench.mcore_step import config_of
+from tools.bench.gloo_ranks import CPU, LOSS, STEP, Measured
+from tools.bench.mcore_step import OPTIMIZER, config_of
 from tools.bench.plain_model import PlainModel, copy_weights
 from tools.bench.shapes import Shape
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one step on one rank, and its loss summed over this rank's tokens' weights.
-
-    `cpu` counts all threads of the process, including communication threads, but no waiting.
-    """
-
-    forward: float
-    backward: float
-    update: float
-    cpu: float
-    loss: float
-
-    @property
-    def total(self) -> float:
-        """Return the seconds from the first to the last operation."""
-        return self.forward + self.backward + self.update
-
-
+FORWARD, BACKWARD, UPDATE = PHASES = ("forward", "backward", "update")
 #: A batch's tokens and labels, each int64 [b, s].
 Batch = tuple[torch.Tensor, torch.Tensor]
-TimedStep = Callable[[Batch], Timing]
+TimedStep = Callable[[Batch], Measured]
 
 
 def batch_of(shape: Shape, rank: int, index: int) -> Batch:
@@ -61,11 +42,22 @@ def timed(
     backward: Callable[[torch.Tensor], None],
     update: Callable[[], None],
     *,
+    loss_share: float = 1.0,
     now: Callable[[], float] = time.perf_counter,
 ) -> TimedStep:
-    """Return a step made of three parts, with a clock between them."""
+    """Return a step of three phases, with a clock between them.
 
-    def step(batch: Batch) -> Timing:
+    `CPU` counts all threads of the process, including communication threads, but no waiting.
+
+    Args:
+        forward: returns the loss of a batch.
+        backward: takes the loss, and reduces the gradients.
+        update: updates the weights.
+        loss_share: a rank's part of the mean over ranks, by which its loss is multiplied.
+        now: the clock.
+    """
+
+    def step(batch: Batch) -> Measured:
         cpu, start = time.process_time(), now()
         loss = forward(batch)
         middle = now()
@@ -73,8 +65,14 @@ def timed(
         reduced = now()
         update()
         end = now()
-        used = time.process_time() - cpu
-        return Timing(middle - start, reduced - middle, end - reduced, used, loss.item())
+        return {
+            FORWARD: middle - start,
+            BACKWARD: reduced - middle,
+            UPDATE: end - reduced,
+            STEP: end - start,
+            CPU: time.process_time() - cpu,
+            LOSS: loss_share * loss.item(),
+        }
 
     return step
 
@@ -108,13 +106,7 @@ class McoreStep:
             storage=config.storage(bucket_bytes=bucket_bytes),
         )
         self.engine = DataParallel(self.model.store, groups, config=config)
-        settings = OptimizerConfig(
-            adam_beta1=shapes.BETAS[0],
-            adam_beta2=shapes.BETAS[1],
-            adam_eps=shapes.EPSILON,
-            clip_grad=shapes.CLIP,
-        )
-        self.optimizer = Optimizer(self.engine.owned(), groups, config=settings)
+        self.optimizer = Optimizer(self.engine.owned(), groups, config=OPTIMIZER)
         factor = 1.0 / (shape.tokens * groups["dense_dp"].size)
         self.weights = torch.full((shape.batch, shape.sequence), factor)
         self.step = timed(self._forward, self._backward, self._update, now=now)
@@ -161,9 +153,10 @@ class TorchStep:
             eps=shapes.EPSILON,
             fused=True,
         )
-        # Theirs is a mean over the ranks of each rank's mean.
+        # torch's loss is a mean over the ranks of each rank's mean.
         self.weights = torch.full((shape.batch, shape.sequence), 1.0 / shape.tokens)
-        self.step = timed(self._forward, self._backward, self._update)
+        share = 1.0 / torch.distributed.get_world_size()
+        self.step = timed(self._forward, self._backward, self._update, loss_share=share)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         return self.model(*batch, self.weights)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import statistics
 import sys
 import time
 import traceback
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +24,7 @@ import torch
 
 from tools.bench.cases import MCORE, Builder, Case
 from tools.bench.rehearsal import be_interpreted
-from tools.bench.table import Peer, Row, format_table, verdict
+from tools.bench.table import Peer, Row, format_table, machine, verdict
 from tools.bench.timing import Stopwatch, measured_rates, ratio_of
 
 Size = TypeVar("Size")
@@ -224,3 +226,35 @@ def no_device(options: argparse.Namespace, name: str) -> bool:
         return False
     print(f"{name}: torch sees no GPU here: nothing is measured")
     return True
+
+
+def run_rows(rows: Callable[..., Sequence[Row]], description: str | None) -> None:
+    """Measure the rows of a module from the command line, and print the table.
+
+    The command has `--threads` and a flag for each argument of `rows`: a switch for a bool, one
+    value or several for a tuple. The values of a `Literal`, and a default of several words, are the
+    choices.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, help="of torch")
+    hints = typing.get_type_hints(rows)
+    for name, parameter in inspect.signature(rows).parameters.items():
+        flag, default = f"--{name.replace('_', '-')}", parameter.default
+        if hints[name] is bool:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            choices = default if isinstance(default[0], str) else None
+            options = {"nargs": "+", "type": type(default[0]), "choices": choices}
+            parser.add_argument(flag, default=default, **options)
+        elif choices := typing.get_args(hints[name]):
+            parser.add_argument(flag, default=default, choices=choices)
+        else:
+            parser.add_argument(flag, default=default, type=hints[name])
+    options = vars(parser.parse_args())
+    if (threads := options.pop("threads")) is not None:
+        torch.set_num_threads(threads)
+    table_rows = rows(**options)
+    clock = f"{options.get('clock', 'wall')} clock, {torch.get_num_threads()} threads"
+    print(f"{machine()}; {clock}\n\n{format_table(table_rows)}")

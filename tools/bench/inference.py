@@ -3,7 +3,7 @@
 
 python -m tools.bench.inference                          every row
 python -m tools.bench.inference --clock cpu --threads 1  on a machine that others use too
-python -m tools.bench.inference --only batches
+python -m tools.bench.inference --only batches decode
 
 docs/performance.md shows what `--only forward` has printed to bench_results/cpu-decode.md.
 
@@ -13,7 +13,6 @@ both generate greedily is compared before a figure counts.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import random
@@ -23,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer as PlainTokenizer
@@ -32,6 +32,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from megatron.cli.tokenizers import HuggingFaceTokenizer
 from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
+from megatron.core.device import peak_memory_bytes
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.inference import EngineRequest
 from megatron.core.inference.engine import Engine, generate
@@ -52,12 +53,14 @@ from megatron.inference.server.guided_decoding.grammars import Grammars, json_gr
 from megatron.training.checkpointing.hf_import import open_model
 from tests.support.stub_model import StubModel
 from tools.bench import shapes
+from tools.bench.harness import run_rows
 from tools.bench.peers import llama_config
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.table import Row, compared, format_table, machine
+from tools.bench.table import Row, compared
 
 ROWS = 16
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 #: The model whose step the engine's own work is held against.
 TINY = Shape(
     layers=8, hidden=64, ffn=192, heads=4, kv_heads=2, vocabulary=512, batch=1, sequence=512
@@ -146,6 +149,71 @@ def in_turns(
     return samples
 
 
+class Generation:
+    """One side of a race: greedy requests, answered by an engine or by transformers.
+
+    Args:
+        answer: generates all texts.
+        clock: reads seconds.
+
+    Attributes:
+        texts: of the last run, the tokens of each request.
+    """
+
+    def __init__(self, answer: Callable[[], list[list[int]]], clock: Clock) -> None:
+        self._answer, self._clock = answer, clock
+        self.texts: list[list[int]] = []
+
+    @staticmethod
+    def by_engine(engine: Engine, requests: Sequence[EngineRequest], clock: Clock) -> Generation:
+        """Return the side of an engine, which answers from an empty prefix cache."""
+
+        def answer() -> list[list[int]]:
+            engine.scheduler.reset_prefix_cache()
+            return [outputs[0].tokens for outputs in generate(engine, requests)]
+
+        return Generation(answer, clock)
+
+    @staticmethod
+    def by_transformers(
+        model: LlamaForCausalLM, requests: Sequence[EngineRequest], clock: Clock
+    ) -> Generation:
+        """Return the side of transformers: static batches of `ROWS` requests."""
+
+        def answer() -> list[list[int]]:
+            texts = []
+            for start in range(0, len(requests), ROWS):
+                texts += static_batch(model, requests[start : start + ROWS])
+            return [text[: r.max_new_tokens] for text, r in zip(texts, requests, strict=True)]
+
+        return Generation(answer, clock)
+
+    def seconds(self) -> float:
+        """Generate; return the seconds."""
+        start = self._clock()
+        self.texts = self._answer()
+        return self._clock() - start
+
+    def rate(self) -> float:
+        """Generate; return tokens per second."""
+        seconds = self.seconds()
+        return sum(map(len, self.texts)) / seconds
+
+    def require_same(self, peer: Generation, name: str, *, share: float = 1.0) -> None:
+        """Raise ValueError unless a peer has generated the same texts, or at least this share."""
+        same = sum(a == b for a, b in zip(self.texts, peer.texts, strict=True))
+        if same < share * len(self.texts):
+            raise ValueError(f"{same} of {len(self.texts)} texts equal those of {name}: void")
+
+
+def requests_of(count: int, prompt: int, new: int, vocabulary: int) -> list[EngineRequest]:
+    """Return random prompts of one length, each with `new` tokens to generate."""
+    load = Load(
+        num_requests=count, input_tokens=prompt, min_output_tokens=new, max_output_tokens=new
+    )
+    return make_requests(load, vocabulary)
+
+
 def row(what: str, mcore: Sequence[float], peer: Sequence[float], target: str = "") -> Row:
     """Return the medians and the median of the ratios."""
     return compared(
@@ -158,7 +226,7 @@ def row(what: str, mcore: Sequence[float], peer: Sequence[float], target: str = 
     )
 
 
-def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def host_rows(quick: bool, clock: Clock) -> list[Row]:
     """A step around a model that does nothing, against a one-row step of a small transformers."""
     steps, table_rows = 20 if quick else 100, []
     model = llama(TINY)
@@ -202,7 +270,7 @@ def host_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     return table_rows
 
 
-def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def prefix_rows(quick: bool, clock: Clock) -> list[Row]:
     """Mean time to first token of requests that begin alike, with the prefix cache and without."""
     common, own_tokens, count = (500, 16, 8) if quick else (1000, 32, 32)
     model = with_weights_of(llama(SHAPES["S"]))
@@ -215,26 +283,21 @@ def prefix_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     )
     requests = make_requests(load, SHAPES["S"].vocabulary)
 
-    def side(prefix_caching: bool) -> Callable[[], float]:
-        engine = engine_of(
-            model, num_blocks=4096, max_num_seqs=count, prefix_caching=prefix_caching
-        )
+    def mean_seconds(engine: Engine) -> float:
+        engine.scheduler.reset_prefix_cache()
+        begin, first_token_seconds = clock(), []
+        for request in requests:
+            engine.add(request)
+        while engine.unfinished:
+            ended = len(engine.step())
+            first_token_seconds += [clock() - begin] * ended
+        return statistics.mean(first_token_seconds)
 
-        def run() -> float:
-            engine.scheduler.reset_prefix_cache()
-            begin, first_token_seconds = clock(), []
-            for request in requests:
-                engine.add(request)
-            while engine.unfinished:
-                ended = len(engine.step())
-                first_token_seconds += [clock() - begin] * ended
-            return statistics.mean(first_token_seconds)
-
-        return run
-
-    timings = in_turns((side(True), side(False)), rounds=1 if quick else 3)
+    options = {"num_blocks": 4096, "max_num_seqs": count}
+    engines = [engine_of(model, prefix_caching=caching, **options) for caching in (True, False)]
+    sides = [functools.partial(mean_seconds, engine) for engine in engines]
     what = f"{count} prompts, {common} tokens in common: mean TTFT, s / no prefix cache"
-    return [row(what, *timings, "<= 0.333")]
+    return [row(what, *in_turns(sides, rounds=1 if quick else 3), "<= 0.333")]
 
 
 def static_batch(peer: LlamaForCausalLM, batch: Sequence[EngineRequest]) -> list[list[int]]:
@@ -249,56 +312,29 @@ def static_batch(peer: LlamaForCausalLM, batch: Sequence[EngineRequest]) -> list
     return out[:, prompts.shape[1] :].tolist()
 
 
-def batch_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def batch_rows(quick: bool, clock: Clock) -> list[Row]:
     """Tokens a second of continuous batching, against static batches in transformers."""
     shape = SHAPES["M"]
     peer = llama(shape)
     engine = engine_of(with_weights_of(peer))
-    load = Load(num_requests=64 if quick else 256)
-    requests = make_requests(load, shape.vocabulary)
+    requests = make_requests(Load(num_requests=64 if quick else 256), shape.vocabulary)
     lengths = [request.max_new_tokens for request in requests]
-
-    texts: dict[str, list[list[int]]] = {}
-
-    def mcore() -> float:
-        engine.scheduler.reset_prefix_cache()
-        start = clock()
-        texts["ours"] = [completion[0].tokens for completion in generate(engine, requests)]
-        return sum(lengths) / (clock() - start)
-
-    def static() -> float:
-        start, completions = clock(), []
-        for begin in range(0, len(requests), ROWS):
-            completions += static_batch(peer, requests[begin : begin + ROWS])
-        texts["peer"] = [text[:n] for text, n in zip(completions, lengths, strict=True)]
-        return sum(lengths) / (clock() - start)
-
-    single_request = EngineRequest(
+    single = EngineRequest(
         prompt=requests[0].prompt, max_new_tokens=64, sampling=SamplingParams(temperature=0)
     )
-
-    def alone() -> float:
-        engine.scheduler.reset_prefix_cache()
-        start = clock()
-        generate(engine, [single_request])
-        return single_request.max_new_tokens / (clock() - start)
-
-    def peer_alone() -> float:
-        start = clock()
-        static_batch(peer, [single_request])
-        return single_request.max_new_tokens / (clock() - start)
-
-    rounds = 1 if quick else 3
-    one_found = in_turns((alone, peer_alone), rounds=2 * rounds)  # which warms up both, too
-    static_found = in_turns((mcore, static), rounds=rounds, warmup=0)
-    same = sum(a == b for a, b in zip(texts["ours"], texts["peer"], strict=True))
-    if same < 0.9 * len(requests):
-        raise ValueError(f"{same} of {len(requests)} texts are the same: the race is void")
+    rounds, rates = 1 if quick else 3, []
+    # The single request warms both sides up, too.
+    for answered, options in (([single], {"rounds": 2 * rounds}), (requests, {"rounds": rounds})):
+        mcore = Generation.by_engine(engine, answered, clock)
+        static = Generation.by_transformers(peer, answered, clock)
+        warmup = 1 if answered == [single] else 0
+        rates.append(in_turns((mcore.rate, static.rate), warmup=warmup, **options))
+    mcore.require_same(static, "transformers", share=0.9)
     waste = static_waste(lengths, ROWS)
     what = f"{len(requests)} requests, 16 rows, W = {waste:.2f}: tokens/s / static batches"
     return [
-        row(what, *static_found, f">= {0.75 * waste:.3f}"),
-        row("one request: tokens/s / transformers", *one_found),
+        row(what, *rates[1], f">= {0.75 * waste:.3f}"),
+        row("one request: tokens/s / transformers", *rates[0]),
     ]
 
 
@@ -323,131 +359,92 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
     return run
 
 
-def forward_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
-    """Tokens a second of `--transformer-impl inference_optimized`, by three others."""
+def forward_rows(quick: bool, clock: Clock) -> list[Row]:
+    """Tokens a second of `--transformer-impl inference_optimized`, by three others; then tokens a
+    second of one request by `--weights-dtype`."""
     peer = llama(SHAPES["M"])
     model = with_weights_of(peer)
-    new = 16 if quick else 64
-    table_rows = [
-        row for count in (1, ROWS) for row in forward_rows_of(count, peer, model, new, quick, clock)
-    ]
-    # Last: products outside of autograd use the copies from there on.
-    copies = [copied_row(dtype, peer, model, new, quick, clock) for dtype in ("bf16", "int8")]
-    return [*table_rows, *copies]
+    new, rounds = (16, 2) if quick else (64, 7)
+    table_rows = []
+    for count in (1, ROWS):
+        requests = requests_of(count, 1, new, model.config.vocab_size)
+        mcore = Generation.by_engine(engine_of(model, optimized=True), requests, clock)
+        local = Generation.by_engine(engine_of(model), requests, clock)
+        static = Generation.by_transformers(peer, requests, clock)
+        multiply = products(model, count)
 
-
-def copied_row(
-    dtype: CopyDtype,
-    peer: LlamaForCausalLM,
-    model: GPTModel,
-    new: int,
-    quick: bool,
-    clock: Callable[[], float],
-) -> Row:
-    """Tokens a second of one request by `--weights-dtype`, by transformers' in fp32."""
-    load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
-    requests = make_requests(load, model.config.vocab_size)
-    engine = engine_of(model, optimized=True, copies=dtype)
-
-    def mcore() -> float:
-        engine.scheduler.reset_prefix_cache()
-        start = clock()
-        generate(engine, requests)
-        return new / (clock() - start)
-
-    def static() -> float:
-        start = clock()
-        static_batch(peer, requests)
-        return new / (clock() - start)
-
-    what = f"--weights-dtype {dtype}, 1 row: tokens/s / transformers in fp32"
-    target = ">= 2" if dtype == "int8" else ""
-    return row(what, *in_turns((mcore, static), rounds=2 if quick else 7), target)
-
-
-def forward_rows_of(
-    count: int,
-    peer: LlamaForCausalLM,
-    model: GPTModel,
-    new: int,
-    quick: bool,
-    clock: Callable[[], float],
-) -> list[Row]:
-    """Return the rows of `count` requests of one token, each with `new` tokens generated."""
-    load = Load(num_requests=count, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
-    requests = make_requests(load, model.config.vocab_size)
-    engines = {"optimized": engine_of(model, optimized=True), "local": engine_of(model)}
-    multiply = products(model, count)
-    texts: dict[str, list[list[int]]] = {}
-
-    def generated(name: str) -> None:
-        engines[name].scheduler.reset_prefix_cache()
-        texts[name] = [table_rows[0].tokens for table_rows in generate(engines[name], requests)]
-
-    def static() -> None:
-        texts["transformers"] = static_batch(peer, requests)
-
-    def alone() -> None:
-        for _ in range(new):
-            multiply()
-
-    def rate(run: Callable[[], None]) -> Callable[[], float]:
-        def timed() -> float:
+        def product_rate(multiply: Callable[[], None] = multiply, count: int = count) -> float:
             start = clock()
-            run()
+            for _ in range(new):
+                multiply()
             return count * new / (clock() - start)
 
-        return timed
-
-    mcore = rate(functools.partial(generated, "optimized"))
-    sides = (
-        ("the model's own forward", functools.partial(generated, "local"), ""),
-        ("transformers", static, ">= 1.15" if count == 1 else ""),
-        ("the matrix products of its steps", alone, ">= 0.7"),
-    )
-    table_rows = []
-    for against, side, target in sides:
-        what = f"inference_optimized, {count} rows: tokens/s / {against}"
-        table_rows.append(
-            row(what, *in_turns((mcore, rate(side)), rounds=2 if quick else 7), target)
-        )
-    for name in ("local", "transformers"):
-        same = sum(a == b for a, b in zip(texts["optimized"], texts[name], strict=True))
-        if same < 0.9 * count:
-            raise ValueError(f"{same} of {count} texts are those of {name}: the race is void")
+        for against, side, target in (
+            ("the model's own forward", local.rate, ""),
+            ("transformers", static.rate, ">= 1.15" if count == 1 else ""),
+            ("the matrix products of its steps", product_rate, ">= 0.7"),
+        ):
+            what = f"inference_optimized, {count} rows: tokens/s / {against}"
+            table_rows.append(row(what, *in_turns((mcore.rate, side), rounds=rounds), target))
+        for name, generation in (("the own forward", local), ("transformers", static)):
+            mcore.require_same(generation, name, share=0.9)
+    # Last: from here on, products outside of autograd use the low-bit copies of weights.
+    requests = requests_of(1, 1, new, model.config.vocab_size)
+    static = Generation.by_transformers(peer, requests, clock)
+    for dtype, target in (("bf16", ""), ("int8", ">= 2")):
+        engine = engine_of(model, optimized=True, copies=dtype)
+        sides = Generation.by_engine(engine, requests, clock).rate, static.rate
+        what = f"--weights-dtype {dtype}, 1 row: tokens/s / transformers in fp32"
+        table_rows.append(row(what, *in_turns(sides, rounds=rounds), target))
     return table_rows
 
 
-def invariant_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def decode_rows(quick: bool, clock: Clock) -> list[Row]:
+    """Seconds of a step of the optimized forward, by itself without graphs, by the local forward
+    and by transformers' `generate`: one request, a small model and the M shape."""
+    rounds, new = (2, 16) if quick else (9, 64)
+    table_rows = []
+    for shape, target in ((TINY, "<= 0.4"), (SHAPES["M"], "<= 0.87")):
+        peer = llama(shape)
+        model = with_weights_of(peer)
+        requests = requests_of(1, 1, new, shape.vocabulary)
+        mcore = Generation.by_engine(engine_of(model, optimized=True), requests, clock)
+        eager = engine_of(model, optimized=True, eager=True)
+        for name, side in {
+            "itself eager": Generation.by_engine(eager, requests, clock),
+            "local": Generation.by_engine(engine_of(model), requests, clock),
+            "generate": Generation.by_transformers(peer, requests, clock),
+        }.items():
+            seconds = in_turns((mcore.seconds, side.seconds), rounds=rounds)
+            mcore.require_same(side, name)
+            ratios = [a / b for a, b in zip(*seconds, strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            peak = peak_memory_bytes(torch.device("cpu")) / 1e6
+            rate = new / statistics.median(seconds[0])
+            what = f"{shape.layers} layers of {shape.hidden}, optimized, 1 request, {new} steps, "
+            what += f"{rate:,.0f} tokens/s, {peak:,.0f} MB: s / {name} "
+            what += f"(quartiles {low:.3f} to {high:.3f})"
+            table_rows.append(row(what, *seconds, target if name == "generate" else ""))
+    return table_rows
+
+
+def invariant_rows(quick: bool, clock: Clock) -> list[Row]:
     """Seconds of requests with `--batch-invariant`, by those without."""
     peer = llama(SHAPES["M"])
-    table_rows = []
     models = [with_weights_of(peer, backend) for backend in (with_batch_invariance(LOCAL), LOCAL)]
-    loads = ((1, 1, 64), (ROWS, 1, 64), (4 * ROWS, 32, 64))
-    for count, inputs, outputs in ((c, i, o // 4) for c, i, o in loads) if quick else loads:
+    table_rows = []
+    for count, inputs, outputs in ((1, 1, 64), (ROWS, 1, 64), (4 * ROWS, 32, 64)):
+        new = outputs // 4 if quick else outputs
         load = Load(
             num_requests=count,
             input_tokens=inputs,
-            min_output_tokens=outputs // 8,
-            max_output_tokens=outputs,
+            min_output_tokens=new // 8,
+            max_output_tokens=new,
         )
         requests = make_requests(load, SHAPES["M"].vocabulary)
-
-        def side(
-            model: GPTModel, requests: Sequence[EngineRequest] = requests
-        ) -> Callable[[], float]:
-            engine = engine_of(model)
-
-            def run() -> float:
-                engine.scheduler.reset_prefix_cache()
-                start = clock()
-                generate(engine, requests)
-                return clock() - start
-
-            return run
-
-        what = f"--batch-invariant, {count} requests of {inputs} + {outputs}: s / without"
-        sides = side(models[0]), side(models[1])
+        engines = [engine_of(model) for model in models]
+        sides = [Generation.by_engine(engine, requests, clock).seconds for engine in engines]
+        what = f"--batch-invariant, {count} requests of {inputs} + {new}: s / without"
         table_rows.append(row(what, *in_turns(sides, rounds=2 if quick else 5), "<= 1.5"))
     return table_rows
 
@@ -474,38 +471,23 @@ class WrongDrafts:
         """See `megatron.core.inference.speculation.Proposer`."""
 
 
-def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def speculation_rows(quick: bool, clock: Clock) -> list[Row]:
     """Return tokens/s with drafts, relative to tokens/s without.
 
     N-gram drafts rarely match in the text of random weights; other drafts are always rejected.
     """
     model = with_weights_of(llama(SHAPES["M"]))
-    drafts, table_rows = 4, []
+    table_rows = []
     for count in (1, ROWS):
-        load = Load(
-            num_requests=count,
-            input_tokens=32,
-            min_output_tokens=32 if quick else 128,
-            max_output_tokens=32 if quick else 128,
-        )
-        requests = make_requests(load, SHAPES["M"].vocabulary)
-        plain = engine_of(model)
-        texts = [outputs[0].tokens for outputs in generate(plain, requests)]
-        unused = next(n for n in range(SHAPES["M"].vocabulary) if n not in set().union(*texts))
+        requests = requests_of(count, 32, 32 if quick else 128, SHAPES["M"].vocabulary)
+        plain = Generation.by_engine(engine_of(model), requests, clock)
+        plain.seconds()
+        unused = min(set(range(SHAPES["M"].vocabulary)) - set().union(*plain.texts))
         for name, proposer in (("n-grams", NGramLookup()), ("wrong drafts", WrongDrafts(unused))):
-            engine = engine_of(model, proposer=proposer, num_speculative_tokens=drafts)
-
-            def rate(engine: Engine, requests: Sequence[EngineRequest] = requests) -> float:
-                engine.scheduler.reset_prefix_cache()
-                start = clock()
-                tokens = sum(len(outputs[0].tokens) for outputs in generate(engine, requests))
-                return tokens / (clock() - start)
-
-            sides = functools.partial(rate, engine), functools.partial(rate, plain)
-            measured = in_turns(sides, rounds=2 if quick else 7)
-            again = [outputs[0].tokens for outputs in generate(engine, requests)]
-            if again != texts:
-                raise ValueError(f"{name} change what {count} requests yield: the race is void")
+            engine = engine_of(model, proposer=proposer, num_speculative_tokens=4)
+            drafted = Generation.by_engine(engine, requests, clock)
+            measured = in_turns((drafted.rate, plain.rate), rounds=2 if quick else 7)
+            drafted.require_same(plain, name)
             what = f"{name}, {count} requests: tokens/s / without drafts; "
             what += f"{engine.stats.tokens_per_forward:.2f} tokens a forward"
             target = "" if name == "n-grams" else ">= 0.9"
@@ -513,23 +495,14 @@ def speculation_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     return table_rows
 
 
-def planning_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def planning_rows(quick: bool, clock: Clock) -> list[Row]:
     """Return the share of steps planned before the previous step has ended, and the tokens/s of
     the asynchronous loop relative to the synchronous loop."""
     model = with_weights_of(llama(SHAPES["M"]))
-    tokens = 32 if quick else 128
-    load = Load(
-        num_requests=ROWS, input_tokens=1, min_output_tokens=tokens, max_output_tokens=tokens
-    )
-    requests = make_requests(load, SHAPES["M"].vocabulary)
+    requests = requests_of(ROWS, 1, 32 if quick else 128, SHAPES["M"].vocabulary)
     ahead, plain = engine_of(model, asynchronous=True), engine_of(model)
-
-    def rate(engine: Engine) -> float:
-        start = time.perf_counter()  # the processor's time would count both threads
-        generate(engine, requests)
-        return ROWS * tokens / (time.perf_counter() - start)
-
-    sides = functools.partial(rate, ahead), functools.partial(rate, plain)
+    # Processor time would count both threads.
+    sides = [Generation.by_engine(e, requests, time.perf_counter).rate for e in (ahead, plain)]
     measured = in_turns(sides, rounds=2 if quick else 7)
     share = ahead.stats.overlapped / ahead.stats.steps
     return [
@@ -590,7 +563,7 @@ def large_tokenizer(folder: Path, size: int = LARGE_VOCABULARY) -> HuggingFaceTo
     return HuggingFaceTokenizer(folder / "tokenizer.json")
 
 
-def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
+def mask_rows(quick: bool, clock: Clock) -> list[Row]:
     """Return the seconds of a JSON Schema mask over 128 k tokens, relative to a decode step."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = large_tokenizer(Path(folder))
@@ -611,8 +584,7 @@ def mask_rows(quick: bool, clock: Callable[[], float]) -> list[Row]:
     model = with_weights_of(llama(SHAPES["M"]))
     engine = engine_of(model, optimized=True)
     new = 32 if quick else 256
-    load = Load(num_requests=1, input_tokens=1, min_output_tokens=new, max_output_tokens=new)
-    for request in make_requests(load, model.config.vocab_size):
+    for request in requests_of(1, 1, new, model.config.vocab_size):
         engine.add(request)
     steps = []
     while engine.unfinished:
@@ -636,29 +608,19 @@ SECTIONS = {
     "planning": planning_rows,
     "invariant": invariant_rows,
     "forward": forward_rows,
+    "decode": decode_rows,
 }
 
 
-def rows(quick: bool, *, only: Sequence[str] = tuple(SECTIONS), clock: str = "wall") -> list[Row]:
-    """Measure all rows, or the parts that are named."""
+def rows(
+    quick: bool = False,
+    *,
+    only: Sequence[str] = tuple(SECTIONS),
+    clock: Literal["wall", "cpu"] = "wall",
+) -> list[Row]:
+    """Measure the named sections."""
     return [table_row for section in only for table_row in SECTIONS[section](quick, CLOCKS[clock])]
 
 
-def main() -> None:
-    """Measure the selected cases and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer requests and rounds")
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=tuple(SECTIONS))
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--threads", type=int, default=None)
-    arguments = parser.parse_args()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    table = format_table(rows(arguments.quick, only=arguments.only, clock=arguments.clock))
-    print(f"{machine()}; {arguments.clock} clock, {torch.get_num_threads()} threads\n\n{table}")
-
-
 if __name__ == "__main__":
-    main()
+    run_rows(rows, __doc__)

@@ -20,6 +20,13 @@ from tools.bench.peers import tokens_of
 from tools.bench.shapes import Shape
 from tools.bench.turns import Step
 
+OPTIMIZER = OptimizerConfig(
+    adam_beta1=shapes.BETAS[0],
+    adam_beta2=shapes.BETAS[1],
+    adam_eps=shapes.EPSILON,
+    clip_grad=shapes.CLIP,
+)
+
 
 def config_of(shape: Shape) -> GPTConfig:
     """Return the model of a shape."""
@@ -94,13 +101,7 @@ def training_parts(
             f"our model has {model.store.num_parameters} weights, the shape {shape.parameters}"
         )
     engine = DataParallel(model.store, groups)
-    settings = OptimizerConfig(
-        adam_beta1=shapes.BETAS[0],
-        adam_beta2=shapes.BETAS[1],
-        adam_eps=shapes.EPSILON,
-        clip_grad=shapes.CLIP,
-    )
-    optimizer = Optimizer(engine.owned(), groups, config=settings)
+    optimizer = Optimizer(engine.owned(), groups, config=OPTIMIZER)
     tokens = tokens_of(shape).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=device)

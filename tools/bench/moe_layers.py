@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our layer with experts or a dense one of the same flops, alone, and a step of it."""
+"""Our layer of experts, and a dense MLP with the same FLOPs per token."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
 from megatron.core.moe import MoE, MoEConfig, RouterConfig
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import MLP, LayerBuild, MLPConfig
-from megatron.core.weight_gather import WeightStore
+from tools.bench.layer_steps import McoreLayer
 
 EXPERTS, COPIES = 8, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A layer and its batch: hidden features, features of each expert, tokens."""
+    """A layer and its batch: hidden features, features of each expert, tokens of a rank."""
 
     hidden: int
     ffn: int
@@ -34,19 +29,25 @@ SHAPES = {
     "S": Shape(hidden=256, ffn=768, tokens=1024),
     "M": Shape(hidden=512, ffn=1536, tokens=2048),
     "L": Shape(hidden=512, ffn=1792, tokens=4096),  # Mixtral's ratio of 3.5
-    # Half of Mixtral's inner features: what a row costs to send is to what it costs to
-    # multiply as 1 is to these.
+    # Half of the inner features of Mixtral's experts, for the same ratio of transfer to compute.
     "W": Shape(hidden=256, ffn=7168, tokens=1024),
 }
 
 
-class McoreLayer:
-    """A layer and its gradient buffers on one rank of some groups.
+def dense_layer(shape: Shape, groups: ProcessGroupCollection) -> McoreLayer:
+    """Return an MLP as wide as the experts of a token together."""
+    config = MLPConfig(ffn_hidden_size=COPIES * shape.ffn)
+    size = (shape.tokens, shape.hidden)
+    return McoreLayer(lambda build: MLP("mlp", config=config, build=build), size, groups=groups)
+
+
+class MoELayer(McoreLayer):
+    """A layer of experts.
 
     Args:
         shape: shape of the layer, with the number of tokens of this rank.
+        dtype: of weights and inputs.
         groups: the process groups; None is a single process.
-        dense: an MLP as wide as the experts of a token together, instead of experts.
         balanced: inputs and a router that send as many tokens to each expert.
     """
 
@@ -56,64 +57,23 @@ class McoreLayer:
         dtype: torch.dtype,
         *,
         groups: ProcessGroupCollection | None = None,
-        dense: bool = False,
         balanced: bool = False,
     ) -> None:
+        config = MoEConfig(
+            num_experts=EXPERTS, ffn_hidden_size=shape.ffn, router=RouterConfig(topk=COPIES)
+        )
+
+        def declare(build: LayerBuild) -> nn.Module:
+            return MoE("moe", config=config, build=build)
+
+        size = (shape.tokens, shape.hidden)
+        super().__init__(declare, size, dtype=dtype, groups=groups)
         self.shape = shape
-        groups = groups or ProcessGroupCollection.single()
-        self.store = WeightStore(groups, seed=1, dtype=dtype)
-        self.layer = _layer(shape, self.store, dense)
-        strategy = DataParallelConfig()
-        self.store.materialize(strategy.storage())
-        self.engine = DataParallel(self.store, groups, config=strategy)
-        source = torch.Generator().manual_seed(2 + groups.rank)
-        size = (shape.tokens, 1, shape.hidden)  # [s, 1, h]
-        x, pull = (torch.randn(size, generator=source) for _ in range(2))
         if balanced:
-            _balance(x.squeeze(1))
-            if not dense:
-                router = self.store.handles["moe.router.weight"].get()
-                router.copy_(torch.eye(EXPERTS, shape.hidden))
-        self.x, self.pull = x.to(dtype).requires_grad_(), pull.to(dtype)
-        self.layout = SequenceLayout.of_rows(shape.tokens)
-
-    def __call__(self) -> torch.Tensor:
-        """Run forward and backward and reduce the gradients; return the output."""
-        out = self.forward_and_backward()
-        self.engine.finish()
-        return out
-
-    def forward_and_backward(self) -> torch.Tensor:
-        """Leave the gradients of this rank's tokens in their buffers; return the output."""
-        self.x.grad = None
-        self.engine.begin_step()
-        out = self.layer(self.x, self.layout)
-        self.engine.set_is_last_backward(True)
-        out.backward(self.pull)
-        return out
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Return the output and every gradient of a step."""
-        out, store = self(), self.store
-        assert self.x.grad is not None
-        gradients = {
-            n: handle.main_grad
-            for n, handle in store.handles.items()
-            if handle.main_grad is not None
-        }
-        return {"output": out.detach(), "input": self.x.grad, **self._named(gradients)}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the router's [E, h], the gate and up [E, 2f, h] and the down weight [E, h, f]."""
-        return self._named({name: h.get() for name, h in self.store.handles.items()})
-
-    def _named(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        fused = tensors["moe.experts.input.weight"]  # [2E, f, h], a gate before its up
-        return {
-            "router": tensors["moe.router.weight"],
-            "gate_up": fused.view(-1, 2 * fused.shape[1], fused.shape[2]),
-            "down": tensors["moe.experts.down.weight"],
-        }
+            with torch.no_grad():
+                _balance(self.x.squeeze(1))
+            router = self.store.handles["moe.router.weight"].get()
+            router.copy_(torch.eye(EXPERTS, shape.hidden))
 
     def rows_of_experts(self) -> list[int]:
         """Return the rows of each expert, counted by the router in an additional forward pass."""
@@ -121,24 +81,6 @@ class McoreLayer:
         before = counted.clone()
         self.layer(self.x, self.layout)
         return [int(rows) for rows in (counted - before)[:EXPERTS]]
-
-
-def _layer(shape: Shape, store: WeightStore, dense: bool) -> nn.Module:
-    """Declare the layer's weights."""
-    build = LayerBuild(
-        store=store,
-        region=TensorParallelRegion(store.groups["tp"]),
-        backend=LOCAL,
-        hidden_size=shape.hidden,
-        init=InitSpec.normal(0.05),
-        output_init=InitSpec.normal(0.05),
-    )
-    if dense:
-        return MLP("mlp", config=MLPConfig(ffn_hidden_size=COPIES * shape.ffn), build=build)
-    config = MoEConfig(
-        num_experts=EXPERTS, ffn_hidden_size=shape.ffn, router=RouterConfig(topk=COPIES)
-    )
-    return MoE("moe", config=config, build=build)
 
 
 def _balance(x: torch.Tensor) -> None:

@@ -7,25 +7,18 @@ and all gradients are compared first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.layout import ContextParallel
-from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.initialize import InitSpec
-from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.tensor_parallel import TensorParallelRegion
-from megatron.core.transformer import LayerBuild, NormConfig
-from megatron.core.weight_gather import WeightStore
+from megatron.core.transformer import NormConfig
 from tools.bench.cases import CPU, Case, register
 from tools.bench.harness import Bench
+from tools.bench.layer_steps import McoreLayer, PeerLayer, Results, check
 
 TOKENS, HIDDEN = 2048, 256
 #: Largest difference over largest value, in fp32. transformers' gradients of strong decays, and so
@@ -34,105 +27,19 @@ BOUND = 1e-3
 MAMBA_HEADS, MAMBA_HEAD_CHANNELS = 8, 64
 #: Chunk sizes of transformers' Mamba-2, whose memory grows with their square.
 MAMBA_CHUNKS = (32, 64, 128, 256)
-Results = dict[str, torch.Tensor]
 
 
-class McoreLayer:
-    """One of our mixers and its gradient buffers.
+def layer_of(mixer: type[nn.Module], config: object) -> McoreLayer:
+    """Return one of our mixers.
 
     Args:
         mixer: the class.
         config: its shape.
     """
-
-    def __init__(self, mixer: type[nn.Module], config: object) -> None:
-        groups = ProcessGroupCollection.single()
-        self.store = WeightStore(groups, seed=1, dtype=torch.float32)
-        build = LayerBuild(
-            store=self.store,
-            region=TensorParallelRegion(groups["tp"]),
-            backend=LOCAL,
-            hidden_size=HIDDEN,
-            init=InitSpec.normal(0.05),
-            output_init=InitSpec.normal(0.05),
-            context=ContextParallel(group=groups["cp"]),
-        )
-        self.config = config
-        with self.store.unit("m"):
-            self.layer = mixer("m", config=config, norm=NormConfig(epsilon=1e-6), build=build)
-        strategy = DataParallelConfig(strategy="no_shard")
-        self.store.materialize(strategy.storage())
-        self.engine = DataParallel(self.store, groups, config=strategy)
-        source = torch.Generator().manual_seed(2)
-        self.x = torch.randn(TOKENS, 1, HIDDEN, generator=source).requires_grad_()
-        self.pull = torch.randn(TOKENS, 1, HIDDEN, generator=source)
-        self.layout = SequenceLayout.of_rows(TOKENS)
-
-    def __call__(self) -> torch.Tensor:
-        """Run forward and backward and reduce the gradients; return the output."""
-        self.x.grad = None
-        self.engine.begin_step()
-        out = self.layer(self.x, self.layout)
-        self.engine.set_is_last_backward(True)
-        out.backward(self.pull)
-        self.engine.finish()
-        return out
-
-    def weights(self) -> Results:
-        """Return the local weights by name."""
-        return {name: handle.get() for name, handle in self.store.handles.items()}
-
-    def results(self) -> Results:
-        """Return the output and every gradient of a step."""
-        out = self().detach()
-        handles = self.store.handles.items()
-        slots = {name: handle.main_grad for name, handle in handles if handle.main_grad is not None}
-        assert self.x.grad is not None
-        return {"output": out, "input": self.x.grad, **slots}
-
-
-class PeerLayer:
-    """A layer of transformers with our inputs.
-
-    Args:
-        module: the layer, its weights already ours.
-        ours: whose inputs to take.
-        named: gives the gradients of its weights our names and shapes.
-    """
-
-    def __init__(
-        self, module: nn.Module, mcore: McoreLayer, named: Callable[[nn.Module], Results]
-    ) -> None:
-        self.module, self._named = module, named
-        self.x = mcore.x.detach().transpose(0, 1).contiguous().requires_grad_()
-        self.pull = mcore.pull.transpose(0, 1).contiguous()
-
-    def __call__(self) -> torch.Tensor:
-        """Run forward and backward; return the output."""
-        self.module.zero_grad(set_to_none=True)
-        self.x.grad = None
-        out = self.module(self.x)
-        out.backward(self.pull)
-        return out
-
-    def results(self) -> Results:
-        """Return what `McoreLayer.results` does."""
-        out = self().detach().transpose(0, 1)
-        assert self.x.grad is not None
-        gradients = self._named(self.module)
-        return {"output": out, "input": self.x.grad.transpose(0, 1), **gradients}
-
-
-def check(mcore: McoreLayer, peer: PeerLayer) -> None:
-    """Raise ValueError unless both compute the same."""
-    mcore_results, peer_results = mcore.results(), peer.results()
-    if mcore_results.keys() != peer_results.keys():
-        raise ValueError(f"compared {sorted(mcore_results)} with {sorted(peer_results)}")
-    for name, tensor in mcore_results.items():
-        expected = peer_results[name].view_as(tensor)
-        error = float((tensor - expected).abs().max() / expected.abs().max())
-        if not error <= BOUND:
-            raise ValueError(f"{name}: error {error:.2g} > {BOUND}: the race is void")
+    norm = NormConfig(epsilon=1e-6)
+    return McoreLayer(
+        lambda build: mixer("m", config=config, norm=norm, build=build), (TOKENS, HIDDEN)
+    )
 
 
 def delta(key_heads: int, value_heads: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
@@ -143,7 +50,7 @@ def delta(key_heads: int, value_heads: int) -> tuple[McoreLayer, dict[str, PeerL
     config = GatedDeltaNetConfig(
         num_key_heads=key_heads, num_value_heads=value_heads, key_channels=64, value_channels=64
     )
-    mcore = McoreLayer(GatedDeltaNet, config)
+    mcore = layer_of(GatedDeltaNet, config)
     module = Qwen3NextGatedDeltaNet(
         Qwen3NextConfig(
             hidden_size=HIDDEN,
@@ -213,7 +120,7 @@ def mamba(state: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
     config = Mamba2Config(
         num_heads=MAMBA_HEADS, head_channels=MAMBA_HEAD_CHANNELS, state_channels=state
     )
-    mcore = McoreLayer(Mamba2, config)
+    mcore = layer_of(Mamba2, config)
     weights = mcore.weights()
     inner = config.inner_channels
     gate = weights["m.input.weight"].shape[0] - inner  # our gates come last, theirs first
@@ -262,7 +169,7 @@ def mamba(state: int) -> tuple[McoreLayer, dict[str, PeerLayer]]:
 def _case(name: str, mcore: McoreLayer, peers: dict[str, PeerLayer], *, least_ratio: float) -> Case:
     """Return the case of one layer."""
     for peer in peers.values():
-        check(mcore, peer)
+        check(mcore, peer, BOUND)
     return Case(
         name=f"{name}, {TOKENS} tokens, forward + backward",
         mcore=mcore,

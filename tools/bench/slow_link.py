@@ -13,14 +13,14 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
-
-import torch.distributed as dist
+from functools import partial
 
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from tests.support.simulated_links import Latency, simulated
 from tools.bench import gloo_ranks
-from tools.bench.data_parallel_steps import McoreStep, Timing, batch_of
+from tools.bench.data_parallel_steps import McoreStep, batch_of
+from tools.bench.gloo_ranks import STEP, Measured
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.table import Row, compared
 
@@ -62,11 +62,14 @@ def variant_of(
     return step
 
 
-def steps(
+def race(
     rank: int, world: int, axis: str, shape: Shape, seconds: float, rounds: int
-) -> tuple[dict[str, list[Timing]], float]:
-    """Return the timings of both variants as one rank, on links that take `seconds`, and how many
-    gathers a step has."""
+) -> tuple[dict[str, list[Measured]], float]:
+    """Let both variants take turns as one rank, on links that take `seconds`.
+
+    Returns:
+        (what the counted rounds measured, gathers of a step).
+    """
     grid = RankGrid(world_size=world, gtp=world if axis == "gtp" else 1)
     groups = ProcessGroupCollection.create(grid, rank=rank)
     clock = ProcessorClock()
@@ -74,15 +77,14 @@ def steps(
     links = {
         name: Latency(seconds, shared=False, now=clock.now, sleep=clock.sleep) for name in VARIANTS
     }
-    timings: dict[str, list[Timing]] = {name: [] for name in variants}
-    for index in range(WARMUP_STEPS + rounds):
+
+    def run(name: str, index: int) -> Measured:
         batch = batch_of(shape, rank, index)
-        for name in (*VARIANTS,) if index % 2 else (*VARIANTS,)[::-1]:
-            dist.barrier()
-            with simulated(groups, links[name]):
-                timing = variants[name].step(batch)
-            if index >= WARMUP_STEPS:
-                timings[name].append(timing)
+        with simulated(groups, links[name]):
+            return variants[name].step(batch)
+
+    steps = {name: partial(run, name) for name in VARIANTS}
+    measured = gloo_ranks.take_turns(steps, rounds=rounds, warmup=WARMUP_STEPS)
     gathers = 0.0
     for name, variant in variants.items():
         (gatherer,) = variant.engine.gatherers
@@ -90,7 +92,7 @@ def steps(
         gathers = counts.gathers / (WARMUP_STEPS + rounds)
         if counts.mismatches or (counts.prefetched > 0) != (name == "prefetch"):
             raise ValueError(f"{name} did not do what it is named for: {counts}")
-    return timings, gathers
+    return measured, gathers
 
 
 def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
@@ -101,14 +103,12 @@ def rows(milliseconds: float, rounds: int, *, ranks: int = 2) -> list[Row]:
     cases = (("dense_dp", 4, ""), ("dense_dp", 1, TARGET), ("gtp", 4, TARGET), ("gtp", 1, ""))
     for axis, batch, target in cases:
         shape = replace(SHAPES["S"], batch=batch)
-        measured = gloo_ranks.run(steps, ranks, axis, shape, milliseconds / 1e3, rounds)
-        pair = []
-        for name in VARIANTS:
-            of_step = zip(*(timings[name] for timings, _ in measured), strict=True)
-            pair.append([1e3 * max(timing.total for timing in step) for step in of_step])
-        late = milliseconds * measured[0][1]
-        removed = [b - a for a, b in zip(*pair, strict=True)]
-        step = f"{statistics.median(pair[1]):.0f} ms"
+        outcomes = gloo_ranks.run(race, ranks, axis, shape, milliseconds / 1e3, rounds)
+        measured, (gathers, *_) = zip(*outcomes, strict=True)
+        prefetch, none = (gloo_ranks.over_ranks(measured, name, STEP) for name in VARIANTS)
+        late = milliseconds * gathers
+        removed = [1e3 * (b - a) for a, b in zip(prefetch, none, strict=True)]
+        step = f"{1e3 * statistics.median(none):.0f} ms"
         table_rows.append(
             compared(
                 bench="data_parallel",

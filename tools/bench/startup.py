@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 
-from tools.bench.table import Row, compared, format_table
+from tools.bench.harness import run_rows
+from tools.bench.table import Row, compared
 
 #: What an import adds to `import torch`: label, module.
 IMPORTS = (
@@ -42,7 +43,7 @@ def help_seconds(module: str) -> float:
     return time.perf_counter() - start
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool = False) -> list[Row]:
     """Measure everything in turns, three times or seven."""
     imports: dict[str, list[float]] = {label: [] for label, _ in IMPORTS}
     helps: dict[str, list[float]] = {module: [] for module in ENTRY_POINTS}
@@ -72,4 +73,4 @@ def rows(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print(format_table(rows(quick=False)))
+    run_rows(rows, __doc__)

@@ -8,20 +8,24 @@ python -m tools.bench.train --shapes S --only "ours fp32" "transformers fp32"
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
+from tools.bench.harness import run_rows
+from tools.bench.peers import install_megatron_core, megatron_core_step, transformers_step
 from tools.bench.shapes import SHAPES
-from tools.bench.table import Row, compared, format_table
+from tools.bench.table import Row, compared
 from tools.bench.turns import Step, Variant, ratio, serve, take_turns
 
 MCORE = ("ours fp32", "ours bf16")
 TRANSFORMERS = ("transformers fp32", "transformers autocast", "transformers compiled")
 MEGATRON_CORE = "megatron-core fp32"
+#: The first argument of a worker.
+WORKER = "--worker"
 
 #: Which of our variants races which peer, and what the speed and the memory ratio must be.
 RACES = (
@@ -32,42 +36,33 @@ RACES = (
 )
 
 
-def build(variant: str, shape_name: str, threads: int) -> Step:
+def build(variant: str, shape_name: str) -> Step:
     """Build the training step of one variant; called in a separate process."""
-    import torch
-
-    torch.set_num_threads(threads)
     shape = SHAPES[shape_name]
     if variant in MCORE:
         from tools.bench import mcore_step  # never beside megatron-core: both are megatron.core
 
         return mcore_step.training_step(shape, bf16=variant.endswith("bf16"))
-    from tools.bench import peers
-
     if variant == MEGATRON_CORE:
-        return peers.megatron_core_step(shape)
-    return peers.transformers_step(shape, variant.removeprefix("transformers "))
+        return megatron_core_step(shape)
+    return transformers_step(shape, variant.removeprefix("transformers "))
 
 
 def measure(
     shape_name: str,
     variants: Sequence[str],
     *,
-    threads: int,
     rounds: int,
     steps: int,
-    clock: Literal["wall", "cpu"] = "wall",
+    clock: Literal["wall", "cpu"],
 ) -> dict[str, Variant]:
     """Let the variants train in turns at one shape; return what each measured.
 
     Raises:
         ValueError: a variant's loss is not near the others': it did other work.
     """
-    commands = {
-        name: ["-m", "tools.bench.train", "--worker", name, "--shapes", shape_name]
-        + ["--threads", str(threads)]
-        for name in variants
-    }
+    worker = ["-m", "tools.bench.train", WORKER, str(torch.get_num_threads()), shape_name]
+    commands = {name: [*worker, name] for name in variants}
     measured = take_turns(commands, rounds=rounds, steps=steps, warmup=2, clock=clock)
     expected = math.log(SHAPES[shape_name].vocabulary)
     for name, variant in measured.items():
@@ -104,76 +99,44 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
     return rows
 
 
-def rows(quick: bool, peers: bool = False) -> list[Row]:
-    """Measure. `quick` is shape S without compilation; `peers` adds megatron-core."""
-    variants = [*MCORE, *TRANSFORMERS[: 2 if quick else 3]]
+def rows(
+    quick: bool = False,
+    peers: bool = False,
+    *,
+    shapes: Sequence[str] = ("S", "M"),
+    only: Sequence[str] = (*MCORE, *TRANSFORMERS, MEGATRON_CORE),
+    rounds: int = 0,
+    clock: Literal["wall", "cpu"] = "wall",
+) -> list[Row]:
+    """Let the variants train in turns.
+
+    Args:
+        quick: shape S without compilation.
+        peers: megatron-core too; it is installed on first use.
+        shapes: names of model shapes.
+        only: variants.
+        rounds: turns of each variant; 0 is 7, or 3 with `quick`.
+        clock: "cpu" needs a single thread.
+    """
+    left_out = [*([] if peers else [MEGATRON_CORE]), *(TRANSFORMERS[2:] if quick else [])]
+    variants = [name for name in only if name not in left_out]
     if peers:
-        variants.append(_ready_megatron_core())
+        install_megatron_core()
     table_rows: list[Row] = []
-    for name in ("S",) if quick else ("S", "M"):
-        measured = measure(
-            name,
-            variants,
-            threads=_cores(),
-            rounds=3 if quick else 7,
-            steps=4 if name == "S" and not quick else 2,
-        )
+    for name in shapes[: 1 if quick else None]:
+        steps = 4 if name == "S" and not quick else 2
+        rounds = rounds or (3 if quick else 7)
+        measured = measure(name, variants, rounds=rounds, steps=steps, clock=clock)
+        for variant in measured.values():
+            print(f"{name} {variant.name}: loss {variant.values[-1]:.4f}", file=sys.stderr)
         table_rows += rows_of(name, measured)
     return table_rows
 
 
-def _ready_megatron_core() -> str:
-    """Install megatron-core if needed; return the variant's name."""
-    from tools.bench.peers import install_megatron_core
-
-    install_megatron_core()
-    return MEGATRON_CORE
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def main() -> None:
-    """Measure from the command line, or be one of the workers."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--shapes", nargs="+", default=["S", "M"], choices=list(SHAPES))
-    parser.add_argument("--only", nargs="+", choices=[*MCORE, *TRANSFORMERS, MEGATRON_CORE])
-    parser.add_argument("--peers", action="store_true", help="megatron-core too; installs it")
-    parser.add_argument("--threads", type=int, default=_cores())
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: with --threads 1"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
-    arguments = parser.parse_args()
-    if arguments.worker:
-        serve(lambda: build(arguments.worker, arguments.shapes[0], arguments.threads))
-        return
-    variants = arguments.only or [*MCORE, *TRANSFORMERS]
-    if arguments.peers or MEGATRON_CORE in variants:
-        variants = [v for v in variants if v != MEGATRON_CORE] + [_ready_megatron_core()]
-    for name in arguments.shapes:
-        measured = measure(
-            name,
-            variants,
-            threads=arguments.threads,
-            rounds=arguments.rounds,
-            steps=arguments.steps,
-            clock=arguments.clock,
-        )
-        for variant in measured.values():
-            print(
-                f"{name} {variant.name}: {SHAPES[name].tokens / variant.seconds():,.0f} tokens/s, "
-                f"peak {variant.peak_memory_bytes / 1e6:,.0f} MB, loss {variant.values[-1]:.4f}",
-                file=sys.stderr,
-            )
-        print(format_table(rows_of(name, measured)))
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [WORKER]:
+        threads, shape_name, variant = sys.argv[2:]
+        torch.set_num_threads(int(threads))
+        serve(lambda: build(variant, shape_name))
+    else:
+        run_rows(rows, __doc__)

@@ -49,6 +49,14 @@ STAGES = {
     "decode": 35,
     "hybrid": 55,
 }
+#: The benchmark of each stage but the tests, and its arguments.
+BENCHES = {
+    "training": "gpu_train",
+    "kernels": "ops",
+    "engine": "gpu_engine",
+    "decode": "gpu_decode",
+    "hybrid": "gpu_train --model hybrid",
+}
 #: A rehearsal is bound by the interpreter: how many times longer it may take.
 PATIENCE = 4
 #: Processes of the tests. Compiling takes one core each, the device's memory is enough for all.
@@ -161,11 +169,10 @@ def stage_of(name: str, options: argparse.Namespace, folder: Path, seconds: floa
     """
     if name == "tests":
         return test_stage(options, seconds)
-    module = {"training": "gpu_train", "kernels": "ops"}.get(name, f"gpu_{name}")
     words = ["--part", str(folder / f"{name}.json"), "--seconds", str(max(seconds - 5, 1))]
     words += ["--rehearse"] if options.rehearse else []
     words += ["--quick"] if options.quick else []
-    command = [sys.executable, "-m", f"tools.bench.{module}", *words]
+    command = [sys.executable, "-m", *f"tools.bench.{BENCHES[name]}".split(), *words]
     return Stage(name, {name: command}, seconds)
 
 

@@ -79,8 +79,10 @@ def test_microbatch_is_halved_on_out_of_memory():
 
 
 def options(**changes) -> argparse.Namespace:
-    values = {"rehearse": True, "quick": False, "part": None, "seconds": 60.0, "sizes": [2]}
-    return argparse.Namespace(**values | {"rounds": 2, "steps": 1, "all": True} | changes)
+    values = {"rehearse": True, "quick": False, "part": None, "seconds": 60.0, "size": 2}
+    return argparse.Namespace(
+        **values | {"rounds": 2, "steps": 1, "all": True, "model": "llama"} | changes
+    )
 
 
 WORKER = """
@@ -106,14 +108,11 @@ def test_megatron_row_survives_failing_peers(tmp_path, monkeypatch, capfd):
     (tmp_path / "fake_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setattr(gpu_workers, "device_bytes", lambda: 85 * 10**9)
-    monkeypatch.setattr(gpu_train, "flops_per_token", lambda _: 1e9)
-    race = gpu_workers.race
-    monkeypatch.setattr(
-        gpu_train, "race", lambda bench, o, _, v, **k: race(bench, o, "fake_worker", v, **k)
-    )
+    monkeypatch.setattr(gpu_workers, "WORKER", "fake_worker")
     bench = Bench("training", options())
     bench.rates = {"matmul_flops": 1e12}
-    gpu_train.llama(bench, options(rehearse=False), gpu_train.TINY)
+    model = gpu_train.model_of("llama", rehearse=True)
+    gpu_train.llama(bench, options(rehearse=False), *model)
     (speed, memory) = bench.rows
     assert speed["ours"] > 0
     assert memory["ours"] == 1.0

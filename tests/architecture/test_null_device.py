@@ -16,8 +16,7 @@ from triton.runtime.cache import FileCacheManager
 from megatron.core.inference import EngineConfig
 from tools.bench.gpu_engine import DELTA as ENGINE_DELTA
 from tools.bench.gpu_engine import SMALL
-from tools.bench.gpu_hybrid import DELTA, PATTERN
-from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench.gpu_train import DELTA, LLAMA_1_3B, PATTERN
 from tools.nullcuda import environment, libraries, record, triton_cache
 from tools.nullcuda.__main__ import PARTS, command_line, memory_size
 from tools.nullcuda.steps import BLOCKS, CAPACITY, LATENT, MAX_ROWS, ROWS, SMALL_LATENT

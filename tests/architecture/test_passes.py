@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.ssm import GatedDeltaNetConfig
-from tools.bench import gpu_hybrid
+from tools.bench.gpu_train import hybrid_config
 from tools.bench.passes import LaunchTape, count
 from tools.bench.shapes import Shape
 
@@ -87,7 +87,7 @@ def test_llama_layer_traffic_matches_closed_form():
 
 
 def test_hybrid_backward_concatenates_no_gradients():
-    config = gpu_hybrid.config_of(SHAPE, DELTA, "G-")
+    config = hybrid_config(SHAPE, DELTA, "G-")
     launches_by_name = grown(
         [
             count(

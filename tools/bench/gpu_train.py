@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed on one GPU: our GPT against transformers, in turns, in one run.
+"""Training steps on one GPU, in turns with a peer in one run: a Llama of 1.34 B weights against
+transformers, and a hybrid of 1.35 B weights with our kernels against itself with reference ops.
 
-python -m tools.bench.gpu_train                       the 1.3 B Llama shape, sequence 4,096
-python -m tools.bench.gpu_train --sizes 2             a microbatch of 2, else by the device's memory
-python -m tools.bench.gpu_train --sizes 2 4 8 16      each variant tries these microbatches
-python -m tools.bench.gpu_train --all                 bf16 weights and torch.compile as peers too
-python -m tools.bench.gpu_train --rehearse            a few steps of a tiny shape, anywhere
+python -m tools.bench.gpu_train                     Llama, sequence 4,096, and one long row
+python -m tools.bench.gpu_train --model hybrid      3 gated delta nets to 1 attention
+python -m tools.bench.gpu_train --size 2            a microbatch of 2, else by the device's memory
+python -m tools.bench.gpu_train --all               bf16 weights and torch.compile as peers too
+python -m tools.bench.gpu_train --rehearse          a few steps of a tiny shape, anywhere
 
-This package also trains on one row of 32,768 tokens, without transformers; on a device with too
-little memory it recomputes norms and MLP activations in backward.
-Weights are bf16 with fp32 masters. TFLOP/s count the model's operations
-(`megatron.training.monitoring.flops`), without recomputation. Needs torch, triton, numpy,
-safetensors and transformers, and no network.
+The long row has 32,768 tokens and no peer; on a device with too little memory its step recomputes
+norms and MLP activations in backward. Weights are bf16 with fp32 masters. TFLOP/s count the model's
+operations (`megatron.training.monitoring.flops`), without recomputation. Both variants of the
+hybrid are our model and train the same weights; they differ in the ops of recurrent layers alone.
+Needs torch, triton, numpy, safetensors and transformers, and no network.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ import argparse
 import dataclasses
 import math
 import sys
+from collections import Counter
+from types import ModuleType
 
 import torch
 
+from megatron.core.models.gpt import GPTConfig
+from megatron.core.ops import backend_choice
+from megatron.core.ssm import GatedDeltaNetConfig
 from megatron.core.transformer.recompute import Recompute
 from tools.bench import mcore_step, peers
 from tools.bench.cases import MCORE
@@ -39,6 +45,13 @@ LONG = "ours, one row"
 LONG_TOKENS, TINY_LONG_TOKENS = 32768, 256
 #: What one row of 32,768 tokens takes without recompute, at 1.3 B weights.
 LONG_BYTES = 90e9
+#: The variants of the hybrid, named as the implementations of its recurrent ops.
+KERNELS, REFERENCE = "triton", "reference"
+#: What a gated delta net calls, as its ops name themselves when they choose an implementation.
+RECURRENT_OPS = frozenset(("gated_delta_rule", "recurrence_prologue", "gated_rms_norm"))
+#: The op without which there was no race.
+SUBJECT = "gated_delta_rule"
+LOSS_ERROR = 0.02  # relative; both variants of the hybrid round to bf16, in other places
 
 #: 1.34 B weights.
 LLAMA_1_3B = Shape(
@@ -54,18 +67,72 @@ LLAMA_1_3B = Shape(
 TINY = Shape(
     layers=2, hidden=64, ffn=192, heads=4, kv_heads=2, vocabulary=512, batch=1, sequence=128
 )
+#: Without a kernel for the interpreter, the reference op of a delta net is slow.
+TINY_HYBRID = Shape(
+    layers=2, hidden=16, ffn=12, heads=2, kv_heads=1, vocabulary=32, batch=1, sequence=9
+)
+PATTERN, TINY_PATTERN = "G-G-G-*-", "G-*-"
+DELTA = GatedDeltaNetConfig(
+    num_key_heads=8, num_value_heads=16, key_channels=128, value_channels=128
+)
+TINY_DELTA = GatedDeltaNetConfig(
+    num_key_heads=1, num_value_heads=2, key_channels=8, value_channels=8
+)
 
 
-def build(variant: str, shape: Shape, device: torch.device) -> Step:
-    """Build one training step of a variant: forward, backward, clip, AdamW, loss to the host."""
-    if variant == LONG:
-        total = math.inf if device.type == "cpu" else device_bytes()
-        return mcore_step.training_step(
-            shape, bf16=True, device=device, recompute=recompute_for(total)
-        )
-    if variant == MCORE:
-        return mcore_step.training_step(shape, bf16=True, device=device)
-    return peers.transformers_step(shape, variant.removeprefix("transformers "), device=device)
+def hybrid_config(
+    shape: Shape = LLAMA_1_3B, delta: GatedDeltaNetConfig = DELTA, period: str = PATTERN
+) -> GPTConfig:
+    """Return the model: the blocks of a shape's layers, most of its attentions delta nets."""
+    pattern = period * (shape.layers // period.count("-"))
+    return dataclasses.replace(
+        mcore_step.config_of(shape),
+        num_layers=len(pattern),
+        ffn_pattern="",
+        pattern=pattern,
+        delta_net=delta,
+    )
+
+
+def model_of(name: str, *, rehearse: bool) -> tuple[Shape, GPTConfig]:
+    """Return the shape and the model of "llama" or "hybrid"."""
+    if name == "hybrid":
+        if rehearse:
+            return TINY_HYBRID, hybrid_config(TINY_HYBRID, TINY_DELTA, TINY_PATTERN)
+        return LLAMA_1_3B, hybrid_config()
+    shape = TINY if rehearse else LLAMA_1_3B
+    return shape, mcore_step.config_of(shape)
+
+
+class Picked:
+    """The ops of recurrent layers choose one implementation, unless a caller asks for another.
+
+    Args:
+        implementation: "triton" or "reference".
+    """
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.choices: Counter[str] = Counter()
+        self._choose = backend_choice.choose
+
+    def __call__(
+        self, implementation: str | None, tensor: torch.Tensor, op: str, **options: bool
+    ) -> str:
+        """Choose as `backend_choice.choose` does."""
+        if op in RECURRENT_OPS and implementation is None:
+            implementation = self.implementation
+        choice = self._choose(implementation, tensor, op, **options)
+        self.choices[f"{op} {choice}"] += 1
+        return choice
+
+    def install(self) -> None:
+        """Let every op of this process choose by this."""
+        for module in list(sys.modules.values()):
+            if not isinstance(module, ModuleType) or not module.__name__.startswith("megatron."):
+                continue
+            if vars(module).get("choose") is self._choose:
+                module.choose = self  # type: ignore[attr-defined]
 
 
 def recompute_for(memory_bytes: float) -> Recompute:
@@ -73,15 +140,37 @@ def recompute_for(memory_bytes: float) -> Recompute:
     return Recompute(granularity=None if memory_bytes > LONG_BYTES else "selective")
 
 
-def flops_per_token(shape: Shape) -> float:
+def run_worker(options: argparse.Namespace) -> None:
+    """Train a variant: forward, backward, clip, AdamW, loss to the host."""
+    shape, config = model_of(options.model, rehearse=options.rehearse)
+    picked = Picked(options.worker)
+
+    def build(variant: str, size: int, device: torch.device) -> Step:
+        sized = dataclasses.replace(shape, batch=size)
+        if options.model == "hybrid":
+            # The interpreter has no bf16.
+            bf16 = not options.rehearse
+            step, _, _ = mcore_step.training_parts(sized, bf16=bf16, device=device, config=config)
+            picked.install()
+            return step
+        if variant == LONG:
+            tokens = TINY_LONG_TOKENS if options.rehearse else LONG_TOKENS
+            sized = dataclasses.replace(sized, sequence=tokens)
+            recompute = recompute_for(math.inf if device.type == "cpu" else device_bytes())
+            return mcore_step.training_step(sized, bf16=True, device=device, recompute=recompute)
+        if variant == MCORE:
+            return mcore_step.training_step(sized, bf16=True, device=device)
+        return peers.transformers_step(sized, variant.removeprefix("transformers "), device=device)
+
+    work(options, build, facts=lambda: {"picked": dict(picked.choices)})
+
+
+def flops_per_token(shape: Shape, config: GPTConfig) -> float:
     """Return the operations of forward and backward for one token, by the training log's rule."""
     from megatron.training.monitoring.flops import training_flops
 
     whole = training_flops(
-        mcore_step.config_of(shape),
-        vocab_size=shape.vocabulary,
-        seq_length=shape.sequence,
-        samples=1,
+        config, vocab_size=shape.vocabulary, seq_length=shape.sequence, samples=1
     )
     return whole / shape.sequence
 
@@ -94,14 +183,14 @@ def loss_problem(variant: Variant, shape: Shape) -> str | None:
     return f"loss {loss}, expected below {expected:.2f}"
 
 
-def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
-    """Race the shape.
+def llama(bench: Bench, options: argparse.Namespace, shape: Shape, config: GPTConfig) -> None:
+    """Race the Llama with transformers.
 
     Raises:
         ValueError: a variant could not run, or a loss shows that it did other work.
     """
     variants = (MCORE, PEER, *(FURTHER if options.all else ()))
-    races = race(bench, options, "tools.bench.gpu_train", variants, weights=shape.parameters)
+    races = race(bench, options, variants, weights=shape.parameters)
     for pair in races:
         for name, variant in list(pair.items()):
             problem = loss_problem(variant, shape)
@@ -111,26 +200,25 @@ def llama(bench: Bench, options: argparse.Namespace, shape: Shape) -> None:
                 raise ValueError(f"{name} has {problem}")
             bench.problems[name] = problem
             del pair[name]
-    what = f"Llama of {shape.parameters:,} weights, sequence {shape.sequence:,}"
     add_rows(
         bench,
-        what,
+        f"Llama of {shape.parameters:,} weights, sequence {shape.sequence:,}",
         races,
         sequence=shape.sequence,
-        flops_per_token=flops_per_token(shape),
+        flops_per_token=flops_per_token(shape, config),
         targets=[f"{PEER} >= 1.0"],
         least_share=TRAINING_MFU,
     )
 
 
-def long_row(bench: Bench, shape: Shape) -> None:
+def long_row(bench: Bench, shape: Shape, config: GPTConfig) -> None:
     """Time our step on one long row, alone on the device.
 
     Raises:
         ValueError: it could not run.
     """
     shape = dataclasses.replace(shape, batch=1, sequence=bench.sized(LONG_TOKENS, TINY_LONG_TOKENS))
-    command = ["-m", "tools.bench.gpu_train", "--worker", LONG, "--sizes", "1"]
+    command = ["-m", "tools.bench.gpu_train", "--worker", LONG, "--size", "1"]
     command += ["--rehearse"] if bench.rehearse else []
     rounds = bench.sized(3, 1)
     measured = take_turns({LONG: command}, rounds=rounds, steps=1, warmup=1, untimed=1)
@@ -144,9 +232,36 @@ def long_row(bench: Bench, shape: Shape) -> None:
         f"Llama of {shape.parameters:,} weights, one row of {shape.sequence:,} tokens",
         [measured],
         sequence=shape.sequence,
-        flops_per_token=flops_per_token(shape),
+        flops_per_token=flops_per_token(shape, config),
         targets=[],
         least_share=LONG_TRAINING_MFU,
+    )
+
+
+def hybrid(bench: Bench, options: argparse.Namespace, shape: Shape, config: GPTConfig) -> None:
+    """Race the hybrid with itself.
+
+    Raises:
+        ValueError: a variant did not run, or not with its ops, or the losses differ.
+    """
+    races = race(bench, options, (KERNELS, REFERENCE), weights=shape.parameters)
+    (pair,) = races
+    for name, variant in pair.items():
+        other_name = REFERENCE if name == KERNELS else KERNELS
+        picked = variant.facts["picked"]
+        if not picked.get(f"{SUBJECT} {name}") or picked.get(f"{SUBJECT} {other_name}"):
+            raise ValueError(f"the step of {name} picked {picked}: the race is void")
+    losses = [variant.values[0] for variant in pair.values()]
+    same_batch = len({variant.facts["micro_batch_size"] for variant in pair.values()}) == 1
+    if same_batch and abs(losses[0] - losses[-1]) > LOSS_ERROR * losses[-1]:
+        raise ValueError(f"losses of {losses[0]} and {losses[-1]}: the race is void")
+    add_rows(
+        bench,
+        f"hybrid {PATTERN} of {shape.layers} layers, sequence {shape.sequence:,}",
+        races,
+        sequence=shape.sequence,
+        flops_per_token=flops_per_token(shape, config),
+        targets=[f"{REFERENCE} >= 1.2"],
     )
 
 
@@ -156,28 +271,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    parser.add_argument("--model", choices=("llama", "hybrid"), default="llama")
     parser.add_argument("--all", action="store_true", help="more peers than transformers' autocast")
     options = options_of(parser)
     if no_device(options, "gpu_train"):
         return 0
-    shape = TINY if options.rehearse else LLAMA_1_3B
-    if options.rehearse:
-        options.sizes = [1, 2]
-    if options.worker == LONG:
-        tokens = TINY_LONG_TOKENS if options.rehearse else LONG_TOKENS
-        shape, options.sizes = dataclasses.replace(shape, sequence=tokens), [1]
     if options.worker:
-        work(
-            options,
-            lambda name, size, device: build(name, dataclasses.replace(shape, batch=size), device),
-            sequence=shape.sequence,
-        )
+        run_worker(options)
         return 0
+    model = model_of(options.model, rehearse=options.rehearse)
     cases = [
-        ("Llama", lambda bench: llama(bench, options, shape)),
-        ("Llama, one long row", lambda bench: long_row(bench, shape)),
+        ("Llama", lambda bench: llama(bench, options, *model)),
+        ("Llama, one long row", lambda bench: long_row(bench, *model)),
     ]
-    return Bench("training", options).run([] if options.quick else cases)
+    name = "training"
+    if options.model == "hybrid":
+        name, cases = "hybrid", [("hybrid", lambda bench: hybrid(bench, options, *model))]
+    return Bench(name, options).run([] if options.quick else cases)
 
 
 if __name__ == "__main__":

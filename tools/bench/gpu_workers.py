@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps on one GPU that take turns, ours with one peer at a time, a process each.
 
-A worker takes the microbatch that the device's memory allows for, and the next smaller one where
-that does not fit; or it tries the sizes of `--sizes` until memory is full or a larger one gains
-nothing. After each turn it gives back all memory but its weights, gradients and optimizer state, so
+A worker takes the microbatch that the device's memory allows for, or half of it where that does not
+fit. After each turn it gives back all memory but its weights, gradients and optimizer state, so
 that the other worker has the rest (`turns.py`).
 """
 
@@ -13,7 +12,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -24,9 +22,9 @@ from tools.bench.turns import Step, Variant, serve, take_turns
 
 #: Builds the step of a variant with a microbatch size.
 Build = Callable[[str, int, torch.device], Step]
-#: A larger microbatch is kept if it is faster by this factor.
-WORTHWHILE = 1.01
 PROFILE_ROWS = 25
+#: The program of a worker.
+WORKER = "tools.bench.gpu_train"
 #: What a weight takes in an idle worker: bf16, fp32 master and gradient, two moments of Adam.
 IDLE_BYTES_PER_WEIGHT = 18
 #: What an idle worker holds besides: its CUDA context, kernels and workspaces.
@@ -40,9 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the common options of training benches."""
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", help="microbatches to try (default: by the memory)"
-    )
+    parser.add_argument("--size", type=int, help="microbatch (default: by the memory)")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn")
 
@@ -72,49 +68,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def seconds_of(step: Step, device: torch.device, *, warmup: int = 2, steps: int = 3) -> float:
-    """Return the median seconds of a step."""
-    for _ in range(warmup):
-        step()
-    samples = []
-    for _ in range(steps):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
-
-
-def best_microbatch(
-    sizes: Sequence[int], rate: Callable[[int], float], *, say: Callable[[str], None]
-) -> int:
-    """Return the size with the highest rate, trying larger ones while they pay and fit.
-
-    Args:
-        sizes: microbatch sizes in ascending order.
-        rate: builds, measures and frees a step of that size; returns tokens per second.
-        say: prints the rate of each size.
-
-    Raises:
-        ValueError: the smallest size does not fit.
-    """
-    best, best_rate = 0, 0.0
-    for size in sizes:
-        try:
-            tokens_per_second = rate(size)
-        except torch.OutOfMemoryError:
-            say(f"microbatch {size}: out of memory")
-            break
-        say(f"microbatch {size}: {tokens_per_second:,.0f} tokens/s")
-        if tokens_per_second < best_rate * WORTHWHILE:
-            break
-        best, best_rate = size, tokens_per_second
-    if not best:
-        raise ValueError(f"a microbatch of {sizes[0]} does not fit into this device's memory")
-    return best
 
 
 def largest_step(
@@ -155,7 +108,6 @@ def work(
     options: argparse.Namespace,
     build: Build,
     *,
-    sequence: int,
     facts: Callable[[], dict] = dict,
 ) -> None:
     """Run as a worker: choose a microbatch size, then train on request.
@@ -163,34 +115,20 @@ def work(
     Args:
         options: command line options.
         build: builds the step.
-        sequence: tokens of a row.
         facts: further values to report after each turn.
     """
     device = torch.device("cpu" if options.rehearse else "cuda")
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(options.memory_share)
 
-    def rate(size: int) -> float:
-        step = None
-        try:
-            step = build(options.worker, size, device)
-            return size * sequence / seconds_of(step, device)
-        finally:
-            del step
-            free(device)
-
     state: dict = {}
 
-    def say(text: str) -> None:
-        print(f"bench: {options.worker}: {text}", file=sys.stderr)
-
     def start() -> Step:
-        size = options.sizes[0]
-        if len(options.sizes) > 1:
-            size = best_microbatch(options.sizes, rate, say=say)
-        # One size takes no trial: at most two starts of a variant fit into a suite's minutes.
         size, step = largest_step(
-            size, lambda rows: build(options.worker, rows, device), device=device, say=say
+            options.size,
+            lambda rows: build(options.worker, rows, device),
+            device=device,
+            say=lambda text: print(f"bench: {options.worker}: {text}", file=sys.stderr),
         )
         state.update(micro_batch_size=size, step=step)
         return step
@@ -224,26 +162,24 @@ def profile(step: Step, device: torch.device, *, steps: int) -> list[dict]:
             step()
         synchronize(device)
     on_gpu = device.type == "cuda"
-    totals: dict[str, list[float]] = {}
-    for event in profiler.key_averages():
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        entry = totals.setdefault(event.key, [0.0, 0.0])
-        entry[0] += micros / steps
-        entry[1] += event.count / steps
-    whole = sum(micros for micros, _ in totals.values()) or 1.0
-    rows = sorted(totals.items(), key=lambda item: -item[1][0])[:PROFILE_ROWS]
-    return [
-        {"kernel": name, "ms": micros / 1e3, "calls": calls, "share": micros / whole}
-        for name, (micros, calls) in rows
+    rows = [
+        {
+            "kernel": event.key,
+            "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+            / (1e3 * steps),
+            "calls": event.count / steps,
+        }
+        for event in profiler.key_averages()
+        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA
     ]
+    whole = sum(row["ms"] for row in rows) or 1.0
+    rows.sort(key=lambda row: -row["ms"])
+    return [row | {"share": row["ms"] / whole} for row in rows[:PROFILE_ROWS]]
 
 
 def race(
     bench: Bench,
     options: argparse.Namespace,
-    module: str,
     variants: Sequence[str],
     *,
     weights: int,
@@ -255,7 +191,6 @@ def race(
     Args:
         bench: takes the problems.
         options: command line options.
-        module: program of a worker.
         variants: names, ours first.
         weights: number of weights, which an idle worker keeps in memory.
 
@@ -265,18 +200,19 @@ def race(
     Raises:
         ValueError: the local variant did not run.
     """
-    sizes, share = options.sizes, 1.0
+    size, share = options.size or 1, 1.0
     if not options.rehearse:
-        sizes = sizes or [microbatch_for(device_bytes())]
+        size = options.size or microbatch_for(device_bytes())
         share = memory_share(device_bytes(), weights)
-    extra_arguments = ["--sizes", *map(str, sizes), "--memory-share", str(share)]
+    extra_arguments = ["--model", options.model, "--size", str(size)]
+    extra_arguments += ["--memory-share", str(share)]
     extra_arguments += ["--rehearse"] if options.rehearse else []
     rounds, steps = (1, 1) if options.rehearse else (options.rounds, options.steps)
     mcore, *peers = variants
     races = []
     for peer in peers:
         commands = {
-            name: ["-m", module, "--worker", name, *extra_arguments] for name in (mcore, peer)
+            name: ["-m", WORKER, "--worker", name, *extra_arguments] for name in (mcore, peer)
         }
         # Each turn begins with a step in which the device's memory is allocated again.
         race = take_turns(commands, rounds=rounds, steps=steps, warmup=1, untimed=1)

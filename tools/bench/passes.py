@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import backend_choice, linear_cross_entropy
 from megatron.core.ops.attention import fused
-from tools.bench import gpu_hybrid, gpu_train, mcore_step
+from tools.bench import gpu_train, mcore_step
 from tools.bench.shapes import Shape
 
 #: What makes room, or looks at it, and launches nothing.
@@ -228,8 +228,8 @@ def llama(layers: int, batch: int) -> Counts:
 
 def hybrid(layers: int, batch: int) -> Counts:
     """Count the 1.3 B hybrid shape with so many layers, a multiple of its period's."""
-    shape = dataclasses.replace(gpu_hybrid.HYBRID_1_3B, layers=layers, batch=batch)
-    return count(shape, gpu_hybrid.config_of(shape, gpu_hybrid.DELTA, gpu_hybrid.PATTERN))
+    shape = dataclasses.replace(gpu_train.LLAMA_1_3B, layers=layers, batch=batch)
+    return count(shape, gpu_train.hybrid_config(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Model:
 
 MODELS = {
     "Llama": Model(llama, 1),
-    "hybrid": Model(hybrid, gpu_hybrid.PATTERN.count("-")),
+    "hybrid": Model(hybrid, gpu_train.PATTERN.count("-")),
 }
 
 

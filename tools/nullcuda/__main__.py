@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.gpu import BENCHES
 from tools.nullcuda import record, triton_cache
 from tools.nullcuda.environment import (
     FOLDER,
@@ -34,13 +35,6 @@ from tools.nullcuda.environment import (
 )
 from tools.nullcuda.libraries import build_library
 
-BENCHES = {
-    "training": "gpu_train",
-    "kernels": "ops",
-    "decode": "gpu_decode",
-    "hybrid": "gpu_hybrid",
-    "engine": "gpu_engine",
-}
 PARTS = ("steps", "tests", "runs", *BENCHES)
 #: Tests of whole runs on GPUs have this mark.
 RUNS, RUNS_MARK = ROOT / "tests/functional_tests", "pytest.mark.gpus"
@@ -143,7 +137,7 @@ class NullDevice:
 
     def bench(self, name: str) -> list[str]:
         """Run a bench; return the problems."""
-        code = self.run("-m", "tools.nullcuda.benches", BENCHES[name], "--seconds", "900")
+        code = self.run("-m", "tools.nullcuda.benches", *BENCHES[name].split(), "--seconds", "900")
         return [f"{name}: exit code {code}: see above"] if code else []
 
     def steps(self, only: list[str] | None, *, trace: int = 0) -> tuple[dict, list[str]]:

@@ -48,9 +48,9 @@ from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.step import ForwardBackward, Microbatch, TrainStep
-from tools.bench import gpu_engine, gpu_hybrid, mcore_step, shapes
+from tools.bench import gpu_engine, mcore_step, shapes
 from tools.bench.gpu_engine import GREEDY, SAMPLED, SMALL, Way
-from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench.gpu_train import LLAMA_1_3B, hybrid_config
 from tools.bench.shapes import Shape
 from tools.nullcuda.device import calls, counters, since
 from tools.nullcuda.record import FAULTS
@@ -262,7 +262,7 @@ def measured(step: Callable[[], object], before: int, steps: int, *, trace: int)
 
 def cases() -> dict[str, Callable[..., dict]]:
     """Return the measured steps by name."""
-    hybrid = gpu_hybrid.config_of(LLAMA_1_3B, gpu_hybrid.DELTA, gpu_hybrid.PATTERN)
+    hybrid = hybrid_config()
     experts = dataclasses.replace(
         mcore_step.config_of(dataclasses.replace(LLAMA_1_3B, layers=EXPERT_LAYERS)),
         ffn_pattern="E" * EXPERT_LAYERS,

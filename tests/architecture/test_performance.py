@@ -21,7 +21,16 @@ from tools.bench import timing
 from tools.bench.cases import Case, require_same
 from tools.bench.harness import Bench
 from tools.bench.results import joined, rows_of, text_of
-from tools.bench.table import Peer, Row, format_table, open_targets, verdict
+from tools.bench.table import (
+    DECODE_PROMISE,
+    LONG_TRAINING_MFU,
+    TRAINING_MFU,
+    Peer,
+    Row,
+    format_table,
+    open_targets,
+    verdict,
+)
 from tools.bench.timing import ratio_of
 from tools.gpu_stages import Stage, run_stage
 
@@ -47,12 +56,15 @@ def row(**changes) -> Row:
 
 
 def test_performance_page_is_up_to_date():
-    folder = write_performance.RESULTS
-    text = write_performance.page(
-        write_performance.read(folder), write_performance.read_cpu(folder)
+    folder, text = write_performance.RESULTS, write_performance.PAGE.read_text("utf-8")
+    written = write_performance.page(
+        text, write_performance.read(folder), write_performance.read_cpu(folder)
     )
-    assert write_performance.PAGE.read_text("utf-8") == text, "python -m tools.write_performance"
-    if not list(write_performance.RESULTS.glob("*.json")):
+    assert written == text, "python -m tools.write_performance"
+    assert DECODE_PROMISE in text
+    for share in (TRAINING_MFU, LONG_TRAINING_MFU):
+        assert f"{100 * share:.0f} % of the data sheet's peak" in text
+    if not list(folder.glob("*.json")):
         assert "there are no numbers" in text
         assert "\nmake gpu\n" in text
 
@@ -78,7 +90,11 @@ def test_synthetic_results_are_rendered(tmp_path):
         ("a", {"when": "2031-05-06T07:10:09", "stages": stages, "peers": peers}),
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine} | content))
-    text = write_performance.page(write_performance.read(tmp_path))
+    before = write_performance.PAGE.read_text("utf-8")
+    text = write_performance.page(before, write_performance.read(tmp_path), "| new |\n")
+    # Sections replace earlier ones, also results.
+    assert write_performance.page(text, write_performance.read(tmp_path), "| new |\n") == text
+    assert text.endswith("```\n\n| new |\n")
     assert text.index("## NVIDIA H200, 2031-05-06") < text.index("## Older, 2030-01-01")
     assert "(NVIDIA H200, 2031-05-06): 1 met, 2 missed, 1 open." in text
     for phrase in ("fla 1.9 ms (2.11 x)", "copies 4.30 TB/s and multiplies 790 TFLOP/s", "28%"):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.ssm import GatedDeltaNetConfig
 from tools.bench.gpu_train import hybrid_config
-from tools.bench.passes import LaunchTape, count
+from tools.bench.passes import LaunchTape, launches_of
 from tools.bench.shapes import Shape
 
 DELTA = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=64, value_channels=64)
@@ -49,11 +49,11 @@ SHAPE = Shape(
 )
 
 
-def grown(counts):
+def grown(steps):
     """Return the additional launches of one more period of layers, by name: (launches, bytes)."""
     launches_by_name = {}
-    for count_, sign in zip(counts, (-1, 1), strict=True):
-        for launch in count_.backward:
+    for launches, sign in zip(steps, (-1, 1), strict=True):
+        for launch in launches:
             number, traffic = launches_by_name.get(launch.name, (0, 0))
             launches_by_name[launch.name] = number + sign, traffic + sign * launch.traffic
     return {name: pair for name, pair in launches_by_name.items() if pair[0]}
@@ -61,7 +61,7 @@ def grown(counts):
 
 def test_llama_layer_traffic_matches_closed_form():
     """There is no copy, cast or concatenation: the closed form below has all launches."""
-    launches_by_name = grown([count(dataclasses.replace(SHAPE, layers=n)) for n in (1, 2)])
+    launches_by_name = grown([launches_of(dataclasses.replace(SHAPE, layers=n)) for n in (1, 2)])
     tokens, head = SHAPE.tokens, SHAPE.hidden // SHAPE.heads
     row = 2 * tokens  # bytes of one feature of all tokens in bf16
     hidden, ffn = row * SHAPE.hidden, row * SHAPE.ffn
@@ -90,7 +90,7 @@ def test_hybrid_backward_concatenates_no_gradients():
     config = hybrid_config(SHAPE, DELTA, "G-")
     launches_by_name = grown(
         [
-            count(
+            launches_of(
                 dataclasses.replace(SHAPE, layers=n),
                 dataclasses.replace(config, num_layers=2 * n, pattern="G-" * n),
             )

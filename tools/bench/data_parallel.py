@@ -3,7 +3,6 @@
 
 python -m tools.bench.data_parallel                        every race on 2 and on 4 ranks
 python -m tools.bench.data_parallel --ranks 2 --rounds 60 --race no_shard/ddp
-python -m tools.bench.data_parallel --latency 5            prefetch against none on a slow link
 
 Both sides live in the same processes and take turns step by step, with process groups of their
 own. A ratio is the median over rounds of ours / theirs of the slower rank's seconds, so below 1 is
@@ -19,7 +18,7 @@ from functools import partial
 
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from tools.bench import gloo_ranks, slow_link
+from tools.bench import gloo_ranks
 from tools.bench.data_parallel_steps import PHASES, McoreStep, TorchStep, batch_of, ddp, fsdp2
 from tools.bench.gloo_ranks import CPU, STEP, Measured
 from tools.bench.harness import run_rows
@@ -120,26 +119,22 @@ def rows(
     rounds: int = 0,
     batch: int = SHAPES["S"].batch,
     race: str = "",
-    latency: float = 0.0,
 ) -> list[Row]:
-    """Run every race on 2 ranks and, unless `quick`, on 4; then the slow links.
+    """Run every race on 2 ranks and, unless `quick`, on 4.
 
     Args:
         ranks: numbers of ranks.
         rounds: pairs of steps that count; 0 is 40, or 5 with `quick`.
         batch: rows of 256 tokens on each rank.
         race: only this one, ours/theirs.
-        latency: milliseconds of a collective; unless 0, only prefetch races against none.
     """
     rounds = rounds or (5 if quick else 40)
-    if latency:
-        return slow_link.rows(latency, rounds)
     shape = replace(SHAPES["S"], batch=batch)
     table_rows = []
     for world in ranks[: 1 if quick else None]:
         for name in [race] if race else RACES:
             table_rows += rows_of(world, name, shape, rounds)
-    return table_rows if race else table_rows + slow_link.rows(5.0, rounds)
+    return table_rows
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ def timed(
     update: Callable[[], None],
     *,
     loss_share: float = 1.0,
-    now: Callable[[], float] = time.perf_counter,
 ) -> TimedStep:
     """Return a step of three phases, with a clock between them.
 
@@ -54,17 +53,16 @@ def timed(
         backward: takes the loss, and reduces the gradients.
         update: updates the weights.
         loss_share: a rank's part of the mean over ranks, by which its loss is multiplied.
-        now: the clock.
     """
 
     def step(batch: Batch) -> Measured:
-        cpu, start = time.process_time(), now()
+        cpu, start = time.process_time(), time.perf_counter()
         loss = forward(batch)
-        middle = now()
+        middle = time.perf_counter()
         backward(loss)
-        reduced = now()
+        reduced = time.perf_counter()
         update()
-        end = now()
+        end = time.perf_counter()
         return {
             FORWARD: middle - start,
             BACKWARD: reduced - middle,
@@ -84,7 +82,6 @@ class McoreStep:
         groups: the process groups; every rank is a data-parallel rank.
         config: config of the engine.
         bucket_bytes: fp32 gradient bytes of a bucket, if weights are not sharded.
-        now: the clock.
 
     Attributes:
         step: takes a batch.
@@ -97,7 +94,6 @@ class McoreStep:
         *,
         config: DataParallelConfig,
         bucket_bytes: int,
-        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = GPTModel(
             config_of(shape),
@@ -109,7 +105,7 @@ class McoreStep:
         self.optimizer = Optimizer(self.engine.owned(), groups, config=OPTIMIZER)
         factor = 1.0 / (shape.tokens * groups["dense_dp"].size)
         self.weights = torch.full((shape.batch, shape.sequence), factor)
-        self.step = timed(self._forward, self._backward, self._update, now=now)
+        self.step = timed(self._forward, self._backward, self._update)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         self.engine.begin_step()

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes over a GPU's memory and launches of a training step, counted on a CPU without its values.
 
-python -m tools.bench.passes                     bytes of a layer, launches of a step: Llama, hybrid
-python -m tools.bench.passes --microbatch 4      of so many rows of 4,096 tokens
-python -m tools.bench.passes --each              every operation of a layer, most bytes first
-
 The step runs on meta tensors with every choice as on a Hopper GPU. A launch is a torch operation
 that is no view, or a Triton kernel. Its bytes are the sizes of the tensors that it reads and
 writes, each once; an expanded tensor counts with its original size. Matrix products, attention and
 the chunks of recurrences count as launches but not as bytes, except the buffer that a product
-accumulates into. The bytes of a layer are the difference between two models that differ in one
-period of layers, so the embedding, the head and the optimizer cancel out.
+accumulates into.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -33,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ops import backend_choice, linear_cross_entropy
 from megatron.core.ops.attention import fused
-from tools.bench import gpu_train, mcore_step
+from tools.bench import mcore_step
 from tools.bench.shapes import Shape
 
 #: What makes room, or looks at it, and launches nothing.
@@ -61,12 +54,10 @@ class Launch:
     Args:
         name: name of the operation or kernel.
         traffic: bytes read and written; for a product only the buffer that it accumulates into.
-        is_triton: whether it is a Triton kernel.
     """
 
     name: str
     traffic: int
-    is_triton: bool
 
 
 class LaunchTape(TorchDispatchMode):
@@ -90,7 +81,7 @@ class LaunchTape(TorchDispatchMode):
         views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         touched = [x for x in tree_leaves([args, kwargs, results]) if torch.is_tensor(x)]
         if not views and not _ROOM.fullmatch(name) and any(x.is_meta for x in touched):
-            self.launches.append(Launch(name, _traffic(func, args, kwargs, results), False))
+            self.launches.append(Launch(name, _traffic(func, args, kwargs, results)))
         return results
 
     def launch_kernel(self, kernel: Any, *args: Any, **_: Any) -> None:
@@ -103,7 +94,7 @@ class LaunchTape(TorchDispatchMode):
         traffic += sum(_bytes(named[again]) for again in _IN_PLACE_KERNELS.get(name, ()))
         if _PRODUCT_KERNELS.fullmatch(name.removesuffix("_kernel")):
             traffic = 0
-        self.launches.append(Launch(name, traffic, True))
+        self.launches.append(Launch(name, traffic))
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -185,25 +176,8 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
         yield tape
 
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """The launches of a training step.
-
-    Args:
-        backward: forward and backward, in order.
-        update: the remaining launches of the step.
-    """
-
-    backward: tuple[Launch, ...]
-    update: tuple[Launch, ...]
-
-    def launches(self, *, triton: bool) -> int:
-        """Return how many launches of a step are Triton's, or torch's."""
-        return sum(operation.is_triton == triton for operation in (*self.backward, *self.update))
-
-
-def count(shape: Shape, config: GPTConfig | None = None) -> Counts:
-    """Return the launches of the second training step of a model."""
+def launches_of(shape: Shape, config: GPTConfig | None = None) -> list[Launch]:
+    """Return the launches of forward and backward of a model's second training step."""
     before: list[int] = []
     with counted_as_on_gpu() as tape, tape:
         step, _, _ = mcore_step.training_parts(
@@ -216,75 +190,4 @@ def count(shape: Shape, config: GPTConfig | None = None) -> Counts:
         step()
         start = len(tape.launches)
         step()
-    launches = tuple(tape.launches[start:])
-    split = before[-1] - start
-    return Counts(launches[:split], launches[split:])
-
-
-def llama(layers: int, batch: int) -> Counts:
-    """Count the 1.3 B Llama shape with so many layers."""
-    return count(dataclasses.replace(gpu_train.LLAMA_1_3B, layers=layers, batch=batch))
-
-
-def hybrid(layers: int, batch: int) -> Counts:
-    """Count the 1.3 B hybrid shape with so many layers, a multiple of its period's."""
-    shape = dataclasses.replace(gpu_train.LLAMA_1_3B, layers=layers, batch=batch)
-    return count(shape, gpu_train.hybrid_config(shape))
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model with a given number of layers and rows.
-
-    Args:
-        count: counts the launches of (layers, rows).
-        period: length of the repeating layer pattern.
-    """
-
-    count: Callable[[int, int], Counts]
-    period: int
-
-
-MODELS = {
-    "Llama": Model(llama, 1),
-    "hybrid": Model(hybrid, gpu_train.PATTERN.count("-")),
-}
-
-
-def layer_traffic(model: Model, batch: int) -> tuple[float, Counter[str]]:
-    """Return the bytes of a layer's forward and backward in all, and by operation, of a period."""
-    one_period, two_periods = (
-        model.count(periods * model.period, batch).backward for periods in (1, 2)
-    )
-    by_name: Counter[str] = Counter()
-    for launches, sign in ((two_periods, 1), (one_period, -1)):
-        for launch in launches:
-            by_name[launch.name] += sign * launch.traffic
-    return sum(by_name.values()) / model.period, by_name
-
-
-def main() -> int:
-    """Count from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--microbatch", type=int, default=4, help="rows of 4,096 tokens")
-    parser.add_argument("--each", action="store_true", help="list the operations of a layer")
-    options = parser.parse_args()
-    for name, model in MODELS.items():
-        traffic, by_name = layer_traffic(model, options.microbatch)
-        step = model.count(24, options.microbatch)
-        print(
-            f"{name}: {traffic / 1e6:,.0f} MB a layer, forward and backward; a step of 24 layers: "
-            f"{step.launches(triton=False)} launches of torch, {step.launches(triton=True)} of "
-            "Triton"
-        )
-        if options.each:
-            for operation, launches in by_name.most_common():
-                if launches:
-                    print(f"  {launches / model.period / 1e6:10,.1f} MB a layer  {operation}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return tape.launches[start : before[-1]]

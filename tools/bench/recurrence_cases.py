@@ -14,12 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from experimental.recurrence_splits.splits import recur_split
 from megatron.core.ops.recurrence import (
     PrologueWeights,
-    RecurrenceInputs,
     UnitLayout,
-    delta_recurrence,
     gated_delta_rule,
     gated_rms_norm,
     recurrence_prologue,
@@ -176,35 +173,6 @@ def delta_cases(bench: Bench, shape: Heads, *, max_ms: tuple[float, ...] = ()) -
         whole=True,
     ):
         yield replace(case, note=note)
-
-
-@register("delta rule, split", GPU)
-def split(bench: Bench) -> Iterator[Case]:
-    """Few heads over a long sequence that is split on the device, against it in one piece."""
-    tokens, size = bench.sized((32768, 128), (100, 8))
-    shape = Heads(2, 4, size, size, (0, tokens))
-    inputs = [x.detach() for x in drawn_inputs(bench, shape)]
-    sequences = Sequences(shape.bounds, device=bench.device)
-
-    def of(splits: int) -> Callable[[], object]:
-        recurrence_inputs = RecurrenceInputs(*inputs)
-        recurrence = delta_recurrence(implementation="triton").operations(recurrence_inputs)
-        return lambda: recur_split(recurrence, recurrence_inputs, sequences, splits=splits)
-
-    peers = {"one piece": of(1)}
-    bounds = torch.tensor(shape.bounds, device=bench.device)
-    fla, note = fla_of(bench, shape, inputs, of(1)()[0])
-    if fla is not None:
-        peers[FLA] = lambda: fla(*inputs, bounds)
-    splits = bench.sized(16, 2)
-    yield Case(
-        name=f"gated delta rule 2/4 heads, {tokens} tokens in {splits} splits, forward",
-        mcore=of(splits),
-        peers=peers,
-        flops=shape.delta_flops()[0],
-        moved_bytes=shape.ideal_bytes(bench),
-        note=note,
-    )
 
 
 def _mamba(rates: torch.Tensor) -> tuple[Callable[..., torch.Tensor] | None, str]:

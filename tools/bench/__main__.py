@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every benchmark and print one table.
 
-python -m tools.bench                  all benchmarks: 30 min on two cores, 43 min with --peers
+python -m tools.bench                  all benchmarks: 30 min on two cores
 python -m tools.bench --quick          all benchmarks, fewer repeats, smaller shapes: about 8 min
 python -m tools.bench --quick data startup
-python -m tools.bench --peers          megatron-core too; the first time it is installed
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def main() -> None:
     )
     parser.add_argument("benches", nargs="*", metavar="bench", help=", ".join(BENCHES))
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller shapes")
-    parser.add_argument("--peers", action="store_true", help="race megatron-core as well")
     arguments = parser.parse_args()
     if unknown := set(arguments.benches) - set(BENCHES):
         parser.error(f"unknown bench {', '.join(sorted(unknown))}: one of {', '.join(BENCHES)}")
@@ -48,8 +46,7 @@ def main() -> None:
     for name in arguments.benches or BENCHES:
         start = time.perf_counter()
         module = importlib.import_module(f"tools.bench.{name}")
-        extra = {"peers": True} if arguments.peers and name == "train" else {}
-        table_rows += module.rows(arguments.quick, **extra)
+        table_rows += module.rows(arguments.quick)
         print(f"bench: {name}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
     duration = f"{(time.perf_counter() - begun) / 60:.1f} minutes{', --quick' * arguments.quick}"
     print(f"{machine()}; {duration}\n\n{format_table(table_rows)}")

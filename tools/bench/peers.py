@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of peer libraries' models, in their best known configuration.
-
-Each builder returns one full step: forward, backward, gradient clipping, fused AdamW. transformers
-comes with the test environment. megatron-core is installed on request into a separate folder: it
-has the same import path as this package, so the two can never share a process.
-"""
+"""The training step of transformers' Llama in its best known configuration: forward, backward,
+gradient clipping, fused AdamW."""
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +14,6 @@ from tools.bench.turns import Step
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
-
-MEGATRON_CORE_VERSION = "0.16.1"  # the last with wheels for Python 3.11
-MEGATRON_CORE_FOLDER = Path(f"build/peers/megatron-core-{MEGATRON_CORE_VERSION}")
 
 
 def tokens_of(shape: Shape) -> torch.Tensor:
@@ -94,90 +83,8 @@ def transformers_step(shape: Shape, precision: str, *, device: torch.device | No
     return step
 
 
-def install_megatron_core(folder: Path = MEGATRON_CORE_FOLDER) -> Path:
-    """Install megatron-core without its dependencies into `folder`, once; return the folder."""
-    if not (folder / "megatron" / "core").exists():
-        requirement = f"megatron-core=={MEGATRON_CORE_VERSION}"
-        print(f"bench: installing {requirement} into {folder}", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*command, "--target", str(folder), requirement], check=True)
-    return folder
-
-
-def megatron_core_step(shape: Shape, folder: Path = MEGATRON_CORE_FOLDER) -> Step:
-    """Build a fp32 step of megatron-core's GPTModel, which takes some persuasion on a CPU.
-
-    Must be called in a process that has imported nothing of `megatron` yet.
-    """
-    sys.path.insert(0, str(folder.resolve()))
-    _become_one_cpu_rank()
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        normalization="RMSNorm",
-        layernorm_epsilon=shapes.NORM_EPSILON,
-        init_method_std=shapes.INIT_STD,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=shape.vocabulary,
-        max_sequence_length=shape.sequence,
-        position_embedding_type="rope",
-        rotary_base=int(shapes.ROPE_BASE),
-        share_embeddings_and_output_weights=False,
-    ).train()
-    _check_parameters(model, shape)
-    optimizer = _adamw(model)
-    tokens = tokens_of(shape)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(shape.sequence).expand(shape.batch, -1)
-    causal = torch.ones(shape.sequence, shape.sequence, dtype=torch.bool).triu(1)[None, None]
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(inputs, positions, causal, labels=labels).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), shapes.CLIP)
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-def _become_one_cpu_rank() -> None:
-    """Fake the GPU environment of megatron-core: groups, a current device, a CUDA RNG."""
-    import torch.distributed as dist
-
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random as tp_random
-
-    parallel_state.initialize_model_parallel()
-    tracker = type(tp_random.get_cuda_rng_tracker())
-    tracker.fork = lambda self, name="": contextlib.nullcontext()
-
-
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the fused AdamW that both peers train with."""
+    """Return the fused AdamW that the peer trains with."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=shapes.LEARNING_RATE,

@@ -93,7 +93,7 @@ def compared(
 
 def machine() -> str:
     """Describe this machine's CPU: model, usable cores, bf16 instructions and their speed-up."""
-    # Here: a process that runs megatron-core imports the rows before anything of `megatron`.
+    # Here: tools that only read rows need nothing of `megatron`.
     from megatron.core.ops.backend_choice import cpu_bf16_speedup
 
     capabilities = torch.cpu.get_capabilities()

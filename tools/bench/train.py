@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed and peak memory of our GPT against transformers and megatron-core.
+"""Training speed and peak memory of our GPT against transformers.
 
-python -m tools.bench.train                     shapes S and M against transformers
-python -m tools.bench.train --peers             megatron-core too (installs it on first use)
+python -m tools.bench.train                     shapes S and M
 python -m tools.bench.train --shapes S --only "ours fp32" "transformers fp32"
 """
 
@@ -16,21 +15,19 @@ from typing import Literal
 import torch
 
 from tools.bench.harness import run_rows
-from tools.bench.peers import install_megatron_core, megatron_core_step, transformers_step
+from tools.bench.peers import transformers_step
 from tools.bench.shapes import SHAPES
 from tools.bench.table import Row, compared
 from tools.bench.turns import Step, Variant, ratio, serve, take_turns
 
 MCORE = ("ours fp32", "ours bf16")
 TRANSFORMERS = ("transformers fp32", "transformers autocast", "transformers compiled")
-MEGATRON_CORE = "megatron-core fp32"
 #: The first argument of a worker.
 WORKER = "--worker"
 
 #: Which of our variants races which peer, and what the speed and the memory ratio must be.
 RACES = (
     ("ours fp32", "transformers fp32", ">= 1.05", "<= 1.0"),
-    ("ours fp32", MEGATRON_CORE, ">= 1.25", "<= 1.0"),
     ("ours bf16", "transformers autocast", ">= 1.15", "<= 1.0"),
     ("ours bf16", "transformers compiled", ">= 1.0", "<= 1.0"),
 )
@@ -40,11 +37,9 @@ def build(variant: str, shape_name: str) -> Step:
     """Build the training step of one variant; called in a separate process."""
     shape = SHAPES[shape_name]
     if variant in MCORE:
-        from tools.bench import mcore_step  # never beside megatron-core: both are megatron.core
+        from tools.bench import mcore_step  # here: its memory is not of a peer's process
 
         return mcore_step.training_step(shape, bf16=variant.endswith("bf16"))
-    if variant == MEGATRON_CORE:
-        return megatron_core_step(shape)
     return transformers_step(shape, variant.removeprefix("transformers "))
 
 
@@ -101,10 +96,9 @@ def rows_of(shape_name: str, variants: dict[str, Variant]) -> list[Row]:
 
 def rows(
     quick: bool = False,
-    peers: bool = False,
     *,
     shapes: Sequence[str] = ("S", "M"),
-    only: Sequence[str] = (*MCORE, *TRANSFORMERS, MEGATRON_CORE),
+    only: Sequence[str] = (*MCORE, *TRANSFORMERS),
     rounds: int = 0,
     clock: Literal["wall", "cpu"] = "wall",
 ) -> list[Row]:
@@ -112,16 +106,12 @@ def rows(
 
     Args:
         quick: shape S without compilation.
-        peers: megatron-core too; it is installed on first use.
         shapes: names of model shapes.
         only: variants.
         rounds: turns of each variant; 0 is 7, or 3 with `quick`.
         clock: "cpu" needs a single thread.
     """
-    left_out = [*([] if peers else [MEGATRON_CORE]), *(TRANSFORMERS[2:] if quick else [])]
-    variants = [name for name in only if name not in left_out]
-    if peers:
-        install_megatron_core()
+    variants = [name for name in only if not (quick and name in TRANSFORMERS[2:])]
     table_rows: list[Row] = []
     for name in shapes[: 1 if quick else None]:
         steps = 4 if name == "S" and not quick else 2

@@ -54,7 +54,7 @@ BENCHES = {
     "training": "gpu_train",
     "kernels": "ops",
     "engine": "gpu_engine",
-    "decode": "gpu_decode",
+    "decode": "ops --decode",
     "hybrid": "gpu_train --model hybrid",
 }
 #: A rehearsal is bound by the interpreter: how many times longer it may take.

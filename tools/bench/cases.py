@@ -61,32 +61,33 @@ class Case:
     note: str = ""
 
 
-#: Devices of a case: "gpu" includes a rehearsal, in which Triton's interpreter runs its kernels.
-CPU_AND_GPU, GPU, CPU = ("cpu", "gpu"), ("gpu",), ("cpu",)
-#: Builders by name, and their devices.
+#: Benches of a case. "gpu" and "decode", a bench of its own on GPUs, include rehearsals, in which
+#: Triton's interpreter runs the kernels.
+CPU_AND_GPU, GPU, CPU, DECODE = ("cpu", "gpu"), ("gpu",), ("cpu",), ("decode",)
+#: Builders by name, and their benches.
 _REGISTRY: dict[str, tuple[Builder, tuple[str, ...]]] = {}
 
 
-def register(name: str, devices: tuple[str, ...] = CPU_AND_GPU) -> Callable[[Builder], Builder]:
+def register(name: str, benches: tuple[str, ...] = CPU_AND_GPU) -> Callable[[Builder], Builder]:
     """Register the decorated builder of cases.
 
     Args:
         name: of the op.
-        devices: where it has a size.
+        benches: where it has a size.
     """
 
     def add(build: Builder) -> Builder:
         if name in _REGISTRY:
             raise ValueError(f"two builders of cases are named {name!r}")
-        _REGISTRY[name] = build, devices
+        _REGISTRY[name] = build, benches
         return build
 
     return add
 
 
-def builders(device: str) -> dict[str, Builder]:
-    """Return the builders with a size on a device, "cpu" or "gpu", by name."""
-    return {name: build for name, (build, devices) in _REGISTRY.items() if device in devices}
+def builders(bench: str) -> dict[str, Builder]:
+    """Return the builders of a bench, "cpu", "gpu" or "decode", by name."""
+    return {name: build for name, (build, benches) in _REGISTRY.items() if bench in benches}
 
 
 def tensors_of(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 
 python -m tools.bench.ops                       everything on this GPU, or on the CPU without one
 python -m tools.bench.ops --only norm swiglu    some ops
+python -m tools.bench.ops --decode              kernels of decode steps, on a GPU
 python -m tools.bench.ops --dtype bfloat16      on a CPU: one dtype instead of fp32 and bf16
 python -m tools.bench.ops --profile --only swiglu    where our time goes, by operator
 python -m tools.bench.ops --rehearse            tiny, on a CPU, in Triton's interpreter
@@ -19,6 +20,7 @@ import torch
 
 from tools.bench import (
     attention_cases,
+    decode_cases,
     expert_cases,
     moe_layer_cases,
     pointwise_cases,
@@ -26,10 +28,10 @@ from tools.bench import (
     recurrent_layer_cases,
 )
 from tools.bench.cases import Builder, builders
-from tools.bench.harness import Bench, options_of
+from tools.bench.harness import Bench, no_device, options_of
 from tools.bench.table import Row
 
-#: Modules that register cases, in the order in which they run: a bench may run out of time.
+#: Modules that register cases, in the order in which they run.
 MODULES = (
     recurrence_cases,
     pointwise_cases,
@@ -37,18 +39,24 @@ MODULES = (
     expert_cases,
     recurrent_layer_cases,
     moe_layer_cases,
+    decode_cases,
 )
 #: The ops of a quick rehearsal.
-QUICK = ("norm",)
+QUICK = {"gpu": ("norm",), "decode": ("1 row",)}
 CPU_DTYPES = ("float32", "bfloat16")
 
 
-def selected(bench: Bench, only: list[str] | None) -> list[tuple[str, Builder]]:
+def selected(
+    bench: Bench, only: list[str] | None, *, decode: bool = False
+) -> list[tuple[str, Builder]]:
     """Return the builders that a bench runs, by name."""
     order = [module.__name__ for module in MODULES]
-    on_device = builders("cpu" if bench.is_cpu else "gpu")
-    registered = dict(sorted(on_device.items(), key=lambda entry: order.index(entry[1].__module__)))
-    names = only or (QUICK if bench.quick and bench.rehearse else registered)
+    kind = "decode" if decode else "cpu" if bench.is_cpu else "gpu"
+    registered = builders(kind)
+    if not decode:  # a bench may run out of time
+        by_module = sorted(registered.items(), key=lambda entry: order.index(entry[1].__module__))
+        registered = dict(by_module)
+    names = only or (QUICK[kind] if bench.quick and bench.rehearse else registered)
     return [(name, registered[name]) for name in names if name in registered]
 
 
@@ -70,9 +78,9 @@ def rows(quick: bool) -> list[Row]:
     return table_rows
 
 
-def profile(bench: Bench, only: list[str] | None) -> None:
+def profile(bench: Bench, cases: list[tuple[str, Builder]]) -> None:
     """Print a profile of ten calls of our implementation of each case."""
-    for _, build in selected(bench, only):
+    for _, build in cases:
         for case in build(bench):
             for _ in range(3):
                 case.mcore()
@@ -88,12 +96,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = sorted({*builders("cpu"), *builders("gpu")})
+    names = sorted({*builders("cpu"), *builders("gpu"), *builders("decode")})
     parser.add_argument("--only", nargs="+", choices=names, metavar="OP", help=", ".join(names))
     parser.add_argument("--dtype", choices=CPU_DTYPES, help="of a CPU; the default is both")
     parser.add_argument("--profile", action="store_true", help="profile ours instead of timing")
     parser.add_argument("--threads", type=int, help="of a CPU")
+    parser.add_argument("--decode", action="store_true", help="kernels of decode steps, on a GPU")
     options = options_of(parser)
+    if options.decode and no_device(options, "ops --decode"):
+        return 0
     if options.threads:
         torch.set_num_threads(options.threads)
     on_cpu = not (options.rehearse or torch.cuda.is_available())
@@ -101,11 +112,13 @@ def main() -> int:
     exit_code = 0
     for dtype in dtypes:
         name = "kernels" if dtype is None else f"ops, {dtype}"
+        name = "decode" if options.decode else name
         bench = Bench(name, options, dtype=dtype and getattr(torch, dtype))
+        cases = selected(bench, options.only, decode=options.decode)
         if options.profile:
-            profile(bench, options.only)
+            profile(bench, cases)
         else:
-            exit_code |= bench.run(selected(bench, options.only))
+            exit_code |= bench.run(cases)
     return exit_code
 
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on a GPU: the share of the copy bandwidth that its kernels reach.
-
-python -m tools.bench.gpu_decode
+"""Cases of decoding on a GPU: the share of the copy bandwidth that its kernels reach.
 
 A token reads and writes the state of its layer, or the keys and values of its row; this traffic
 dominates a decode step. As in a model, layers run one after another, each with its own memory, and
@@ -12,11 +10,10 @@ Sampling is a separate launch outside the graph; it reads a row of logits at lea
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +27,8 @@ from megatron.core.ops.recurrence import (
     recurrence_decode,
 )
 from megatron.core.ops.sampling import choose_tokens
-from tools.bench.cases import MCORE, Case, require_same
-from tools.bench.harness import Bench, no_device, options_of
+from tools.bench.cases import DECODE, MCORE, Case, register, require_same
+from tools.bench.harness import Bench
 from tools.bench.table import DECODE_ROWS, DECODE_SHARE, NO_DECODE_TARGET
 from tools.bench.timing import Call
 
@@ -109,6 +106,7 @@ class Layer:
 
 def recurrent(bench: Bench, rows: int) -> Iterator[Case]:
     """Time a gated delta net of Qwen3-Next for `rows` sequences."""
+    rows = bench.sized(rows, min(rows, 3))
     units, heads, size = bench.sized((16, 2, 128), (2, 2, 8))
     unit = UnitLayout.delta(heads, size, size)
     layer_bench = Layer(bench, unit, units, rows)
@@ -194,6 +192,7 @@ def paged(bench: Bench) -> Iterator[Case]:
 def latent(bench: Bench, rows: int) -> Iterator[Case]:
     """Time attention of one new token a row to latents in pages, as DeepSeek-V3 has them, against
     the two products of the formula on latents without pages."""
+    rows = bench.sized(rows, 2)
     context, size, heads = bench.sized((4096, 64, 128), (40, 16, 4))
     rank, rotated = bench.sized((512, 64), (16, 8))
     blocks = -(-context // size)
@@ -247,7 +246,7 @@ class TopP:
 
 def sampling(bench: Bench, rows: int) -> Iterator[Case]:
     """Time drawing a token of each row from its top-p set, and its log-probability."""
-    size = bench.sized(131072, 300)
+    rows, size = bench.sized((rows, 131072), (2, 300))
     logits = 3 * bench.drawn(rows, size, dtype=torch.float32)
     draws = [(n + 0.5) / rows for n in range(rows)]
     uniform = torch.tensor(draws, device=bench.device)
@@ -280,38 +279,10 @@ def sampling(bench: Bench, rows: int) -> Iterator[Case]:
     )
 
 
-CASES = (
-    ("256 rows", lambda bench: recurrent(bench, bench.sized(256, 3))),
-    ("32 rows", lambda bench: recurrent(bench, bench.sized(32, 2))),
-    ("1 row", lambda bench: recurrent(bench, 1)),
-    ("paged attention", paged),
-    *(
-        (
-            f"latent attention, {rows} rows",
-            lambda bench, rows=rows: latent(bench, bench.sized(rows, 2)),
-        )
-        for rows in (1, 64)
-    ),
-    *(
-        (f"sampling, {rows} rows", lambda bench, rows=rows: sampling(bench, bench.sized(rows, 2)))
-        for rows in (16, SAMPLING_ROWS, 256)
-    ),
-)
-QUICK = ("1 row",)
-
-
-def main() -> int:
-    """Measure and return the exit code."""
-    options = options_of(
-        argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    )
-    if no_device(options, "gpu_decode"):
-        return 0
-    cases = [(name, case) for name, case in CASES if not options.quick or name in QUICK]
-    return Bench("decode", options).run(cases)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+for number in (256, 32, 1):
+    register(f"{number} row{'s' * (number > 1)}", DECODE)(partial(recurrent, rows=number))
+register("paged attention", DECODE)(paged)
+for number in (1, 64):
+    register(f"latent attention, {number} rows", DECODE)(partial(latent, rows=number))
+for number in (16, SAMPLING_ROWS, 256):
+    register(f"sampling, {number} rows", DECODE)(partial(sampling, rows=number))

@@ -17,7 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.functional_tests.small_run import flags, write_tokens
-from tests.unit_tests.inference.test_checkpoint_model import make_model, save
+from tests.support.gpt_checkpoint import make_model, save
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 from pathlib import Path
 
@@ -13,34 +11,16 @@ import pytest
 import torch
 
 from megatron.cli.tokenizers import train_bpe
-from megatron.core import ProcessGroupCollection
 from megatron.core.inference import EngineConfig
 from megatron.core.inference.speculation import DraftModel
-from megatron.core.models import GPTModel
 from megatron.core.transformer import CacheShapes
 from megatron.inference import LLM, Inference, Speculation, TextParams, bench, generate
 from megatron.inference.build_engine import split_cache_memory
 from megatron.inference.server.engine.control import EngineControl
-from tests.support.launchers import serve_store
-from tests.support.ranks import start_ranks
-from tests.unit_tests.inference.test_checkpoint_model import (
-    BYTES,
-    CONFIG,
-    command_on_rank,
-    save,
-)
+from tests.support.commands import refusal, run, run_on_ranks
+from tests.support.gpt_checkpoint import make_model, save
 from tests.unit_tests.inference.test_generate import GREEDY, Loaded
 from tests.unit_tests.inference.test_hybrids import CONFIG as HYBRID
-
-LONG_CONTEXT = {"bf16": False, "max-position-embeddings": 120}
-
-
-def save_folder(folder: Path, tokenizer: dict = BYTES, **fields) -> str:
-    """Save a model with some fields of its config changed; return its folder."""
-    config = dataclasses.replace(CONFIG, **fields)
-    model = GPTModel(config, ProcessGroupCollection.single(), seed=1)
-    save(folder, model, model=config.to_json(), config=LONG_CONTEXT, tokenizer=tokenizer)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +30,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tokenizer = train_bpe(["low lower lowest"] * 3, 259, path)
     merged = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
     return {
-        "merged": save_folder(root / "merged", merged),
-        "model": save_folder(root / "model", mtp_num_layers=2),
-        "plain": save_folder(root / "plain"),
-        "larger": save_folder(root / "larger", vocab_size=300),
+        "merged": str(save(root / "merged", make_model(), length=120, tokenizer=merged)),
+        "model": str(save(root / "model", make_model(mtp_num_layers=2), length=120)),
+        "plain": str(save(root / "plain", make_model(), length=120)),
+        "larger": str(save(root / "larger", make_model(vocab_size=300), length=120)),
     }
 
 
-def run(command, *words: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = command.main(["--device", "cpu", *words], {})
-    return code, out.getvalue(), err.getvalue()
+def arguments(*words: str) -> list[str]:
+    """Return words that generate on a CPU."""
+    return ["--device", "cpu", *words]
 
 
 PROMPTS = ("--prompt", "to be or not to be or not to be", "--prompt", "A")
@@ -69,17 +47,17 @@ TEXT = (*PROMPTS, "--max-new-tokens", "20", "--temperature", "0.7", "--seed", "3
 
 
 def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> None:
-    plain = run(generate, "--load", folders["model"], *TEXT)
-    assert " draft tokens, " not in plain[2]
+    plain = run(generate.main, arguments("--load", folders["model"], *TEXT))
+    assert " draft tokens, " not in plain.err
     methods = {
         "ngram": ("--num-speculative-tokens", "3", "--async-scheduling"),
         "draft": ("--speculative-draft-model", folders["plain"]),
         "mtp": ("--transformer-impl", "inference_optimized"),
     }
     for method, words in methods.items():
-        arguments = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
-        code, out, err = run(generate, *arguments)
-        assert (code, out) == (0, plain[1]), err
+        words = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
+        code, out, err, _ = run(generate.main, arguments(*words))
+        assert (code, out) == (0, plain.out), err
         assert " draft tokens, " in err
         if method == "draft":  # its weights are the model's
             assert float(err.split(" tokens per forward")[0].split()[-1]) > 3
@@ -93,16 +71,14 @@ def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> No
 def test_speculation_on_two_stages_prints_single_process_text(
     folders: dict[str, str], method: tuple[str, ...]
 ) -> None:
-    plain = run(generate, "--load", folders["model"], *TEXT)
-    words = ["--device", "cpu", "--load", folders["model"], *TEXT, "--speculative-method", *method]
-    words += ["--pipeline-model-parallel-size", "2"]
+    words = arguments("--load", folders["model"], *TEXT)
+    plain = run(generate.main, words)
+    words += ["--speculative-method", *method, "--pipeline-model-parallel-size", "2"]
     if "draft" in method:
         words += ["--speculative-draft-model", folders["plain"]]
-    _store, launcher = serve_store(2)
-    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
-        (code, out, err, steps), (code_1, out_1, err_1, _) = ranks.values(timeout=60.0)
-    assert (code, code_1) == (0, 0), err + err_1
-    assert (out, out_1) == (plain[1], "")
+    (code, out, err, steps), rank_1 = run_on_ranks(generate.main, words)
+    assert (code, rank_1.code) == (0, 0), err + rank_1.err
+    assert (out, rank_1.out) == (plain.out, "")
     assert (steps > 1) == ("inference_optimized" in method)
     assert " draft tokens, " in err
     if "draft" in method:  # its weights are the model's
@@ -114,7 +90,8 @@ def test_bench_counts_drafts(folders: dict[str, str], tmp_path: Path) -> None:
     words = ["--num-requests", "3", "--max-output-tokens", "20", "--repeats", "1", "--warmup", "0"]
     words += ["--load", folders["model"], "--output-json", str(path), "--inference-memory-gb"]
     words += ["0.002", "--speculative-method", "draft"]
-    code, _, err = run(bench, *words, "--speculative-draft-model", folders["plain"])
+    words += ["--speculative-draft-model", folders["plain"]]
+    code, _, err, _ = run(bench.main, arguments(*words))
     assert code == 0, err
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["drafts_accepted"] == report["drafts_proposed"] > 0
@@ -177,18 +154,15 @@ def test_attention_free_first_stage_accepts_drafts(
     folders: dict[str, str], tmp_path: Path, pattern: str, stages: int
 ) -> None:
     mixers = {"mamba": HYBRID.mamba, "delta_net": HYBRID.delta_net, "ffn_pattern": ""}
-    folder = save_folder(tmp_path / "hybrid", pattern=pattern, num_layers=len(pattern), **mixers)
-    plain = run(generate, "--load", folder, *TEXT)
-    words = ["--device", "cpu", "--load", folder, *TEXT, "--inference-memory-gb", "0.002"]
+    model = make_model(pattern=pattern, num_layers=len(pattern), **mixers)
+    words = arguments("--load", str(save(tmp_path / "hybrid", model, length=120)), *TEXT)
+    plain = run(generate.main, words)
+    words += ["--inference-memory-gb", "0.002"]
     words += ["--speculative-method", "draft", "--speculative-draft-model", folders["plain"]]
     words += ["--pipeline-model-parallel-size", str(stages)]
-    if stages == 1:
-        code, out, err = run(generate, *words)
-    else:
-        _store, launcher = serve_store(2)
-        with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
-            (code, out, err, _), _ = ranks.values(timeout=60.0)
-    assert (code, out) == (0, plain[1]), err
+    outcomes = run_on_ranks(generate.main, words, stages)
+    code, out, err, _ = outcomes[0]
+    assert (code, out) == (0, plain.out), err
     assert " draft tokens, " in err
 
 
@@ -248,6 +222,9 @@ def test_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         assert [cache.num_bytes for cache in caches] == before
 
 
+DRAFT = ["--speculative-method", "draft", "--speculative-draft-model"]
+
+
 @pytest.mark.parametrize(
     ("load", "words", "named"),
     [
@@ -256,21 +233,9 @@ def test_draft_model_sleeps_with_the_model(folders: dict[str, str]) -> None:
         ("model", ["--speculative-method", "draft"], "--speculative-draft-model"),
         ("model", ["--num-speculative-tokens", "3"], "--speculative-method"),
         ("model", ["--speculative-method", "ngram", "--num-speculative-tokens", "0"], "is 0"),
-        (
-            "model",
-            ["--speculative-method", "ngram", "--num-speculative-tokens", "80"],
-            "num-speculative-tokens is 80",
-        ),
-        (
-            "model",
-            ["--speculative-method", "draft", "--speculative-draft-model", "larger"],
-            "300",
-        ),
-        (
-            "model",
-            ["--speculative-method", "draft", "--speculative-draft-model", "merged"],
-            "another tokenizer",
-        ),
+        ("model", ["--speculative-method", "ngram", "--num-speculative-tokens", "80"], "is 80"),
+        ("model", [*DRAFT, "larger"], "300"),
+        ("model", [*DRAFT, "merged"], "another tokenizer"),
         ("model", ["--speculative-method", "mtp", "--async-scheduling"], "--async-scheduling"),
     ],
 )
@@ -278,8 +243,5 @@ def test_invalid_speculation_options_are_named(
     folders: dict[str, str], load: str, words: list[str], named: str
 ) -> None:
     words = [folders.get(word, word) for word in words]
-    arguments = ("--load", folders[load], *words, "--prompt", "A", "--max-new-tokens", "40")
-    code, out, err = run(generate, *arguments)
-    assert (code, out) == (2, "")
-    assert named in err
-    assert len(err.splitlines()) == 1
+    words = ["--load", folders[load], *words, "--prompt", "A", "--max-new-tokens", "40"]
+    assert named in refusal(run(generate.main, arguments(*words)))

@@ -16,6 +16,8 @@ from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import Router
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 from megatron.inference import rank_context
+from megatron.inference.generate import main
+from tests.support.commands import run_on_ranks
 from tests.support.greedy_command import (
     arguments,
     assert_argmax_of_full_forward,
@@ -23,11 +25,9 @@ from tests.support.greedy_command import (
     fill_weights,
     outputs_of,
     read_outputs,
-    run,
     save_filled,
 )
-from tests.support.launchers import serve_store
-from tests.support.ranks import run_ranks, start_ranks
+from tests.support.ranks import run_ranks
 
 ROUTER = RouterConfig(
     topk=3,
@@ -139,12 +139,6 @@ def test_mtp_layers_and_capacity_are_not_loaded(single_process: SingleProcessRun
         assert not router.counted.any()
 
 
-def command_on_rank(
-    rank: int, world: int, words: list[str], launcher: dict[str, str]
-) -> tuple[int, str]:
-    return run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -163,10 +157,8 @@ def command_on_rank(
 def test_two_ranks_generate_the_single_process_tokens(
     single_process: SingleProcessRun, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    _store, launcher = serve_store(2)
     flags = (*layout, "--inference-max-requests", "3")
     words = arguments(single_process.folder, tmp_path / "two.json", *flags)
-    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
-        outcomes = ranks.values(timeout=60.0)
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    outcomes = run_on_ranks(main, words)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same_outputs(read_outputs(tmp_path / "two.json"), single_process.outputs)

@@ -9,7 +9,9 @@ import pytest
 import sentencepiece
 
 from megatron.cli.tokenizers import build_tokenizer, train_bpe
-from tests.unit_tests.inference.test_checkpoint_model import make_model, run, save
+from megatron.inference.generate import main
+from tests.support.commands import run
+from tests.support.gpt_checkpoint import make_model, save
 
 TEXTS = ["the theory of the thing", "a def is a def of a thing"] * 20
 
@@ -40,11 +42,9 @@ def test_every_tokenizer_continues_a_prompt(kind: str, tmp_path: Path) -> None:
     recorded = make_tokenizer(kind, tmp_path)
     save(tmp_path / "saved", make_model(), tokenizer=recorded)
     prompt = "7 8 9" if kind == "null" else "the thing"
-    code, out, err = run(
-        "--prompt", prompt, "--load", str(tmp_path / "saved"), "--device", "cpu",
-        "--max-new-tokens", "12", "--temperature", "0.8", "--seed", "3",
-        "--output-json", str(tmp_path / "out.json"),
-    )  # fmt: skip
+    line = f"--load {tmp_path}/saved --device cpu --max-new-tokens 12 --temperature 0.8 --seed 3"
+    line += f" --output-json {tmp_path}/out.json"
+    code, out, err, _ = run(main, ["--prompt", prompt, *line.split()])
     assert code == 0, err
     (output,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     tokenizer = build_tokenizer(

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core import ProcessGroupCollection
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
+from megatron.inference.generate import main
+from tests.support.commands import run_on_ranks
 from tests.support.greedy_command import (
     PROMPTS,
     arguments,
@@ -24,14 +24,8 @@ from tests.support.greedy_command import (
     fill_weights,
     outputs_of,
     read_outputs,
-    run,
     save_filled,
 )
-from tests.support.hf_folders import VOCABULARY, make_model, save_folder
-from tests.support.inputs import one_thread
-from tests.support.launchers import serve_store
-from tests.support.optimized_steps import note_optimized_steps
-from tests.support.ranks import start_ranks
 
 CONFIG = GPTConfig(
     num_layers=8,
@@ -104,58 +98,16 @@ def test_chunked_prefill_and_batch_size_change_no_token(
     assert max(lengths) == 5
 
 
-def command_on_rank(
-    rank: int, world: int, words: list[str], launcher: dict[str, str]
-) -> tuple[int, str, int]:
-    steps: list[int] = []
-    note_optimized_steps(steps)
-    code, err = run(words, {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    return code, err, len(steps)
-
-
 @pytest.mark.parametrize(
     "extra_flags", [(), ("--sequence-parallel", "--transformer-impl", "inference_optimized")]
 )
 def test_two_ranks_generate_the_single_process_tokens(
     root: Path, expected_outputs: list[dict[str, Any]], tmp_path: Path, extra_flags: tuple[str, ...]
 ) -> None:
-    _store, launcher = serve_store(2)
     flags = ("--tensor-model-parallel-size", "2", "--inference-max-requests", "3", *extra_flags)
     flags += ("--inference-max-tokens", "6")
     words = arguments(root, tmp_path / "two.json", *flags)
-    with start_ranks(command_on_rank, 2, words, launcher, init=False) as ranks:
-        outcomes = ranks.values(timeout=60.0)
-    assert [code for code, *_ in outcomes] == [0, 0], outcomes
-    assert all((steps > 1) == bool(extra_flags) for *_, steps in outcomes)
+    outcomes = run_on_ranks(main, words)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert all((outcome.steps > 1) == bool(extra_flags) for outcome in outcomes)
     assert_same_outputs(read_outputs(tmp_path / "two.json"), expected_outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3next", "mamba2", "nemotronh"])
-def test_transformers_generates_the_same_tokens(case: str, tmp_path: Path) -> None:
-    model = make_model(case, eos_token_id=None)
-    folder = save_folder(model, tmp_path / "model")
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    fields = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-    tokenizer = {"version": "1.0", "model": fields, "pre_tokenizer": {"type": "Whitespace"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    prompts = [[7, 250, 3], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [11, 12]]
-    path = tmp_path / "out.json"
-    line = f"--load {folder} --temperature 0 --max-new-tokens 12 --device cpu --output-json {path}"
-    texts = [word for ids in prompts for word in ("--prompt", " ".join(f"w{i}" for i in ids))]
-    code, err = run(
-        [*texts, *line.split(), "--inference-max-tokens", "4", "--inference-max-requests", "3"], {}
-    )
-    assert code == 0, err
-    for output, prompt in zip(read_outputs(path), prompts, strict=True):
-        with one_thread(), torch.no_grad():
-            expected = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=12,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-            )
-        assert output["ids"] == expected[0, len(prompt) :].tolist()
-    assert len({i for output in read_outputs(path) for i in output["ids"]}) > 8

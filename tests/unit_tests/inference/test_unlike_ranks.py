@@ -9,6 +9,7 @@ import io
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,25 +18,19 @@ import torch.distributed as dist
 from megatron.cli.flags import parse_command_line
 from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.cli.schema import options
-from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import StoreCoordinator
-from megatron.core.models import GPTModel
 from megatron.inference import config as inference_options
 from megatron.inference import generate, llm, rank_context, serve
 from megatron.inference.bench import BenchConfig
 from megatron.inference.config import start_facts
 from megatron.inference.generate_config import GenerateConfig
 from megatron.inference.serve import ServeConfig
+from tests.support.commands import Main, Outcome, refusal, run_rank
+from tests.support.gpt_checkpoint import make_model, save
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
-from tests.unit_tests.inference.test_checkpoint_model import CONFIG, TENSOR, make_model, save
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save(folder, make_model())
-    return folder
+TENSOR = ("--tensor-model-parallel-size", "2")
 
 
 def facts_of(schema: type, *words: str) -> StartFacts:
@@ -43,7 +38,7 @@ def facts_of(schema: type, *words: str) -> StartFacts:
     return start_facts(line.config)
 
 
-def refusal(facts_0: StartFacts, facts_1: StartFacts) -> str | None:
+def difference(facts_0: StartFacts, facts_1: StartFacts) -> str | None:
     """Let two ranks compare start facts; return rank 0's error, or None if they agree."""
     store, errors = dist.HashStore(), ["", ""]
 
@@ -73,50 +68,40 @@ def refusal(facts_0: StartFacts, facts_1: StartFacts) -> str | None:
     ],
 )
 def test_option_that_differs_between_ranks_is_named(schema, words, named):
-    assert named in (refusal(facts_of(schema), facts_of(schema, *words)) or "")
+    assert named in (difference(facts_of(schema), facts_of(schema, *words)) or "")
 
 
 def test_options_used_only_by_rank_0_may_differ():
     rank_0_flags = ("--host", "node1", "--port", "1", "--api-key-file", "k")
-    assert refusal(facts_of(ServeConfig), facts_of(ServeConfig, *rank_0_flags)) is None
+    assert difference(facts_of(ServeConfig), facts_of(ServeConfig, *rank_0_flags)) is None
     schemas = (GenerateConfig, ServeConfig, BenchConfig)
     names = {option.name for schema in schemas for option in options(schema)}
     assert set(inference_options.MAY_DIFFER) <= names
 
 
 def command_on_rank(
-    rank: int, world: int, words: list[list[str]], launcher: dict[str, str], *, program: str
-) -> tuple[int, str, bool]:
-    """Return the exit code, stderr, and whether a process group was initialized."""
-    err = io.StringIO()
-    main = {"generate": generate.main, "serve": serve.main}[program]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main(words[rank], {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-    return code, err.getvalue(), dist.is_initialized()
+    rank: int, world: int, main: Main, words: list[list[str]], launcher: dict[str, str]
+) -> Outcome:
+    """Run a rank of a command with its own words."""
+    return run_rank(rank, world, main, words[rank], launcher)
 
 
-def generate_on_rank(*args):
-    return command_on_rank(*args, program="generate")
-
-
-def serve_on_rank(*args):
-    return command_on_rank(*args, program="serve")
-
-
-def refusal_line(command, *words: list[str]) -> str:
-    """Run a command that both of two ranks refuse; return the line printed by rank 0."""
+def outcomes_of(command: Callable[..., Outcome], main: Main, *words: list[str]) -> list[Outcome]:
     _store, launcher = serve_store(2)
-    with start_ranks(command, 2, list(words), launcher, init=False) as ranks:
-        (code_0, line, *_), (code_1, err_1, *_) = outcomes = ranks.values(timeout=60.0)
-    assert (code_0, code_1) == (2, 2), outcomes
-    assert line.count("\n") == 1, line
-    assert not err_1
-    return line
+    with start_ranks(command, 2, main, list(words), launcher, init=False) as ranks:
+        return ranks.values(timeout=60.0)
+
+
+def refusal_line(command: Callable[..., Outcome], main: Main, *words: list[str]) -> str:
+    """Run a command that both of two ranks refuse; return the line printed by rank 0."""
+    rank_0, rank_1 = outcomes_of(command, main, *words)
+    assert (rank_1.code, rank_1.err) == (2, "")
+    return refusal(rank_0)
 
 
 def test_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR, "--prompt"]
-    line = refusal_line(generate_on_rank, [*words, "a"], [*words, "b", "--seed", "7"])
+    line = refusal_line(command_on_rank, generate.main, [*words, "a"], [*words, "b", "--seed", "7"])
     assert "prompts is " in line
     assert "--seed is 1234 on rank 0 and 7 on rank 1" in line
 
@@ -124,13 +109,14 @@ def test_ranks_with_different_options_are_refused(root):
 @pytest.mark.slow(seconds=15)
 def test_server_ranks_with_different_options_are_refused(root):
     words = ["--load", str(root), "--device", "cpu", *TENSOR]
-    line = refusal_line(
-        serve_on_rank, [*words, "--port", "0"], [*words, "--inference-block-size", "32"]
-    )
+    changed_words = [*words, "--inference-block-size", "32"]
+    line = refusal_line(command_on_rank, serve.main, [*words, "--port", "0"], changed_words)
     assert "--inference-block-size is 16 on rank 0 and 32 on rank 1" in line
 
 
-def generate_on_copy(rank: int, world: int, words: list[list[str]], launcher: dict[str, str]):
+def generate_on_copy(
+    rank: int, world: int, main: Main, words: list[list[str]], launcher: dict[str, str]
+) -> Outcome:
     """Run a rank of generation; on rank 1, --load reads another folder."""
     if rank:
         load_folder, local_folder = Path(words[0][1]), Path(words[1][1])
@@ -138,23 +124,20 @@ def generate_on_copy(rank: int, world: int, words: list[list[str]], launcher: di
         rank_context.open_regular = lambda path, **options: read(
             local_folder / path.relative_to(load_folder), **options
         )
-    return generate_on_rank(rank, world, [words[0], words[0]], launcher)
+    return run_rank(rank, world, main, words[0], launcher)
 
 
 def test_models_of_ranks_are_compared_by_content(root, tmp_path):
     words = ["--device", "cpu", *TENSOR, "--prompt", "a", "--max-new-tokens", "2"]
     copied, other_model = tmp_path / "copied", tmp_path / "other"
     shutil.copytree(root, copied)
-    save(other_model, GPTModel(CONFIG, ProcessGroupCollection.single(), seed=2))
+    save(other_model, make_model(2))
     arguments = ["--load", str(root), *words]
-    _store, launcher = serve_store(2)
-    with start_ranks(
-        generate_on_copy, 2, [arguments, ["--load", str(copied)]], launcher, init=False
-    ) as ranks:
-        assert [code for code, *_ in ranks.values(timeout=60.0)] == [0, 0]
-    assert "model's files" in refusal_line(
-        generate_on_copy, arguments, ["--load", str(other_model)]
-    )
+    outcomes = outcomes_of(generate_on_copy, generate.main, arguments, ["--load", str(copied)])
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    changed_words = ["--load", str(other_model)]
+    line = refusal_line(generate_on_copy, generate.main, arguments, changed_words)
+    assert "model's files" in line
 
 
 def generate_slowly_on_rank_0(rank: int, *args) -> tuple[int, str, float]:

@@ -17,19 +17,19 @@ import torch
 
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
-from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
 from megatron.core.inference import Completion, EngineRequest, OutputDelta, SamplingParams, generate
-from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models import GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.inference import LLM, Inference, ModelSource, serve
 from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve import ServeConfig
 from megatron.inference.server.engine.link import FrameReader, frame, to_message
+from tests.support.commands import free_port
+from tests.support.gpt_checkpoint import make_model, save
 from tests.support.hf_folders import write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
-from tests.unit_tests.inference.test_checkpoint_model import CONFIG, save
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 #: Sequences that run at a time on each replica.
@@ -57,16 +57,11 @@ def engine_requests(first_id: int = 0, max_new_tokens: int = 24) -> list[EngineR
     return requests
 
 
-def model_of(seed: int, config: GPTConfig = CONFIG) -> GPTModel:
-    return GPTModel(config, ProcessGroupCollection.single(), seed=seed, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return checkpoints of a model with two sets of weights."""
     root = tmp_path_factory.mktemp("grids")
-    config = {"bf16": False, "max-position-embeddings": TOO_LONG}
-    paths = [save(root / str(seed), model_of(seed), config=config) for seed in (0, 1)]
+    paths = [save(root / str(seed), make_model(seed), length=TOO_LONG) for seed in (0, 1)]
     write_pooling(paths[0], "Transformer", "Pooling", "Normalize", pooling_mode="mean")
     return paths
 
@@ -86,11 +81,6 @@ def single_engine(folders: list[Path]) -> list[list[Completion]]:
         completion.tokens for completion in outputs[1]
     ]
     return outputs
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class EngineLink:
@@ -254,31 +244,28 @@ def test_ranks_answer_as_a_single_engine(
     sizes = [facts[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "data")]
     assert sizes == [1 + (TP in flags), 1 + (PP in flags), replicas]
     assert facts["async_scheduling"] == ("async" in flags)
-    torch.testing.assert_close(torch.tensor(vector), embedding([5, 6, 7]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(vector), embedding(make_model(0)), rtol=0, atol=1e-5)
 
 
-def embedding(tokens: list[int], config: GPTConfig = CONFIG) -> torch.Tensor:
-    """Return the normalized mean of the final hidden states with the first set of weights."""
+def embedding(model: GPTModel) -> torch.Tensor:
+    """Return the normalized mean of the final hidden states of a text of three tokens."""
     with torch.no_grad():
-        vector = model_of(0, config)(torch.tensor([tokens]))[:, 0].mean(0)
+        vector = model(torch.tensor([[5, 6, 7]]))[:, 0].mean(0)
     return vector / vector.norm()
 
 
 @pytest.mark.slow(seconds=6)
 def test_expert_parallel_replicas_answer_as_a_single_engine(tmp_path: Path) -> None:
     moe = MoEConfig(num_experts=4, ffn_hidden_size=24, router=RouterConfig(topk=2))
-    config = replace(CONFIG, moe=moe, ffn_pattern="-E")
-    options = {"bf16": False, "max-position-embeddings": TOO_LONG}
-    folder = save(tmp_path, model_of(0, config), model=config.to_json(), config=options)
+    model = make_model(0, moe=moe, ffn_pattern="-E")
+    folder = save(tmp_path, model, length=TOO_LONG)
     write_pooling(folder, "Transformer", "Pooling", "Normalize", pooling_mode="mean")
     flags = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
     outputs, stats, facts, _, vector = run(folder, 2, flags, submit_abort_and_embed)
     assert_same_outputs(outputs, single_engine_outputs(folder))
     assert max(step["running"] for step in stats) == 2 * ROWS
     assert (facts["data_parallel"], facts["expert_parallel"]) == (2, 2)
-    torch.testing.assert_close(
-        torch.tensor(vector), embedding([5, 6, 7], config), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(torch.tensor(vector), embedding(model), rtol=0, atol=1e-5)
 
 
 # --- administration -------------------------------------------------------------------------------
@@ -377,7 +364,7 @@ def test_all_ranks_replace_their_weights(
     if source == "sender":
         control = {"load": None, "address": address, "senders": 1, "timeout_seconds": 60.0}
         sender = TransferGroup(address=address, rank=0, senders=1, receivers=world)
-        send_weights = lambda: sender.send(weight_chunks(model_of(1).store))  # noqa: E731
+        send_weights = lambda: sender.send(weight_chunks(make_model(1).store))  # noqa: E731
     script_result = run(folders[0], world, flags, replace_weights, control, act=send_weights)
     answer, outputs_during, cached, outputs_after, epoch = script_result
     assert answer["weight_epoch"] == epoch == 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 import torch
 
 from megatron.cli.tokenizers import ByteTokenizer
@@ -125,6 +126,11 @@ class Served:
         assert lines[-1] == "data: [DONE]", lines[-1]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
+    def metrics(self) -> dict[str, float]:
+        lines = self.http.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
     def administer(self, action: str, key: str = ADMIN_KEY, **fields: Any) -> httpx.Response:
         """Post an administration request."""
         headers = {"authorization": f"Bearer {key}"}
@@ -135,6 +141,37 @@ class Served:
         """Return a plain connection."""
         host, port = self.url.removeprefix("http://").split(":")
         return socket.create_connection((host, int(port)), timeout=30)
+
+    def send(self, path: str, **fields: Any) -> socket.socket:
+        """Return a plain connection on which a request has been posted."""
+        body, connection = json.dumps(fields), self.connect()
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        return connection
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Check the status of an answer and OpenAI's error shape; return the error."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code", "request_id"}
+    assert error["request_id"] == response.headers["x-request-id"]
+    assert "\n" not in error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+def prompt_of(server: Served, path: str, **fields: Any) -> str:
+    """Return the prompt that the engine of a `Scripted` model receives for a request."""
+    requests: list[Any] = []
+    add = server.engine.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            server.engine, "add", lambda request: requests.append(request) or add(request)
+        )
+        server.model.say("ok")
+        server.ok(path, **fields)
+    return bytes(requests[0].prompt).decode()
 
 
 def until(holds: Callable[[], object], seconds: float = 20) -> None:

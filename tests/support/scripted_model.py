@@ -16,7 +16,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls %} called {{ c.function.name }}"
     " {{ c.function.arguments | tojson }}{% endfor %}"
     "{% if m.tool_call_id %} of {{ m.tool_call_id }}{% endif %}]{% endfor %}"
-    "{% if add_generation_prompt %}[answer]{% if thinks %}<think>\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}[answer]{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 
 

@@ -26,7 +26,7 @@ def chat_server() -> Iterator[Served]:
     with served(
         Scripted(),
         template={"source": TEMPLATE, "name": "shows all"},
-        template_variables=["thinks"],
+        template_variables=["enable_thinking"],
         formats={"tools": "hermes", "reasoning": "qwen3"},
     ) as running:
         yield running

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,33 +107,6 @@ def test_completions_run_between_embeddings(server: Served, embeds: RecordingEmb
         assert {future.result().status_code for future in vectors} == {200}
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"input": ""}, "input"),
-        ({"input": [[1], []]}, "input"),
-        ({"input": [9999]}, "9999"),
-        ({"input": "a" * 101}, "101"),
-        ({"input": "a" * 61}, "--inference-max-tokens"),
-        ({"input": "a", "dimensions": 4}, "dimensions"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-    ],
-)
-def test_invalid_embedding_inputs_are_refused(
-    server: Served, fields: dict[str, Any], text: str
-) -> None:
-    response = server.post("/v1/embeddings", **fields)
-    assert response.status_code == 400
-    assert text in response.json()["error"]["message"]
-
-
-def test_model_without_pooling_is_refused_with_the_reason() -> None:
-    with served(no_embeddings="because") as server:
-        response = server.post("/v1/embeddings", input="a")
-        assert response.status_code == 400
-        assert "because" in response.json()["error"]["message"]
-
-
 def test_pooling_follows_the_folders_modules(tmp_path: Path) -> None:
     modules = ("Transformer", "Pooling", "Normalize")
     write_pooling(tmp_path, *modules, pooling_mode_mean_tokens=True, pooling_mode_cls_token=False)
@@ -169,10 +141,7 @@ def test_disconnected_embeddings_are_aborted() -> None:
     embedder = ConstantEmbedder()
     with served(embedder=embedder, no_embeddings=None, max_outputs=3) as server:
         server.engine.pause()  # texts wait
-        body = json.dumps({"input": ["a", "b"]})
-        with server.connect() as client:
-            head = f"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
-            client.sendall((head + body).encode())
+        with server.send("/v1/embeddings", input=["a", "b"]):
             until(lambda: num_active(server) == 2)
             assert server.post("/v1/embeddings", input=["c", "d"]).status_code == 429
         until(lambda: num_active(server) == 0)

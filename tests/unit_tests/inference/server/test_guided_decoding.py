@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import sentencepiece
 
@@ -28,9 +27,8 @@ from megatron.inference.server.guided_decoding.grammars import (
     Grammars,
     ReasoningLimit,
     TokenMask,
-    grammars_of,
 )
-from tests.support.http_server import END, Served, served, until
+from tests.support.http_server import END, Served
 from tests.support.tiktoken_files import write_ranks, write_vocabulary
 
 PERSON = {
@@ -93,57 +91,10 @@ def test_regex_choice_and_lark_answers_match(server: Served) -> None:
     choices = ["yes", 'no "really"', "é\n"]
     assert {answer_with(seed, choice=choices) for seed in range(12)} == set(choices)
     assert re.fullmatch(r"\d\+\d", answer_with(grammar='start: D "+" D\nD: /[0-9]/'))
-    assert (
-        server.post("/v1/completions", prompt="a", response_format={"type": "text"}).status_code
-        == 200
-    )
-
-
-def test_invalid_grammars_are_refused(server: Served) -> None:
-    deep: dict[str, Any] = {"type": "string"}
-    for _ in range(60):
-        deep = {"anyOf": [deep, {"type": "array", "items": deep}]}
-    steps = server.engine.stats.steps
-    for kind in (
-        {"json": {"type": "strin"}},
-        {"json": {"not": {"type": "string"}}},
-        {"json": {"type": "array", "uniqueItems": True}},
-        {"json": {"$ref": "http://127.0.0.1:1/never"}},
-        {"regex": "(a"},
-        {"grammar": 'start: "a" b'},
-        {"choice": ["a"], "regex": "a"},
-        {"regex": ""},
-        {"choice": []},
-        {},
-    ):
-        response = server.post("/v1/completions", prompt="a", structured_outputs=kind)
-        assert response.status_code == 400, kind
-        assert response.json()["error"]["param"] == "structured_outputs"
-        assert "\n" not in response.json()["error"]["message"]
-    assert server.engine.stats.steps == steps
-    response = server.post(
-        "/v1/completions", prompt="a", ignore_eos=True, structured_outputs={"regex": "a"}
-    )
-    assert response.json()["error"]["param"] == "ignore_eos"
-
-
-def test_unenforceable_keywords_are_refused() -> None:
-    grammars = Grammars(ByteTokenizer(), [END], END + 1)
-    schema = {"type": "integer"}
-    for keyword, value in {
-        **dict.fromkeys(["not", "if", "then", "else", "contains", "propertyNames"], schema),
-        **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties", "uniqueItems"], True),
-        **dict.fromkeys(["minContains", "maxContains"], 1),
-        **{key: {} for key in ("dependencies", "dependentRequired", "dependentSchemas")},
-        "$dynamicRef": "#",
-        "oneOf": [schema, {"type": "number"}],
-    }.items():
-        with pytest.raises(BadGrammar):
-            grammars.compile(guided_grammars.json_grammar({keyword: value}))
-    with pytest.raises(BadGrammar):
-        grammars.compile(guided_grammars.json_grammar({"type": "string", "format": "colour"}))
     # Unknown keywords are annotations in JSON Schema.
-    grammars.compile(guided_grammars.json_grammar({"type": "string", "x-note": 1, "minLenght": 2}))
+    annotated = {"type": "string", "maxLength": 3, "x-note": 1, "minLenght": 2}
+    assert isinstance(json.loads(answer_with(json=annotated)), str)
+    server.ok("/v1/completions", prompt="a", response_format={"type": "text"})
 
 
 def test_exploding_grammars_end_in_time() -> None:
@@ -239,24 +190,14 @@ def test_mask_is_a_function_of_the_tokens() -> None:
     assert not mask(list(b"no JSON")).any()
 
 
-def test_multi_byte_tokens_follow_the_grammar(tmp_path: Path) -> None:
-    tokenizer = train_bpe(['{"name": "é and more", "age": 12}'] * 20, 300, tmp_path / "t.json")
-    end = tokenizer.eod
-    assert end is not None
-    mask = Grammars(tokenizer, [end], tokenizer.vocab_size).mask(
-        guided_grammars.regex_grammar('"name": "é( and)?"')
-    )
-    source, tokens = random.Random(3), []
-    while not tokens or tokens[-1] != end:
-        tokens.append(source.choice(mask(tokens).nonzero().flatten().tolist()))
-    assert re.fullmatch('"name": "é( and)?"', tokenizer.detokenize(tokens))
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "ranks", "vocabulary"])
-def test_sentencepiece_and_tiktoken_follow_the_grammar(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece", "ranks", "vocabulary"])
+def test_every_tokenizer_follows_the_grammar(kind: str, tmp_path: Path) -> None:
     """Tokens drawn from the masks decode to a text of the grammar."""
     tokenizer: Any
-    if kind == "sentencepiece":
+    if kind == "bpe":
+        words = ['{"name": "é日 the and", "age": 12}'] * 20
+        tokenizer = train_bpe(words, 300, tmp_path / "t.json")
+    elif kind == "sentencepiece":
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["the name of the age", '{"name": "a thing", "age": 1}'] * 20),
             model_prefix=str(tmp_path / "t"),
@@ -286,30 +227,9 @@ def test_sentencepiece_and_tiktoken_follow_the_grammar(kind: str, tmp_path: Path
     assert all(re.fullmatch(r'\{"name": "é日 (the|and)? 123"\}', text) for text in texts)
     forced = grammars.mask(grammar).forced([])
     assert tokenizer.detokenize(forced).startswith('{"name": "é')
-    assert len(tokenizer.token_bytes()) == size
-    assert tokenizer.token_bytes()[end] is None
-
-
-def test_model_without_stop_token_refuses_grammars() -> None:
-    assert grammars_of(ByteTokenizer(), [], END + 1) is None
-    with served(stop_tokens=[]) as server:
-        response = server.post("/v1/completions", prompt="a", structured_outputs={"regex": "a"})
-        assert response.status_code == 400
-
-
-def test_openai_client_receives_a_strict_schema(server: Served, client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="next-byte",
-        messages=[{"role": "user", "content": "hi"}],
-        logit_bias=CLOSING_BIAS,
-        seed=2,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "person", "strict": True, "schema": PERSON},
-        },
-    )
-    assert is_person(answer.choices[0].message.content or "")
-    until(lambda: server.engine.unfinished == 0)
+    if kind != "bpe":
+        assert len(tokenizer.token_bytes()) == size
+        assert tokenizer.token_bytes()[end] is None
 
 
 def test_reasoning_limit_does_not_shorten_the_answer() -> None:

@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import http.client
-import importlib.util
 import json
 import logging
 import random
 import re
 import socket
 import string
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,32 +43,12 @@ FIELD_VALUES: dict[str, Sequence[Any]] = {
     "arguments": ["{}", "{"],
     "role": ["user", "assistant", "system", "tool"],
 }
-UNUSUAL_TEXTS = [
-    "",
-    "\0",
-    "\ud800",
-    "é\u2028",
-    "\U0001f600" * 9,
-    "a" * 3000,
-    "{{ 7 * 7 }}",
-    "../%2e",
-]
+UNUSUAL_TEXTS = ["", "\0", "\ud800", "é\u2028", "\U0001f600" * 9, "a" * 3000, "{{ 7 * 7 }}"]
+UNUSUAL_TEXTS += ["../%2e"]
 UNUSUAL_NUMBERS = [0, -1, 1 << 31, 1 << 63, -(1 << 80), 10**400, 1e308, -0.0, 1.5]
 UNUSUAL_NUMBERS += [float("nan"), float("inf")]
-UNUSUAL_VALUES = [
-    *UNUSUAL_TEXTS,
-    *UNUSUAL_NUMBERS,
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [{}],
-    {"": 1},
-    [None],
-    "1",
-]
+UNUSUAL_VALUES = [*UNUSUAL_TEXTS, *UNUSUAL_NUMBERS, None, True, False, [], {}, [[]], [{}]]
+UNUSUAL_VALUES += [{"": 1}, [None], "1"]
 UNUSUAL_HEADERS = [
     b"content-type: text/plain",
     b"content-type: application/json; charset=utf-16",
@@ -293,7 +269,7 @@ class Malformed:
                 return response, response.read().decode()
         return None
 
-    def check_one(self) -> int | None:
+    def check_request(self) -> int | None:
         """Send a request, check the answer and return its status, None if there was none."""
         path, sent, ends_early = self.request()
         answered = self.answer(sent, ends_early)
@@ -345,7 +321,7 @@ def test_random_malformed_requests_are_answered(
         expected = server.post("/v1/completions", **VALID).json()["choices"]
         statuses: Counter[int | None] = Counter()
         for number in range(count):
-            statuses[malformed.check_one()] += 1
+            statuses[malformed.check_request()] += 1
             if number % 100 == 99:
                 assert server.post("/v1/completions", **VALID).json()["choices"] == expected
         until(lambda: server.engine.unfinished == 0)
@@ -358,47 +334,3 @@ def test_random_malformed_requests_are_answered(
         assert statuses[400] > count / 3, statuses
         assert statuses[200] > count / 50, statuses
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
-
-
-@pytest.mark.slow(seconds=120)
-@pytest.mark.skipif(
-    importlib.util.find_spec("schemathesis") is None, reason="pip install schemathesis"
-)
-def test_schemathesis_requests_cause_no_server_error(tmp_path: Path) -> None:
-    """Schemathesis' exit code also reports its own limitations, so check the server's answers."""
-    with served(
-        embedder=ConstantEmbedder(),
-        no_embeddings=None,
-        max_length=100,
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as server:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-        command += [
-            "--checks",
-            "not_a_server_error",
-            "--phases",
-            "coverage,fuzzing",
-            "--max-examples",
-            "10",
-        ]
-        command += [
-            "--seed",
-            "1",
-            "--generation-database",
-            "none",
-            "--request-timeout",
-            "30",
-            "--no-color",
-        ]
-        # Schemathesis writes its cache into the working folder.
-        completed = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert "Schema Error" not in completed.stdout
-        assert "Server error" not in completed.stdout, completed.stdout
-        counted = server.http.get("/metrics").text
-        answers = re.findall(r'http_responses_total\{status="(\d+)"\} ([0-9.]+)', counted)
-        assert sum(float(count) for _, count in answers) > 500, completed.stdout + completed.stderr
-        assert not [status for status, _ in answers if status >= "500"], completed.stdout
-        until(lambda: server.engine.unfinished == 0)
-        assert server.post("/v1/completions", **VALID).status_code == 200

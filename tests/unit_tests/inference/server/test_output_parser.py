@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.cli.tokenizers import ByteTokenizer
-from megatron.core.inference import TextStream
 from megatron.inference.serve import Service
 from megatron.inference.server.tool_parsers.char_reader import CharReader
 from megatron.inference.server.tool_parsers.formats import (
@@ -118,24 +117,6 @@ def test_every_split_of_an_answer_parses_the_same(name: str) -> None:
     assert parse(name, text) == PARSED
     for cut in range(len(text)):
         assert parse(name, [text[:cut], text[cut:]]) == PARSED, cut
-
-
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_split_of_an_answers_bytes_parses_the_same(name: str) -> None:
-    """Marks and multi-byte characters are split, as a model's tokens split them."""
-    tokenizer = ByteTokenizer()
-    tokens = tokenizer.tokenize(ANSWERS[name])
-
-    def chunks(*cuts: int) -> Iterable[str]:
-        stream = TextStream(tokenizer.detokenize)
-        bounds = [0, *cuts, len(tokens)]
-        for start, end in itertools.pairwise(bounds):
-            yield stream.push(tokens[start:end], finished=end == len(tokens))
-
-    assert parse(name, chunks(*range(1, len(tokens)))) == PARSED
-    source = random.Random(1)
-    for cut in source.sample(range(len(tokens)), 40):
-        assert parse(name, chunks(cut)) == PARSED
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -274,6 +255,10 @@ def test_arguments_keep_their_values_and_types(name: str) -> None:
         ("inf", "number", "inf"),
         ("7.5", "integer", "7.5"),
         ("'3'", None, "'3'"),
+        ('"3"', None, "3"),
+        ('"3"', "integer", '"3"'),
+        ("3", None, 3),
+        ("NaN", None, "NaN"),
         ("{1: 'a', None: 'b',}", "object", {"1": "a", "null": "b"}),
         ("('a', \"b\")", "array", ["a", "b"]),
         (r"['\'\x41\u00e9\101\d\\', '\U0001f999']", "array", ["'AéA\\d\\", "🦙"]),
@@ -333,18 +318,6 @@ def test_next_parameter_ends_a_parameter_without_end_mark() -> None:
     }
 
 
-def test_truncated_arguments_stay_open() -> None:
-    """A closed value would make a client act on half of it."""
-    text = (
-        "<tool_call><function=weather><parameter=days>\n3\n</parameter><parameter=city>\nrm -rf /"
-    )
-    for cut_off in (True, False):
-        parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
-        segments = parser.push(text, finished=True, cut_off=cut_off)
-        arguments = "".join(segment.text for segment in segments if segment.kind == "arguments")
-        assert arguments == '{"days": 3, "city": "rm -rf /' + ("" if cut_off else '"}')
-
-
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_truncated_call_leaves_no_text(name: str) -> None:
     """Wherever the answer ends, the marks of a call that has begun are not text."""
@@ -377,7 +350,9 @@ SECTIONS = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("unknown", [(0,), (1,), (2,), (0, 1), (0, 2)])
-def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, unknown: Sequence[int]) -> None:
+def test_tool_calls_next_to_an_unknown_tool_are_parsed(
+    name: str, unknown: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Some of a section's three calls name unknown tools: the others are parsed, none is text."""
     begin, separator, end = SECTIONS[name]
     valid = UNKNOWN[name].replace("other", "now")
@@ -390,12 +365,7 @@ def test_tool_calls_next_to_an_unknown_tool_are_parsed(name: str, unknown: Seque
             3 - len(unknown)
         )
         assert {segment.text for segment in calls if segment.kind == "call"} == {"now"}
-
-
-def test_unknown_call_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    parse("nemotron", [f'<TOOLCALL>[{UNKNOWN["nemotron"]}, {{"name": "now", "arguments": {{}}}}]'])
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 @pytest.mark.parametrize("name", ["hermes", "nemotron"])
@@ -417,14 +387,29 @@ def test_members_after_the_arguments_are_not_text() -> None:
     assert segments[2:] == [OutputSegment("end"), OutputSegment("text", "Yes")]
 
 
-def test_json_answer_is_streamed_incrementally() -> None:
-    """An answer may begin with a call; an object that cannot be a call is streamed early."""
-    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
-    assert parser.push('{"result": [') == [OutputSegment("text", '{"result": [')]
-    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["llama3_json"]), TOOLS)
-    assert parser.push('{"name": "Ann", "age": 3') == [
-        OutputSegment("text", '{"name": "Ann", "age": 3')
-    ]
+@pytest.mark.parametrize(
+    ("name", "written", "segments"),
+    [
+        # An answer may begin with a call; an object that cannot be a call is not held back.
+        ("llama3_json", '{"result": [', [("text", '{"result": [')]),
+        ("llama3_json", '{"name": "Ann", "age": 3', [("text", '{"name": "Ann", "age": 3')]),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {"a": "lon',
+            [("call", "now"), ("arguments", '{"a": "lon')],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=weather><parameter=city>\nlon",
+            [("call", "weather"), ("arguments", '{"city": "lon')],
+        ),
+    ],
+)
+def test_unfinished_answer_is_streamed(
+    name: str, written: str, segments: list[tuple[str, str]]
+) -> None:
+    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS[name]), TOOLS)
+    assert parser.push(written) == [OutputSegment(*segment) for segment in segments]
 
 
 @pytest.mark.parametrize(
@@ -457,19 +442,6 @@ def test_parser_steps_grow_linearly_with_the_text(
     assert steps[1] <= 8 * 400 * len(unit)
 
 
-def test_arguments_are_streamed_before_their_call_ends() -> None:
-    formats = AnswerFormats(tools=TOOL_FORMATS["hermes"])
-    parser = OutputParser(formats, TOOLS)
-    segments = parser.push('<tool_call>{"name": "now", "arguments": {"a": "lon')
-    assert segments == [OutputSegment("call", "now"), OutputSegment("arguments", '{"a": "lon')]
-    parser = OutputParser(AnswerFormats(tools=TOOL_FORMATS["qwen3_coder"]), TOOLS)
-    segments = parser.push("<tool_call><function=weather><parameter=city>\nlon")
-    assert segments == [
-        OutputSegment("call", "weather"),
-        OutputSegment("arguments", '{"city": "lon'),
-    ]
-
-
 def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
     for text in ("\nfirst\n</think>\n\nthen", "first</think>then"):
         assert parse("hermes", text, in_reasoning=True) == [
@@ -479,29 +451,6 @@ def test_reasoning_begun_by_the_prompt_is_parsed() -> None:
     assert parse("hermes", "never ends \n", in_reasoning=True) == [
         OutputSegment("reasoning", "never ends")
     ]
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("3", 3),
-        ('"3"', '"3"'),
-        ("NaN", "NaN"),
-        ("[1, {}]", [1, {}]),
-        ("two\nlines\n", "two\nlines\n"),
-        ("é < 3 </param>", "é < 3 </param>"),
-        ("", ""),
-    ],
-)
-def test_xml_parameters_have_the_types_of_their_schema(written: str, expected: object) -> None:
-    def parsed_value(key: str) -> object:
-        text = f"<tool_call><function=weather><parameter={key}>\n{written}\n</parameter></function>"
-        segments = parse("qwen3_coder", text)
-        return json.loads("".join(p.text for p in segments if p.kind == "arguments"))[key]
-
-    assert parsed_value("city") == written
-    assert parsed_value("days") == (expected if isinstance(expected, int) else written)
-    assert parsed_value("any") == ("3" if written == '"3"' else expected)
 
 
 def test_text_is_unchanged_without_tools_and_reasoning() -> None:

@@ -17,24 +17,6 @@ from tests.support.http_server import Served
 MAX_TOKENS = 512
 #: Favours closing characters: random tokens of 256 hardly ever close a value.
 CLOSING_BIAS = {str(ord(c)): 8 for c in '"}]'}
-#: JSON Schema keywords that are not annotations and cannot be enforced.
-UNSUPPORTED = (
-    {"not": {"type": "string"}},
-    {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {}},
-    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
-    {"type": "array", "uniqueItems": True},
-    {"type": "array", "contains": {"type": "integer"}},
-    {"type": "array", "contains": {}, "minContains": 1},
-    {"type": "array", "contains": {}, "maxContains": 1},
-    {"type": "array", "unevaluatedItems": False},
-    {"type": "object", "propertyNames": {"minLength": 2}},
-    {"type": "object", "dependentRequired": {"a": ["b"]}},
-    {"type": "object", "dependentSchemas": {"a": {}}},
-    {"type": "object", "dependencies": {"a": ["b"]}},
-    {"type": "object", "unevaluatedProperties": False},
-    {"$dynamicRef": "#a"},
-    {"type": "string", "format": "nonsense"},
-)
 
 NAMES = st.sampled_from(["a", "b", "name", "é", 'with "quotes"', "x y"])
 SCALARS = st.one_of(
@@ -184,12 +166,3 @@ def test_answers_validate_against_random_schemas(server: Served, count: int) -> 
     assert ends.keys() <= {"stop", "length"}
     assert sum(ends.values()) >= count
     assert ends["stop"] >= 0.9 * sum(ends.values()), ends
-
-
-@pytest.mark.parametrize("schema", UNSUPPORTED, ids=lambda schema: list(schema)[-1])
-def test_keywords_that_cannot_be_enforced_are_refused(
-    server: Served, schema: dict[str, Any]
-) -> None:
-    response = server.post("/v1/completions", prompt="a", structured_outputs={"json": schema})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "structured_outputs"

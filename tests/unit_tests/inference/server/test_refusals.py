@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refused requests of all routes: status 400, the field, the offending value, no engine step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.support.http_server import (
+    ADMIN_KEY,
+    ConstantEmbedder,
+    Served,
+    error_of,
+    served,
+)
+from tests.support.scripted_model import TEMPLATE, Scripted
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+USER = [{"role": "user", "content": "hi"}]
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+ANTHROPIC_TOOL = {"name": "weather", "input_schema": CITY}
+#: Valid bodies; each row of a table changes some fields.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "next-byte", "max_tokens": 300, "messages": USER},
+    "/v1/embeddings": {"input": "a"},
+}
+
+
+def say(content: Any, role: str = "user", **fields: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content, **fields}]
+
+
+Table = dict[str, list[dict[str, Any]]]
+
+#: Fields that no route supports. How the server treats unknown fields is decided by this table. As
+#: in all tables, the error names the first field.
+UNKNOWN_FIELDS: Table = {
+    "/v1/completions": [{"suffix": "x"}, {"best_of": 2}, {"stream_options": {"more": True}}],
+    "/v1/chat/completions": [
+        {"functions": []},
+        {"messages": say("a", name="b")},
+        {"tools": [{**FUNCTION, "more": 1}]},
+    ],
+    "/v1/responses": [
+        {"background": True},
+        {"reasoning": {"effort": "low"}},
+        {"include": []},
+        {"top_logprobs": 2},
+        {"input": say("a", name="b")},
+    ],
+    "/v1/messages": [
+        {"metadata": {"user_id": "a"}},
+        {"tools": [{**ANTHROPIC_TOOL, "cache_control": {}}]},
+    ],
+    "/v1/embeddings": [{"dimensions": 4}],
+}
+
+#: Values of `/v1/completions` outside their range, which the message names.
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("n", 5_000_000),
+    ("n", 0),
+    ("logprobs", 10**9),
+    ("logprobs", -1),
+    ("max_tokens", 10**12),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("temperature", -1),
+    ("temperature", "1"),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("presence_penalty", 3),
+    ("repetition_penalty", 0),
+    ("seed", 1 << 70),
+    ("stop", [""]),
+    ("stop", ["a"] * 17),
+    ("stop", "a" * 257),
+    ("stop_token_ids", [-1]),
+    ("logit_bias", {"97": 200}),
+    ("logit_bias", {"a": 1}),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", ["a"] * 65),
+    ("prompt", {"a": 1}),
+    ("prompt", [1, "a"]),
+    ("prompt", [1 << 40]),
+    ("prompt", [-1]),
+    ("priority", 1 << 40),
+    ("stream", 1),
+]
+
+#: JSON Schema keywords that are not annotations and cannot be enforced.
+UNSUPPORTED = (
+    {"not": {"type": "string"}},
+    {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {}},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"type": "array", "uniqueItems": True},
+    {"type": "array", "contains": {"type": "integer"}},
+    {"type": "array", "contains": {}, "minContains": 1},
+    {"type": "array", "contains": {}, "maxContains": 1},
+    {"type": "array", "unevaluatedItems": False},
+    {"type": "object", "propertyNames": {"minLength": 2}},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "dependentSchemas": {"a": {}}},
+    {"type": "object", "dependencies": {"a": ["b"]}},
+    {"type": "object", "unevaluatedProperties": False},
+    {"$dynamicRef": "#a"},
+    {"type": "string", "format": "nonsense"},
+)
+
+#: Grammars that are invalid, empty, ambiguous or not enforceable.
+GRAMMARS: list[dict[str, Any]] = [
+    {"json": {"type": "strin"}},
+    {"json": {"$ref": "http://127.0.0.1:1/never"}},
+    {"regex": "(a"},
+    {"grammar": 'start: "a" b'},
+    {"choice": ["a"], "regex": "a"},
+    {"regex": ""},
+    {"choice": []},
+    {},
+    *({"json": schema} for schema in UNSUPPORTED),
+]
+
+#: Fields with invalid values, and valid fields that contradict each other.
+INVALID: Table = {
+    "/v1/completions": [
+        *({name: value} for name, value in OUT_OF_RANGE),
+        *({"structured_outputs": grammar} for grammar in GRAMMARS),
+        {"ignore_eos": True, "structured_outputs": {"regex": "a"}},
+        {"stream_options": {"include_usage": True}},
+    ],
+    "/v1/chat/completions": [
+        {"tools": []},
+        {"tools": [FUNCTION, FUNCTION]},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{**FUNCTION, "function": {"name": "a b"}}]},
+        *(
+            {
+                "tools": [{**FUNCTION, "function": {"name": "f", "parameters": parameters}}],
+                "tool_choice": "required",
+            }
+            for parameters in ({"type": "array"}, {"not": {}}, {"properties": {"a": 1}})
+        ),
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [FUNCTION]},
+        {"parallel_tool_calls": False},
+        {"response_format": {"type": "json_object"}, "tools": [FUNCTION]},
+        {"top_logprobs": 2},
+        {"max_tokens": 1, "max_completion_tokens": 1},
+        {"messages": say("", "king")},
+        {"messages": say("a", tool_call_id="1")},
+        {"messages": say("a", "tool")},
+        {"messages": say(None, "assistant")},
+        {"messages": say(None, "assistant", tool_calls=[CALL])},
+        {"messages": say("\ue0f0")},
+        {
+            "structured_outputs": {"regex": "a"},
+            "chat_template_kwargs": {"enable_thinking": True},
+        },
+    ],
+    "/v1/responses": [
+        {"store": True},
+        {"previous_response_id": "resp_1"},
+        {"include": ["message.output_text.logprobs"]},
+        {"input": []},
+        {"input": say([{"type": "input_image"}])},
+        {"input": [{"type": "item_reference", "id": "a"}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tool_choice": "required"},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
+    ],
+    "/v1/messages": [
+        {"max_tokens": None},
+        {"temperature": 2},
+        {"thinking": {"type": "enabled", "budget_tokens": 300}},
+        {"thinking": {"type": "enabled"}},
+        {"thinking": {"type": "disabled", "budget_tokens": 9}},
+        {"messages": say([{"type": "image"}])},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+    ],
+    "/v1/embeddings": [
+        {"input": ""},
+        {"input": [[1], []]},
+        {"encoding_format": "int8"},
+    ],
+}
+
+#: Path, fields of which the error names the first, and the value that the message repeats.
+NAMED_VALUES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": [257]}, "257"),
+    ("/v1/completions", {"prompt": "a" * 5000}, "5000"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 5000}, "5000"),
+    ("/v1/completions", {"logit_bias": {"999": 1}}, "999"),
+    ("/v1/chat/completions", {"messages": say("a" * 5000)}, "5000"),
+    ("/v1/chat/completions", {"messages": say([{"type": "image"}])}, "messages.0.content.0.type"),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"other": 1}}, "other"),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "messages"),
+    ("/v1/messages", {"messages": [*USER, *say("I", "assistant")]}, "assistant"),
+    ("/v1/embeddings", {"input": [9999]}, "9999"),
+    ("/v1/embeddings", {"input": "a" * 5001}, "5001"),
+    ("/v1/embeddings", {"input": "a" * 61}, "--inference-max-tokens"),
+]
+REFUSED = [
+    *(
+        (path, row, "")
+        for t in (UNKNOWN_FIELDS, INVALID)
+        for path, rows in t.items()
+        for row in rows
+    ),
+    *NAMED_VALUES,
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server with everything that a request may ask for."""
+    with served(
+        Scripted(),
+        template={"source": TEMPLATE, "name": "shows all"},
+        template_variables=["enable_thinking"],
+        formats={"tools": "hermes", "reasoning": "qwen3"},
+        embedder=ConstantEmbedder(),
+        no_embeddings=None,
+        admin_key=ADMIN_KEY,
+    ) as running:
+        yield running
+
+
+def refusal(response: httpx.Response, path: str) -> tuple[str, str | None]:
+    """Check status and error shape of a route; return the message and the field it names.
+
+    Anthropic's errors name a field only in the message."""
+    if not path.startswith("/v1/messages"):
+        error = error_of(response)
+        return error["message"], error["param"]
+    body = response.json()
+    assert response.status_code == 400, response.text
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["request_id"] == response.headers["x-request-id"]
+    assert "\n" not in body["error"]["message"]
+    message = body["error"]["message"]
+    return message, re.match(r"\w*", message)[0]
+
+
+@pytest.mark.parametrize(("path", "fields", "value"), REFUSED, ids=lambda value: str(value)[:40])
+def test_refused_field_is_named(
+    server: Served, path: str, fields: dict[str, Any], value: str
+) -> None:
+    steps = server.engine.stats.steps
+    message, param = refusal(server.post(path, **{**BODIES[path], **fields}), path)
+    assert param == next(iter(fields))
+    assert value in message
+    assert server.engine.stats.steps == steps
+    assert server.engine.unfinished == 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_changed_bodies_are_valid_otherwise(server: Served, path: str) -> None:
+    server.model.say("ok")
+    assert server.post(path, **BODIES[path]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("action", "fields"),
+    [
+        ("pause", {"mode": "sideways"}),
+        ("sleep", {"level": 3}),
+        ("profile", {"steps": 0}),
+        ("weights", {}),
+        ("weights", {"load": "x", "address": "y"}),
+    ],
+)
+def test_refused_administration_changes_nothing(
+    server: Served, action: str, fields: dict[str, Any]
+) -> None:
+    assert server.administer(action, **fields).status_code == 400
+    assert not server.engine.paused
+    assert not server.engine.asleep
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"nothing", None),
+        (b"[]", None),
+        (b"17", None),
+        (b'{"prompt": "\xff"}', None),
+        (b'{"prompt": ' + b"[" * 40_000, None),
+        (b'{"prompt": 1e999}', "prompt"),
+        (b'{"prompt": "\\ud800"}', None),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "prompt": 5}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"7": 1, "8": 1, "7": 1}}', "7"),
+        (b'{"prompt": "a", "structured_outputs": {"json": {"a": [{"b": 1, "\\u0062": 2}]}}}', "b"),
+        (b'{"prompt": "a", "\\ud800": 1, "\\ud800": 1}', "?"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_invalid_json_and_duplicate_keys_are_refused(
+    server: Served, body: bytes, param: str | None
+) -> None:
+    error = error_of(server.http.post("/v1/completions", content=body))
+    assert error["param"] == param
+    assert param is None or param in error["message"]
+
+
+CALLED = say(None, "assistant", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{}"}}])
+HERMES = {"formats": {"tools": "hermes", "reasoning": None}}
+QWEN = {"formats": {"tools": None, "reasoning": "qwen3"}}
+REGEX = {"structured_outputs": {"regex": "a"}}
+NO_STOP: dict[str, Any] = {"stop_tokens": []}
+BUDGET = {"thinking": {"type": "enabled", "budget_tokens": 20}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "fields", "param", "text"),
+    [
+        ({}, "/v1/chat/completions", {"tools": [FUNCTION]}, "tools", ""),
+        ({}, "/v1/chat/completions", {"messages": CALLED}, "messages", ""),
+        # The chatml template has no tools.
+        (HERMES, "/v1/chat/completions", {"tools": [FUNCTION]}, "tools", ""),
+        ({"template": None}, "/v1/chat/completions", {}, None, "template"),
+        ({"max_outputs": 8}, "/v1/completions", {"n": 9}, "n", "8"),
+        ({"no_embeddings": "because"}, "/v1/embeddings", {}, None, "because"),
+        (NO_STOP, "/v1/completions", REGEX, "structured_outputs", "stop token"),
+        ({}, "/v1/messages", BUDGET, "thinking", "--reasoning-parser"),
+        ({**NO_STOP, **QWEN}, "/v1/messages", BUDGET, "thinking", "stop token"),
+    ],
+)
+def test_server_without_a_feature_refuses_its_fields(
+    changes: dict[str, Any], path: str, fields: dict[str, Any], param: str | None, text: str
+) -> None:
+    with served(**changes) as server:
+        message, named = refusal(server.post(path, **{**BODIES[path], **fields}), path)
+    assert named == param
+    assert text in message

@@ -48,52 +48,6 @@ def test_lr_schedule_agrees_in_samples_and_iterations(flags):
     assert resolve(small_config(f"{flags} {wsd}"), 1).wsd_decay_samples == consumed[9] - consumed[5]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (f"{STEPS} --global-batch-size 12", "--global-batch-size 12"),
-        (f"{STEPS} --global-batch-size 18 --rampup-batch-size 6 6 9", "--rampup-batch-size"),
-        ("--step-batch-size-schedule 20:6", "--step-batch-size-schedule 20:6"),
-        ("--step-batch-size-schedule 0:6 200:12 100:18", "ascend"),
-        ("--step-batch-size-schedule 0:6 19:12", "ascend"),  # both in the first sample
-        ("--step-batch-size-schedule 0:6 40", "40 is not"),
-        ("--step-batch-size-schedule 0:6 1Q:12", "1Q:12"),
-        ("--step-batch-size-schedule 0:0", "batch size of 0"),
-        ("--step-batch-size-schedule 0:6.5", "6.5"),
-        ("--rampup-batch-size 6 6 30", "--global-batch-size"),
-        ("--global-batch-size 18 --rampup-batch-size 6 6", "START INCREMENT SAMPLES"),
-        ("--global-batch-size 18 --rampup-batch-size 6 0 30", "START INCREMENT SAMPLES"),
-        ("--global-batch-size 18 --rampup-batch-size 6 5 30", "--global-batch-size 18"),
-        ("--global-batch-size 18 --rampup-batch-size 24 6 30", "--global-batch-size 18"),
-        ("--eval-global-batch-size 0", "--eval-global-batch-size"),
-    ],
-)
-def test_invalid_batch_size_schedule_is_refused(options, expected):
-    with pytest.raises(ValueError, match=expected):
-        small_config(options)
-
-
-@pytest.mark.parametrize(
-    ("options", "world", "expected"),
-    [
-        ("--step-batch-size-schedule 0:6 240:15", 2, "--step-batch-size-schedule 15"),
-        ("--global-batch-size 18 --rampup-batch-size 9 9 30", 2, "--rampup-batch-size 9"),
-        ("--global-batch-size 12 --eval-global-batch-size 9", 2, "--eval-global-batch-size 9"),
-        ("--global-batch-size 12 --eval-micro-batch-size 4", 2, "--eval-micro-batch-size 4"),
-        (f"{STEPS} --cuda-graph-impl full_iteration", 1, "--step-batch-size-schedule"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved "
-            "--num-virtual-stages-per-pipeline-rank 2 --step-batch-size-schedule 0:3 240:6 "
-            "--microbatch-group-size-per-virtual-pipeline-stage 2",
-            2,
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-        ),
-    ],
-)
-def test_batch_size_that_does_not_fit_the_layout_is_reported(options, world, expected):
-    assert any(expected in problem for problem in check(small_config(options), world))
-
-
 def test_eval_batch_defaults_to_the_final_training_batch():
     run = resolve(small_config(f"{STEPS} --eval-micro-batch-size 9"), 1)
     evaluation = run.evaluation

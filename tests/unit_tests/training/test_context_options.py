@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.context_parallel.sequence_sharding import documents_of
 from megatron.core.datasets import GPTBatch
-from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend
@@ -32,102 +29,6 @@ from tests.unit_tests.training.small_config import small_config
 CP, TP = "--context-parallel-size", "--tensor-model-parallel-size"
 
 
-@pytest.mark.parametrize(
-    ("flags", "world", "problem"),
-    [
-        (
-            f"{CP} 3 --seq-length 24",
-            4,
-            f"{CP} 3 does not divide the world of 4 processes: start a multiple of 3 processes or "
-            "lower it",
-        ),
-        (
-            f"{CP} 2 {TP} 2 --pipeline-model-parallel-size 2",
-            4,
-            f"{TP} 2 x {CP} 2 x --pipeline-model-parallel-size 2 = 8 does not divide the world of "
-            "4 processes: start a multiple of 8 processes or lower it",
-        ),
-        (
-            f"{CP} 4",
-            4,
-            f"--seq-length 20 is not a multiple of 2 x {CP} 4 = 8, two chunks of each sample for "
-            "every rank: use 24, for example",
-        ),
-        (
-            f"{CP} 2 {TP} 3 --sequence-parallel",
-            6,
-            f"--seq-length 20 is not a multiple of {TP} 3 x {CP} 2, which --sequence-parallel "
-            "needs: change one",
-        ),
-        (
-            f"{CP} 4 --seq-length 24 --cp-comm-type a2a",
-            4,
-            f"--cp-comm-type a2a: 6 heads do not divide over {CP} 4: use --cp-comm-type p2p",
-        ),
-        (
-            f"{CP} 2 {TP} 2 --cp-comm-type a2a",
-            4,
-            "--cp-comm-type a2a: 3 heads on each of 2 tensor parallel ranks do not divide over "
-            f"{CP} 2: use --cp-comm-type p2p",
-        ),
-        (
-            f"{CP} 4 --seq-length 24 --num-attention-heads 12 --cp-comm-type a2a "
-            "--group-query-attention --num-query-groups 3",
-            4,
-            f"--cp-comm-type a2a: 3 query groups do not divide over {CP} 4: use --cp-comm-type p2p",
-        ),
-        (
-            "--cp-comm-type p2p",
-            2,
-            f"--cp-comm-type has no effect without {CP} above 1: add that",
-        ),
-        (
-            "--context-parallel-cut row --reset-attention-mask",
-            2,
-            f"--context-parallel-cut has no effect without {CP} above 1: add that",
-        ),
-        (
-            f"{CP} 2 --context-parallel-cut documents",
-            2,
-            "--context-parallel-cut has no effect without --reset-attention-mask or --sft: add "
-            "that",
-        ),
-        (
-            f"{CP} 2 --attention-backend reference",
-            2,
-            f"--attention-backend reference has no effect with {CP} 2, which uses the kernel of "
-            "its device: leave it at auto",
-        ),
-        (
-            f"{CP} 2 --cuda-graph-impl full_iteration --reset-attention-mask",
-            2,
-            f"{CP} 2 with --reset-attention-mask attends block by block at document boundaries, "
-            "with other blocks in every step: drop it or --cuda-graph-impl full_iteration",
-        ),
-    ],
-)
-def test_invalid_context_parallel_sizes_are_reported(flags: str, world: int, problem: str):
-    assert check(small_config(flags), world) == [problem]
-
-
-@pytest.mark.parametrize("flag", [f"{CP} 0", "--window-size 0", "--window-size -1"])
-def test_sizes_must_be_above_zero(flag):
-    with pytest.raises(ValueError, match=f"{flag.split()[0]} is .*: it must be above 0"):
-        small_config(flag)
-
-
-def test_all_problems_are_reported_together():
-    flags = f"{CP} 4 --cp-comm-type a2a --attention-backend triton --attention-dropout 0"
-    problems = check(small_config(flags), 6)
-    assert [problem.split(":")[0].split(" is ")[0].split(" does ")[0] for problem in problems] == [
-        f"{CP} 4",
-        "--seq-length 20",
-        f"--attention-backend triton has no effect with {CP} 4, which uses the kernel of its "
-        "device",
-        "--cp-comm-type a2a",
-    ]
-
-
 def test_context_parallel_ranks_are_not_data_parallel_ranks():
     run = resolve(small_config(f"{CP} 2 {TP} 2 --global-batch-size 12"), 8)
     assert (run.data_parallel_size, run.num_microbatches) == (2, 2)
@@ -135,25 +36,6 @@ def test_context_parallel_ranks_are_not_data_parallel_ranks():
     assert backend(run.config).context_engine == "auto"
     chosen = resolve(small_config(f"{CP} 2 --cp-comm-type allgather"), 2).config
     assert backend(chosen).context_engine == "all_gather"
-
-
-def test_a_window_and_sinks_reach_the_model():
-    run = resolve(small_config("--window-size 7 --softmax-type learnable"), 1)
-    attention = gpt_config(run.config, 61).attention
-    assert (attention.window, attention.sinks) == (7, True)
-    plain = gpt_config(resolve(small_config(), 1).config, 61).attention
-    assert (plain.window, plain.sinks) == (None, False)
-
-
-def test_options_are_checked_without_torch():
-    program = (
-        "import sys\n"
-        "from megatron.training.config.check import check\n"
-        "from tests.unit_tests.training.small_config import small_config\n"
-        f"assert check(small_config('{CP} 3 --cp-comm-type a2a'), 3)\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_log_names_context_engine_and_reason():
@@ -333,11 +215,3 @@ def test_window_reduces_counted_flops():
     two_rows = dataclasses.replace(batch(True))
     assert squared_lengths(two_rows, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
     assert squared_lengths(two_rows) == 144 + 25 + 49
-
-
-def test_instances_shard_over_context_parallel_ranks():
-    flags = "--num-distributed-optimizer-instances 2 --seq-length 32"
-    flags += " --data-parallel-sharding-strategy optim_grads_params"
-    problems = check(small_config(flags), 2)
-    assert any("nothing is sharded" in problem for problem in problems)
-    assert check(small_config(f"{flags} --context-parallel-size 2"), 4) == []

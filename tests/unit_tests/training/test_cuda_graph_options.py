@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 
 from megatron.training import session
-from megatron.training.config.check import check
 from megatron.training.core_configs import data_parallel_config, early_gather
 from tests.functional_tests.small_run import flags, losses, run_in_process, write_tokens
 from tests.support.device_products import products_of_a_gpu
@@ -18,34 +17,6 @@ from tests.unit_tests.training.small_config import small_config
 
 GRAPH = "--cuda-graph-impl full_iteration"
 CUT = "--data-parallel-sharding-strategy optim_grads_params"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (f"{GRAPH} --device cpu", "full_iteration needs a GPU: drop it or --device cpu"),
-        (f"{GRAPH} {CUT} --check-weight-gather", "--check-weight-gather compares the order of"),
-        (f"{GRAPH} --check-collectives", "--check-collectives does not see the collectives"),
-        (f"{GRAPH} --log-straggler", "--log-straggler does not see how long"),
-        (f"{GRAPH} --cuda-graph-warmup-steps 10", "10 is not below --train-iters 10, so that"),
-        ("--cuda-graph-warmup-steps 4", "has no effect without --cuda-graph-impl full_iteration"),
-    ],
-)
-def test_each_problem_is_reported_once(flags, message):
-    problems = check(small_config(flags), 2)
-    assert len(problems) == 1, problems
-    assert message in problems[0]
-
-
-def test_all_problems_are_reported_together():
-    flags = f"{GRAPH} {CUT} --device cpu --check-weight-gather --check-collectives --log-straggler"
-    assert len(check(small_config(f"{flags} --cuda-graph-warmup-steps 11"), 2)) == 5
-    assert check(small_config(f"{GRAPH} {CUT} --overlap-param-gather"), 2) == []
-
-
-def test_zero_warmup_steps_are_refused():
-    with pytest.raises(ValueError, match="--cuda-graph-warmup-steps is 0: it must be above 0"):
-        small_config(f"{GRAPH} --cuda-graph-warmup-steps 0")
 
 
 @pytest.mark.parametrize(

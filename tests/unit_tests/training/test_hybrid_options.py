@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,6 @@ from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
 from megatron.training.startup_report.layers import parameters
 from megatron.training.startup_report.parallelism import context_line, linear_lines
 from tests.support.arguments import last_wins
-from tests.unit_tests.training.small_config import small_config
 
 PATTERN = "--hybrid-layer-pattern"
 PP, CP, TP = (f"--{kind}-parallel-size" for kind in ("pipeline-model", "context", "tensor-model"))
@@ -163,123 +160,6 @@ def test_linear_cp_mode_reaches_the_layers():
 # --- refused combinations -------------------------------------------------------------------------
 
 HEADS = "--num-attention-heads"
-REFUSED = [
-    (
-        f"{PATTERN} G-x- {DELTA}",
-        1,
-        "--hybrid-layer-pattern: .*'x' at 3 is unknown: use '\\*' \\(att",
-    ),
-    (f"{PATTERN} GD {DELTA}", 1, "'D' at 2 would be sparse attention, which is not supported"),
-    (f"{PATTERN} *-+- {HEADS} 6", 1, "has both '\\*' and '\\+'"),
-    (f"{PATTERN} G-/*|- {DELTA} {HEADS} 6", 1, "before the first '/'"),
-    (f"{PATTERN} G-*- {DELTA}", 1, "^missing --num-attention-heads: give it$"),
-    (
-        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --num-layers 3",
-        1,
-        "--num-layers 3 .* has 4 blocks, differ",
-    ),
-    (f"{PATTERN} *-*- {HEADS} 6 --num-layers 3", 1, "must be '\\*-' for each of the 3 layers"),
-    (
-        f"{PATTERN} G- {DELTA} {HEADS} 6",
-        1,
-        f"{HEADS} 6 has no effect: {PATTERN} G- has no attention",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} --position-embedding-type rope",
-        1,
-        "rope needs attention, .*: use none",
-    ),
-    (
-        f"{PATTERN} G-+- {DELTA} {HEADS} 6",
-        1,
-        "has '\\+': add --multi-latent-attention, or write '\\*'",
-    ),
-    (
-        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --multi-latent-attention --disable-bias-linear "
-        "--position-embedding-type rope --qk-layernorm",
-        1,
-        "has '\\*' and --multi-latent-attention is given: write '\\+' for it",
-    ),
-    (f"{PATTERN} GE {DELTA}", 1, "has layers with experts: give --num-experts"),
-    (
-        f"{PATTERN} GE {DELTA} --num-experts 4 --disable-bias-linear --moe-layer-freq 1",
-        1,
-        f"--moe-layer-freq has no effect with {PATTERN} GE: drop it",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} --num-experts 4 --disable-bias-linear",
-        1,
-        "--num-experts 4: no layer has experts",
-    ),
-    (f"{PATTERN} G- {DELTA} --mtp-num-layers 1", 1, "write the blocks of each depth after a '/'"),
-    (
-        f"{PATTERN} G-/G-/G- {DELTA} --mtp-num-layers 1",
-        1,
-        "--mtp-num-layers 1 and .* has 2 parts after '/', differ: drop --mtp-num-layers",
-    ),
-    (
-        f"{PATTERN} M- --mamba-head-dim 36",
-        1,
-        "--mamba-head-dim 36 does not divide 2 x --hidden-size",
-    ),
-    (f"{PATTERN} M- {MAMBA} --linear-key-head-dim 8", 1, "has no effect without G in"),
-    (
-        f"{PATTERN} G- {DELTA} --no-mamba-conv-bias",
-        1,
-        "--no-mamba-conv-bias has no effect without M",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} --linear-cp-mode segments",
-        1,
-        "without --context-parallel-size above 1",
-    ),
-    (
-        f"{PATTERN} G-*- {DELTA} {HEADS} 6 --rotary-base 5000",
-        1,
-        "--rotary-base has no effect without",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} {TP} 4 --ffn-hidden-size 64",
-        4,
-        "gated delta net: linear-num-key-heads 2",
-    ),
-    (
-        f"{PATTERN} G- {DELTA} {CP} 2 --linear-cp-mode headwise {TP} 2",
-        4,
-        "1 key heads of a rank do not divide over 2 context parallel ranks: use segments",
-    ),
-    (f"{PATTERN} G-|M- {DELTA} {MAMBA}", 1, f"has no effect without {PP} above 1"),
-    (
-        f"{PATTERN} G-M {DELTA} {MAMBA} {PP} 2",
-        2,
-        "3 blocks do not divide over 2 virtual pipeline sta",
-    ),
-    (f"{PATTERN} G-|M| {DELTA} {MAMBA} {PP} 2", 2, "has 3 stages for 2 pipeline ranks"),
-    (
-        f"{PATTERN} G-|M- {DELTA} {MAMBA} {PP} 2 --decoder-first-pipeline-num-layers 1",
-        2,
-        "--decoder-first-pipeline-num-layers 1 has no effect with --hybrid-layer-pattern G-|M-",
-    ),
-    (
-        f"{PATTERN} G-M- {DELTA} {MAMBA} {PP} 2 --pipeline-model-parallel-layout Ett|ttL",
-        2,
-        "a layout describes a GPT's layers: split --hybrid-layer-pattern by '|' instead",
-    ),
-    (
-        f"{PATTERN} G-M- {DELTA} {MAMBA} --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 3",
-        1,
-        "--recompute-num-layers 3 is above the model's 2 layers",
-    ),
-    ("--num-layers 2 --num-attention-heads 6", 1, f"missing {PATTERN}: give it, as in G-G-G-"),
-]
-
-
-@pytest.mark.parametrize(("flags", "world", "message"), REFUSED)
-def test_each_problem_is_reported_once(flags, world, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        hybrid_run(flags, world)
-    assert "; " not in str(caught.value)
 
 
 def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
@@ -292,28 +172,6 @@ def test_pretrain_gpt_sends_other_patterns_to_pretrain_hybrid():
     with pytest.raises(ValueError, match=r"start python -m \S+$") as caught:
         read_run(f"{RUN_FLAGS} {PATTERN} G- {DELTA}".split(), Launch(), program=PRETRAIN_GPT)
     assert "; " not in str(caught.value), "default positions are reported as a second problem"
-
-
-def test_invalid_hybrid_sizes_are_refused():
-    for flags, message in (
-        ("--linear-num-key-heads 0", "--linear-num-key-heads is 0: it must be above 0"),
-        ("--mamba-state-dim -1", "must be above 0"),
-        ("--mamba-dt-limit 0.2 0.1", "--mamba-dt-limit 0.2 0.1: give the least dt, from 0 up"),
-        ("--mamba-dt-limit 1 2 3", "and optionally the largest"),
-        ("--swiglu --squared-relu", "--swiglu and --squared-relu are mutually exclusive: keep one"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            small_config(flags)
-
-
-def test_hybrid_options_are_checked_without_torch():
-    code = (
-        "import sys; from megatron.training.config.check import check; "
-        "from tests.unit_tests.training.small_config import small_config; "
-        f"errors = check(small_config('{PATTERN} G-M* --num-layers 4 {DELTA} {MAMBA}'), 1); "
-        "assert errors == [], errors; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # --- context parallelism and documents ------------------------------------------------------------

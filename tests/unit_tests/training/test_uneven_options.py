@@ -14,42 +14,6 @@ UNEVEN = "--allow-uneven-batch"
 EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
-@pytest.mark.parametrize(
-    ("options", "world", "problem"),
-    [
-        (
-            "--micro-batch-size 2 --global-batch-size 8",
-            3,
-            "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x data parallel size "
-            "3 = 6: use 6, for example, or --allow-uneven-batch",
-        ),
-        (f"--micro-batch-size 2 --global-batch-size 8 {UNEVEN}", 3, None),
-        (f"--micro-batch-size 2 --global-batch-size 7 {UNEVEN}", 4, None),
-        (
-            f"--micro-batch-size 2 --global-batch-size 7 {UNEVEN}",
-            5,
-            "--global-batch-size 7 is 4 microbatches of 2, fewer than data parallel size 5: start "
-            "fewer processes, or lower --micro-batch-size",
-        ),
-        (f"--micro-batch-size 2 --global-batch-size 10 {EXPERTS} {UNEVEN}", 3, None),
-        (
-            f"--micro-batch-size 2 --global-batch-size 9 {EXPERTS} {UNEVEN}",
-            3,
-            "--global-batch-size 9 is not a multiple of --micro-batch-size 2, which --num-experts "
-            "requires even with --allow-uneven-batch: change one",
-        ),
-        (
-            f"--tensor-model-parallel-size 2 --global-batch-size 12 {UNEVEN}",
-            3,
-            "--tensor-model-parallel-size 2 does not divide the world of 3 processes: start a "
-            "multiple of 2 processes or lower it",
-        ),
-    ],
-)
-def test_uneven_batch_is_accepted_only_by_option(options, world, problem):
-    assert check(small_config(options), world) == ([] if problem is None else [problem])
-
-
 def test_stages_run_the_same_number_of_microbatches():
     options = (
         "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved "

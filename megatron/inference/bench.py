@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.core.inference import Engine, EngineRequest
+    from megatron.core.inference.request_state import SchedulerStats
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler_output import SchedulerStats
     from megatron.core.process_groups import Group
 
 PROG = "python -m megatron.inference.bench"

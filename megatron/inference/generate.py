@@ -35,8 +35,8 @@ from megatron.inference.config import start_facts
 from megatron.inference.generate_config import GenerateConfig, parse_arguments, read_prompts
 
 if TYPE_CHECKING:
+    from megatron.core.inference.request_state import SchedulerStats
     from megatron.core.inference.router import Replicas
-    from megatron.core.inference.scheduler_output import SchedulerStats
     from megatron.inference.checkpoint_model import CheckpointModel
     from megatron.inference.llm import LLM, TextDelta, TextOutput, TextParams
 

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
     TensorParallelRegion,
 )
 from megatron.core.weight_gather import RowRuns, WeightHandle, WeightStore, grouped_linear
+from megatron.core.weight_gather.handle import call_with_stored
 
 #: Maps x and the handles of its weight (and bias) to norm(x), or with a residual to (norm(x +
 #: residual), the sum).
@@ -54,23 +55,11 @@ class StepState(Protocol):
 
 
 def _local_rms_norm(**settings: float | bool) -> NormFunction:
-    return partial(_local_norm, partial(normalise, RMS_NORM, **settings))
+    return partial(call_with_stored, partial(normalise, RMS_NORM, **settings))
 
 
 def _local_layer_norm(**settings: float | bool) -> NormFunction:
-    return partial(_local_norm, partial(layer_norm, **settings))
-
-
-def _local_norm(
-    function: NormFunction,
-    x: torch.Tensor,
-    *handles: WeightHandle,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if torch.is_grad_enabled():
-        return function(x, *(handle.stored() for handle in handles), residual=residual)
-    values = (h.unsharded_param if h.unsharded_param is not None else h.stored() for h in handles)
-    return function(x, *values, residual=residual)
+    return partial(call_with_stored, partial(layer_norm, **settings))
 
 
 def _local_grouped_linear(handle: WeightHandle, num_runs: int, store: WeightStore) -> GroupedLinear:

@@ -16,9 +16,9 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.inference.request_state import SchedulerStats
 from megatron.core.inference.requests import EngineRequest, OutputDelta, RequestError
 from megatron.core.inference.router import Replicas, all_gather_json
-from megatron.core.inference.scheduler_output import SchedulerStats
 from megatron.core.process_groups import Group
 from megatron.inference.server.engine.control import EngineControl
 from megatron.inference.server.engine.link import FrameReader, frame, from_message

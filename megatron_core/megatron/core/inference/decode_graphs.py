@@ -35,7 +35,7 @@ from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.cpu_graph import CaptureError, CpuGraph
 from megatron.core.device import Recorder, pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.scheduler_output import SchedulerOutput, SharedStep
+from megatron.core.inference.request_state import SchedulerOutput, SharedStep
 from megatron.core.ops.paged_attention import PagedBatch
 
 #: Largest CPU graph in tokens. In larger steps the Python overhead is small next to the compute,

@@ -46,7 +46,10 @@ from megatron.core.inference.request_state import (
     DraftLength,
     OutputState,
     PromptScores,
+    SchedulerOutput,
+    SchedulerStats,
     SequenceState,
+    SharedStep,
 )
 from megatron.core.inference.requests import (
     Completion,
@@ -56,7 +59,6 @@ from megatron.core.inference.requests import (
     check_request,
 )
 from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.scheduler_output import SchedulerOutput, SchedulerStats, SharedStep
 from megatron.core.inference.sizes import CacheSizes, EngineConfig
 from megatron.core.inference.stages import PipelineGroups, StageLink
 from megatron.core.process_groups import Group

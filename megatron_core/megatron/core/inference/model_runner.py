@@ -31,10 +31,11 @@ from megatron.core.inference.request_state import (
     OutputState,
     PromptLogprobs,
     SampledSequence,
+    SchedulerOutput,
     SequenceState,
+    SharedStep,
 )
 from megatron.core.inference.sampling import Chosen, Sampled, SampleRow, sample, verified
-from megatron.core.inference.scheduler_output import SchedulerOutput, SharedStep
 from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import ComputedStep, Proposer
 from megatron.core.inference.stages import (

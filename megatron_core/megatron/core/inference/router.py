@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather
-from megatron.core.inference.blocks import hash_blocks
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.kv_cache_manager import hash_blocks
+from megatron.core.inference.request_state import SchedulerStats
 from megatron.core.inference.requests import EngineRequest, OutputDelta
-from megatron.core.inference.scheduler_output import SchedulerStats
 from megatron.core.process_groups import Group
 
 #: Bytes of the first collective of a message; a longer message takes a second collective.

@@ -42,8 +42,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron.core.inference.cache import StateCache
 from megatron.core.inference.kv_cache_manager import KVCacheManager
-from megatron.core.inference.request_state import SequenceState
-from megatron.core.inference.scheduler_output import SchedulerOutput, SchedulerStats
+from megatron.core.inference.request_state import (
+    SchedulerOutput,
+    SchedulerStats,
+    SequenceState,
+)
 
 #: Maps (sequence, largest number of drafts) pairs to the drafts of each sequence. Drafts follow the
 #: sequence's tokens and its pending token.

@@ -33,11 +33,15 @@ from torch import Tensor
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.device import pin
 from megatron.core.inference.cache import PagedCache
-from megatron.core.inference.request_state import DraftContext, SampledSequence, SequenceState
+from megatron.core.inference.request_state import (
+    DraftContext,
+    SampledSequence,
+    SchedulerOutput,
+    SequenceState,
+)
 from megatron.core.inference.requests import EngineRequest, OutputDelta
 from megatron.core.inference.sampling import sample
 from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.scheduler_output import SchedulerOutput
 from megatron.core.inference.sizes import EngineConfig
 
 #: The pipeline stages that compute drafts.

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron.core.comm import Pending, all_reduce
 from megatron.core.comm.point_to_point import P2PMessage, exchange_async
+from megatron.core.inference.request_state import SchedulerOutput
 from megatron.core.inference.sampling import Sampled
-from megatron.core.inference.scheduler_output import SchedulerOutput
 from megatron.core.process_groups import Group, ProcessGroupCollection
 
 

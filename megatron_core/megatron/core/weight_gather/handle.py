@@ -642,6 +642,19 @@ def accumulate_linear_grads(
         bias.accumulate_grad(grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32))
 
 
+def call_with_stored(
+    op: Callable[..., Any], x: torch.Tensor, *handles: WeightHandle, **options: Any
+) -> Any:
+    """Return op(x, *weights) of small weights in their storage dtype, as a norm needs them.
+
+    Without gradients a weight that is always in memory is passed as it is.
+    """
+    if torch.is_grad_enabled():
+        return op(x, *(handle.stored() for handle in handles), **options)
+    weights = (h.stored() if h.unsharded_param is None else h.unsharded_param for h in handles)
+    return op(x, *weights, **options)
+
+
 def _embedding_rows(
     weight: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor | None
 ) -> torch.Tensor:

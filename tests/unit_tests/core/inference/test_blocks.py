@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.core.inference.blocks import BlockPool, hash_blocks
+from megatron.core.inference.kv_cache_manager import BlockPool, hash_blocks
 
 
 def check_pool(pool: BlockPool, rows: list[list[int]], published: dict[bytes, int]) -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from megatron.core.inference.request_state import SequenceState
+from megatron.core.inference.request_state import (
+    SchedulerOutput,
+    SequenceState,
+)
 from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.scheduler_output import SchedulerOutput
 
 
 def row(name: int, priority: int, *, tokens: int = 4, max_length: int = 6) -> SequenceState:

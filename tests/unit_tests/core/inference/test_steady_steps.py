@@ -10,9 +10,11 @@ from dataclasses import asdict
 import pytest
 
 from megatron.core.inference.cache import StateCache
-from megatron.core.inference.request_state import SequenceState
+from megatron.core.inference.request_state import (
+    SchedulerOutput,
+    SequenceState,
+)
 from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.scheduler_output import SchedulerOutput
 
 
 class CountingScheduler(Scheduler):

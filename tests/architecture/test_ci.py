@@ -18,8 +18,6 @@ from tools import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github/workflows"
-JOBS = {"lint", "unit-cpu", "dist-cpu", "functional-cpu", "wheel", "diff-coverage", "gpu"}
-GPU_JOBS = {"unit-gpu", "functional-gpu", "bench-gpu"}
 
 
 def workflow(name: str) -> dict:
@@ -39,29 +37,18 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_pull_requests_run_the_required_jobs() -> None:
-    ci = workflow("ci.yml")
-    assert set(ci["jobs"]) == JOBS | {"required"}
-    assert set(ci["on"]) == {"pull_request", "merge_group", "push"}
-    assert ci["on"]["push"] == {"branches": ["main"]}
-    required = ci["jobs"]["required"]
-    assert set(required["needs"]) == JOBS
-    assert required["if"] == "always()"
-
-
-def test_gpu_jobs_need_the_merge_queue_or_a_label() -> None:
-    """Only setting the label starts a run, so later commits do not run on the GPU machines."""
-    gpu = workflow("gpu.yml")
-    assert set(gpu["on"]) == {"workflow_call"}
-    assert set(gpu["jobs"]) == GPU_JOBS
-    assert all("self-hosted" in job["runs-on"] for job in gpu["jobs"].values())
-    ci, label = workflow("ci.yml"), workflow("gpu-label.yml")
+def test_privileged_jobs_start_only_by_a_maintainer() -> None:
+    """GPU machines run only the merge queue and labelled changes; few tokens may write."""
+    ci, label, drop, release = (
+        workflow(f"{name}.yml") for name in ("ci", "gpu-label", "drop-gpu-label", "release")
+    )
     assert ci["jobs"]["gpu"]["if"] == "github.event_name == 'merge_group'"
-    assert not any("if" in ci["jobs"][name] for name in JOBS - {"gpu"})
     assert label["on"] == {"pull_request": {"types": ["labeled"]}}
     assert label["jobs"]["gpu"]["if"] == "github.event.label.name == 'run-gpu'"
-    for job in (ci["jobs"]["gpu"], label["jobs"]["gpu"]):
-        assert job["uses"] == "./.github/workflows/gpu.yml"
+    assert "synchronize" in drop["on"]["pull_request_target"]["types"]
+    assert not any("uses" in step for step in steps(drop)), "it checks out no code"
+    assert (drop["permissions"], release["permissions"]) == ({}, {"contents": "read"})
+    assert "permissions" not in release["jobs"]["build"]
 
 
 def test_gpu_jobs_fail_without_a_gpu(tmp_path: Path) -> None:
@@ -107,16 +94,6 @@ def test_nightly_covers_every_test_folder() -> None:
         assert len(folders & run) == 1, path
 
 
-def test_new_commits_remove_the_gpu_label() -> None:
-    """The token may write, so the job checks out no code of the pull request."""
-    drop = workflow("drop-gpu-label.yml")
-    assert "synchronize" in drop["on"]["pull_request_target"]["types"]
-    assert drop["permissions"] == {}
-    assert drop["jobs"]["drop"]["permissions"] == {"pull-requests": "write"}
-    assert not any("uses" in step for step in steps(drop))
-    assert any("--remove-label run-gpu" in step["run"] for step in steps(drop))
-
-
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in WORKFLOWS.glob("*.yml")), ids=lambda name: name
 )
@@ -140,6 +117,8 @@ def test_branch_protection_requires_an_existing_job() -> None:
     checks = rules["required_status_checks"]["required_status_checks"]
     jobs = workflow("ci.yml")["jobs"]
     assert [check["context"] for check in checks] == ["required"]
+    assert {"required", *jobs["required"]["needs"]} == set(jobs)
+    assert jobs["required"]["if"] == "always()"
     running = [*jobs.values(), *workflow("gpu.yml")["jobs"].values()]
     slowest = max(job["timeout-minutes"] for job in running if "uses" not in job)
     timeout = rules["merge_queue"]["check_response_timeout_minutes"]
@@ -157,20 +136,6 @@ def test_release_tag_must_match_the_version(tag: str, passes: bool) -> None:
         env=environment, cwd=ROOT, capture_output=True, timeout=60,
     )  # fmt: skip
     assert (process.returncode == 0) == passes, process.stderr
-
-
-def test_only_the_publish_job_may_write() -> None:
-    release = workflow("release.yml")
-    assert release["on"] == {"push": {"tags": ["v*"]}}
-    assert release["permissions"] == {"contents": "read"}
-    assert "permissions" not in release["jobs"]["build"]
-    assert set(release["jobs"]["publish"]["permissions"]) == {
-        "contents",
-        "id-token",
-        "attestations",
-    }
-    attested = [s["uses"].split("@")[0] for s in steps(release) if "attest" in s.get("uses", "")]
-    assert attested == ["actions/attest-build-provenance", "actions/attest-sbom"]
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "gpu.yml", "nightly.yml"])
@@ -199,8 +164,9 @@ def test_workflows_call_existing_targets_with_read_permission(name: str) -> None
     ],
 )
 def test_required_job_fails_if_another_job_fails(event: str, results: dict, passes: bool) -> None:
-    (step,) = workflow("ci.yml")["jobs"]["required"]["steps"]
-    needs = {name: {"result": results.get(name, "success")} for name in JOBS}
+    required = workflow("ci.yml")["jobs"]["required"]
+    (step,) = required["steps"]
+    needs = {name: {"result": results.get(name, "success")} for name in required["needs"]}
     environment = {**os.environ, "NEEDS": json.dumps(needs), "EVENT": event}
     process = subprocess.run(
         ["bash", "-e", "-c", step["run"]], env=environment, capture_output=True, timeout=60

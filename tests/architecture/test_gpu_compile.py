@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests.unit_tests.core.ops import kernel_budget
 from tools.gpu_compile import __main__ as gpu_compile
-from tools.gpu_compile import faults, launch, toolchains
+from tools.gpu_compile import faults, toolchains
 from tools.gpu_compile.compiler import PTX_VERSIONS, Outcome
 from tools.gpu_compile.launch import BENCH, CANDIDATE, DESCRIBED, TEST, Launch
 
@@ -63,15 +63,6 @@ def test_each_fault_is_named_with_its_count(source, changes, name, count):
     assert faults_of(source, **changes) == {name: count}
 
 
-def test_launches_of_tests_share_an_entry():
-    names = [launch.named([make_launch(TEST, name="")] * 2)[n].name for n in (0, 1)]
-    assert names == ["k bf16 #1", "k bf16 #2"]
-    assert faults.entry_of(make_launch(TEST, name="k bf16 #2"), 100) == "k bf16 launches/sm_100"
-    fp32_launch = make_launch(TEST, signature=[("x_ptr", "*fp32")])
-    assert faults.entry_of(fp32_launch, 90) == "k fp32 launches/sm_90"
-    assert faults.entry_of(make_launch(), 90) in BUDGET
-
-
 def test_a_described_kernel_needs_a_gpu_test():
     launches = [
         make_launch(),
@@ -109,12 +100,6 @@ def test_fault_record_only_shrinks():
     assert faults.updated({}, RECORDED, whole=True) == {}
 
 
-def test_fault_record_round_trips(tmp_path):
-    path = tmp_path / "record.json"
-    faults.write_record({"3.7.1": RECORDED, "3.6.0": {}}, path)
-    assert faults.read_record(path) == {"3.6.0": {}, "3.7.1": RECORDED}
-
-
 def test_every_triton_release_has_record_budget_and_ptx():
     releases = {toolchains.pinned_triton(), *toolchains.OTHER_TRITONS}
     assert faults.read_record().keys() == releases
@@ -137,15 +122,6 @@ def test_parts_partition_the_launches():
     jobs = [(x.name, sm) for i in (1, 2, 3) for x, sm in jobs_of_part(i, 3)]
     assert sorted(jobs) == sorted(whole)
     assert {x.name for x, _ in jobs_of_part(1, 1, only="k 3")} == {"k 3"}
-
-
-def test_launch_matches_its_autotune_candidate():
-    signature = [("x_ptr", "*bf16"), ("BLOCK", "constexpr")]
-    started = make_launch(signature=signature, constants=[([1], 64)])
-    assert started.started_with({"BLOCK": 64, "num_warps": 4})
-    assert not started.started_with({"BLOCK": 32, "num_warps": 4})
-    assert not started.started_with({"BLOCK": 64, "num_warps": 8})
-    assert not started.started_with({"ROWS": 64})
 
 
 def fake_run(code=0, stdout=""):
@@ -171,11 +147,3 @@ def test_missing_tool_error_names_the_install_command(tmp_path):
     (tmp_path / "ptxas-12.8/nvidia/x/bin/ptxas").touch()
     with pytest.raises(toolchains.MissingToolError, match=r"not ptxas 12\.8"):
         toolchains.installed(tmp_path, run=fake_run(stdout="release 13.0, V13.0.88"))
-
-
-@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
-def test_invalid_part_option_is_refused(part, capsys):
-    with pytest.raises(SystemExit):
-        gpu_compile.command_line().parse_args(["--part", part])
-    assert part in capsys.readouterr().err
-    assert gpu_compile.command_line().parse_args(["--part", "2/3"]).part == (2, 3)

@@ -13,69 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.core import ProcessGroupCollection
 from tools import gpu
-from tools.bench import gpu_engine, gpu_train, gpu_workers, rehearsal
-from tools.bench.gpu_train import LLAMA_1_3B
+from tools.bench import gpu_train, gpu_workers
 from tools.bench.harness import Bench
 from tools.gpu_stages import Stage, run_stage
 
 ROOT = Path(__file__).parents[2]
-#: Peaks of a step of 1.34 B weights at 4,096 tokens by microbatch, in GB (allocator, one device).
-MEGATRON = {1: 32.3, 2: 39.9, 4: 55.1}
-TRANSFORMERS = {1: 34.0, 2: 48.1, 4: 73.4}
-IDLE_GB = 27.0
-CARDS = {"H200": 150.1, "B200": 191.0, "H100": 85.0, "A100 80 GB": 84.9}
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_step_fits_in_memory_next_to_an_idle_worker(card):
-    """A step at a card's microbatch fits a worker's share, next to the idle worker's states."""
-    size, total = gpu_workers.microbatch_for(CARDS[card] * 1e9), CARDS[card]
-    share = gpu_workers.memory_share(total * 1e9, LLAMA_1_3B.parameters)
-    for peak in (MEGATRON[size], TRANSFORMERS[size]):
-        assert peak < share * total, (card, size)
-        assert peak + IDLE_GB < total
-    if size < 4:
-        assert TRANSFORMERS[2 * size] + IDLE_GB > total, "a larger one would fit"
-
-
-def test_decode_step_bytes_are_weights_and_kv_cache():
-    """A token reads one row of the embedding."""
-    shape, tokens = gpu_engine.TINY, 12
-    config = gpu_engine.config_of("gpt", shape, tiny=True)
-    model = gpu_engine.GPTModel(config, ProcessGroupCollection.single(), seed=1)
-    context = gpu_engine.SHORTEST_PROMPT + 1 + (tokens + gpu_engine.WARMUP_STEPS) / 2
-    head = shape.hidden // shape.heads
-    cache = 3 * context * shape.layers * 2 * shape.kv_heads * head
-    weights = shape.parameters - shape.vocabulary * shape.hidden
-    assert gpu_engine.step_bytes(model, torch.bfloat16, 3, tokens) == 2 * (weights + cache)
-
-
-def test_microbatch_is_halved_on_out_of_memory():
-    sizes, messages = [], []
-
-    def build(size):
-        sizes.append(size)
-
-        def step():
-            if size > 2:
-                raise torch.OutOfMemoryError("no memory")
-            return 1.0
-
-        return step
-
-    cpu = torch.device("cpu")
-    size, step = gpu_workers.largest_step(8, build, device=cpu, say=messages.append)
-    assert (size, sizes, step()) == (2, [8, 4, 2], 1.0)
-    assert messages == [
-        "microbatch 8: out of memory; takes 4",
-        "microbatch 4: out of memory; takes 2",
-    ]
-    with pytest.raises(ValueError, match="microbatch of 1"):
-        gpu_workers.largest_step(1, lambda _: build(8), device=cpu, say=messages.append)
 
 
 def options(**changes) -> argparse.Namespace:
@@ -211,23 +155,3 @@ def test_invalid_ptxas_path_is_refused(monkeypatch, capsys, path):
     assert gpu.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"TRITON_PTXAS_PATH={path}" in line
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "works"),
-    [("3.7.1", "2.5.2", True), ("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False)],
-)
-def test_rehearsal_refuses_a_broken_interpreter(monkeypatch, capsys, triton, numpy, works):
-    """Triton's interpreter before 3.7 fails in every kernel with numpy 2.4 and later."""
-    versions = {"triton": triton, "numpy": numpy}
-    monkeypatch.setattr(rehearsal.importlib.metadata, "version", versions.__getitem__)
-    problem = rehearsal.interpreter_problem()
-    assert (problem is None) == works
-    if not works:
-        assert "numpy" in problem
-        assert "2.4.0" in problem
-        monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--stages", "tests"])
-        assert gpu.main() == 1
-        assert problem in capsys.readouterr().err
-        with pytest.raises(SystemExit, match="numpy"):
-            rehearsal.be_interpreted()

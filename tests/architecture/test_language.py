@@ -142,20 +142,3 @@ def test_bounds_only_become_tighter(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert status == 1
         assert "training/config: never 2, bound 1" in output
         assert f"{APP}:1: found" in output
-
-
-def test_comment_lines_have_a_lower_bound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "# SPDX-License-Identifier: Apache-2.0\n" + "x = 1\n" * 99
-    plant(tmp_path, CORE, code + "x = 2  # the stream waits here\n")
-    run(tmp_path, capsys, "--record")
-    assert "comments = 1.0" in (tmp_path / language.BOUNDS).read_text(encoding="utf-8")
-    plant(tmp_path, CORE, code)
-    status, output = run(tmp_path, capsys)
-    assert status == 1
-    assert "core/comm: 0.0 comment lines" in output
-    plant(tmp_path, CORE, code + "# one\n# two\n")
-    status, output = run(tmp_path, capsys)
-    assert status == 1
-    assert "--record" in output

@@ -13,13 +13,10 @@ import pytest
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from megatron.core.inference import EngineConfig
-from tools.bench.gpu_engine import DELTA as ENGINE_DELTA
-from tools.bench.gpu_engine import SMALL
 from tools.bench.gpu_train import DELTA, LLAMA_1_3B, PATTERN
-from tools.nullcuda import environment, libraries, record, triton_cache
+from tools.nullcuda import record, triton_cache
 from tools.nullcuda.__main__ import PARTS, command_line, memory_size
-from tools.nullcuda.steps import BLOCKS, CAPACITY, LATENT, MAX_ROWS, ROWS, SMALL_LATENT
+from tools.nullcuda.steps import CAPACITY, LATENT
 
 STEP = "training, llama 1.3 B, microbatch 2"
 
@@ -168,59 +165,6 @@ def test_peak_memory_of_training_matches_closed_form(steps, name):
     assert counts["peak_bytes"] - state == pytest.approx(activations, rel=0.05)
 
 
-#: Bytes of the cuBLAS workspace of each stream, by CUBLAS_WORKSPACE_CONFIG.
-WORKSPACE_BYTES = 8 * 4096 << 10
-
-
-def page_values(kind: str) -> int:
-    """Values in the cache for a token, over all layers: keys and values, or latents."""
-    if kind == "latent":
-        return SMALL.layers * (SMALL_LATENT.kv_lora_rank + SMALL_LATENT.rope_channels)
-    shape = SHAPE if kind == "1.3 B" else SMALL
-    layers = 1 if kind == "hybrid" else shape.layers
-    return layers * 2 * shape.kv_heads * (shape.hidden // shape.heads)
-
-
-def state_bytes(kind: str) -> int:
-    """Bytes of a hybrid's states: every slot has the states of three layers."""
-    if kind != "hybrid":
-        return 0
-    channels = 2 * ENGINE_DELTA.num_key_heads * ENGINE_DELTA.key_channels
-    channels += ENGINE_DELTA.num_value_heads * ENGINE_DELTA.value_channels
-    slots = 3 * MAX_ROWS + 1 + 1  # rows, their snapshots, a new row, the null slot
-    return slots * 3 * (layer_state_bytes() + 2 * 3 * channels)
-
-
-def layer_state_bytes() -> int:
-    """Bytes of a row's matrices in a gated delta net, fp32."""
-    return (
-        4 * ENGINE_DELTA.num_value_heads * ENGINE_DELTA.key_channels * ENGINE_DELTA.value_channels
-    )
-
-
-def decode_bytes(name: str) -> int:
-    """Bytes of an engine besides the weights: pages and states; a workspace; with graphs a second
-    workspace and a buffer of logits; without graphs, for a hybrid's prefill, the states of all
-    rows before, within and after a layer."""
-    kind, graphs = name.split(", ")[1], "graphs" in name
-    pages = 2 * BLOCKS * EngineConfig().block_size * page_values(kind)
-    shape = SHAPE if kind == "1.3 B" else SMALL
-    temporary = 3 * ROWS * layer_state_bytes() if kind == "hybrid" else 0
-    if graphs:
-        temporary = WORKSPACE_BYTES + 4 * MAX_ROWS * shape.vocabulary
-    return pages + state_bytes(kind) + WORKSPACE_BYTES + temporary
-
-
-def test_peak_memory_of_decoding_matches_closed_form(steps):
-    """With 8 rows, a step's temporary tensors are below 3 %."""
-    names = [name for name in steps if name.startswith("decode")]
-    assert {name.split(", ")[1] for name in names} == {"gpt", "hybrid", "moe", "latent", "1.3 B"}
-    for name in names:
-        peak, weights = steps[name]["peak_bytes"], 2 * steps[name]["weights"]
-        assert peak == pytest.approx(weights + decode_bytes(name), rel=0.05), name
-        assert peak - weights == pytest.approx(decode_bytes(name), rel=0.05), name
-
-
 def test_every_recorded_step_has_a_closed_form(steps):
     named = {name for name in steps if "peak_bytes" in steps[name]}
     assert {name for name in named if name.startswith("training")} == ACTIVATIONS.keys()
@@ -295,50 +239,3 @@ def test_memory_sizes_are_parsed():
         with pytest.raises(SystemExit) as ended:
             parser.parse_args(words)
         assert ended.value.code == 2
-
-
-def test_unsupported_machine_is_refused(tmp_path):
-    environment.check_machine(system="Linux", machine="x86_64", programs=["sh"])
-    for system, machine in (("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")):
-        with pytest.raises(environment.SetupError, match=f"{system} on {machine}"):
-            environment.check_machine(system=system, machine=machine)
-    with pytest.raises(environment.SetupError, match="no-such-compiler"):
-        environment.check_machine(system="Linux", machine="x86_64", programs=["no-such-compiler"])
-    environment.check_disk(tmp_path, free_bytes=20 << 30)
-    with pytest.raises(environment.SetupError, match=r"2\.1 GB free"):
-        environment.check_disk(tmp_path / "not/yet/there", free_bytes=2 << 30)
-
-
-def test_undefined_cuda_calls_get_stubs():
-    listing = (
-        "                 U cudaMalloc@libcudart.so.13\n"
-        "                 U cudaGraphAddNode@libcudart.so.13\n"
-        "                 U cublasZgemm_v2@libcublas.so.13\n"
-        "                 U malloc@GLIBC_2.2.5\n"
-    )
-    calls = libraries.calls_of(listing)
-    assert calls == {
-        "cudaMalloc": "libcudart.so.13",
-        "cudaGraphAddNode": "libcudart.so.13",
-        "cublasZgemm_v2": "libcublas.so.13",
-    }
-    code = libraries.undefined_calls(calls, ["cudaMalloc"])
-    assert 'not_supported("cudaGraphAddNode")' in code
-    assert 'product_of("cublasZgemm_v2", handle)' in code
-    assert "cudaMalloc" not in code
-    script = libraries.version_script(calls)
-    assert "libcudart.so.13 { global: cudaGraphAddNode; cudaMalloc; };" in script
-
-
-def test_kernels_are_assembled_by_the_chosen_ptxas(monkeypatch, tmp_path):
-    """The version of ptxas is in the cache key of each kernel."""
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    library = tmp_path / "libcuda.so"
-    options = {"memory_bytes": 1 << 30, "cache": tmp_path}
-    compiling = environment.device_environment(library, compiles=True, **options)
-    assert compiling["TRITON_PTXAS_PATH"] == "/opt/ptxas"
-    assert "TRITON_INTERPRET" not in compiling
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
-    compiling = environment.device_environment(library, compiles=True, **options)
-    assert "TRITON_PTXAS_PATH" not in compiling

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,7 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from tests.functional_tests.small_run import digests
-from tools.soak.checks import Ledger, Reference
 from tools.soak.folder import Snapshot, look, under_way
-from tools.soak.job import SoakFailure
 from tools.soak.power_cut import Durable, cut_power, note_syncs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +33,6 @@ def save(root: Path, iteration: int, value: float = 1.0) -> Path:
         name="weight", shape=(64, 5), offsets=(0, 0), tensor=weight, replica_ranks=(0,)
     )
     return save_checkpoint(root, iteration, [chunk], {}, coordinator=Solo())
-
-
-# --- choices --------------------------------------------------------------------------------------
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -142,83 +136,6 @@ def test_power_cut_reverts_unsynced_renames_and_files(disk):
     ]
     assert look(root).tracked == 4
     verify_checkpoint(root / "iter_0000002")
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    """A ledger of a folder with two good checkpoints; the reference run has three."""
-    reference = tmp_path / "reference"
-    for iteration in (2, 4, 6):
-        save(reference, iteration, float(iteration))
-    events = [{"kind": "train", "iteration": i, "lm_loss": 1.0 / i} for i in range(1, 7)]
-    (reference / "metrics.jsonl").write_text("".join(f"{e}\n".replace("'", '"') for e in events))
-    root = tmp_path / "save"
-    for iteration in (2, 4):
-        save(root, iteration, float(iteration))
-    shutil.copy(reference / "metrics.jsonl", root)
-    run_ledger = Ledger(root=root, reference=Reference.of(reference), keep_last=None)
-    assert run_ledger.check().newest == 4
-    return run_ledger
-
-
-def test_missing_checkpoint_is_lost_unless_retention_removed_it(ledger):
-    shutil.rmtree(ledger.root / "iter_0000002")
-    with pytest.raises(SoakFailure, match=r"^lost: of \[2, 4\] those of \[2\] are gone"):
-        ledger.check()
-    ledger.keep_last = 1
-    assert ledger.check().complete == {4}
-    shutil.rmtree(ledger.root / "iter_0000004")
-    with pytest.raises(SoakFailure, match=r"^lost: "):
-        ledger.check()
-
-
-def test_damaged_checkpoint_counts_as_lost(ledger):
-    shard = ledger.root / "iter_0000002" / "shard-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(SoakFailure, match=r"^lost: .*iter_0000002"):
-        ledger.check()
-
-
-def test_different_bits_are_reported_as_inexact(ledger):
-    save(ledger.root, 6, 5.0)
-    with pytest.raises(SoakFailure, match=r"^inexact: iteration 6: 1 of 1 tensors differ"):
-        ledger.check()
-
-
-def test_different_metrics_are_reported_as_inexact(ledger):
-    path = ledger.root / "metrics.jsonl"
-    path.write_text(path.read_text().replace("0.5}", "0.50000001}"))
-    with pytest.raises(SoakFailure, match=r"^inexact: metrics\.jsonl has .*0\.50000001"):
-        ledger.check()
-
-
-def test_resume_at_wrong_step_and_leftovers_are_reported(ledger):
-    start = look(ledger.root)
-    ledger.check_start(start, "loaded x; resuming at iteration 4\n")
-    ledger.check_start(start, "killed before it said anything")
-    with pytest.raises(SoakFailure, match=r"went on at \[2\], the newest is 4"):
-        ledger.check_start(start, "loaded x; resuming at iteration 2\n")
-    (ledger.root / f"iter_0000006.tmp-{'a' * 16}").mkdir()
-    with pytest.raises(SoakFailure, match="were not swept"):
-        ledger.check_start(look(ledger.root), "loaded x; resuming at iteration 4\n")
-
-
-def test_after_power_cut_only_reported_saves_must_exist(ledger):
-    start = look(ledger.root)
-    save(ledger.root, 6, 6.0)
-    ledger.note(look(ledger.root))
-    shutil.rmtree(ledger.root / "iter_0000006")
-    run_folder.write_tracker(ledger.root, 4)
-    ledger.forget_unsynced(start, "")
-    assert ledger.check().newest == 4
-    ledger.forget_unsynced(start, f"saved {ledger.root}/iter_0000006\n")
-    with pytest.raises(SoakFailure, match=r"^lost: .*\[6\] are gone"):
-        ledger.check()
 
 
 # --- real soak runs -------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,17 +126,3 @@ def test_only_passed_tests_count_and_idle_features_fail(tmp_path, monkeypatch) -
     assert {name: test["passed"] for name, test in tests.items()} == {
         "good.py::t": True, "bad.py::t": False, "i.py::t": True,
     }  # fmt: skip
-
-
-def test_steps_are_wrapped_only_with_the_variable(tmp_path: Path) -> None:
-    if status_record.VARIABLE in os.environ:
-        pytest.skip("with --status-out every test is recorded")
-    env = {status_record.VARIABLE: str(tmp_path / "none")}
-    assert run_ranks(_step_is_wrapped, 2) == [False, False]
-    assert run_ranks(_step_is_wrapped, 2, env=env) == [True, True]
-
-
-def _step_is_wrapped(rank: int, world: int) -> bool:
-    from megatron.training.step import TrainStep
-
-    return "__wrapped__" in vars(TrainStep.__call__)

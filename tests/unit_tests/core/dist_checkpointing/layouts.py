@@ -5,30 +5,49 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.boxes import Box
-from megatron.core.dist_checkpointing import Coordinator, Solo, StoreCoordinator, TensorChunk
+from megatron.core.dist_checkpointing import (
+    Coordinator,
+    Solo,
+    StoreCoordinator,
+    TensorChunk,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 
 
+def chunk_of(
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    tensor: torch.Tensor,
+    ranks: tuple[int, ...] = (0,),
+    **options: Any,
+) -> TensorChunk:
+    """Return a box of a logical tensor, held by `ranks`."""
+    return TensorChunk(
+        name=name,
+        shape=tuple(shape),
+        offsets=tuple(offsets),
+        tensor=tensor,
+        replica_ranks=ranks,
+        **options,
+    )
+
+
 def full_chunks(tensors: Tensors, ranks: tuple[int, ...] = (0,)) -> list[TensorChunk]:
     """Return every tensor as one chunk held by `ranks`."""
-    return [
-        TensorChunk(
-            name=name,
-            shape=tuple(tensor.shape),
-            offsets=(0,) * tensor.ndim,
-            tensor=tensor,
-            replica_ranks=ranks,
-        )
-        for name, tensor in tensors.items()
-    ]
+    return [chunk_of(n, t.shape, (0,) * t.ndim, t, ranks) for n, t in tensors.items()]
 
 
 def empty_like(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -98,15 +117,8 @@ def random_layout(
             holders = tuple(sorted(rng.sample(range(world), rng.randint(1, world))))
             for rank in holders:
                 values = tensor[box.slices] if fill else poison(box.sizes, tensor.dtype)
-                ranks[rank].append(
-                    TensorChunk(
-                        name=name,
-                        shape=tuple(tensor.shape),
-                        offsets=box.offsets,
-                        tensor=with_strides(values, rng),
-                        replica_ranks=holders,
-                    )
-                )
+                strided = with_strides(values, rng)
+                ranks[rank].append(chunk_of(name, tensor.shape, box.offsets, strided, holders))
     for chunks in ranks:
         rng.shuffle(chunks)  # members of a replica set need not list their chunks in one order
     return ranks
@@ -148,3 +160,57 @@ def raise_errors(outcomes: list[Any]) -> list[Any]:
         if isinstance(outcome, Exception):
             raise outcome
     return outcomes
+
+
+#: Returns the expected values of a chunk.
+Values = Callable[[TensorChunk], torch.Tensor]
+
+
+def fill(chunks: Sequence[TensorChunk], values: Values) -> None:
+    """Give every chunk its expected values."""
+    for chunk in chunks:
+        chunk.tensor.copy_(values(chunk))
+
+
+def load_and_compare(
+    chunks: Sequence[TensorChunk], folder: Path, coordinator: Coordinator, values: Values
+) -> int:
+    """Load into poisoned memory; return the number of elements compared."""
+    fill(chunks, lambda chunk: poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
+    load_checkpoint(folder, chunks, coordinator=coordinator)
+    for chunk in chunks:
+        assert same_bits(chunk.tensor.contiguous(), values(chunk)), chunk
+    return sum(chunk.tensor.numel() for chunk in chunks)
+
+
+def save_and_load_layouts(
+    root: str,
+    layouts: Sequence[Sequence[TensorChunk]],
+    coordinator: Coordinator,
+    values: Values,
+    *,
+    distances: tuple[int, ...] = (1,),
+) -> None:
+    """Save this rank's chunks of every layout as one checkpoint each, and load them on the layouts
+    `distances` further."""
+    for index, chunks in enumerate(layouts):
+        fill(chunks, values)
+        save_checkpoint(root, index, chunks, {}, coordinator=coordinator)
+    for index, chunks in enumerate(layouts):
+        for distance in distances:
+            folder = Path(root, f"iter_{(index - distance) % len(layouts):07d}")
+            assert load_and_compare(chunks, folder, coordinator, values) > 0
+
+
+def check_single_process_loads(
+    root: Path, layouts: int, single: Sequence[TensorChunk], values: Values
+) -> None:
+    """Assert that the checkpoints of all layouts hold every element of the tensors of `single`
+    once, and load on one process."""
+    numel = sum(chunk.tensor.numel() for chunk in single)
+    for index in range(layouts):
+        folder = root / f"iter_{index:07d}"
+        assert load_and_compare(single, folder, Solo(), values) == numel
+        tensors = read_manifest(folder).tensors
+        assert tensors.keys() == {chunk.name for chunk in single}
+        assert sum(chunk.box.numel for t in tensors.values() for chunk in t.chunks) == numel

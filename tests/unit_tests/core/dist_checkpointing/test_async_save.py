@@ -95,18 +95,6 @@ def test_changes_after_synchronize_staging_are_not_saved(tmp_path):
     assert all(same_bits(saved[name], tensors[name].contiguous()) for name in before)
 
 
-def test_training_continues_while_the_writer_is_stopped(tmp_path):
-    with saver_of(tmp_path, full_chunks({"a": torch.randn(9)})) as saver:
-        os.kill(saver.writer.pid, signal.SIGSTOP)
-        saver.save(1, {})
-        saver.synchronize_staging()
-        assert saver.finished() == []
-        assert not list_checkpoints(tmp_path)
-        os.kill(saver.writer.pid, signal.SIGCONT)
-        assert outcome(saver).error is None
-        assert list_checkpoints(tmp_path) == [tmp_path / "iter_0000001"]
-
-
 def test_killed_writer_is_reported_and_restarted(tmp_path):
     with saver_of(tmp_path, full_chunks({"a": torch.randn(9)})) as saver:
         first_pid = saver.writer.pid

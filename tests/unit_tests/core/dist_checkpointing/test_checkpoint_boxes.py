@@ -130,12 +130,6 @@ def test_box_index_finds_every_overlap(seed):
     assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
 
 
-def test_box_index_finds_long_box_among_small_boxes():
-    boxes = [Box((0, 0), (6, 1)), *(Box((i, 1), (1, 1)) for i in range(6))]
-    overlaps = BoxIndex(boxes).overlaps(Box((4, 0), (1, 2)))
-    assert overlaps == [(0, Box((4, 0), (1, 1))), (5, Box((4, 1), (1, 1)))]
-
-
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_planning_reads_compares_only_neighbouring_chunks(dim, monkeypatch):
     """Stacked experts with fused gate and up projections are stored one chunk per expert."""
@@ -172,20 +166,3 @@ def test_planning_reads_compares_only_neighbouring_chunks(dim, monkeypatch):
         assert read_item.target.data_ptr() == chunk.tensor.data_ptr()
         assert read_item.box == Box((0, 0, 0), sizes)
     assert num_chunks <= len(compared) <= 2 * num_chunks, "comparisons are not quadratic"
-
-
-def test_two_scalars_overlap():
-    assert first_overlap([Box((), ()), Box((), ())]) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "common"),
-    [
-        (Box((0, 0), (2, 3)), Box((1, 1), (4, 1)), Box((1, 1), (1, 1))),
-        (Box((0,), (2,)), Box((2,), (2,)), None),
-        (Box((1,), (0,)), Box((0,), (3,)), None),
-        (Box((), ()), Box((), ()), Box((), ())),
-    ],
-)
-def test_intersection_is_symmetric(a, b, common):
-    assert intersect(a, b) == common == intersect(b, a)

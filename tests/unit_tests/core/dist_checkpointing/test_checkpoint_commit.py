@@ -21,11 +21,9 @@ from megatron.core.dist_checkpointing import (
     compare_architecture,
     latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     read_extra,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing import run_folder as run_folder_module
 from megatron.core.dist_checkpointing import save_steps as save_steps_module
 from tests.support.ranks import start_ranks
@@ -172,16 +170,6 @@ def test_damaged_newest_checkpoint_falls_back_or_raises(tmp_path):
         latest_checkpoint(tmp_path, excluded=[older])
 
 
-def test_unsupported_version_raises_instead_of_falling_back(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    with monkeypatch.context() as context:
-        context.setattr(manifest_module, "VERSION", 99)
-        save(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="version 99") as caught:
-        latest_checkpoint(tmp_path)
-    assert not isinstance(caught.value, DamagedCheckpointError)
-
-
 def test_missing_checkpoint_is_none_and_only_damaged_ones_raise(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
@@ -279,12 +267,6 @@ def test_lock_fails_at_start_when_folder_is_not_writable(tmp_path, monkeypatch):
 def test_extra_round_trips(tmp_path):
     extra = {"model": {"eps": 1e-05, "pattern": "*-", "none": None}, "samples": 2**60, "ü": [True]}
     assert read_extra(save_checkpoint(tmp_path, 1, [], extra, coordinator=Solo())) == extra
-
-
-def test_empty_checkpoint_is_saved_and_loaded(tmp_path):
-    folder = save_checkpoint(tmp_path, 0, [], {}, coordinator=Solo())
-    assert latest_checkpoint(tmp_path) == folder
-    assert load_checkpoint(folder, []).bytes_read == 0
 
 
 def test_architectures_are_compared_field_by_field():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,42 +86,34 @@ def test_partial_load_ignores_damage_in_other_tensors(folder):
         load_checkpoint(folder, full_chunks({"second.weight": torch.zeros(500).long()}))
 
 
-@pytest.mark.parametrize("position", [0, 7, 8, 60])
-def test_a_damaged_header_is_refused(folder, position):
-    flip_bit(folder / SHARD, position)
-    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged: .*header"):
-        load(folder)
+def truncate(keep: int):
+    return lambda folder: os.truncate(folder / SHARD, keep % (folder / SHARD).stat().st_size)
 
 
-def test_an_oversized_header_is_refused_without_reading_it(folder):
-    patch(folder / SHARD, 0, struct.pack("<Q", 1 << 60))
-    for verify in (True, False):
-        with pytest.raises(CheckpointError, match="announces a header of 11529"):
-            load(folder, verify=verify)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_shard_is_refused(folder, keep):
-    path = folder / SHARD
-    size = path.stat().st_size
-    os.truncate(path, keep % size)
-    for check in (load, verify_checkpoint, lambda f: load(f, verify=False)):
-        with pytest.raises(CheckpointError, match=rf"{SHARD} has {keep % size} bytes"):
-            check(folder)
-
-
-def test_a_missing_shard_is_refused(folder):
-    (folder / SHARD).unlink()
-    for check in (load, verify_checkpoint):
-        with pytest.raises(CheckpointError, match=rf"cannot read .*{SHARD}: No such file"):
-            check(folder)
-
-
-def test_shard_that_is_not_a_regular_file_is_refused(folder):
+def replace_by_pipe(folder: Path) -> None:
     (folder / SHARD).unlink()
     os.mkfifo(folder / SHARD)
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text", "always"),
+    [
+        *((lambda f, at=at: flip_bit(f / SHARD, at), "header", False) for at in (8, 60)),
+        *((lambda f, at=at: flip_bit(f / SHARD, at), "header", True) for at in (0, 7)),
+        (lambda f: patch(f / SHARD, 0, struct.pack("<Q", 1 << 60)), "a header of 11529", True),
+        *((truncate(keep), r"has \d+ bytes", True) for keep in (0, 5, 100, -1)),
+        (lambda f: (f / SHARD).unlink(), "No such file", True),
+        (replace_by_pipe, "not a regular file", True),
+    ],
+)
+def test_damaged_shard_is_refused_by_name(folder, damage, text, always):
+    """Damage that is found `always` is found without digests, too."""
+    damage(folder)
+    for check in (load, verify_checkpoint):
+        with pytest.raises(CheckpointError, match=f"{SHARD}.*{text}"):
+            check(folder)
+    with pytest.raises(CheckpointError, match=SHARD) if always else contextlib.nullcontext():
+        load(folder, verify=False)
 
 
 def test_a_foreign_file_is_reported(folder):
@@ -152,12 +145,6 @@ def test_malformed_manifest_is_refused(folder, content):
     body = content + b"}"
     (folder / "manifest.json").write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
     with pytest.raises(CheckpointError, match="cannot be parsed"):
-        load(folder)
-
-
-def test_folder_without_manifest_is_not_a_checkpoint(folder):
-    (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         load(folder)
 
 

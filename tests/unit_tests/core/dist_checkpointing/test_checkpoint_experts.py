@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from megatron.core.dist_checkpointing import (
     TensorChunk,
     load_checkpoint,
     optimizer_chunks,
-    read_manifest,
     save_checkpoint,
     weight_chunks,
 )
@@ -25,7 +23,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import poison, same_bits
+from tests.unit_tests.core.dist_checkpointing.layouts import (
+    check_single_process_loads,
+    fill,
+    full_chunks,
+    load_and_compare,
+    save_and_load_layouts,
+)
 from tests.unit_tests.core.distributed.expert_weights import (
     EXPERTS,
     SHAPES,
@@ -52,7 +56,6 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, object]], ...] = (
 )
 #: A buffer of the model that is not a weight, and its global shape.
 BIAS, BIAS_SHAPE = "0.router.expert_bias", (EXPERTS,)
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 STEPS = "optimizer.steps"
 
 
@@ -87,40 +90,23 @@ def expected_values(chunk: TensorChunk) -> torch.Tensor:
     return logical(chunk.name)[tuple(slice(begin, begin + size) for begin, size in ranges)]
 
 
-def load_and_compare(model: ExpertModel, folder: Path, coordinator) -> int:
-    """Load into poisoned memory; return the number of elements compared."""
-    chunks = chunks_of(model)
-    for chunk in chunks:
-        chunk.tensor.copy_(poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
-    load_checkpoint(folder, chunks, coordinator=coordinator)
-    for chunk in chunks:
-        assert same_bits(chunk.tensor.contiguous(), expected_values(chunk)), chunk
-    return sum(chunk.tensor.numel() for chunk in chunks)
-
-
-def save_and_load_layouts(rank: int, world: int, root: str) -> list[list]:
+def save_and_load(rank: int, world: int, root: str) -> list[list]:
     """Save on every layout, load on the next two; return each layout's initial weights."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
-    models, initial_weights = [], []
-    for index, (degrees, parallel) in enumerate(LAYOUTS):
+    layouts, initial_weights = [], []
+    for degrees, parallel in LAYOUTS:
         groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
         model = build_model(groups, parallel)
         initial_weights.append(model.shards())
-        for chunk in chunks_of(model):
-            chunk.tensor.copy_(expected_values(chunk))
-        save_checkpoint(root, index, chunks_of(model), {}, coordinator=coordinator)
-        models.append(model)
-    for index, model in enumerate(models):
-        for distance in (1, 2):
-            folder = Path(root, f"iter_{(index - distance) % len(LAYOUTS):07d}")
-            assert load_and_compare(model, folder, coordinator) > 0
+        layouts.append(chunks_of(model))
+    save_and_load_layouts(root, layouts, coordinator, expected_values, distances=(1, 2))
     return initial_weights
 
 
 def test_experts_load_on_any_other_grid(tmp_path: Path):
-    ranks = run_ranks(save_and_load_layouts, 4, str(tmp_path))
+    ranks = run_ranks(save_and_load, 4, str(tmp_path))
     single = build_model(ProcessGroupCollection.single(), {"strategy": STRATEGIES[3]})
     initial_weights = assemble(single.shards())
     for (_, parallel), *rank_shards in zip(LAYOUTS, *ranks, strict=True):
@@ -128,45 +114,23 @@ def test_experts_load_on_any_other_grid(tmp_path: Path):
             continue  # the gathered weights are rounded, the stored ones are not
         actual = assemble([shard for shards in rank_shards for shard in shards])
         assert all(torch.equal(actual[name], values) for name, values in initial_weights.items())
-    numel = sum(math.prod(shape) for shape in SHAPES.values())
-    names = {
-        *SHAPES,
-        BIAS,
-        STEPS,
-        *(f"optimizer.{kind}/{name}" for kind in KINDS for name in SHAPES),
-    }
-    for number in range(len(LAYOUTS)):
-        folder = tmp_path / f"iter_{number:07d}"
-        assert load_and_compare(single, folder, Solo()) == 4 * numel + EXPERTS + 1
-        manifest = read_manifest(folder)
-        assert set(manifest.tensors) == names
-        stored = [
-            chunk.box.numel for tensor in manifest.tensors.values() for chunk in tensor.chunks
-        ]
-        assert sum(stored) == 4 * numel + EXPERTS + 1, "every element is stored once"
+    check_single_process_loads(tmp_path, len(LAYOUTS), chunks_of(single), expected_values)
 
 
 def test_comparison_detects_exchanged_experts(tmp_path: Path):
     """`load_and_compare` detects two exchanged experts, as it must on any grid."""
-    single = build_model(ProcessGroupCollection.single(), {})
-    for chunk in chunks_of(single):
-        chunk.tensor.copy_(expected_values(chunk))
-    down = next(chunk for chunk in weight_chunks(single.store) if chunk.name == "0.down")
+    chunks = chunks_of(build_model(ProcessGroupCollection.single(), {}))
+    fill(chunks, expected_values)
+    down = next(chunk for chunk in chunks if chunk.name == "0.down")
     down.tensor[[1, 2]] = down.tensor[[2, 1]]
-    folder = save_checkpoint(tmp_path, 1, chunks_of(single), {}, coordinator=Solo())
+    folder = save_checkpoint(tmp_path, 1, chunks, {}, coordinator=Solo())
     with pytest.raises(AssertionError, match=r"name='0.down'"):
-        load_and_compare(single, folder, Solo())
+        load_and_compare(chunks, folder, Solo(), expected_values)
 
 
 def test_different_number_of_experts_is_refused(tmp_path: Path):
     single = build_model(ProcessGroupCollection.single(), {})
     folder = save_checkpoint(tmp_path, 1, chunks_of(single), {}, coordinator=Solo())
-    larger = TensorChunk(
-        name="0.down",
-        shape=(EXPERTS + 1, *SHAPES["0.down"][1:]),
-        offsets=(0, 0, 0),
-        tensor=torch.zeros(EXPERTS + 1, *SHAPES["0.down"][1:], dtype=torch.bfloat16),
-        replica_ranks=(0,),
-    )
+    larger = torch.zeros(EXPERTS + 1, *SHAPES["0.down"][1:], dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"0\.down"):
-        load_checkpoint(folder, [larger], coordinator=Solo())
+        load_checkpoint(folder, full_chunks({"0.down": larger}))

@@ -11,12 +11,8 @@ import torch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import (
     Coordinator,
-    Solo,
     TensorChunk,
-    load_checkpoint,
     optimizer_chunks,
-    read_manifest,
-    save_checkpoint,
     weight_chunks,
 )
 from megatron.core.distributed import DataParallel, DataParallelConfig
@@ -26,7 +22,10 @@ from tests.parity.rows import row_with
 from tests.parity.training import gpt_config
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import poison, same_bits
+from tests.unit_tests.core.dist_checkpointing.layouts import (
+    check_single_process_loads,
+    save_and_load_layouts,
+)
 
 #: Gated and biased, tied, a recurrent mixer with fused projections.
 MODEL = row_with(tied=True, bias="all", mixer="delta")
@@ -59,41 +58,22 @@ def expected_values(chunk: TensorChunk) -> torch.Tensor:
     return values[slices].to(chunk.tensor.dtype)
 
 
-def compare(chunks: list[TensorChunk], folder: Path, coordinator: Coordinator) -> int:
-    """Load into poisoned memory; return the number of elements compared."""
-    for chunk in chunks:
-        chunk.tensor.copy_(poison(tuple(chunk.tensor.shape), chunk.tensor.dtype))
-    load_checkpoint(folder, chunks, coordinator=coordinator)
-    for chunk in chunks:
-        assert same_bits(chunk.tensor.contiguous(), expected_values(chunk)), chunk
-    return sum(chunk.tensor.numel() for chunk in chunks)
-
-
-def save_and_load_layouts(rank: int, world: int, root: str) -> None:
-    """Save on every layout; load each layout's checkpoint on the layout before it."""
+def save_and_load(rank: int, world: int, root: str) -> None:
+    """Save on every layout; load each layout's checkpoint on the next one."""
     torch.set_num_threads(1)
     world_groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
     coordinator = Coordinator.from_groups(world_groups, timeout_seconds=20.0)
-    chunks_by_layout = []
-    for index, (degrees, parallel) in enumerate(LAYOUTS):
-        groups = ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank)
-        chunks_by_layout.append(chunks_of(groups, parallel))
-        for chunk in chunks_by_layout[-1]:
-            chunk.tensor.copy_(expected_values(chunk))
-        save_checkpoint(root, index, chunks_by_layout[-1], {}, coordinator=coordinator)
-    for index, chunks in enumerate(chunks_by_layout):
-        folder = Path(root, f"iter_{(index + 1) % len(LAYOUTS):07d}")
-        assert compare(chunks, folder, coordinator) > 0
+    layouts = [
+        chunks_of(
+            ProcessGroupCollection.create(RankGrid(world_size=world, **degrees), rank=rank),
+            parallel,
+        )
+        for degrees, parallel in LAYOUTS
+    ]
+    save_and_load_layouts(root, layouts, coordinator, expected_values)
 
 
 def test_gtp_checkpoint_loads_on_any_layout(tmp_path: Path):
-    run_ranks(save_and_load_layouts, 4, str(tmp_path))
+    run_ranks(save_and_load, 4, str(tmp_path))
     single = chunks_of(ProcessGroupCollection.single(), {})
-    numel = sum(chunk.tensor.numel() for chunk in single)
-    for index in range(len(LAYOUTS)):
-        folder = tmp_path / f"iter_{index:07d}"
-        assert compare(single, folder, Solo()) == numel
-        tensors = read_manifest(folder).tensors
-        assert tensors.keys() == {chunk.name for chunk in single}
-        stored = [chunk.box.numel for tensor in tensors.values() for chunk in tensor.chunks]
-        assert sum(stored) == numel, "every element is stored once"
+    check_single_process_loads(tmp_path, len(LAYOUTS), single, expected_values)

@@ -214,22 +214,6 @@ def test_finding_verifying_and_removing_need_no_torch(tmp_path):
     assert not folders[0].exists()
 
 
-def test_retention_removes_links_completely(tmp_path):
-    root = tmp_path / "run"
-    (target,) = save(tmp_path / "elsewhere", 5)
-    (inside,) = save(root / "kept", 10)
-    save(root, 15, 20)
-    (root / target.name).symlink_to(target)
-    (root / inside.name).symlink_to(inside)
-    lines: list[str] = []
-    removed = prune_checkpoints(root, keep_last=1, say=lines.append)
-    assert removed == [root / "iter_0000015", root / inside.name]
-    assert lines == []
-    assert sorted(path.name for path in root.glob("iter_*")) == [target.name, "iter_0000020"]
-    assert (target / "manifest.json").exists()
-    assert (inside / "manifest.json").exists()
-
-
 def test_newest_checkpoint_is_found_while_others_are_removed(tmp_path, monkeypatch):
     save(tmp_path, 5)
     lines: list[str] = []

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from safetensors.torch import load_file
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Solo,
-    TensorChunk,
     load_checkpoint,
     read_extra,
     read_manifest,
@@ -25,6 +26,8 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.save_plan import chunks_to_write, replica_sets
 from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from tests.unit_tests.core.dist_checkpointing.layouts import (
+    Tensors,
+    chunk_of,
     empty_like,
     full_chunks,
     on_threads,
@@ -34,6 +37,11 @@ from tests.unit_tests.core.dist_checkpointing.layouts import (
 )
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool)
+
+
+def save(root: Path, tensors: Tensors, **options: Any) -> Path:
+    """Save whole tensors from one process."""
+    return save_checkpoint(root, 1, full_chunks(tensors), {}, coordinator=Solo(), **options)
 
 
 def random_tensors(rng: random.Random) -> dict[str, torch.Tensor]:
@@ -84,20 +92,11 @@ def test_checkpoint_loads_on_any_other_layout(tmp_path_factory, seed):
 
 def test_loading_keeps_memory_between_strided_elements(tmp_path):
     source = torch.arange(12.0).view(3, 4)
-    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
+    folder = save(tmp_path, {"w": source})
     buffer = torch.full((3, 8), -1.0)
     load_checkpoint(folder, full_chunks({"w": buffer[:, ::2]}))
     assert torch.equal(buffer[:, ::2], source)
     assert torch.equal(buffer[:, 1::2], torch.full((3, 4), -1.0))
-
-
-def test_parameter_requiring_grad_is_saved_and_loaded(tmp_path):
-    source = torch.nn.Parameter(torch.randn(3, 5))
-    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
-    targets = {"w": torch.nn.Parameter(torch.zeros(3, 5))}
-    load_checkpoint(folder, full_chunks(targets))
-    assert torch.equal(targets["w"], source)
-    assert targets["w"].grad_fn is None
 
 
 def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
@@ -106,7 +105,7 @@ def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
         for i, (name, dtype) in enumerate(DTYPES.items())
     }
     tensors |= {"scalar": torch.tensor(-0.0), "none": torch.empty(0, 4)}
-    folder = save_checkpoint(tmp_path, 1, full_chunks(tensors), {}, coordinator=Solo())
+    folder = save(tmp_path, tensors)
     opened = load_file(folder / "shard-00000.safetensors")
     assert opened.keys() == tensors.keys()
     targets = empty_like(tensors)
@@ -123,16 +122,7 @@ def test_every_dtype_round_trips_and_loads_with_safetensors(tmp_path):
 
 def test_chunks_are_named_by_offset_in_safetensors(tmp_path):
     tensor = torch.arange(6.0).view(2, 3)
-    rows = [
-        TensorChunk(
-            name="w",
-            shape=(2, 3),
-            offsets=(row, 0),
-            tensor=tensor[row : row + 1],
-            replica_ranks=(0,),
-        )
-        for row in range(2)
-    ]
+    rows = [chunk_of("w", (2, 3), (row, 0), tensor[row : row + 1]) for row in range(2)]
     folder = save_checkpoint(tmp_path, 1, rows, {}, coordinator=Solo())
     with safe_open(folder / "shard-00000.safetensors", "pt") as file:
         assert list(file.keys()) == ["w@0,0", "w@1,0"]
@@ -143,7 +133,7 @@ def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):
     source = torch.arange(3 * 700_000, dtype=torch.int32).view(3, 700_000)
     tall = torch.arange(700_000, dtype=torch.int64).view(350_000, 2)
     sources = {"w": source.t().contiguous().t(), "tall": tall[:, :1]}
-    folder = save_checkpoint(tmp_path, 1, full_chunks(sources), {}, coordinator=Solo())
+    folder = save(tmp_path, sources)
     targets = {
         "w": torch.zeros(700_000, 3, dtype=torch.int32).t(),
         "tall": torch.zeros(350_000, 2, dtype=torch.int64)[:, 1:],
@@ -155,16 +145,12 @@ def test_large_strided_tensors_are_copied_in_scratch_bands(tmp_path):
 
 def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
     rows = torch.arange(1000 * 16, dtype=torch.float32).view(1000, 16)  # 64 bytes per row
-    folder = save_checkpoint(
-        tmp_path, 1, full_chunks({"w": rows}), {}, coordinator=Solo(), block_bytes=640
-    )
+    folder = save(tmp_path, {"w": rows}, block_bytes=640)
     header = read_manifest(folder).files["shard-00000.safetensors"].header_bytes
 
     def load(offsets, sizes, verify):
         target = torch.zeros(sizes)
-        chunk = TensorChunk(
-            name="w", shape=(1000, 16), offsets=offsets, tensor=target, replica_ranks=(0,)
-        )
+        chunk = chunk_of("w", (1000, 16), offsets, target)
         report = load_checkpoint(folder, [chunk], verify=verify)
         assert torch.equal(target, rows[chunk.box.slices])
         return report
@@ -178,26 +164,18 @@ def test_a_partial_load_reads_only_the_blocks_it_touches(tmp_path):
 
 def test_blocks_between_requested_columns_are_not_read(tmp_path):
     source = torch.arange(4 * 4096, dtype=torch.float32).view(4, 4096)  # 16 KiB per row
-    folder = save_checkpoint(
-        tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo(), block_bytes=1024
-    )
+    folder = save(tmp_path, {"w": source}, block_bytes=1024)
     target = torch.zeros(4, 256)
-    chunk = TensorChunk(
-        name="w", shape=(4, 4096), offsets=(0, 512), tensor=target, replica_ranks=(0,)
-    )
-    report = load_checkpoint(folder, [chunk])
+    report = load_checkpoint(folder, [chunk_of("w", (4, 4096), (0, 512), target)])
     assert torch.equal(target, source[:, 512:768])
     assert report.bytes_verified == 4 * 1024
 
 
 def test_stored_chunk_is_read_once_for_all_overlapping_targets(tmp_path):
     rows = torch.randn(64, 8)
-    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": rows}), {}, coordinator=Solo())
+    folder = save(tmp_path, {"w": rows})
     targets = [torch.zeros(16, 8) for _ in range(4)]
-    chunks = [
-        TensorChunk(name="w", shape=(64, 8), offsets=(16 * i, 0), tensor=t, replica_ranks=(0,))
-        for i, t in enumerate(targets)
-    ]
+    chunks = [chunk_of("w", (64, 8), (16 * i, 0), t) for i, t in enumerate(targets)]
     report = load_checkpoint(folder, chunks)
     assert torch.equal(torch.cat(targets), rows)
     assert report.bytes_verified == rows.numel() * 4
@@ -205,7 +183,7 @@ def test_stored_chunk_is_read_once_for_all_overlapping_targets(tmp_path):
 
 def test_another_dtype_is_loaded_only_on_request(tmp_path):
     source = torch.randn(33, 7)
-    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": source}), {}, coordinator=Solo())
+    folder = save(tmp_path, {"w": source})
     target = torch.zeros(33, 7, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"w is torch\.float32 .* but torch\.bfloat16"):
         load_checkpoint(folder, full_chunks({"w": target}))
@@ -215,7 +193,7 @@ def test_another_dtype_is_loaded_only_on_request(tmp_path):
 
 def test_missing_tensor_raises_and_unused_is_reported(tmp_path):
     source = {"a": torch.ones(2), "b": torch.ones(2)}
-    folder = save_checkpoint(tmp_path, 1, full_chunks(source), {}, coordinator=Solo())
+    folder = save(tmp_path, source)
     targets = {"a": torch.zeros(2), "new": torch.full((3,), 5.0)}
     with pytest.raises(CheckpointError, match="new is missing from"):
         load_checkpoint(folder, full_chunks(targets))
@@ -226,21 +204,6 @@ def test_missing_tensor_raises_and_unused_is_reported(tmp_path):
         load_checkpoint(folder, full_chunks({"a": torch.zeros(4)}))
     with pytest.raises(ValueError, match="missing must be"):
         load_checkpoint(folder, [], missing="ignore")
-
-
-def test_replicas_share_the_bytes_to_write(tmp_path):
-    tensors = {f"w{i}": torch.randn(64 + i, 16) for i in range(9)}
-    raise_errors(
-        on_threads(
-            3,
-            lambda rank, c: save_checkpoint(
-                tmp_path, 1, full_chunks(tensors, (0, 1, 2)), {}, coordinator=c
-            ),
-        )
-    )
-    sizes = [file.bytes for file in read_manifest(tmp_path / "iter_0000001").files.values()]
-    assert len(sizes) == 3
-    assert max(sizes) < 1.1 * min(sizes)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -260,7 +223,7 @@ def test_chunk_is_written_by_first_replica_with_fewest_bytes(seed):
 
 
 def test_load_restores_the_number_of_torch_threads(tmp_path):
-    folder = save_checkpoint(tmp_path, 1, full_chunks({"w": torch.ones(2)}), {}, coordinator=Solo())
+    folder = save(tmp_path, {"w": torch.ones(2)})
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:

@@ -124,6 +124,17 @@ def test_missing_updates_are_an_error_not_zero(tmp_path: Path) -> None:
     assert same_weights(uninterrupted, resumed)
 
 
+def test_weights_without_state_forget_the_moments(tmp_path: Path) -> None:
+    fresh, trained = Training(), Training()
+    folder = save_checkpoint(tmp_path, 0, weight_chunks(fresh.model.store), {}, coordinator=Solo())
+    trained.step(0)
+    load_checkpoint(folder, weight_chunks(trained.model.store))
+    trained.optimizer.after_load(with_state=False)
+    for training in (fresh, trained):
+        training.step(1)
+    assert same_weights(fresh, trained)
+
+
 def test_step_count_without_state_is_refused() -> None:
     optimizer = Training().optimizer
     for with_state, steps in ((False, 3), (True, -1)):

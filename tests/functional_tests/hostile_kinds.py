@@ -47,7 +47,7 @@ from tests.support.tiktoken_files import write_ranks, write_vocabulary
 Reader = Callable[[Path], int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of input file.
 
@@ -55,8 +55,7 @@ class Kind:
         base: name of the valid folder.
         file: the file in the folder that is damaged.
         readers: readers of the folder, the fastest first; a trial picks one.
-        text: see `spoil`.
-        seal: see `spoil`.
+        text, seal: see `spoil`.
     """
 
     base: str
@@ -149,7 +148,6 @@ def prepare(*words: str) -> Reader:
     return command(run, "--output-prefix", "@/tokens", "--workers", "1", *words)
 
 
-BYTES = ("--tokenizer-type", "byte", "--append-eod")
 CONVERTED = (
     call(
         checkpoint.main,
@@ -157,224 +155,125 @@ CONVERTED = (
     ),
 )
 RESUMED = (train(*DATA, "--load", "@/run", steps=3),)
+SAVE = ("--load", "@/run", "--save", "@/run")
 WITH_TOKENIZER = (
     prepare("--input", "@/text.jsonl", "--tokenizer-model", "@/hf/tokenizer.json"),
     *FOLDER,
 )
-
-KINDS: dict[str, Kind] = {
-    "manifest": Kind(
-        base="run",
-        file=f"run/{RUN}/manifest.json",
-        readers=(*SAVED, *RESUMED),
-        text=_spoiled_manifest,
-        seal=_try_sealed,
+CHATS = (
+    prepare(
+        *("--input", "@/chats.jsonl", "--tokenizer-type", "byte"),
+        *("--chat", "--chat-template", "@/template.jinja"),
     ),
+)
+INSPECTED = (command(inspect_data._main, "@/data", "--document", "0"), train(*DATA))
+CACHED = (train(*DATA, "--data-cache-path", "@/cache"),)
+
+
+def as_bytes(file: str, *options: str) -> tuple[Reader, ...]:
+    """Return the reader that tokenizes a file as bytes."""
+    words = ("--tokenizer-type", "byte", "--append-eod")
+    return (prepare("--input", f"@/{file}", *words, *options),)
+
+
+def with_model(kind: str, file: str) -> tuple[Reader, ...]:
+    """Return the reader that tokenizes with a vocabulary."""
+    words = ("--tokenizer-type", kind, "--tokenizer-model", f"@/{file}")
+    return (prepare("--input", "@/text.jsonl", *words),)
+
+
+MANIFEST = f"run/{RUN}/manifest.json"
+KINDS: dict[str, Kind] = {
+    "manifest": Kind("run", MANIFEST, (*SAVED, *RESUMED), _spoiled_manifest, _try_sealed),
     "state of a run": Kind(
-        base="run",
-        file=f"run/{RUN}/manifest.json",
-        readers=(*RESUMED, *SAVED[2:]),
-        text=partial(_spoiled_manifest, inside=("extra",)),
-        seal=_try_sealed,
+        "run",
+        MANIFEST,
+        (*RESUMED, *SAVED[2:]),
+        partial(_spoiled_manifest, inside=("extra",)),
+        _try_sealed,
     ),
     "imported model": Kind(
-        base="imported",
-        file="imported/iter_0000000/manifest.json",
-        readers=IMPORTED,
-        text=partial(_spoiled_manifest, inside=("extra",)),
-        seal=_try_sealed,
+        "imported",
+        "imported/iter_0000000/manifest.json",
+        IMPORTED,
+        partial(_spoiled_manifest, inside=("extra",)),
+        _try_sealed,
     ),
     "tracker": Kind(
-        base="run",
-        file="run/latest_checkpointed_iteration.txt",
-        readers=(*SAVED, *RESUMED),
-        text=lambda content, rng: str(rng.choice((-1, 3, "٣", 1 << 70, "\0", "release"))).encode(),
+        "run",
+        "run/latest_checkpointed_iteration.txt",
+        (*SAVED, *RESUMED),
+        lambda content, rng: str(rng.choice((-1, 3, "٣", 1 << 70, "\0", "release"))).encode(),
     ),
-    "shard": Kind(
-        base="run",
-        file=f"run/{RUN}/shard-00000.safetensors",
-        readers=(*SAVED, *RESUMED),
-        text=spoiled_header,
-    ),
-    "lock": Kind(
-        base="run",
-        file="run/.writer.lock",
-        readers=(*SAVED[:2], train(*DATA, "--load", "@/run", "--save", "@/run")),
-        text=spoiled_words,
-    ),
-    "carried tokenizer": Kind(
-        base="imported", file="imported/hugging_face/tokenizer.json", readers=IMPORTED[1:]
-    ),
-    "carried config": Kind(
-        base="imported", file="imported/hugging_face/config.json", readers=IMPORTED[1:]
-    ),
-    "config.json": Kind(base="hf", file="hf/config.json", readers=FOLDER),
-    "generation_config.json": Kind(base="hf", file="hf/generation_config.json", readers=FOLDER),
-    "tokenizer.json": Kind(base="hf", file="hf/tokenizer.json", readers=WITH_TOKENIZER),
-    "tokenizer_config.json": Kind(
-        base="hf", file="hf/tokenizer_config.json", readers=WITH_TOKENIZER
-    ),
-    "index of weights": Kind(base="hf", file="hf/model.safetensors.index.json", readers=FOLDER),
-    "safetensors": Kind(base="hf", file=f"hf/{SHARDS[0]}", readers=FOLDER, text=spoiled_header),
-    "chat template": Kind(
-        base="text",
-        file="template.jinja",
-        readers=(
-            prepare(
-                *("--input", "@/chats.jsonl", "--tokenizer-type", "byte"),
-                *("--chat", "--chat-template", "@/template.jinja"),
-            ),
-        ),
-        text=spoiled_template,
-    ),
-    "chats": Kind(
-        base="text",
-        file="chats.jsonl",
-        readers=(
-            prepare(
-                *("--input", "@/chats.jsonl", "--tokenizer-type", "byte"),
-                *("--chat", "--chat-template", "@/template.jinja"),
-            ),
-        ),
-        text=spoiled_lines,
-    ),
-    "JSON lines": Kind(
-        base="text",
-        file="text.jsonl",
-        readers=(prepare("--input", "@/text.jsonl", *BYTES),),
-        text=spoiled_lines,
-    ),
+    "shard": Kind("run", f"run/{RUN}/shard-00000.safetensors", (*SAVED, *RESUMED), spoiled_header),
+    "lock": Kind("run", "run/.writer.lock", (*SAVED[:2], train(*DATA, *SAVE)), spoiled_words),
+    "carried tokenizer": Kind("imported", "imported/hugging_face/tokenizer.json", IMPORTED[1:]),
+    "carried config": Kind("imported", "imported/hugging_face/config.json", IMPORTED[1:]),
+    "config.json": Kind("hf", "hf/config.json", FOLDER),
+    "generation_config.json": Kind("hf", "hf/generation_config.json", FOLDER),
+    "tokenizer.json": Kind("hf", "hf/tokenizer.json", WITH_TOKENIZER),
+    "tokenizer_config.json": Kind("hf", "hf/tokenizer_config.json", WITH_TOKENIZER),
+    "index of weights": Kind("hf", "hf/model.safetensors.index.json", FOLDER),
+    "safetensors": Kind("hf", f"hf/{SHARDS[0]}", FOLDER, spoiled_header),
+    "chat template": Kind("text", "template.jinja", CHATS, spoiled_template),
+    "chats": Kind("text", "chats.jsonl", CHATS, spoiled_lines),
+    "JSON lines": Kind("text", "text.jsonl", as_bytes("text.jsonl"), spoiled_lines),
     "compressed lines": Kind(
-        base="text",
-        file="more.jsonl.gz",
-        readers=(prepare("--input", "@/more.jsonl.gz", *BYTES),),
-        text=lambda content, rng: gzip.compress(spoiled_lines(gzip.decompress(content), rng)),
+        "text",
+        "more.jsonl.gz",
+        as_bytes("more.jsonl.gz"),
+        lambda content, rng: gzip.compress(spoiled_lines(gzip.decompress(content), rng)),
     ),
-    "plain text": Kind(
-        base="text",
-        file="plain.txt",
-        readers=(prepare("--input", "@/plain.txt", *BYTES),),
-        text=spoiled_words,
-    ),
-    "Parquet": Kind(
-        base="text",
-        file="rows.parquet",
-        readers=(prepare("--input", "@/rows.parquet", *BYTES),),
-        text=spoiled_words,
-    ),
-    "journal": Kind(
-        base="halfway",
-        file="tokens.journal",
-        readers=(prepare("--input", "@/text.jsonl", *BYTES, "--resume"),),
-        text=spoiled_lines,
-    ),
+    "plain text": Kind("text", "plain.txt", as_bytes("plain.txt"), spoiled_words),
+    "Parquet": Kind("text", "rows.parquet", as_bytes("rows.parquet"), spoiled_words),
+    "journal": Kind("halfway", "tokens.journal", as_bytes("text.jsonl", "--resume"), spoiled_lines),
     "journal of all": Kind(
-        base="nearly",
-        file="tokens.journal",
-        readers=(prepare("--input", "@/text.jsonl", *BYTES, "--resume"),),
-        text=spoiled_lines,
+        "nearly", "tokens.journal", as_bytes("text.jsonl", "--resume"), spoiled_lines
     ),
     "SentencePiece": Kind(
-        base="text",
-        file="sentencepiece.model",
-        readers=(
-            prepare(
-                *("--input", "@/text.jsonl", "--tokenizer-type", "sentencepiece"),
-                *("--tokenizer-model", "@/sentencepiece.model"),
-            ),
-        ),
-        text=spoiled_words,
+        "text",
+        "sentencepiece.model",
+        with_model("sentencepiece", "sentencepiece.model"),
+        spoiled_words,
     ),
-    **{
-        f"tiktoken {name}": Kind(
-            base="text",
-            file=file,
-            readers=(
-                prepare(
-                    *("--input", "@/text.jsonl", "--tokenizer-type", "tiktoken"),
-                    *("--tokenizer-model", f"@/{file}"),
-                ),
-            ),
-            text=change,
-        )
-        for name, file, change in (
-            ("vocabulary", "tiktoken.json", spoiled_json),
-            ("ranks", "ranks.tiktoken", spoiled_lines),
-        )
-    },
-    "token index": Kind(
-        base="data",
-        file="data.idx",
-        readers=(command(inspect_data._main, "@/data"), train(*DATA)),
-        text=spoiled_words,
+    "tiktoken vocabulary": Kind("text", "tiktoken.json", with_model("tiktoken", "tiktoken.json")),
+    "tiktoken ranks": Kind(
+        "text", "ranks.tiktoken", with_model("tiktoken", "ranks.tiktoken"), spoiled_lines
     ),
-    "tokens": Kind(
-        base="data",
-        file="data.bin",
-        readers=(command(inspect_data._main, "@/data"), train(*DATA)),
-        text=spoiled_words,
-    ),
-    "description of tokens": Kind(
-        base="data",
-        file="data.json",
-        readers=(command(inspect_data._main, "@/data", "--document", "0"), train(*DATA)),
-    ),
-    "cached order": Kind(
-        base="data",
-        file="cache/NPY",
-        readers=(train(*DATA, "--data-cache-path", "@/cache"),),
-        text=spoiled_words,
-    ),
-    "cached manifest": Kind(
-        base="data",
-        file="cache/JSON",
-        readers=(train(*DATA, "--data-cache-path", "@/cache"),),
-    ),
+    "token index": Kind("data", "data.idx", INSPECTED, spoiled_words),
+    "tokens": Kind("data", "data.bin", INSPECTED, spoiled_words),
+    "description of tokens": Kind("data", "data.json", INSPECTED),
+    "cached order": Kind("data", "cache/NPY", CACHED, spoiled_words),
+    "cached manifest": Kind("data", "cache/JSON", CACHED),
     "paths": Kind(
-        base="data",
-        file="paths.json",
-        readers=(train("--per-split-data-args-path", "@/paths.json", *DATA[2:]),),
+        "data", "paths.json", (train("--per-split-data-args-path", "@/paths.json", *DATA[2:]),)
     ),
     "YAML": Kind(
-        base="data",
-        file="options.yaml",
-        readers=(call(pretrain_gpt.main, "--config", "@/options.yaml", "--exit-interval", "1"),),
-        text=spoiled_yaml,
+        "data",
+        "options.yaml",
+        (call(pretrain_gpt.main, "--config", "@/options.yaml", "--exit-interval", "1"),),
+        spoiled_yaml,
     ),
-    "faulty machines": Kind(
-        base="run",
-        file="run/faulty_hosts.json",
-        readers=(train(*DATA, "--load", "@/run", "--save", "@/run", steps=3),),
-    ),
+    "faulty machines": Kind("run", "run/faulty_hosts.json", (train(*DATA, *SAVE, steps=3),)),
     "suspect step": Kind(
-        base="run",
-        file="run/suspect_step.json",
-        readers=(
-            train(
-                *(*DATA, "--load", "@/run", "--save", "@/run"),
-                *("--on-reproduced-fault", "restart"),
-                steps=3,
-            ),
-        ),
+        "run",
+        "run/suspect_step.json",
+        (train(*DATA, *SAVE, "--on-reproduced-fault", "restart", steps=3),),
     ),
     "metrics": Kind(
-        base="run",
-        file="metrics.jsonl",
-        readers=(command(_plot, "--metrics", "@/metrics.jsonl", "--output", "@/out.png"), *RESUMED),
-        text=spoiled_lines,
+        "run",
+        "metrics.jsonl",
+        (command(_plot, "--metrics", "@/metrics.jsonl", "--output", "@/out.png"), *RESUMED),
+        spoiled_lines,
     ),
     "prompts": Kind(
-        base="hf",
-        file="prompts.txt",
-        readers=(call(generate.main, "--load", "@/hf", "--prompt-file", "@/prompts.txt"),),
-        text=spoiled_words,
+        "hf",
+        "prompts.txt",
+        (call(generate.main, "--load", "@/hf", "--prompt-file", "@/prompts.txt"),),
+        spoiled_words,
     ),
-    "torch's metadata": Kind(
-        base="torch", file="dcp/.metadata", readers=CONVERTED, text=spoiled_words
-    ),
-    "torch's tensors": Kind(
-        base="torch", file="dcp/__0_0.distcp", readers=CONVERTED, text=spoiled_words
-    ),
+    "torch's metadata": Kind("torch", "dcp/.metadata", CONVERTED, spoiled_words),
+    "torch's tensors": Kind("torch", "dcp/__0_0.distcp", CONVERTED, spoiled_words),
 }
 
 

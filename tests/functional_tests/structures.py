@@ -129,16 +129,6 @@ def deep_json(rng: random.Random, size: int, content: bytes) -> bytes:
     return content.rstrip()[:-1] + b',"more":' + nested.encode() + b"}"
 
 
-def long_lists(name: str, value: Callable[[int], Any]) -> Make:
-    """Return a function that sets a field to a long list."""
-
-    def make(rng: random.Random, size: int, content: bytes) -> bytes:
-        length = len(_json(value(1000))) + 1
-        return _changed(content, **{name: [value(i) for i in range(size // length)]})
-
-    return make
-
-
 def many_files(rng: random.Random, size: int, content: bytes) -> bytes:
     """Put every tensor of an index of weights into a separate file."""
     files = {f"model.layers.{i}.x": f"{i}.safetensors" for i in range(size // 40)}
@@ -157,16 +147,6 @@ def many_tensors(rng: random.Random, size: int, content: bytes) -> bytes:
     entry_bytes = len(_json(entry)) + 30
     pattern = rng.choice(("model.layers.{}.x", "model.layers.0.mlp.experts.{}.down_proj.weight"))
     table = _json({**{pattern.format(i): entry for i in range(size // entry_bytes)}, **header})
-    return struct.pack("<Q", len(table)) + table + content[8 + length :]
-
-
-def long_names(rng: random.Random, size: int, content: bytes) -> bytes:
-    """Add tensors with names of thousands of characters."""
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    names = [f"{i}{'x' * 5000}" for i in range(size // 5000)]
-    table = _json({**dict.fromkeys(names, entry), **header})
     return struct.pack("<Q", len(table)) + table + content[8 + length :]
 
 
@@ -320,29 +300,12 @@ STRUCTURES: dict[str, Structure] = {
         )
         for make in (wide_json, many_small_objects, deep_json)
     },
-    **{
-        f"long {name} in {kind}": Structure(
-            kind=kind, make=long_lists(name, value), max_bytes=15 << 20
-        )
-        for kind, name, value in (
-            ("config.json", "layer_types", lambda i: "full_attention"),
-            ("config.json", "eos_token_id", lambda i: i),
-            ("config.json", "architectures", str),
-            ("generation_config.json", "eos_token_id", lambda i: i),
-            ("tokenizer_config.json", "chat_template", lambda i: {"name": f"n{i}", "template": ""}),
-        )
-    },
     "files": Structure(kind="index of weights", make=many_files, max_bytes=15 << 20),
     "tensors": Structure(kind="safetensors", make=many_tensors, max_bytes=7 << 20),
-    "names": Structure(kind="safetensors", make=long_names, max_bytes=7 << 20),
     "stored tensors": Structure(kind="torch's metadata", make=many_stored),
     "chunks": Structure(kind="torch's metadata", make=many_chunks),
     "sequences": Structure(kind="token index", make=many_empty_sequences),
     "texts": Structure(kind="JSON lines", make=json_lines(lambda rng, i: {"text": _word(rng)})),
-    "fields": Structure(
-        kind="JSON lines",
-        make=json_lines(lambda rng, i: {"text": "a", **dict.fromkeys(map(str, range(500)), 0)}),
-    ),
     "long text": Structure(kind="JSON lines", make=one_long_line),
     "compressed text": Structure(
         kind="compressed lines", make=packed(one_long_line), document_bytes=16 << 20

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import read_extra
-from megatron.hf import convert
-from megatron.inference import generate
-from megatron.training import checkpoint, pretrain_gpt
-from tests.functional_tests.small_run import flags, run_in_process, write_tokens
+from megatron.training import checkpoint
 from tests.support.read_limits import (
     ReadCost,
     ReadLimits,
@@ -29,7 +24,6 @@ from tests.support.stored_structures import (
     STRUCTURES,
     Structure,
     Tensor,
-    random_structure,
     seal,
     write_structure,
 )
@@ -147,66 +141,12 @@ def test_impossible_manifest_is_refused_within_limits(change, refused, tmp_path,
 
 @pytest.mark.slow(seconds=70)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("structure", [*STRUCTURES, *range(20)])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_command_reads_every_structure_within_limits(structure, tmp_path, trivial):
-    """A number is the seed of a random structure."""
     root = tmp_path / "run"
-    is_seed = isinstance(structure, int)
-    write(root, lambda: random_structure(structure, 0.5) if is_seed else STRUCTURES[structure](1.0))
+    write(root, lambda: STRUCTURES[structure](1.0))
     faults = []
     for name in COMMANDS:
         reads_all = name not in ("compare", "convert")
         faults += faults_of(root, name, trivial(name), refused=None if reads_all else "")
-    assert not faults, "\n".join(faults)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with tokens and a run of one step."""
-    folder = tmp_path_factory.mktemp("run")
-    write_tokens(folder / "tokens")
-    words = "--train-iters 1 --eval-interval 0 --lr-decay-iters 9"
-    assert run_in_process(flags(folder / "tokens", f"{words} --save {folder / 'save'}")) == 0
-    return folder
-
-
-def _resume(run: Path, root: Path) -> int:
-    words = f"--train-iters 2 --eval-interval 0 --lr-decay-iters 9 --load {root}"
-    return pretrain_gpt.main(flags(run / "tokens", words), {})
-
-
-def _generate(run: Path, root: Path) -> int:
-    words = ["--load", str(root), "--prompt", "1", "--device", "cpu", "--max-new-tokens", "1"]
-    return generate.main(words, {})
-
-
-def _export(run: Path, root: Path) -> int:
-    return convert.main(["export", "--load", str(root), "--save", f"{root}-hf"], {})
-
-
-@pytest.mark.slow(seconds=90)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("read", [_resume, _generate, _export])
-def test_programs_refuse_structures_of_other_models(read, run, tmp_path):
-    """The structures have the description of a run's model, but other tensors."""
-    extra = read_extra(run / "save" / "iter_0000001")
-    limits = ReadLimits.of(0, metadata_bytes=0)
-    trivial_cost = measure_read(
-        partial(read, run, run / "save"), replace(limits, memory_bytes=1 << 30)
-    )
-    faults = []
-    for structure in STRUCTURES:
-        root = tmp_path / structure.replace(" ", "-")
-
-        def make(structure: str = structure) -> Structure:
-            structure_of_name = STRUCTURES[structure](1.0)
-            return replace(structure_of_name, extra={**structure_of_name.extra, **extra})
-
-        write(root, make)
-        limits = limits_of(root)
-        cost = measure_read(partial(read, run, root), limits)
-        structure_of_name = read_faults(cost, limits, trivial_cost)
-        if cost.code in (0, None):
-            structure_of_name.append(f"exit code {cost.code}: {cost.text}")
-        faults += [f"{structure}: {fault}" for fault in structure_of_name]
     assert not faults, "\n".join(faults)

@@ -176,18 +176,6 @@ def test_elements_in_any_order_are_read_in_bounded_spans(
     assert torch.equal(tensors["b"], spaced)
 
 
-@pytest.mark.slow(seconds=20)
-def test_many_tensors_of_a_dcp_folder_load(tmp_path: Path, trivial_dcp: ReadCost) -> None:
-    state = {f"layers.{i}.weight": torch.full((i % 5,), float(i)) for i in range(30_000)}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    folder = tmp_path / "dcp"
-    limits = ReadLimits.of(stored_bytes(folder), metadata_bytes=stored_bytes(folder))
-    check_read(partial(convert, folder), limits=limits, trivial=trivial_dcp)
-    tensors = load_file(tmp_path / "dcp.safetensors")
-    assert tensors.keys() == state.keys()
-    assert all(torch.equal(tensors[name], value) for name, value in state.items())
-
-
 def import_folder(folder: Path) -> int:
     """Import a Hugging Face folder."""
     target = folder.with_name("imported")

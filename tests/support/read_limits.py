@@ -25,12 +25,14 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import json
 import math
 import os
 import resource
 import signal
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,8 +41,6 @@ from typing import BinaryIO
 
 import torch
 
-from tests.support.forked_trials import SECONDS, judge
-
 BASE_CPU_SECONDS = 10.0
 BYTES_PER_CPU_SECOND = 50_000_000
 BASE_MEMORY_BYTES = 64_000_000
@@ -48,6 +48,10 @@ MEMORY_PER_METADATA_BYTE = 8
 # A read that exceeds its limits is stopped, but not before the excess has been measured.
 _CPU_SECONDS_TO_STOP = 2
 _ADDRESS_SPACE_TO_STOP = 1 << 30
+#: A pipe that is waited for takes no CPU time; a busy machine takes its time for what does.
+SECONDS = 120.0
+LONGEST_LINE = 2000
+_NO_ARENAS = -8, 1  # M_ARENA_MAX of <malloc.h>: memory that threads reserve adds up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +107,15 @@ def stored_bytes(path: Path) -> int:
     return sum(min(s.st_size, 512 * s.st_blocks) for s in (file.lstat() for file in files))
 
 
-def measure_read(read: Callable[[], int], limits: ReadLimits | None = None) -> ReadCost:
+def measure_read(
+    read: Callable[[], int], limits: ReadLimits | None = None, *, libraries_print: bool = False
+) -> ReadCost:
     """Run a read in a forked process.
 
     Args:
         read: calls an entry point and returns its exit code.
         limits: the process is stopped slightly above the limits; None: a trivial file's limits.
+        libraries_print: whether libraries may print past Python's streams.
     """
     limits = limits or ReadLimits.of(0, metadata_bytes=0)
     with tempfile.TemporaryFile() as output:
@@ -135,7 +142,7 @@ def measure_read(read: Callable[[], int], limits: ReadLimits | None = None) -> R
         code, text = None, f"ended by {signal.Signals(os.WTERMSIG(status)).name}: {printed}"
     elif os.WEXITSTATUS(status) or not answer:
         code, text = None, f"ended with exit code {os.WEXITSTATUS(status)}: {printed}"
-    elif printed:
+    elif printed and not libraries_print:
         code, text = None, f"printed past Python's streams: {printed}"
     return ReadCost(
         code=code,
@@ -153,6 +160,7 @@ def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answer
     faulthandler.disable()  # it would print the tests' stack where pytest's stderr is
     gc.freeze()  # a collection would copy the memory of all objects of the parent
     libc = ctypes.CDLL(None)
+    libc.mallopt(*_NO_ARENAS)
     libc.malloc_trim(0)  # free memory of the parent would hide what the read allocates
     with contextlib.suppress(OSError):  # the peak begins at the parent's memory: reset it
         Path("/proc/self/clear_refs").write_text("5")
@@ -167,8 +175,33 @@ def _serve(read: Callable[[], int], limits: ReadLimits, output: BinaryIO, answer
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)  # a pipe that is waited for takes no CPU time
     warnings.simplefilter("ignore")  # outside tests warnings are no errors
-    verdict = judge(read)
-    os.write(answers, json.dumps([verdict.code, verdict.text]).encode())
+    os.write(answers, json.dumps(judge(read)).encode())
+
+
+def judge(read: Callable[[], int]) -> tuple[int | None, str]:
+    """Run a read here; return its exit code and last line, or None and the fault.
+
+    A fault is an exception, a traceback, text that cannot be printed, or a refusal that is not
+    exactly one line.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = read()
+    except BaseException:
+        return (None, traceback.format_exc()[-3000:])
+    output = err.getvalue()
+    if "Traceback (most recent call last)" in output:
+        return (None, output[-3000:])
+    lines = [line for line in output.split("\n") if line]
+    for line in output.split("\n"):
+        if not line.isprintable():
+            return (None, f"what cannot be printed: {line[:500]!r}")
+        if len(line) > LONGEST_LINE:
+            return (None, f"a line of {len(line)} characters: {line[:500]}")
+    if code == 2 and sum(": error: " in line for line in lines) != 1:
+        return (None, f"no one line of an error: {output[-3000:]}")
+    return (code, lines[-1] if lines else "")
 
 
 def read_faults(cost: ReadCost, limits: ReadLimits, trivial: ReadCost) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -229,45 +228,3 @@ STRUCTURES: Mapping[str, Callable[[float], Structure]] = MappingProxyType(
         ),
     }
 )
-
-
-def random_structure(seed: int, size: float) -> Structure:
-    """Return a structure of random tensors in random boxes."""
-    rng = random.Random(seed)
-    tensors = {}
-    budget = int(20_000 * size)
-    while budget > 0:
-        count = rng.randint(1, budget)
-        budget -= count
-        tensors[f"{'x' * rng.randint(0, 40)}{len(tensors)}"] = _random_tensor(rng, count)
-    size_bytes = sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in tensors.values())
-    blocks = [b for b in (16, 1 << 10, 16 << 20, 256 << 20) if size_bytes // b < 500_000]
-    return Structure(
-        tensors=tensors,
-        extra=nested(rng.randint(0, 60), {f"{i}": i for i in range(rng.randint(0, 99))}, "k"),
-        num_files=rng.choice((1, 2, 50)),
-        block_bytes=rng.choice(blocks),
-        header_padding=rng.choice((0, 0, 1 << 20)),
-    )
-
-
-def _random_tensor(rng: random.Random, count: int) -> Tensor:
-    """Return a tensor that planes cut into about `count` boxes."""
-    shape = tuple(rng.choice((0, 1, 2, 30, 1000)) for _ in range(rng.randint(0, 8)))
-    while math.prod(shape) > 1 << 26:
-        shape = shape[1:]
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(min(count, 4000)):
-        at = rng.randrange(len(boxes))
-        box = boxes[at]
-        splittable = [d for d, n in enumerate(box.sizes) if n > 1]
-        if not splittable:
-            continue
-        dim = rng.choice(splittable)
-        cut = rng.randrange(1, box.sizes[dim])
-        low, high, shift = list(box.sizes), list(box.sizes), list(box.offsets)
-        low[dim], high[dim], shift[dim] = cut, box.sizes[dim] - cut, box.offsets[dim] + cut
-        boxes[at] = Box(box.offsets, tuple(low))
-        boxes.append(Box(tuple(shift), tuple(high)))
-    rng.shuffle(boxes)
-    return Tensor(shape=shape, boxes=boxes, dtype=rng.choice(tuple(ITEM_BYTES)))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -254,23 +253,3 @@ def test_config_json_is_checked_before_building_a_model(
     shutil.copytree(good, folder)
     change_json(folder / "config.json", **{field: value})
     refused_everywhere(folder, tmp_path)
-
-
-FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model-00001-of-*.safetensors"]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pipes_and_endless_files_in_hf_folder_are_refused(
-    name: str, good: Path, tmp_path: Path
-) -> None:
-    def large(path: Path) -> None:
-        path.touch()
-        os.truncate(path, 20 << 20 if name == "tokenizer_config.json" else 200 << 30)
-
-    for number, make in enumerate((os.mkfifo, large, lambda path: path.symlink_to("/dev/zero"))):
-        folder = tmp_path / f"model{number}"
-        shutil.copytree(good, folder)
-        path = next(folder.glob(name), folder / name)
-        path.unlink(missing_ok=True)
-        make(path)
-        refused_everywhere(folder, tmp_path)

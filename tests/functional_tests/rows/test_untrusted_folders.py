@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.cli.errors import run_entry_point
 from megatron.core.dist_checkpointing import (
-    CheckpointError,
     Manifest,
-    SaveFolderLock,
     Solo,
     TensorChunk,
     read_manifest,
@@ -33,85 +29,10 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.inference import generate
-from megatron.training import checkpoint, preprocess_data
-from megatron.training.fault_tolerance.faults import (
-    FaultLog,
-    FaultRecord,
-    SuspectStep,
-    add_faulty_hosts,
-    read_faulty_hosts,
-    read_suspect_step,
-    write_suspect_step,
-)
-from megatron.training.fault_tolerance.hang_files import CollectiveLog, HangFiles
-from megatron.training.monitoring.metrics import JsonLines
+from megatron.training import checkpoint
 from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
 
 HUGE = 1 << 40
-
-
-@pytest.fixture
-def linked(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a run folder whose files are links to a folder outside, and that folder."""
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    (outside / "folder").mkdir(parents=True)
-    run.mkdir()
-    (outside / "precious").write_text("precious")
-    names = (
-        ".writer.lock faults.jsonl faulty_hosts.json.tmp suspect_step.json suspect_step.json.tmp "
-    )
-    names += "hang_report_attempt_0.txt latest_checkpointed_iteration.txt metrics.jsonl.tmp "
-    names += "data.journal data.bin.draft.tmp data.idx.draft.tmp data.idx.lengths.draft.tmp "
-    for name in f"{names} data.idx.documents.draft.tmp".split():
-        (run / name).symlink_to(outside / "precious")
-    (run / "stacks").symlink_to(outside / "folder")
-    (run / "iter_0000001.tmp-0123456789abcdef").symlink_to(outside / "folder")
-    return run, outside
-
-
-def test_nothing_is_written_through_links(linked: tuple[Path, Path]) -> None:
-    run, outside = linked
-    with pytest.raises(CheckpointError, match=r"\.writer\.lock"):
-        SaveFolderLock(run)
-    (run / ".writer.lock").unlink()
-    SaveFolderLock(run).close()  # sweeps the link to a folder
-    warnings: list[str] = []
-    log = FaultLog(str(run), record=lambda *_: None, warn=warnings.append)
-    log.add(FaultRecord(3, "nan", "transient", {0: "a"}))
-    assert len(warnings) == 1
-    assert "faults.jsonl" in warnings[0]
-    add_faulty_hosts(str(run), [{"host": "a"}])
-    assert read_faulty_hosts(str(run)) == [{"host": "a"}]
-    suspect = SuspectStep(3, {"0": "a"}, "nan", [1.0, 2.0])
-    assert read_suspect_step(str(run)) is None
-    write_suspect_step(str(run), suspect)
-    assert read_suspect_step(str(run)) == replace(suspect, values=(1.0, 2.0))
-    files = HangFiles(str(run), attempt=0, rank=0, frozen_seconds=60.0)
-    files.heartbeat()
-    files.write("a test", None, CollectiveLog())
-    files.write_report("a report")
-    files.close()
-    JsonLines(run / "metrics.jsonl", resume_iteration=0).close()
-    save_checkpoint(run, 1, [], {}, coordinator=Solo())
-    assert (run / "latest_checkpointed_iteration.txt").read_text() == "1\n"
-    assert (outside / "precious").read_text() == "precious"
-    assert os.listdir(outside / "folder") == []
-
-
-def test_preprocessing_writes_through_no_link(linked: tuple[Path, Path]) -> None:
-    def preprocess(words: list[str], environment: Any) -> int:
-        return run_entry_point(lambda: preprocess_data._main(words), prog="preprocess_data")
-
-    run, outside = linked
-    (run / "a.jsonl").write_text('{"text": "words"}\n')
-    words = ["--input", str(run / "a.jsonl"), "--output-prefix", str(run / "data")]
-    words += ["--tokenizer-type", "byte", "--workers", "1"]
-    refused(words, "data.journal", main=preprocess)
-    (run / "data.journal").unlink()
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert preprocess(words, {}) == 0
-    assert (run / "data.bin").stat().st_size > 0
-    assert (outside / "precious").read_text() == "precious"
 
 
 @pytest.fixture(scope="module")

@@ -55,27 +55,6 @@ def test_random_constraints_match_the_full_product(seed):
     assert set().union(*(tuples_of(row, 3) for row in covering_rows)) == allowed_triples
 
 
-def test_forbidden_combinations_include_the_implied_ones():
-    # dp=1 with tp=1 is forbidden, so sp with dp=1 needs tp>1; a third constraint rules out both.
-    constraints = (*CONSTRAINTS, Constraint(("sp", "tp"), lambda sp, tp: not (sp and tp in (2, 4))))
-    pairs = allowed_tuples(FACTORS, constraints)
-    assert not any(("sp", True) in pair for pair in pairs)
-    assert all(not row["sp"] for row in covering_array(FACTORS, constraints))
-
-
-def test_ten_factors_of_three_values_need_few_rows():
-    factors = {f"f{i}": (0, 1, 2) for i in range(10)}
-    rows = covering_array(factors)
-    assert len(rows) <= 20  # the product has 59,049
-    assert set().union(*(tuples_of(r, 2) for r in rows)) == set(allowed_tuples(factors))
-
-
-def test_array_is_a_function_of_the_seed():
-    rows, repeated = (covering_array(FACTORS, CONSTRAINTS, seed=3) for _ in range(2))
-    assert rows == repeated
-    assert rows != covering_array(FACTORS, CONSTRAINTS, seed=4)
-
-
 def test_required_rows_come_first_and_are_counted():
     required = {"tp": 2, "dp": 2, "sp": True, "kv": 1, "norm": "b"}
     rows = covering_array(FACTORS, CONSTRAINTS, start=[required])

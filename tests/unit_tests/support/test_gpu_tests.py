@@ -67,11 +67,6 @@ def test_more_ranks_than_gpus_are_refused(two_gpus: GpuTests) -> None:
         ranks.run_ranks(calls_of_rank, 4, SimulatedGpus())
 
 
-def test_entry_point_runs_use_gpus_too(two_gpus: GpuTests) -> None:
-    words = flags(Path("tokens"), "--train-iters 3")
-    assert words[words.index("--device") + 1] == "cuda"
-
-
 @pytest.mark.parametrize(
     ("count", "required", "line"),
     [(0, 1, "--device cuda: torch sees no GPU"), (1, 2, "--gpus 2: torch sees 1 of them")],

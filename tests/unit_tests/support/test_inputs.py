@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from tests.support.inputs import generator, microbatch, one_thread, perturbed
+from tests.support.inputs import microbatch, perturbed
 
 
 def _batch(dp_rank, index):
@@ -22,19 +22,6 @@ def test_every_rank_and_microbatch_has_distinct_token_counts():
     assert all(0 < count < 3 * 19 for count in counts)
 
 
-def test_labels_are_next_tokens_and_batches_repeat():
-    batch, repeated = _batch(1, 2), _batch(1, 2)
-    assert torch.equal(batch.labels[:, :-1], batch.tokens[:, 1:])
-    assert torch.equal(batch.tokens, repeated.tokens)
-    assert torch.equal(batch.loss_mask, repeated.loss_mask)
-
-
-def test_generators_depend_on_every_number_of_the_key():
-    keys = [(1,), (2,), (1, 1), (1, 2), (2, 1)]
-    drawn = [torch.randn(4, generator=generator(*key)) for key in keys]
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
-
-
 def test_every_weight_is_perturbed_differently():
     weights = {"norm.weight": torch.ones(7), "other.weight": torch.ones(7), "bias": torch.zeros(7)}
     changed = perturbed(weights, seed=1)
@@ -42,10 +29,3 @@ def test_every_weight_is_perturbed_differently():
     assert not torch.equal(changed["norm.weight"], changed["other.weight"])
     assert torch.equal(changed["bias"], perturbed(weights, seed=1)["bias"])
     assert torch.equal(weights["norm.weight"], torch.ones(7))
-
-
-def test_number_of_threads_is_restored():
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before

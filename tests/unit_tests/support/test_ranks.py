@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankFailure, run_ranks, start_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 
 def _sum_of_ranks(rank, world, start):
@@ -84,44 +84,3 @@ def _die(rank, world):
 def test_killed_rank_is_named_before_errors_of_its_peers():
     with pytest.raises(RankFailure, match="rank 1 of 2 failed first:\ndied with exit code -9"):
         run_ranks(_die, 2)
-
-
-def _count(rank, world):
-    value = torch.zeros(1)
-    for step in range(10_000):
-        dist.all_reduce(value)
-        print(f"step {step}", flush=True)
-        time.sleep(0.005)
-    return "done"
-
-
-def test_rank_can_be_killed_while_others_are_inspected():
-    # A survivor may wait for a peer that has failed: only its own timeout ends the wait.
-    with start_ranks(_count, 3, collective_timeout=5.0) as ranks:
-        ranks.wait_for_line(2, "step 3")
-        ranks.kill(1)
-        outcomes = ranks.outcomes(timeout=20)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    assert outcomes[1].error is None
-    assert all(
-        "step 3" not in outcomes[r].error and "all_reduce" in outcomes[r].error for r in (0, 2)
-    )
-
-
-def test_stopped_rank_makes_its_peers_time_out():
-    with start_ranks(_count, 2, collective_timeout=1.0) as ranks:
-        ranks.wait_for_line(0, "step 2")
-        ranks.kill(1, signal.SIGSTOP)
-        outcomes = ranks.outcomes(timeout=15, stop_at_failure=True)
-    assert "all_reduce" in outcomes[0].error
-    assert not outcomes[1].returned
-    assert outcomes[1].error is None
-
-
-def _environment(rank, world):
-    return os.environ["GREETING"], os.environ["RANK"]
-
-
-def test_environment_variables_reach_only_the_ranks():
-    assert run_ranks(_environment, 2, env={"GREETING": "hello"}) == [("hello", "0"), ("hello", "1")]
-    assert "GREETING" not in os.environ

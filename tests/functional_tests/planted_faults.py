@@ -59,3 +59,17 @@ def on_microbatch(number: int, fault: Callable[[Microbatch], None]) -> None:
         return microbatch
 
     train_steps.microbatch = faulty
+
+
+def at_step(number: int, fault: Callable[[train_steps.SessionSteps], None]) -> None:
+    """Apply `fault` before this process takes step `number`, counted from 1."""
+    count = [0]
+    take_step = train_steps.SessionSteps.take_step
+
+    def faulty(self, *args, **kwargs):
+        count[0] += 1
+        if count[0] == number:
+            fault(self)
+        return take_step(self, *args, **kwargs)
+
+    train_steps.SessionSteps.take_step = faulty

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from megatron.cli import error_reports
 from megatron.cli.errors import ExitCode
 from megatron.training import pretrain_gpt
 from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
-from tests.functional_tests.torchrun_job import torchrun
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
@@ -19,17 +16,6 @@ SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 @pytest.fixture
 def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
-
-
-def test_option_error_is_printed_once_across_killed_ranks(prefix):
-    argv = flags(prefix, "--overlap-param-gather")
-    late = "tests.functional_tests.late_first_rank"
-    output, _ = torchrun(argv, "--standalone", processes=4, module=late).communicate(timeout=100)
-    assert output.count("pretrain_gpt: ") == 1, output
-    assert output.count("--overlap-param-gather has no effect with ") == 1, output
-    assert "ended by" not in output
-    assert re.search(r"local_rank: 0 \(|rank +: 0 \(", output), output
-    assert re.search(rf"exitcode +: {int(ExitCode.USER_ERROR)} ", output), output
 
 
 def test_first_rank_of_each_node_reports_a_local_error(prefix, capsys, monkeypatch):

@@ -61,28 +61,6 @@ def test_resumed_run_follows_the_batch_size_schedule(tmp_path):
         assert loss == pytest.approx(expected[iteration], rel=1e-5)
 
 
-@pytest.mark.gpus(1)
-def test_schedule_equals_consecutive_constant_size_runs(tmp_path):
-    """Each stage is a separate run with a constant batch size; the checkpoints are equal."""
-    prefix = write_tokens(tmp_path / "tokens")
-    common = "--train-samples 64 --eval-interval 0 --lr-decay-samples 60 --lr-warmup-samples 10"
-    left_out = ["--train-iters", "--lr-warmup-iters", "--global-batch-size"]
-
-    def argv(options: str) -> list[str]:
-        return flags(
-            prefix, f"{common} {options}", without=left_out if STEPS in options else left_out[:2]
-        )
-
-    run_on(1, argv(f"--save {tmp_path / 'one'} {STEPS}"))
-    assert sizes_of(tmp_path / "one" / "metrics.jsonl") == SIZES
-    folder, stages = tmp_path / "many", [(4, 2), (12, 4), (8, 8)]
-    for size, end in stages:
-        batch = f"--global-batch-size {size} --exit-interval {end}"
-        run_on(1, argv(f"{batch} --save {folder} --load {folder}"))
-    assert sizes_of(folder / "metrics.jsonl") == SIZES
-    assert digests(folder / "iter_0000008") == digests(tmp_path / "one" / "iter_0000008")
-
-
 def reference_loss(steps: SessionSteps, samples: int) -> float:
     """Return the mean loss of the first validation samples, computed one at a time."""
     session = steps._session

@@ -100,12 +100,6 @@ def test_checkpoint_schedule_with_other_batch_size_is_refused(saved, capsys):
     assert "--use-checkpoint-opt-param-scheduler" in err
 
 
-def test_options_overridden_by_checkpoint_are_logged(saved, capsys):
-    options = f"{SHORT} --load {saved / 'save'} {FROM_CHECKPOINT} --lr 1e-2 --print-config"
-    assert run_in_process(flags(saved / "tokens", options)) == 0
-    assert "--lr is 0.005 as in " in capsys.readouterr().err
-
-
 def test_run_resumes_with_options_of_its_checkpoint(saved, tmp_path):
     options = "--train-iters 3 --log-interval 1 --eval-interval 0"
     words = f"--use-checkpoint-args --load {saved / 'save'} --global-batch-size 8 {options}"
@@ -155,16 +149,6 @@ def test_absent_checkpoint_is_refused(saved, tmp_path, capsys, options, message)
     argv = flags(saved / "tokens", f"{SHORT} {options.format(absent)}")
     assert run_in_process(argv) == ExitCode.USER_ERROR
     assert message.format(absent) in capsys.readouterr().err
-
-
-def test_command_line_options_suffice_without_checkpoint(saved, tmp_path, capsys):
-    words = f"--use-checkpoint-args --load {tmp_path / 'absent'}"
-    assert run_in_process(flags(saved / "tokens", f"{SHORT} {words}")) == 0
-    assert f"no checkpoint in {tmp_path / 'absent'}" in capsys.readouterr().out
-    assert run_in_process(flags(saved / "tokens", words, without=("--lr",))) == ExitCode.USER_ERROR
-    err = capsys.readouterr().err
-    assert f"no checkpoint in {tmp_path / 'absent'}" in err
-    assert "--lr" in err
 
 
 #: 4 steps of linear warm-up to a constant rate.

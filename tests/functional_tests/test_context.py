@@ -82,21 +82,6 @@ def test_context_parallel_losses_match_one_process(
         assert losses(sharded, kind) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.covers("resume on another layout")
-@pytest.mark.gpus(2)
-def test_run_resumes_with_another_context_parallel_cut(prefix, tmp_path):
-    reference, save = tmp_path / "one.jsonl", tmp_path / "save"
-    common = SHORT.replace("--eval-interval 3", "--eval-interval 2")
-    run_on(1, flags(prefix, f"{common} --metrics-file {reference}"))
-    saves = f"{common} {CP} --save {save} --load {save} --save-interval 2"
-    run_on(2, flags(prefix, f"{saves} {BY_DOCUMENTS} --exit-interval 2"))
-    run_on(2, flags(prefix, f"{saves} --context-parallel-cut row"))
-    for kind in ("train", "validation"):
-        expected = losses(reference, kind)
-        assert 2 in expected
-        assert losses(save / "metrics.jsonl", kind) == pytest.approx(expected, rel=1e-6)
-
-
 def test_document_masks_and_sinks_change_the_losses(prefix, tmp_path):
     # All runs have the same loss mask.
     whole = "--eod-mask-loss"

@@ -11,19 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.cli.errors import ExitCode
-from megatron.cli.launch import Launch
 from megatron.core.datasets import IndexedDatasetWriter
-from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
-from megatron.core.models import GPTConfig
-from megatron.training.config.model_table import gpt_config
-from megatron.training.pretrain_gpt import read_run
-from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
+from megatron.core.dist_checkpointing import latest_checkpoint
 from tests.functional_tests.small_run import (
     VOCABULARY,
     flags,
     losses,
-    run_in_process,
     run_on,
     running,
     write_tokens,
@@ -118,21 +111,6 @@ def test_hybrid_run_of_one_rank_resumes_on_context_parallel_2(prefix, single_ran
         assert f"{name}: recurrences over context parallel 2 by " in log
     assert "mtp 1 loss" in log
     assert_losses_match(metrics, single_rank, since=3)
-
-
-def test_checkpoint_restores_the_hybrid_model_config(single_rank, capsys):
-    words = (
-        f"--load {single_rank} --use-checkpoint-args --micro-batch-size 2 --lr 5e-3 --seq-length 24"
-    )
-    run = read_run(words.split(), Launch(), program=PRETRAIN_HYBRID)
-    saved = GPTConfig.from_json(read_extra(single_rank / "iter_0000004")["model"])
-    assert gpt_config(run.config, VOCABULARY) == saved
-    assert (saved.pattern, saved.mtp_pattern) == ("G-M-*-", "*-")
-    assert (
-        run_in_process([*words.split(), "--hybrid-layer-pattern", "G-*-M-/*-"])
-        == ExitCode.USER_ERROR
-    )
-    assert "contains another model: pattern: 'G-M-*-' in" in capsys.readouterr().err
 
 
 def write_rows(prefix: Path, order: list[int]) -> Path:

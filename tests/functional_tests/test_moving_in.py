@@ -9,39 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.inference.generate import main as generate
-from megatron.training import pretrain_gpt
 from megatron.training.preprocess_data import _main as preprocess
 from tests.functional_tests.small_run import flags, run_in_process
 from tests.support.tiktoken_files import TEXTS, TOKENS, write_vocabulary
-from tests.unit_tests.training.test_upstream_scripts import REFUSED, SECOND_FIXES, read_script
-
-
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        (
-            "train_gpt3_175b_distributed",
-            "num-layers: 96|hidden-size: 12288|position-embedding-type: learned_absolute|"
-            "fp16: true|pipeline-model-parallel-size: 16|lr-decay-iters: 430000",
-        ),
-        (
-            "train_llama3_8b_h100_fp8",
-            "num-layers: 32|num-query-groups: 8|rotary-base: 1000000.0|bf16: true|"
-            "apply-layernorm-1p: true|context-parallel-size: 2|train-samples: 1953125000",
-        ),
-    ],
-)
-def test_upstream_script_prints_its_configuration(
-    script: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    world, script_flags = read_script(script)
-    removed = {*REFUSED[script], *SECOND_FIXES.get(script, {})}
-    words = [word for flag in script_flags if flag[0] not in removed for word in flag]
-    launch = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
-    launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert pretrain_gpt.main([*words, "--print-config"], launch) == 0
-    printed = capsys.readouterr().out.replace('"', "").splitlines()
-    assert set(expected.split("|")) <= set(printed)
 
 
 def test_tiktoken_vocabulary_works_from_text_to_generation(

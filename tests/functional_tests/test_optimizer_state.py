@@ -152,21 +152,3 @@ def test_resumed_muon_run_keeps_its_matrix_splits(tmp_path, capfd, qkv):
         run_in_process(flags(prefix, f"{changed} --metrics-file {tmp_path / 'other.jsonl'}")) == 0
     )
     assert f"{start} was trained with" in capfd.readouterr().err
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.covers("resume on another layout")
-@pytest.mark.gpus(2)
-def test_cpu_offloaded_state_is_saved_and_resumed(tmp_path):
-    prefix = write_tokens(tmp_path / "tokens")
-    original, metrics = tmp_path / "original", tmp_path / "m"
-    offload = f"{COMMON} --bf16 --optimizer-cpu-offload"
-    run_on(2, flags(prefix, f"{offload} {CUT} --save-interval 2 --save {original}"))
-    start, expected = original / "iter_0000002", losses(original / "metrics.jsonl")
-    assert dtypes(start) == {"master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
-    for host in ("", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"):
-        words = f"{COMMON} --bf16 {host} --load {start} --metrics-file {metrics}"
-        assert run_in_process(flags(prefix, words)) == 0
-        assert sorted(losses(metrics)) == [3, 4]
-        for iteration, loss in losses(metrics).items():
-            assert loss == pytest.approx(expected[iteration], rel=1e-4), iteration

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.training import pipeline_step
 from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.planted_faults import on_microbatch, run_with
+from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import (
     digests,
     flags,
@@ -155,38 +153,3 @@ def test_stopped_pipeline_run_resumes_on_one_process(prefix, tmp_path):
     name = f"iter_{end:07d}"
     assert losses(cut / "metrics.jsonl") == pytest.approx(losses(whole / "metrics.jsonl"), rel=1e-5)
     assert digests(cut / name).keys() == digests(whole / name).keys()
-
-
-def _nan(batch) -> None:
-    batch.loss_mask.mul_(float("nan"))
-
-
-def plant_nan(rank: int) -> None:
-    """Make the sixth microbatch, in step 2, NaN; only the last stage computes its loss."""
-    on_microbatch(6, _nan)
-
-
-@pytest.mark.covers("recomputed bad steps")
-def test_nan_is_attributed_to_its_stage_and_skipped_by_all_ranks(prefix, tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    argv = flags(prefix, f"{PP} --train-iters 3 --eval-interval 0 --metrics-file {metrics}")
-    outcomes, logs = run_with(plant_nan, argv)
-    assert [o.exit_code for o in outcomes] == [0, 0], logs
-    host = socket.gethostname()
-    message = f"iteration 2: NaN or Inf loss of rank 1 on {host}; "
-    assert message + "the step computed once more yields it again" in logs[1]
-    events = [e for e in read_metrics(metrics) if e["kind"] == "train"]
-    assert [e["num_skipped"] for e in events] == [0, 1, 0]
-
-
-@pytest.mark.covers("hang diagnosis")
-def test_dead_pipeline_stage_is_named(prefix):
-    with running(2, flags(prefix, f"{LONG} {PP}")) as ranks:
-        ranks.wait_for_line(1, "iteration        3/", timeout=60)
-        pid = ranks.processes[0].pid
-        ranks.kill(0, signal.SIGKILL)
-        outcomes = ranks.outcomes(timeout=60)
-        text = ranks.log(1)
-    assert outcomes[1].exit_code == ExitCode.PEER_LOST, text
-    assert f"rank 0 (process {pid} on {socket.gethostname()}) is dead" in text
-    assert "Traceback" not in text

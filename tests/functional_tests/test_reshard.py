@@ -9,14 +9,12 @@ import time
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from tests.functional_tests.paused_run import hold
+from tests.functional_tests.planted_faults import at_step, running_with
 from tests.functional_tests.small_run import (
     flags,
     losses,
     output_of,
-    rank_process,
     run_on,
-    running,
     write_tokens,
 )
 
@@ -48,10 +46,8 @@ PHASES = (
 )
 
 
-def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
-    """Run one rank that pauses in its third step."""
-    hold(3)
-    rank_process(rank, world, port, argv)
+def plant_pause(rank: int) -> None:
+    at_step(3, lambda steps: time.sleep(600))
 
 
 @pytest.mark.timeout(300)
@@ -67,7 +63,7 @@ def test_run_resumes_across_strategies_and_layouts(tmp_path):
     assert expected[12] < expected[2] - 0.1, "the model has not learnt anything"
 
     argv = flags(prefix, f"{COMMON} {CUT} --save {resumed}")
-    with running(4, argv, process=paused_process) as ranks:
+    with running_with(plant_pause, argv, world=4) as ranks:
         deadline = time.monotonic() + 60
         while (
             not resumed.is_dir()

@@ -3,12 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from megatron.cli.errors import ExitCode
@@ -18,59 +12,11 @@ from megatron.training.train_steps import SessionSteps
 from tests.functional_tests.small_run import (
     digests,
     flags,
-    output_of,
     run_in_process,
     run_on,
     timeless,
     write_tokens,
 )
-from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
-
-#: tp2 x dp2, everything sharded, bf16, dropout, two microbatches per step; the first epoch ends in
-#: step 6.
-LAYOUT = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce "
-    "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather "
-    "--bf16 --eval-interval 0 --train-iters 10 --save-interval 3 "
-    "--log-params-norm --log-num-zeros-in-grad"
-)
-
-
-def _kill_group(job: subprocess.Popen) -> None:
-    """Send SIGKILL to the launcher and every rank; torchrun starts each rank in a new session."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    for pid in [job.pid, *map(int, children)]:
-        # A rank that lost a peer or its store to the first kills may have exited already.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    job.communicate()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.covers("bit-identical resume after SIGKILL")
-def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path):
-    prefix = write_tokens(tmp_path / "tokens")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run_on(4, flags(prefix, f"{LAYOUT} --save {whole}"))
-
-    argv = flags(prefix, f"{LAYOUT} --save {cut} --load {cut}")
-    # The job pauses in step 6: on a busy machine it could end before the kill.
-    job = torchrun(argv, "--standalone", processes=4, module="tests.functional_tests.paused_run")
-    wait_for_iteration(cut / "metrics.jsonl", 5, job)
-    _kill_group(job)
-    assert (cut / "iter_0000003").is_dir()
-    assert not (cut / "iter_0000010").exists(), "the kill came too late to prove anything"
-
-    assert "resuming at iteration" in output_of(4, argv)
-    expected = digests(whole / "iter_0000010")
-    assert len(expected) > 60
-    assert {name.split("/")[0] for name in expected if name.startswith("optimizer.")} == {
-        "optimizer.master",
-        "optimizer.exp_avg",
-        "optimizer.exp_avg_sq",
-    }
-    assert digests(cut / "iter_0000010") == expected
-    assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

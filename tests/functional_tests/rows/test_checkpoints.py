@@ -3,38 +3,27 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-import signal
-import socket
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import (
     CheckpointReader,
-    Solo,
-    TensorChunk,
     latest_checkpoint,
     list_checkpoints,
     read_manifest,
-    save_checkpoint,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from megatron.hf import convert
-from megatron.training import train_steps, upcycle
-from megatron.training.monitoring.metrics import read_metrics
-from tests.functional_tests.paused_run import hold
-from tests.functional_tests.planted_faults import run_with
+from megatron.training import upcycle
+from tests.functional_tests.planted_faults import at_step, run_with
 from tests.functional_tests.small_run import (
     digests,
     flags,
-    rank_process,
     run_in_process,
     run_on,
     running,
@@ -110,49 +99,6 @@ def test_all_ranks_fall_back_if_one_reads_a_flipped_bit(prefix, whole, cut):
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
 
 
-def import_weights(source: Path, root: Path) -> None:
-    """Save the weights of a checkpoint like an imported model, without training state."""
-    with CheckpointReader(source) as reader:
-        chunks = []
-        for name, stored in reader.manifest.tensors.items():
-            if name.startswith("optimizer."):
-                continue
-            shape = stored.shape
-            tensor = torch.empty(shape, dtype=DTYPES[stored.dtype])
-            chunks.append(
-                TensorChunk(
-                    name=name,
-                    shape=shape,
-                    offsets=(0,) * len(shape),
-                    tensor=tensor,
-                    replica_ranks=(0,),
-                )
-            )
-        reader.read(chunks)
-        extra = {name: reader.manifest.extra[name] for name in ("format", "model", "config")}
-    extra["weights_only"] = True
-    save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
-
-
-def test_moments_of_failed_load_are_discarded(prefix, whole, cut, tmp_path):
-    """The older checkpoint has weights only: moments filled by the failed load are not used."""
-    flip_bit(cut / "iter_0000004", SHARDS[1], fraction=0.99)
-    shutil.rmtree(cut / "iter_0000002")
-    clean = tmp_path / "clean"
-    for root in (cut, clean):
-        import_weights(whole / "iter_0000002", root)
-    for root in (cut, clean):
-        assert (
-            run_in_process(
-                flags(prefix, f"{FOUR_ITERS} --save {root} --load {root} --exit-interval 2")
-            )
-            == 0
-        )
-    assert len(list(cut.glob("iter_0000004.damaged-*"))) == 1
-    assert digests(cut / "iter_0000002") == digests(clean / "iter_0000002")
-    assert digests(cut / "iter_0000002") != digests(whole / "iter_0000002")
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -178,58 +124,15 @@ def test_upcycle_and_export_fall_back_without_partial_output(
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
-def plant_full_disk(rank: int) -> None:
-    """Limit the file size until the fourth step, like a full disk that is then cleared."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    take_step, count = train_steps.SessionSteps.take_step, [0]
-
-    def limited_step(self, *args, **kwargs):
-        count[0] += 1
-        if count[0] == 4:
-            folder = Path(self._session.run.config.checkpoint.save)
-            print("left behind:", list(folder.glob("iter_*")), flush=True)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        return take_step(self, *args, **kwargs)
-
-    train_steps.SessionSteps.take_step = limited_step
-
-
-@pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_full_disk_skips_a_save_or_ends_the_run(prefix, whole, tmp_path, policy):
-    save = tmp_path / "save"
-    argv = flags(prefix, f"{FOUR_ITERS} {TENSOR} --save {save} --on-failed-save {policy}")
-    outcomes, logs = run_with(plant_full_disk, argv)
-    text = "".join(logs)
-    assert "Traceback" not in text
-    assert "cannot write" in text
-    assert "File too large" in text
-    assert not list(save.glob("*.tmp-*"))
-    events = read_metrics(save / "metrics.jsonl")
-    assert [e["failed_saves"] for e in events if "failed_saves" in e] == [1.0]
-    if policy == "stop":
-        assert [o.exit_code for o in outcomes] == [ExitCode.SAVE_FAILED] * 2
-        assert not list_checkpoints(save)
-        return
-    assert [o.exit_code for o in outcomes] == [0, 0], text
-    assert "left behind: []" in logs[0]
-    assert [folder.name for folder in list_checkpoints(save)] == ["iter_0000004"]
-    assert digests(save / "iter_0000004") == digests(whole / "iter_0000004")
-
-
 def plant_vanishing(save: Path, rank: int) -> None:
     """Replace the save folder in the third step, like an unmounted file system."""
-    take_step, count = train_steps.SessionSteps.take_step, [0]
 
-    def step_after_rename(self, *args, **kwargs):
-        count[0] += 1
-        if count[0] == 3 and rank == 0:
-            save.rename(save.with_name("away"))
-            save.mkdir()
-        return take_step(self, *args, **kwargs)
+    def replace_folder(steps) -> None:
+        save.rename(save.with_name("away"))
+        save.mkdir()
 
-    train_steps.SessionSteps.take_step = step_after_rename
+    if rank == 0:
+        at_step(3, replace_folder)
 
 
 def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
@@ -248,32 +151,6 @@ def test_removed_save_folder_is_reported_and_not_recreated(prefix, tmp_path):
     assert not list_checkpoints(save)
     assert latest_checkpoint(moved) == moved / "iter_0000002"
     verify_checkpoint(moved / "iter_0000002")
-
-
-def paused_process(rank: int, world: int, port: int, argv: list[str]) -> None:
-    """Run one rank that pauses in its fourth step."""
-    hold(4)
-    rank_process(rank, world, port, argv)
-
-
-def test_second_run_on_save_folder_is_refused_until_first_dies(prefix, tmp_path, capsys):
-    save = tmp_path / "save"
-    argv = flags(prefix, f"{FOUR_ITERS} --save {save} --load {save}")
-    with running(1, argv, process=paused_process) as ranks:
-        ranks.wait_for_line(0, "iteration        3/", timeout=60)
-        pid = ranks.processes[0].pid
-        assert run_in_process(argv) == ExitCode.USER_ERROR
-        refusal = f"{save} is in use by another run (pid {pid} on {socket.gethostname()})"
-        assert refusal in capsys.readouterr().err
-        ranks.kill(0)
-        ranks.processes[0].join()
-    unfinished = "iter_0000003.tmp-0123456789abcdef"
-    (save / unfinished).mkdir()
-    assert run_in_process(argv) == 0
-    out, err = capsys.readouterr()
-    assert f"{save}: removed unfinished files: {unfinished}\n" in err
-    assert "resuming at iteration 2" in out
-    assert latest_checkpoint(save) == save / "iter_0000004"
 
 
 def hold_open(rank: int, world: int, folder: str, gate: str) -> int:

@@ -18,28 +18,13 @@ import pytest
 
 from megatron.core.datasets import IndexedDataset
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
-from tests.functional_tests.small_run import flags, refused, write_tokens
+from tests.functional_tests.small_run import write_tokens
 from tests.support.ranks import start_ranks
 
 
 @pytest.fixture
 def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
-
-
-def overwrite(path: Path, offset: int, content: bytes) -> None:
-    """Overwrite bytes of a file."""
-    whole = bytearray(path.read_bytes())
-    whole[offset : offset + len(content)] = content
-    path.write_bytes(whole)
-
-
-def test_out_of_vocabulary_token_is_reported_with_document(prefix, capsys):
-    dataset = IndexedDataset(prefix)
-    wrong = int(dataset.byte_offsets[17]) + 2 * dataset.dtype.itemsize
-    overwrite(prefix.with_suffix(".bin"), wrong, (60_000).to_bytes(2, "little"))
-    texts = ("token id 60000", "document 17", "vocabulary size 61")
-    refused(flags(prefix), *texts)
 
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "ünd", "so", "weiter"]

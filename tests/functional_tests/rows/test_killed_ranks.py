@@ -19,7 +19,10 @@ from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens
 
 STEPS = 6
-SIX_STEPS = f"--use-distributed-optimizer --train-iters {STEPS} --save-interval 2 --eval-interval 0"
+SIX_STEPS = (
+    "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather --bf16 "
+    f"--train-iters {STEPS} --save-interval 2 --eval-interval 0"
+)
 #: Length of the pauses within a save.
 PAUSE_SECONDS = 0.002
 

@@ -90,27 +90,6 @@ def test_documented_fine_tuning_weighs_every_token_alike():
     assert pages == set(PAGES)
 
 
-@pytest.mark.gpus(1)
-def test_per_token_loss_is_independent_of_microbatch_size(talks, tmp_path, capsys):
-    """With the flag the loss does not depend on the microbatch size; without it a run warns."""
-    initial_losses = {}
-    for flag in ("", "--calculate-per-token-loss"):
-        for size in (1, 8):
-            words = f"--sft {COMMON} {flag} --micro-batch-size {size} --exit-interval 1"
-            metrics = tmp_path / f"{size}{flag}.jsonl"
-            capsys.readouterr()
-            assert run_in_process(flags(talks, f"{words} --metrics-file {metrics}")) == 0
-            is_warned = "--sft without --calculate-per-token-loss" in capsys.readouterr().out
-            assert is_warned == (size == 1 and not flag), (
-                "a step of one microbatch has nothing to weigh"
-            )
-            initial_losses[flag, size] = losses(metrics)[1]
-    per_token = initial_losses["--calculate-per-token-loss", 8]
-    assert initial_losses["--calculate-per-token-loss", 1] == pytest.approx(per_token, rel=1e-6)
-    assert initial_losses["", 8] == pytest.approx(per_token, rel=1e-6)
-    assert initial_losses["", 1] != pytest.approx(per_token, rel=1e-5)
-
-
 def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
     """Train on plain samples of the tokens first, then on the conversations."""
     before = f"{COMMON} --save {tmp_path}/base --train-iters 4"

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.cpu_graph import reads_on_host
-from tests.support.op_tape import READS
+from tests.support.op_tape import MethodReads
 
 
 class HostReads(TorchDispatchMode):
@@ -27,7 +26,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self._methods = _Methods(self.names)
+        self._methods = MethodReads(self.names.append)
 
     def __enter__(self) -> HostReads:
         self._methods.__enter__()
@@ -42,16 +41,3 @@ class HostReads(TorchDispatchMode):
         if reads_on_host(function, args) and named.get("output_size") is None:
             self.names.append(str(function).rsplit(".", 1)[0])
         return function(*args, **named)
-
-
-class _Methods(TorchFunctionMode):
-    """Record methods that read a tensor without a dispatched operation."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in READS:
-            self._names.append(function.__name__)
-        return function(*args, **(kwargs or {}))

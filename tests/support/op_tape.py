@@ -34,7 +34,7 @@ class OpTape(CpuGraph):
         self.replays = 0
         self._sends: list[Any] = []
         self._fresh: list[torch.Tensor] = []
-        self._reads = _Reads(self)
+        self._reads = MethodReads(self.read)
 
     def __enter__(self) -> OpTape:
         self._reads.__enter__()
@@ -94,16 +94,20 @@ class OpTape(CpuGraph):
             work.wait()
 
 
-class _Reads(TorchFunctionMode):
-    """Report methods that read values on the host without a dispatched operation."""
+class MethodReads(TorchFunctionMode):
+    """Report methods that read values on the host without a dispatched operation.
 
-    def __init__(self, tape: OpTape) -> None:
+    Args:
+        read: called with the method's name.
+    """
+
+    def __init__(self, read: Callable[[str], None]) -> None:
         super().__init__()
-        self._tape = tape
+        self._read = read
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in READS:
-            self._tape.read(function.__name__)
+            self._read(function.__name__)
         return function(*args, **(kwargs or {}))
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of one layer: ours with its gradient buffers, and a peer's with our weights
-and inputs."""
+"""Forward and backward of one of our layers with its gradient buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,8 +17,6 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild
 from megatron.core.weight_gather import WeightStore
-
-Results = Mapping[str, torch.Tensor]
 
 
 class McoreLayer:
@@ -92,60 +89,3 @@ class McoreLayer:
                 gradients[name] = handle.main_grad
         assert self.x.grad is not None
         return {"output": out, "input": self.x.grad, **gradients}
-
-
-class PeerLayer:
-    """A layer of transformers with the inputs of ours.
-
-    Args:
-        module: the layer, which has the weights of ours.
-        mcore: our layer.
-        gradients: returns the gradients of the module's weights by our names, in our shapes.
-        autocast: fp32 weights and inputs, products in bf16.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        mcore: McoreLayer,
-        gradients: Callable[[nn.Module], Results],
-        *,
-        autocast: bool = False,
-    ) -> None:
-        dtype = torch.float32 if autocast else mcore.x.dtype
-        self.module, self.autocast, self._gradients = module.to(dtype), autocast, gradients
-        self.x = mcore.x.detach().to(dtype).transpose(0, 1).contiguous().requires_grad_()
-        self.grad_output = mcore.grad_output.transpose(0, 1).contiguous()
-
-    def __call__(self) -> torch.Tensor:
-        """Run forward and backward; return the output."""
-        self.module.zero_grad(set_to_none=True)
-        self.x.grad = None
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            out = self.module(self.x)
-        out.backward(self.grad_output.to(out.dtype))
-        return out
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Return the output and every gradient of a step, as `McoreLayer.results`."""
-        out = self().detach().transpose(0, 1)
-        assert self.x.grad is not None
-        gradients = self._gradients(self.module)
-        return {"output": out, "input": self.x.grad.transpose(0, 1), **gradients}
-
-
-def check(mcore: McoreLayer, peer: PeerLayer, bound: float, *, order: float = torch.inf) -> None:
-    """Raise ValueError unless both compute the same.
-
-    Args:
-        bound: largest norm of a difference, relative to the norm of the peer's tensor.
-        order: of the norms.
-    """
-    mcore_results, peer_results = mcore.results(), peer.results()
-    if mcore_results.keys() != peer_results.keys():
-        raise ValueError(f"compared {sorted(mcore_results)} with {sorted(peer_results)}")
-    for name, tensor in mcore_results.items():
-        expected = peer_results[name].double().view_as(tensor)
-        error = float((tensor.double() - expected).norm(order) / expected.norm(order))
-        if not error <= bound:
-            raise ValueError(f"{name}: error {error:.2g} > {bound}: the race is void")

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from tools.bench.cases import CPU, Case, register
 from tools.bench.harness import Bench
-from tools.bench.layer_steps import PeerLayer, Results, check
 from tools.bench.moe_layers import COPIES, EXPERTS, SHAPES, MoELayer
 
 #: The implementations of transformers that a CPU runs in reasonable time: "batched_mm" copies a
@@ -31,41 +29,69 @@ BOUNDS = {torch.float32: (2e-5, torch.inf), torch.bfloat16: (0.1, 2)}
 PRODUCTS = "bare products"
 
 
-def peer_of(mcore: MoELayer, way: str, *, autocast: bool = False) -> PeerLayer:
-    """Return transformers' Mixtral block with our weights.
+class PeerLayer:
+    """transformers' Mixtral block with our weights and inputs.
 
     Args:
         mcore: our layer.
         way: the block's `experts_implementation`.
-        autocast: fp32 weights, products in bf16.
+        autocast: fp32 weights and inputs, products in bf16.
     """
-    # Here: a GPU bench imports this module where transformers is not installed.
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    config = MixtralConfig(
-        hidden_size=mcore.shape.hidden,
-        intermediate_size=mcore.shape.ffn,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=COPIES,
-    )
-    config._experts_implementation = way
-    block = MixtralSparseMoeBlock(config)
-    weights = {name: tensor.detach() for name, tensor in mcore.weights().items()}
-    fused = weights["moe.experts.input.weight"]  # [2E, f, h], a gate before its up
-    with torch.no_grad():
-        block.gate.weight.copy_(weights["moe.router.weight"])
-        block.experts.gate_up_proj.copy_(fused.view_as(block.experts.gate_up_proj))
-        block.experts.down_proj.copy_(weights["moe.experts.down.weight"])
+    def __init__(self, mcore: MoELayer, way: str, *, autocast: bool = False) -> None:
+        # Here: a GPU bench imports this module where transformers is not installed.
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    def gradients(block: nn.Module) -> Results:
-        return {
-            "moe.router.weight": block.gate.weight.grad,
-            "moe.experts.input.weight": block.experts.gate_up_proj.grad,
-            "moe.experts.down.weight": block.experts.down_proj.grad,
+        config = MixtralConfig(
+            hidden_size=mcore.shape.hidden,
+            intermediate_size=mcore.shape.ffn,
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=COPIES,
+        )
+        config._experts_implementation = way
+        dtype = torch.float32 if autocast else mcore.x.dtype
+        self.block, self.autocast = MixtralSparseMoeBlock(config).to(dtype), autocast
+        #: By our names; an expert's gate and up stand in one matrix, as in ours.
+        self.weights = {
+            "moe.router.weight": self.block.gate.weight,
+            "moe.experts.input.weight": self.block.experts.gate_up_proj,
+            "moe.experts.down.weight": self.block.experts.down_proj,
         }
+        with torch.no_grad():
+            for name, weight in mcore.weights().items():
+                self.weights[name].copy_(weight.view_as(self.weights[name]))
+        self.x = mcore.x.detach().to(dtype).transpose(0, 1).contiguous().requires_grad_()
+        self.grad_output = mcore.grad_output.transpose(0, 1).contiguous()
 
-    return PeerLayer(block, mcore, gradients, autocast=autocast)
+    def __call__(self) -> torch.Tensor:
+        """Run forward and backward; return the output."""
+        self.block.zero_grad(set_to_none=True)
+        self.x.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            out = self.block(self.x)
+        out.backward(self.grad_output.to(out.dtype))
+        return out
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Return the output and every gradient of a step, as `McoreLayer.results`."""
+        out = self().detach().transpose(0, 1)
+        assert self.x.grad is not None
+        gradients = {name: weight.grad for name, weight in self.weights.items()}
+        return {"output": out, "input": self.x.grad.transpose(0, 1), **gradients}
+
+
+def check(mcore: MoELayer, peer: PeerLayer) -> None:
+    """Raise ValueError unless both compute the same."""
+    bound, order = BOUNDS[mcore.x.dtype]
+    mcore_results, peer_results = mcore.results(), peer.results()
+    if mcore_results.keys() != peer_results.keys():
+        raise ValueError(f"compared {sorted(mcore_results)} with {sorted(peer_results)}")
+    for name, tensor in mcore_results.items():
+        expected = peer_results[name].double().view_as(tensor)
+        error = float((tensor.double() - expected).norm(order) / expected.norm(order))
+        if not error <= bound:
+            raise ValueError(f"{name}: error {error:.2g} > {bound}: the race is void")
 
 
 @dataclass(frozen=True)
@@ -118,13 +144,12 @@ def layers(bench: Bench) -> Iterator[Case]:
         mcore = MoELayer(shape, bench.dtype)
         modes = (False, True) if bench.dtype == torch.bfloat16 else (False,)
         peers = {
-            f"transformers {way}{', autocast' * autocast}": peer_of(mcore, way, autocast=autocast)
+            f"transformers {way}{', autocast' * autocast}": PeerLayer(mcore, way, autocast=autocast)
             for autocast in modes
             for way in WAYS
         }
-        bound, order = BOUNDS[bench.dtype]
         for peer in peers.values():
-            check(mcore, peer, bound, order=order)
+            check(mcore, peer)
         yield Case(
             name=f"{EXPERTS} experts of {shape.ffn}, {shape.tokens} tokens of {shape.hidden}, top "
             f"{COPIES}, forward + backward",

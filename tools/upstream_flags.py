@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,22 +81,19 @@ def _flags(text: str) -> Iterator[list[str]]:
             yield [name, *value.strip("[]").split()] if equals else [name]
 
 
-def figures(as_if: Collection[str] = ()) -> Figures:
-    """Return the accepted share, as if the given flags were accepted with any value."""
+def figures() -> Figures:
+    """Return the accepted share."""
     uses = accepted = configs = unchanged = total = 0
     for row in _rows("flags.tsv"):
         value = row["commonest_values"].split("; ")[0]
         count = int(row["uses_in_training"])
         uses += count
         words = [row["flag"], *([value] if value else [])]
-        is_known = (
-            row["today"] == "accepted" or row["flag"] in as_if or (count and is_accepted(words))
-        )
-        accepted += count if is_known else 0
+        accepts = row["today"] == "accepted" or (count and is_accepted(words))
+        accepted += count if accepts else 0
     refused: Counter[str] = Counter()
     for row in _rows("configs.tsv"):
-        missing_flags = [flag for flag in _flags(row["not_accepted_today"]) if flag[0] not in as_if]
-        words = [flag for flag in missing_flags if not is_accepted(flag)]
+        words = [flag for flag in _flags(row["not_accepted_today"]) if not is_accepted(flag)]
         refused.update("=".join([flag[0], " ".join(flag[1:])]).rstrip("=") for flag in words)
         configs += 1
         total += int(row["flags"])
@@ -108,9 +105,8 @@ def main() -> None:
     """Print the two shares, and on request the most common refused flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--refused", type=int, default=0, metavar="N", help="list N refused flags")
-    parser.add_argument("--as-if", nargs="+", default=[], help="count these as accepted, no dashes")
     words = parser.parse_args()
-    shares = figures([f"--{name}" for name in words.as_if])
+    shares = figures()
     share, whole = (
         shares.accepted / shares.uses,
         shares.unchanged / shares.configs,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/flags.md: every option of the programs from their schemas, and what answers others.
+"""Write the tables of docs/flags.md: every option of the programs from their schemas, and the
+answers to other flags. Introductions stand in the page.
 
 python tools/write_flag_docs.py
 """
@@ -39,70 +40,7 @@ from megatron.training.upcycle import UpcycleConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
-_INTRODUCTION = """\
-<!-- SPDX-License-Identifier: Apache-2.0 -->
-<!-- Written by tools/write_flag_docs.py from the schema in megatron/training/config. -->
-# Flags
-
-Flags have Megatron's names where Megatron has the same option. Write `--name VALUE` or
-`--name=VALUE`, and `--name` or `--no-name` for a switch; `_` and `-` are equivalent. YAML files use
-the same names as keys.
-
-- `--config run.yaml` sets defaults, which flags override. `${NAME}` in a value is replaced by the
-  environment variable `NAME`; write `$${` for a literal `${`. Unknown and repeated keys are errors
-  with file and line.
-- `--print-config` prints the resolved configuration as YAML that `--config` can read, and exits.
-  Every checkpoint stores the same options; `--use-checkpoint-args` loads the model's options from
-  there.
-- If a flag is given twice, the last value applies. A note on stderr reports this, and also reports
-  each flag that overrides `--config`. `--strict-flags` rejects repeated flags.
-- An unknown flag or value is an error. Errors exit with code 2. One line reports all problems of
-  the same kind: misspelled or missing options first, then values out of range, then options that
-  cannot be combined.
-- `eval "$(python -m megatron.training.pretrain_gpt --print-completion bash)"` enables completion of
-  flags in bash. Replace `bash` by `zsh` for zsh.
-- Options appear in logs and checkpoints, so passwords are rejected. Services read their passwords
-  from the environment.
-
-"""
-
-_ANSWERS = """\
-## Unsupported flags of Megatron and other programs
-
-Each of these flags is an error of one line that names the alternative, and the run does not start.
-
-"""
-
-_TRANSLATED = """\
-## Flags of Megatron that are translated
-
-The training scripts translate these flags into options, and report the translation at the start of
-a run.
-
-"""
-
-_NO_EFFECT = """\
-## Flags of Megatron that have no effect here
-
-The training scripts accept these flags, on the command line and in `--config`, and list the given
-ones at the start of a run. `--strict-flags` rejects them. There are three kinds: *already so*
-(every run behaves as the flag requests), *reporting only* and *speed only*. Values other than those
-below are rejected. Other programs do not accept these flags.
-
-"""
-
-_ALIASES = """\
-## Other names of options
-
-"""
-
-_NAMES = """\
-## Values by Megatron's names
-
-Megatron's values on the left are read as the values on the right, which `--print-config` and
-checkpoints show.
-
-"""
+_EVERY_PROGRAM = "## Options of every program\n"
 
 
 PROGRAMS: Mapping[str, type] = types.MappingProxyType(
@@ -190,31 +128,36 @@ def _instead(answer: Answer) -> tuple[str, str]:
     return nearest or "leave it out", answer.reason
 
 
-def _paragraphs() -> Iterator[str]:
-    """Yield the parts of the page."""
-    yield _INTRODUCTION
-    yield "## Options of every program\n\n"
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield the parts of the page, with the introductions of the text so far."""
+
+    def introduction(title: str) -> str:
+        start = text.index(f"## {title}\n")
+        return text[start : text.index("| flag |", start)]
+
+    yield text[: text.index(_EVERY_PROGRAM)]
+    yield f"{_EVERY_PROGRAM}\n"
     yield table(_HEADER, _rows(options(Invocation), option_docs(Invocation)))
     for name, schema in PROGRAMS.items():
         yield from _program(name, schema)
-    yield _NAMES
+    yield introduction("Values by Megatron's names")
     values = [
         [f"`--{flag}`", f"`{foreign_name}`", f"`{local_name}`"]
         for flag, pairs in VALUE_NAMES.items()
         for foreign_name, local_name in pairs.items()
     ]
     yield table(["flag", "Megatron's value", "value here"], values)
-    yield _ALIASES
+    yield introduction("Other names of options")
     aliases = [
         [f"`--{name}`", f"`--{option} {value}`" if value else f"`--{option}`"]
         for name, (option, value) in ALIASES.items()
     ]
     yield table(["flag", "read as"], aliases)
-    yield _TRANSLATED
+    yield introduction("Flags of Megatron that are translated")
     yield table(["flag", "values", "read as"], list(_translations()))
-    yield _NO_EFFECT
+    yield introduction("Flags of Megatron that have no effect here")
     yield table(["flag", "values", "kind", "what happens here"], list(_harmless()))
-    yield _ANSWERS
+    yield introduction("Unsupported flags of Megatron and other programs")
     grouped: dict[tuple[str, str], list[str]] = {}
     for name, answer in answered().items():
         grouped.setdefault(_instead(answer), []).append(f"`--{name}`")
@@ -224,12 +167,11 @@ def _paragraphs() -> Iterator[str]:
     yield table(["flag", "instead", "reason"], rows).rstrip() + "\n"
 
 
-def page() -> str:
-    """Return the text of docs/flags.md."""
-    return "".join(_paragraphs())
+def page(text: str) -> str:
+    """Return the text of docs/flags.md with new tables."""
+    return "".join(_paragraphs(text))
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE}")

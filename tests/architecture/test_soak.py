@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
 )
 from tests.functional_tests.small_run import digests
-from tools.soak.folder import Snapshot, look, under_way
+from tools.soak.folder import look
 from tools.soak.power_cut import Durable, cut_power, note_syncs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,34 +33,6 @@ def save(root: Path, iteration: int, value: float = 1.0) -> Path:
         name="weight", shape=(64, 5), offsets=(0, 0), tensor=weight, replica_ranks=(0,)
     )
     return save_checkpoint(root, iteration, [chunk], {}, coordinator=Solo())
-
-
-# --- stages ---------------------------------------------------------------------------------------
-
-
-def test_stage_of_a_save_is_read_from_the_folder(tmp_path):
-    def temporary(iteration: int, digit: str) -> Path:
-        path = tmp_path / f"iter_{iteration:07d}.tmp-{digit * 16}"
-        path.mkdir()
-        return path
-
-    save(tmp_path, 2)
-    temporary(4, "a")  # of an earlier start
-    start = look(tmp_path)
-    assert under_way(start, start) == ""
-    new = temporary(4, "b")
-    assert under_way(look(tmp_path), start) == "writing"
-    (new / "manifest.json").touch()
-    assert under_way(look(tmp_path), start) == "manifest"
-    new.rename(tmp_path / "iter_0000004")
-    assert under_way(look(tmp_path), start) == "renamed"
-    assert under_way(look(tmp_path), look(tmp_path)) == "", "an earlier start has renamed it"
-    run_folder.write_tracker(tmp_path, 4)
-    assert under_way(look(tmp_path), start) == ""
-    (tmp_path / "iter_0000002").rename(tmp_path / f"iter_0000002.tmp-{'c' * 16}")
-    assert under_way(look(tmp_path), start) == "removing"
-    assert look(tmp_path).newest == look(tmp_path).tracked == 4
-    assert look(tmp_path / "absent") == Snapshot()
 
 
 # --- power cuts -----------------------------------------------------------------------------------
@@ -116,26 +88,6 @@ def test_unsynced_saves_are_lost_in_a_power_cut(disk, monkeypatch, forget):
     verify_checkpoint(root / "iter_0000002")
     with pytest.raises(CheckpointError):
         verify_checkpoint(root / "iter_0000004")
-
-
-def test_power_cut_reverts_unsynced_renames_and_files(disk):
-    root, cut = disk
-    save(root, 2)
-    save(root, 4)
-    os.rename(root / "iter_0000002", root / f"iter_0000002.tmp-{'a' * 16}")
-    (root / "iter_0000006").mkdir()
-    run_folder.write_synced(root / "latest_new", b"6\n")
-    os.replace(root / "latest_new", root / run_folder.TRACKER_NAME)
-    (root / ".writer.lock").write_text("not part of it")
-    cut()
-    assert sorted(p.name for p in root.iterdir()) == [
-        ".writer.lock",
-        "iter_0000002",
-        "iter_0000004",
-        run_folder.TRACKER_NAME,
-    ]
-    assert look(root).tracked == 4
-    verify_checkpoint(root / "iter_0000002")
 
 
 # --- real soak runs -------------------------------------------------------------------------------

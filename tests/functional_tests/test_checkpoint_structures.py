@@ -4,7 +4,6 @@ within CPU seconds and memory that grow with the size of the files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from megatron.training import checkpoint
+from tests.support.edited_manifests import edit_manifest
 from tests.support.read_limits import (
     ReadCost,
     ReadLimits,
@@ -24,7 +24,6 @@ from tests.support.stored_structures import (
     STRUCTURES,
     Structure,
     Tensor,
-    seal,
     write_structure,
 )
 
@@ -130,12 +129,7 @@ def _many_dimensions(fields: dict[str, Any]) -> None:
 )
 def test_impossible_manifest_is_refused_within_limits(change, refused, tmp_path, trivial):
     folder = write_structure(tmp_path / "run", Structure(tensors={"w": Tensor(shape=(1,))}))
-    path = folder / "manifest.json"
-    fields = json.loads(path.read_bytes())
-    del fields["xxh3"]
-    change(fields)
-    path.write_bytes(seal(fields))
-    del fields
+    edit_manifest(folder, change)
     assert not faults_of(tmp_path / "run", "verify", trivial("verify"), refused=refused)
 
 

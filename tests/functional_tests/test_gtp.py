@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generalized tensor parallelism by its flags: a run resumes on layouts with and without it, with
-the losses of a single process, and impossible layouts are refused before the start."""
+the losses of a single process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import pretrain_gpt
 from megatron.training.data.encoder import PreprocessConfig
 from megatron.training.preprocess_data import preprocess
 from megatron.training.quickstart import build_corpus
@@ -21,17 +20,11 @@ from tests.functional_tests.small_run import (
 )
 
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
-EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
 FORMAT, SCALE_BLOCKS = "--weight-gather-format", "--weight-gather-scale-blocks"
 STRATEGY = "--data-parallel-sharding-strategy"
 COMMON = (
     "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--position-embedding-type learned_absolute --max-position-embeddings 30"
-)
-EXPERTS = (
-    "--num-experts 4 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24 "
-    "--moe-aux-loss-coeff 0.02 --eval-interval 0 --train-iters 6 "
-    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 )
 
 
@@ -141,44 +134,3 @@ def test_quantized_gathers_train_as_well_as_bf16(corpus, tmp_path):
         print(gather_format, options, plain, loss, loss / plain - 1)
         assert loss != plain
         assert abs(loss / plain - 1) < bound, gather_format
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "names"),
-    [
-        (4, f"{TP} 2 {SHARDS} 3", [f"{SHARDS} 3", f"{TP} 2"]),
-        (2, f"{SHARDS} 4", [f"{SHARDS} 4", "there are 2"]),
-        (4, f"{SHARDS} 2 --num-distributed-optimizer-instances 2 {STRATEGY} optim",
-         ["--num-distributed-optimizer-instances 2", SHARDS]),
-        (2, f"{EXPERT_SHARDS} 2", [EXPERT_SHARDS, "--num-experts"]),
-        (2, f"{FORMAT} mxfp8", [f"{FORMAT} mxfp8", SHARDS]),
-        (2, f"{SHARDS} 2 {FORMAT} fp8 {STRATEGY} optim_grads_params", [f"{FORMAT} fp8", STRATEGY]),
-        (2, f"{EXPERTS} --expert-model-parallel-size 1 {EXPERT_SHARDS} 2 {FORMAT} mxfp8",
-         [f"{FORMAT} mxfp8", "40 of --moe-ffn-hidden-size"]),
-        (2, f"{SHARDS} 2 {FORMAT} fp8 {SCALE_BLOCKS} 1d", [f"{SCALE_BLOCKS} 1d", f"{FORMAT} fp8"]),
-        (2, f"{EXPERTS} --expert-model-parallel-size 1 {EXPERT_SHARDS} 2 {FORMAT} nvfp4 "
-            f"{SCALE_BLOCKS} 1d", [f"{FORMAT} nvfp4", "40 of --moe-ffn-hidden-size"]),
-        (2, f"{SHARDS} 2 {STRATEGY} optim_grads --gtp-reduce-scatter-per step",
-         ["--gtp-reduce-scatter-per step", "optim_grads"]),
-        (4, f"--num-experts 4 --expert-tensor-parallel-size 2 {TP} 2 {EXPERT_SHARDS} 3 {SHARDS} 3",
-         [f"{EXPERT_SHARDS} 3", f" {SHARDS} 3"]),
-        # All problems together, in two runs.
-        (4, f"{EXPERTS} --expert-model-parallel-size 1 {TP} 2 {SHARDS} 8 {EXPERT_SHARDS} 2 "
-            f"--num-distributed-optimizer-instances 2 {FORMAT} mxfp8 "
-            f"{STRATEGY} optim_grads_params --gtp-reduce-scatter-per step",
-         [f"{SHARDS} 8", "there are 2", f"{SHARDS} with --num-distributed-optimizer-instances 2",
-          f"{EXPERT_SHARDS} with --num-distributed-optimizer-instances 2", "optim_grads_params",
-          "--gtp-reduce-scatter-per step", f"{FORMAT} mxfp8"]),
-        (4, f"{TP} 2 {SHARDS} 3 {EXPERT_SHARDS} 2 {FORMAT} fp8 --gtp-reduce-scatter-per step",
-         [f"{SHARDS} 3", EXPERT_SHARDS, "--num-experts", "no effect without"]),
-    ],
-)  # fmt: skip
-def test_impossible_weight_shards_are_refused_at_once(tmp_path, world, layout, names, capfd):
-    prefix = write_tokens(tmp_path / "tokens")
-    argv = [*flags(prefix, layout), "--print-config"]
-    launcher = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"}
-    launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert pretrain_gpt.main(argv, launcher) == 2
-    text = capfd.readouterr().err
-    for name in names:
-        assert name in text

@@ -102,17 +102,6 @@ def test_hybrid_run_of_4_ranks_resumes_on_one_rank(prefix, single_rank, tmp_path
     assert_losses_match(save / "metrics.jsonl", single_rank)
 
 
-@pytest.mark.gpus(2)
-def test_hybrid_run_of_one_rank_resumes_on_context_parallel_2(prefix, single_rank, tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    options = f"{SHORT} {MODEL} {CP} --load {single_rank / 'iter_0000002'} --metrics-file {metrics}"
-    log = trained(2, flags(prefix, options))
-    for name in ("gated delta net", "Mamba-2"):
-        assert f"{name}: recurrences over context parallel 2 by " in log
-    assert "mtp 1 loss" in log
-    assert_losses_match(metrics, single_rank, since=3)
-
-
 def write_rows(prefix: Path, order: list[int]) -> Path:
     """Write 8 rows of 24 tokens with three documents each, in the given order."""
     random, tokens = np.random.default_rng(7), []

@@ -10,7 +10,7 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_extra, read_manifest
 from tests.functional_tests.small_run import flags, losses, run_in_process, run_on, write_tokens
-from tests.support.older_checkpoints import leave_out
+from tests.support.edited_manifests import leave_out
 
 COMMON = "--eval-interval 0 --train-iters 4 --micro-batch-size 4 --adam-beta2 0.95"
 GROUPS = "--lr-group embedding.*=0.3 --weight-decay-group *norm*=0.5 --decoupled-lr 1e-2"

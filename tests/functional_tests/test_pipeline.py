@@ -71,11 +71,6 @@ def print_executed_kinds(rank: int) -> None:
     ("ran", "world", "options"),
     [
         ("1f1b in 1: B F RB SF", 2, ""),
-        (
-            "interleaved in 2: B F RB RF SB SF",
-            2,
-            "--num-virtual-stages-per-pipeline-rank 2 --log-straggler",
-        ),
         ("zb-h1 in 1: F I RB SF W", 2, "--pipeline-schedule zb-h1 --check-collectives"),
         (
             "interleaved in 2: B F G R RB RF SB SF",
@@ -83,10 +78,10 @@ def print_executed_kinds(rank: int) -> None:
             "--num-layers-per-virtual-pipeline-stage 1 --check-weight-gather "
             "--microbatch-group-size-per-virtual-pipeline-stage 2 "
             "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather "
-            "--overlap-grad-reduce --recompute-granularity selective",
+            "--log-straggler --overlap-grad-reduce --recompute-granularity selective",
         ),
     ],
-    ids=["1f1b", "interleaved", "zb-h1", "interleaved-cut"],
+    ids=["1f1b", "zb-h1", "interleaved"],
 )
 @pytest.mark.covers("matches a single process")
 @pytest.mark.gpus("world")

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from megatron.core.boxes import Box
+from tests.support.edited_manifests import seal_manifest
 
 ITEM_BYTES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
@@ -58,12 +59,6 @@ class Structure:
     header_padding: int = 0
 
 
-def seal(fields: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest with the given fields and their digest."""
-    body = json.dumps(fields, separators=(",", ":")).encode()[1:]
-    return b'{"xxh3":"%s",\n' % xxhash.xxh3_64_hexdigest(body).encode() + body
-
-
 def write_structure(root: Path, structure: Structure, *, iteration: int = 1) -> Path:
     """Write a checkpoint and return its folder."""
     folder = root / f"iter_{iteration:07d}"
@@ -94,7 +89,8 @@ def write_structure(root: Path, structure: Structure, *, iteration: int = 1) -> 
         },
         "extra": structure.extra,
     }
-    (folder / "manifest.json").write_bytes(seal(fields))
+    body = json.dumps(fields, separators=(",", ":")).encode()[1:]
+    seal_manifest(folder / "manifest.json", body)
     return folder
 
 

@@ -18,8 +18,6 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     verify_checkpoint,
 )
-from megatron.hf import convert
-from megatron.training import upcycle
 from tests.functional_tests.planted_faults import at_step, run_with
 from tests.functional_tests.small_run import (
     digests,
@@ -97,31 +95,6 @@ def test_all_ranks_fall_back_if_one_reads_a_flipped_bit(prefix, whole, cut):
     assert f"{newest} is damaged and is now {damaged.name}" in text
     assert digests(newest) == digests(whole / newest.name)
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (upcycle.main, ["--num-experts", "4", "--moe-layer-freq", "1"]),
-        (convert.main, []),
-    ],
-    ids=["upcycle", "export"],
-)
-def test_upcycle_and_export_fall_back_without_partial_output(
-    whole, cut, tmp_path, capsys, command, words
-):
-    flip_bit(cut / "iter_0000004", SHARDS[1], fraction=0.2)
-    shards = []
-    for name, load in (("expected", whole / "iter_0000002"), ("found", cut)):
-        export = ["export"] if command is convert.main else []
-        target = tmp_path / name
-        argv = [*export, "--load", str(load), "--save", str(target), *words]
-        assert command(argv, {}) == 0
-        shards.append({p.name: p.read_bytes() for p in target.rglob("*.safetensors")})
-    assert shards[0] == shards[1] != {}
-    assert f"WARNING: falling back to {cut / 'iter_0000002'}: " in capsys.readouterr().err
-    assert {p.name for p in tmp_path.iterdir()} == {"cut", "expected", "found"}
-    assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 def plant_vanishing(save: Path, rank: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.errors import ExitCode
-from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
+from tests.functional_tests.small_run import flags, run_in_process, write_tokens
 
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
@@ -21,20 +21,6 @@ SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 @pytest.fixture
 def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens", documents=12)
-
-
-def test_impossible_layout_reports_every_violation_at_once(prefix, capsys):
-    options = (
-        "--tensor-model-parallel-size 3 --sequence-parallel --seq-length 25 --global-batch-size 7"
-    )
-    err = refused(flags(prefix, options))
-    for text in (
-        "does not divide the world of 1",
-        "--seq-length 25 is not a multiple",
-        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
-        "--ffn-hidden-size 64 is not a multiple",
-    ):
-        assert text in err
 
 
 #: Entry points with the arguments that --print-config requires.

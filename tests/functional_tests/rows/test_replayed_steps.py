@@ -78,22 +78,16 @@ def logged(argv: list[str], world: int = 2) -> str:
     ("layout", "expected_ranks"),
     [
         (f"--use-distributed-optimizer {EXPERTS}", {1}),
-        pytest.param("--data-parallel-sharding-strategy no_shard", {1}, marks=pytest.mark.slow),
         pytest.param(
             f"--data-parallel-sharding-strategy optim_grads_params {EXPERTS}", {1},
             marks=pytest.mark.slow,
         ),
-        pytest.param("--recompute-granularity full --recompute-method uniform "
-                     "--recompute-num-layers 1", {1}, marks=pytest.mark.slow),
-        pytest.param("--mtp-num-layers 1", {1}, marks=pytest.mark.slow),
         pytest.param("--bf16", {1}, marks=pytest.mark.slow),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", {0, 1},
                      marks=pytest.mark.slow),
         pytest.param(f"--pipeline-model-parallel-size 2 {EXPERTS}", {1}, marks=pytest.mark.slow),
         pytest.param("--pipeline-model-parallel-size 2 --num-layers 4 "
                      "--num-virtual-stages-per-pipeline-rank 2", {1}, marks=pytest.mark.slow),
-        pytest.param("--context-parallel-size 2", {0, 1}, marks=pytest.mark.slow),
-        pytest.param(f"--expert-model-parallel-size 2 {EXPERTS}", {1}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.covers("recomputed bad steps")

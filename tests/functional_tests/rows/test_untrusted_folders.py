@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -27,10 +26,10 @@ from megatron.core.dist_checkpointing import (
     read_manifest,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.shard_format import digest
 from megatron.inference import generate
 from megatron.training import checkpoint
 from tests.functional_tests.small_run import flags, refused, run_in_process, write_tokens
+from tests.support.edited_manifests import edit_manifest, seal_manifest
 
 HUGE = 1 << 40
 
@@ -47,22 +46,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return root / "save", flags(prefix, options.replace("--train-iters 2", "--train-iters 3"))
 
 
-def sign_manifest(fields: dict[str, Any]) -> bytes:
-    """Return a manifest of `fields` with a matching digest."""
-    (kind, _), *remaining_fields = fields.items()
-    body = json.dumps(dict(remaining_fields)).encode()[1:]
-    return b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body
-
-
 def change_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Return a function that changes the fields of a manifest and signs it."""
-
-    def act(folder: Path) -> None:
-        fields = json.loads((folder / "manifest.json").read_text())
-        change(fields)
-        (folder / "manifest.json").write_bytes(sign_manifest(fields))
-
-    return act
+    return lambda folder: edit_manifest(folder, change)
 
 
 def save_tensors(names: Callable[[str], bool], **extra: Any) -> Callable[[Path], None]:
@@ -105,10 +91,9 @@ def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], 
 
 def nest_deeply(folder: Path) -> None:
     path = folder / "manifest.json"
-    kind = next(iter(json.loads(path.read_text())))
     body = path.read_bytes().partition(b",\n")[2]
-    body = body.replace(b'"extra":{', b'"extra":{"x":' + b"[" * 900 + b"]" * 900 + b",")
-    path.write_bytes(b'{"%s":"%s",\n' % (kind.encode(), digest(body, kind)[-16:].encode()) + body)
+    nested = b'"extra":{"x":' + b"[" * 900 + b"]" * 900 + b","
+    seal_manifest(path, body.replace(b'"extra":{', nested))
 
 
 def change_extra(section: str, **fields: Any) -> Callable[[Path], None]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import struct
@@ -25,7 +24,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import load as load_module
 from megatron.core.dist_checkpointing import manifest as manifest_module
-from megatron.core.dist_checkpointing.shard_format import digest
+from tests.support.edited_manifests import edit_manifest, seal_manifest
 from tests.support.stored_structures import Structure, Tensor, write_structure
 from tests.unit_tests.core.dist_checkpointing.layouts import empty_like, full_chunks
 
@@ -53,16 +52,6 @@ def patch(path: Path, offset: int, content: bytes) -> None:
 
 def flip_bit(path: Path, offset: int) -> None:
     patch(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
-
-
-def forge(folder: Path, change) -> None:
-    """Edit the manifest and update its digest, as an attacker or a faulty tool would."""
-    path = folder / "manifest.json"
-    fields = json.loads(path.read_bytes())
-    del fields["xxh3"]
-    change(fields)
-    body = json.dumps(fields).encode()[1:]
-    path.write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
 
 
 def test_flipped_bit_is_reported_with_its_tensor(folder):
@@ -102,6 +91,7 @@ def replace_by_pipe(folder: Path) -> None:
         *((lambda f, at=at: flip_bit(f / SHARD, at), "header", True) for at in (0, 7)),
         (lambda f: patch(f / SHARD, 0, struct.pack("<Q", 1 << 60)), "a header of 11529", True),
         *((truncate(keep), r"has \d+ bytes", True) for keep in (0, 5, 100, -1)),
+        (lambda f: os.truncate(f / SHARD, (f / SHARD).stat().st_size + 1), r"has \d+ bytes", True),
         (lambda f: (f / SHARD).unlink(), "No such file", True),
         (replace_by_pipe, "not a regular file", True),
     ],
@@ -143,7 +133,7 @@ def test_malformed_manifest_is_refused(folder, content):
     with pytest.raises(CheckpointError, match="not a manifest written by this library"):
         load(folder)
     body = content + b"}"
-    (folder / "manifest.json").write_bytes(b'{"xxh3":"%s",\n' % digest(body).encode() + body)
+    seal_manifest(folder / "manifest.json", body)
     with pytest.raises(CheckpointError, match="cannot be parsed"):
         load(folder)
 
@@ -162,6 +152,10 @@ def _chunk(**changes):
         fields["tensors"]["first.weight"]["chunks"][0].update(changes)
 
     return change
+
+
+def _shorten(fields):
+    fields["tensors"]["first.weight"]["chunks"][0]["bytes"][1] -= 4
 
 
 def _tensor(**changes):
@@ -189,6 +183,7 @@ def _field(name, value):
         (_chunk(file="other"), "not in the list of files"),
         (_chunk(bytes=[0, 4000]), "impossible byte range"),
         (_chunk(bytes=[10**9, 10**9 + 4000]), "impossible byte range"),
+        (_shorten, "impossible byte range"),
         (_chunk(bytes=[-4000, 0]), "not a list of counts"),
         (_chunk(sizes=[10**12]), "outside its shape"),
         (_chunk(offsets=[1]), "outside its shape"),
@@ -215,13 +210,13 @@ def _field(name, value):
     ],
 )
 def test_a_forged_manifest_is_refused(folder, change, text):
-    forge(folder, change)
+    edit_manifest(folder, change)
     with pytest.raises(CheckpointError, match=text):
         load(folder)
 
 
 def test_forged_digest_in_manifest_does_not_match_bytes(folder):
-    forge(folder, _chunk(xxh3=["0" * 16] * 8))
+    edit_manifest(folder, _chunk(xxh3=["0" * 16] * 8))
     with pytest.raises(CheckpointError, match=r"first\.weight\[0:1000\] does not match"):
         load(folder)
 
@@ -231,7 +226,7 @@ def test_gaps_and_overlaps_in_the_manifest_are_refused(folder):
         tensor_fields = fields["tensors"]["first.weight"]
         tensor_fields["shape"] = [1001]
 
-    forge(folder, hole)
+    edit_manifest(folder, hole)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         verify_checkpoint(folder, digests=False)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
@@ -242,7 +237,7 @@ def test_gaps_and_overlaps_in_the_manifest_are_refused(folder):
         tensor_fields["shape"] = [1000]
         tensor_fields["chunks"] *= 2
 
-    forge(folder, twice)
+    edit_manifest(folder, twice)
     with pytest.raises(CheckpointError, match=r"every element of first\.weight exactly once"):
         load(folder)
 

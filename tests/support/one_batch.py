@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import pytest
+
 from megatron.core.inference import (
     Completion,
     Engine,
@@ -23,20 +25,18 @@ def engine_of(model: GPTModel, **config: Any) -> Engine:
     return Engine(model, EngineConfig(**{"num_blocks": 64} | config))
 
 
-def with_parameters(
-    requests: Sequence[EngineRequest],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    stop_tokens: Collection[int] = (),
-) -> list[EngineRequest]:
-    """Return the requests with the same parameters for all."""
-    shared = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": sampling,
-        "stop_tokens": frozenset(stop_tokens),
-    }
-    return [dataclasses.replace(request, **shared) for request in requests]
+def assert_same_completion(got: Completion, expected: Completion) -> None:
+    """Check equal tokens, finish reasons, epochs and alternatives, and close log-probabilities."""
+    for name in ("index", "tokens", "finish_reason", "epochs"):
+        assert getattr(got, name) == getattr(expected, name), name
+    for name in ("logprobs", "prompt_logprobs"):
+        a, b = getattr(got, name), getattr(expected, name)
+        assert a == b if b is None else a == pytest.approx(b, rel=1e-4, abs=1e-5), name
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        token_ids, expected_ids = (
+            [[token for token, _ in top] for top in getattr(c, name) or ()] for c in (got, expected)
+        )
+        assert token_ids == expected_ids, name
 
 
 def generate(
@@ -55,9 +55,10 @@ def generate(
         max_new_tokens, sampling, stop_tokens: parameters of every request.
         config: fields of `EngineConfig`.
     """
-    requests_with_parameters = with_parameters(
-        requests, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens
-    )
-    return [
-        outputs[0] for outputs in generate_all(engine_of(model, **config), requests_with_parameters)
-    ]
+    shared = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop_tokens": frozenset(stop_tokens),
+    }
+    batch = [dataclasses.replace(request, **shared) for request in requests]
+    return [outputs[0] for outputs in generate_all(engine_of(model, **config), batch)]

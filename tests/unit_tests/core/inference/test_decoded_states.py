@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,13 +19,17 @@ from megatron.core.comm import trace
 from megatron.core.inference import Completion, Engine, generate, model_runner
 from megatron.core.inference.sampling import Sampled, SampleRow
 from megatron.core.models import GPTModel, InferenceOptimizedModel
+from megatron.core.transformer import MLPConfig, NormConfig, RopeConfig
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
+from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import (
     FAMILIES,
+    HEADS,
     NEW,
     engine_of,
+    gpt,
     model_of,
     prompts,
     requests,
@@ -85,6 +90,29 @@ def test_states_match_for_all_chunk_and_block_sizes(
     completions, states = decode_prompts(engine)
     compare_with_full_forward(model, completions, states)
     assert engine.stats.hit > 0 or block_size > 16
+
+
+#: Heads, norms, positions and biases that no family of the engine tests has.
+UNCOMMON_MODELS = {
+    "one key head, partial rope, biases": gpt(
+        attention=replace(HEADS, num_query_groups=1, qkv_bias=True, output_bias=True),
+        mlp=MLPConfig(ffn_hidden_size=36, gated=False, activation="gelu", bias=True),
+        norm=NormConfig(kind="LayerNorm"),
+        rope=RopeConfig(percent=0.4, interleaved=True),
+        tied=True,
+        hidden_dropout=0.5,  # off during generation
+    ),
+    "learned positions": gpt(rope=None, max_position_embeddings=40 + NEW),
+}
+
+
+@pytest.mark.parametrize("name", UNCOMMON_MODELS)
+def test_states_match_with_other_heads_and_positions(name: str) -> None:
+    groups = ProcessGroupCollection.single()
+    model = GPTModel(UNCOMMON_MODELS[name], groups, dtype=torch.float64, seed=3, vocab_multiple=8)
+    with nan_memory():
+        completions, states = decode_prompts(engine_of(model, max_num_batched_tokens=7))
+    compare_with_full_forward(model, completions, states)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [7, 500])

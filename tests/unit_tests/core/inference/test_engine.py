@@ -320,8 +320,17 @@ def has_graphs(row: dict) -> bool:
     return row["graphs"] is not None and (row["graphs"], row["family"]) != ("CUDA", "experts")
 
 
-def check_against_full_forward(row: dict, replicas: Replicas) -> None:
-    """Generate for the requests of a row; compare each output with a full forward."""
+def waits_for_tokens(row: dict) -> bool:
+    """Return whether no step of a sequence is planned before its last token is on the host."""
+    return row["sampling"] in ("penalties", "grammar")
+
+
+def check_against_full_forward(row: dict, replicas: Replicas) -> int:
+    """Generate for the requests of a row; compare each output with a full forward.
+
+    Returns:
+        The largest number of steps in flight between two calls of `step`.
+    """
     params, grammar = SAMPLING[row["sampling"]], row["sampling"] == "grammar"
     batch = requests(params, n=row["n"], **({"mask": allowed, "forced": forced} if grammar else {}))
     with nan_memory():
@@ -331,9 +340,10 @@ def check_against_full_forward(row: dict, replicas: Replicas) -> None:
                 replicas.step()
             assert {c.finish_reason for c in replicas.abort(aborted_id)} == {"abort"}
         ids = [replicas.add(request) for request in batch]
-        completions = Completions()
+        completions, in_flight = Completions(), []
         while replicas.unfinished:
             completions.add(replicas.step())
+            in_flight.append(len(replicas.engine._in_flight))
     for request, number in zip(batch, ids, strict=True):
         outputs = [completions[number, index] for index in range(request.n)]
         for index, got in enumerate(outputs):
@@ -346,12 +356,14 @@ def check_against_full_forward(row: dict, replicas: Replicas) -> None:
             assert got.logprobs == pytest.approx(logprobs, rel=1e-4, abs=1e-5)
             assert len(got.top_logprobs) == (NEW if params.logprobs else 0)
     assert replicas.engine.scheduler.kv_cache.pool.references == replicas.engine.unfinished == 0
+    return max(in_flight)
 
 
 @pytest.mark.parametrize("row", SINGLE_RANK_ROWS, ids=lambda row: row["family"])
 def test_combined_features_match_full_forward(row: dict) -> None:
     engine, grammar = engine_of_row(row), row["sampling"] == "grammar"
-    check_against_full_forward(row, Replicas(engine, Group.single()))
+    in_flight = check_against_full_forward(row, Replicas(engine, Group.single()))
+    assert in_flight == row["asynchronous"] or waits_for_tokens(row)
     stats = engine.stats
     assert (engine.graphs is not None) == has_graphs(row)
     # A recurrent mixer's step with drafts cannot use a graph, and here some row always has a draft.
@@ -366,15 +378,15 @@ def test_combined_features_match_full_forward(row: dict) -> None:
         assert (stats.accepted > 0) or row["speculation"] != "draft"
 
 
-def stats_on_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
+def stats_on_rank(rank: int, world: int, ranks: str) -> list[tuple[SchedulerStats, int]]:
     size = {"pp": world} if ranks == "pp" else {"ep": world}
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, **size), rank=rank)
     all_stats = []
     for row in (row for row in ROWS if row["ranks"] == ranks):
         with one_thread():
             replicas = Replicas(engine_of_row(row, groups), groups.host_group("dp"))
-            check_against_full_forward(row, replicas)
-        all_stats.append(replicas.engine.stats)
+            in_flight = check_against_full_forward(row, replicas)
+        all_stats.append((replicas.engine.stats, in_flight))
     return all_stats
 
 
@@ -382,11 +394,12 @@ def stats_on_rank(rank: int, world: int, ranks: str) -> list[SchedulerStats]:
 def test_combined_features_on_two_ranks_match_single_sequence(ranks: str) -> None:
     rows = [row for row in ROWS if row["ranks"] == ranks]
     for all_stats in run_ranks(stats_on_rank, 2, ranks):
-        for row, stats in zip(rows, all_stats, strict=True):
+        for row, (stats, in_flight) in zip(rows, all_stats, strict=True):
             assert (stats.forced > 0) == (row["sampling"] == "grammar")
             if row["sampling"] != "grammar":  # with a grammar, forced tokens replace drafts
                 assert (stats.drafted > 0) == (row["speculation"] != "off"), row
-            assert stats.overlapped > 0 or not row["asynchronous"]
+            if not waits_for_tokens(row):
+                assert in_flight == (ranks == "pp" or row["asynchronous"])
 
 
 def test_forced_tokens_beyond_graph_rows_run_eagerly() -> None:

@@ -12,8 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron.core import ProcessGroupCollection, RankGrid
-from megatron.core.inference import Completion, EngineRequest, SamplingParams
-from megatron.core.inference import generate as generate_all
+from megatron.core.inference import EngineRequest, SamplingParams
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
 from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
@@ -22,10 +21,9 @@ from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
-from tests.support.one_batch import engine_of, generate, with_parameters
+from tests.support.one_batch import assert_same_completion, engine_of, generate
 from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_generation import assert_same, generate_without_cache
 
 PROMPTS = [(5,), (7, 3, 60, 1, 2, 9, 4), (0, 11, 12), (44, 43, 42, 41, 40)]
 GREEDY = SamplingParams(temperature=0)
@@ -227,53 +225,6 @@ def test_chunked_prefill_bounds_activation_size(model: GPTModel) -> None:
     assert largest[4] == 4 * 2 * 40
 
 
-@pytest.mark.parametrize("chunk", [2048, 5])
-@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_batched_prompts_match_each_prompt_alone(
-    model: GPTModel, params: SamplingParams, chunk: int
-) -> None:
-    with nan_memory():
-        # Slots that earlier rows used: their old contents must not matter.
-        engine = engine_of(
-            model, max_num_seqs=5, max_num_batched_tokens=chunk, prefix_caching=False
-        )
-        warmup = {"max_new_tokens": 2, "sampling": RANDOM}
-        generate_all(
-            engine,
-            with_parameters(
-                requests([tuple(random_tokens(9, i).tolist()) for i in range(5)]), **warmup
-            ),
-        )
-        for buffer in engine.cache.states._buffers.values():
-            buffer.fill_(math.nan)
-        batch = generate_all(engine, with_parameters(requests(), max_new_tokens=9, sampling=params))
-        got = [outputs[0] for outputs in batch]
-        for request, completion in zip(requests(), got, strict=True):
-            assert_same(completion, generate_without_cache(model, request, 9, params))
-    assert len({t for c in got for t in c.tokens}) > 8  # the outputs are diverse
-    assert engine.cache.states.free_slots == 5
-
-
-def test_early_stop_does_not_change_other_sequences(model: GPTModel) -> None:
-    endless = generate(model, requests(), max_new_tokens=9, sampling=RANDOM)
-    stop = endless[1].tokens[2]
-    options = {"max_new_tokens": 9, "sampling": RANDOM, "stop_tokens": (stop,)}
-    got = generate(model, requests(), **options)
-    num_stopped = 0
-    for completion, whole in zip(got, endless, strict=True):
-        end = whole.tokens.index(stop) + 1 if stop in whole.tokens else 9
-        num_stopped += end < 9
-        assert_same(
-            completion,
-            Completion(
-                tokens=whole.tokens[:end],
-                logprobs=whole.logprobs[:end],
-                finish_reason="stop" if stop in whole.tokens else "length",
-            ),
-        )
-    assert 0 < num_stopped < len(PROMPTS)
-
-
 def generate_on_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
     model = make_model(groups=groups)
@@ -303,4 +254,4 @@ def test_tensor_parallel_ranks_match_one_process(model: GPTModel) -> None:
         options = {"max_new_tokens": 9, "sampling": params, "stop_tokens": (STOP,)}
         expected = generate(model, requests(), **options)
         for completion, reference in zip(got, expected, strict=True):
-            assert_same(completion, reference)
+            assert_same_completion(completion, reference)

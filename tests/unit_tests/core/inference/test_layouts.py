@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.device import Recorder
@@ -17,25 +16,22 @@ from megatron.core.inference import (
     Completion,
     Completions,
     Engine,
-    EngineConfig,
     EngineRequest,
     generate,
 )
-from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, Proposer
-from megatron.core.inference.stages import PipelineGroups
-from megatron.core.models import GPTModel, InferenceOptimizedModel
-from megatron.core.models.layer_pattern import StageSplit
+from megatron.core.models import InferenceOptimizedModel
 from tests.support.inputs import one_thread
+from tests.support.one_batch import assert_same_completion
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_engine import (
     DRAWN,
-    FAMILIES,
     GREEDY,
     allowed,
     draft_model_of,
     engine_of,
     forced,
+    model_of,
     requests,
 )
 from tests.unit_tests.core.inference.test_speculation import flawed_proposer
@@ -61,30 +57,19 @@ def engine_on(
     make_recorder: Callable[[], Recorder] | None = None,
     **layout: bool,
 ) -> Engine:
-    config, shares = FAMILIES[row["family"]], groups.grid.dp > 1 and groups.grid.ep > 1
-    split = StageSplit.balanced(
-        config.blocks, groups["pp"].size, blocks_of_layer=config.layer_blocks
+    engine = engine_of(
+        model_of(row["family"], groups, **layout),
+        flawed_proposer(drafts) if drafts else None,
+        make_recorder,
+        num_blocks=row["blocks"],
+        max_num_batched_tokens=row["budget"],
+        prefix_caching=row["prefix_caching"],
+        token_multiple=groups["tp"].size if layout else 1,
+        asynchronous=row.get("asynchronous", False),
     )
-    dtype = torch.float32 if row["family"] == "experts" else torch.float64
-    model = GPTModel(config, groups, dtype=dtype, seed=3, split=split, **layout)
-    return Engine(
-        InferenceOptimizedModel(model) if row["forward"] == "optimized" else model,
-        EngineConfig(
-            num_blocks=row["blocks"],
-            max_num_seqs=6,
-            max_num_batched_tokens=row["budget"],
-            prefix_caching=row["prefix_caching"],
-            token_multiple=groups["tp"].size if layout else 1,
-            num_speculative_tokens=3 if drafts else 0,
-            asynchronous=row.get("asynchronous", False),
-        ),
-        features=EngineFeatures(
-            pipeline=PipelineGroups.from_groups(groups),
-            proposer=flawed_proposer(drafts) if drafts else None,
-            expert_peers=groups.host_group("etp_ep") if shares else None,
-            make_recorder=make_recorder,
-        ),
-    )
+    if row["forward"] == "optimized":
+        engine.runner.model = InferenceOptimizedModel(engine.runner.model)
+    return engine
 
 
 def requests_of(row: dict[str, Any]) -> list[EngineRequest]:
@@ -107,31 +92,18 @@ BIAS = {3: 7.0, 8: 7.0, 11: 7.0}
 
 def drafting_engine(groups: ProcessGroupCollection, family: str, drafts: str) -> Engine:
     """Return an engine with few blocks and drafts of the given kind; "off" has none."""
-    config = FAMILIES[family]
-    if drafts == "heads":
-        blocks = "G*-" if family == "hybrid" else ""
-        config = replace(config, mtp_num_layers=2, mtp_pattern=blocks)
-    split = StageSplit.balanced(
-        config.blocks, groups["pp"].size, blocks_of_layer=config.layer_blocks
-    )
-    model = GPTModel(config, groups, dtype=torch.float64, seed=3, split=split)
+    model = model_of(family, groups, depths=2 if drafts == "heads" else 0)
     proposer: Proposer | None = None
     if drafts == "heads":
         proposer = MultiTokenHeads(model, num_layers=2)
     elif drafts == "draft":
-        whole = None
-        if groups["pp"].rank == 0:
-            whole = engine_of(draft_model_of(family))
-        proposer = DraftModel(whole, list)
-    return Engine(
-        model,
-        EngineConfig(
-            num_blocks=8,
-            max_num_seqs=6,
-            max_num_batched_tokens=30,
-            num_speculative_tokens=0 if drafts == "off" else 2,
-        ),
-        features=EngineFeatures(pipeline=PipelineGroups.from_groups(groups), proposer=proposer),
+        holds_draft_model = groups["pp"].rank == 0
+        proposer = DraftModel(
+            engine_of(draft_model_of(family)) if holds_draft_model else None, list
+        )
+    count = 0 if drafts == "off" else 2
+    return engine_of(
+        model, proposer, num_blocks=8, max_num_batched_tokens=30, num_speculative_tokens=count
     )
 
 
@@ -248,14 +220,7 @@ def assert_matches_one_process(
         for rank_runs in ranks:
             completions, stats, idle = rank_runs[n]
             for got, expected in zip(chain(*completions), chain(*reference), strict=True):
-                assert got.tokens == expected.tokens, row
-                assert got.finish_reason == expected.finish_reason
-                assert got.epochs == expected.epochs
-                for name in ("logprobs", "prompt_logprobs"):
-                    a, b = getattr(got, name), getattr(expected, name)
-                    assert a == b if b is None else a == pytest.approx(b, rel=1e-4, abs=1e-5)
-                tops = [[[i for i, _ in top] for top in c.top_logprobs] for c in (got, expected)]
-                assert tops[0] == tops[1]
+                assert_same_completion(got, expected)
             assert stats.hit > 0 or not row["prefix_caching"]
             assert idle > 0 or "pp" not in grid
             assert (0 < stats.accepted < stats.drafted) == row["drafts"]

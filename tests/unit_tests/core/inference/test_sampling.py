@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -108,18 +107,6 @@ def assert_same_distribution(weights: torch.Tensor, probabilities: torch.Tensor)
     torch.testing.assert_close(got, probabilities, rtol=1e-5, atol=1e-12)
 
 
-def test_filters_match_plain_python() -> None:
-    grid = list(itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS))[::7]
-    rows = [make_row(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in grid]
-    logits = random_logits(len(rows))
-    expected = [naive_probabilities(*pair) for pair in zip(logits, rows, strict=True)]
-    weights = weights_of(logits, rows)
-    assert_same_distribution(weights, torch.tensor(expected).double())
-    # Whole numbers of at most 53 bits: their sums are exact in any order.
-    assert torch.equal(weights, weights.floor())
-    assert weights.sum(-1).max() <= 2**52 * (1 + 1e-5)
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_filters_match_transformers(temperature: float) -> None:
     rows, expected = [], []
@@ -131,7 +118,11 @@ def test_filters_match_transformers(temperature: float) -> None:
         scores = TopPLogitsWarper(p)(None, scores) if p < 1 else scores
         scores = MinPLogitsWarper(m)(None, scores) if m else scores
         expected.append(scores.double().softmax(-1)[0])
-    assert_same_distribution(weights_of(logits, rows), torch.stack(expected))
+    weights = weights_of(logits, rows)
+    assert_same_distribution(weights, torch.stack(expected))
+    # Whole numbers of at most 53 bits: their sums are exact in any order.
+    assert torch.equal(weights, weights.floor())
+    assert weights.sum(-1).max() <= 2**52 * (1 + 1e-5)
 
 
 def test_adjustments_match_plain_python() -> None:
@@ -158,18 +149,6 @@ def test_adjustments_match_plain_python() -> None:
     assert len(plain) > 4
     assert torch.equal(got[plain], logits[plain])
     assert adjust_logits(logits[plain], [rows[n] for n in plain]).shape == (len(plain), VOCABULARY)
-
-
-@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
-def test_repetition_penalty_matches_transformers(penalty: float) -> None:
-    logits = random_logits(3)
-    ids = torch.randint(VOCABULARY, (3, 50), generator=torch.Generator().manual_seed(1))
-    rows = [
-        make_row(prompt=i[:20].tolist(), output=i[20:].tolist(), repetition_penalty=penalty)
-        for i in ids
-    ]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
-    torch.testing.assert_close(adjust_logits(logits, rows), expected, rtol=1e-6, atol=0)
 
 
 def test_penalties_match_hand_computed_logits() -> None:
@@ -457,20 +436,6 @@ def test_greedy_takes_the_first_maximum_and_its_log_probability() -> None:
     torch.testing.assert_close(sampled.logprobs, expected.float(), rtol=0, atol=1e-5)
     assert torch.equal(logits, before)
     assert (sampled.top_ids, sampled.top_logprobs) == (None, None)
-
-
-def test_log_probabilities_ignore_sampling_parameters() -> None:
-    logits = random_logits()
-    rows = make_rows(
-        5, temperature=0.5, top_k=3, top_p=0.9, logit_bias={9: 50.0}, prompt=[9],
-        repetition_penalty=2.0,
-    )  # fmt: skip
-    sampled = sample(logits, rows)
-    equal = bool((sampled.tokens == 9).all())
-    assert equal
-    torch.testing.assert_close(
-        sampled.logprobs, logits.double().log_softmax(-1)[:, 9].float(), rtol=0, atol=1e-5
-    )
 
 
 def test_top_logprobs_are_sorted_and_ties_keep_token_order() -> None:

@@ -17,10 +17,9 @@ from megatron.core.transformer import LatentAttentionConfig, MLPConfig, RopeConf
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator, one_thread
 from tests.support.nan_memory import nan_memory
-from tests.support.one_batch import generate
+from tests.support.one_batch import assert_same_completion, generate
 from tests.support.paged_steps import PagedSteps
 from tests.support.ranks import run_ranks
-from tests.unit_tests.core.inference.test_generation import assert_same, generate_without_cache
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -155,17 +154,6 @@ def test_decode_step_copies_no_weight():
     assert 8 * 2 * CACHED_FEATURES <= recorder.largest[0] < smallest_weight / 4, recorder.largest
 
 
-def test_batched_prompts_match_each_prompt_without_cache():
-    batch = [EngineRequest(prompt=p, sequence=100 + i) for i, p in enumerate(PROMPTS)]
-    with one_thread():
-        model = model_of(CONFIG)
-        with nan_memory():
-            got = generate(model, batch, max_new_tokens=8, sampling=RANDOM)
-        for request, completion in zip(batch, got, strict=True):
-            assert_same(completion, generate_without_cache(model, request, 8, RANDOM))
-    assert len({token for c in got for token in c.tokens}) > 8
-
-
 def on_rank(rank: int, world: int) -> tuple:
     """Decode on a tensor parallel rank."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, tp=world), rank=rank)
@@ -193,4 +181,4 @@ def test_tensor_parallel_decode_matches_one_process():
         assert_close_by_metric("logits", logits, whole)
         assert_close_by_metric("sequence parallel", even, whole[:12, :2])
         for completion, reference in zip(completions, expected, strict=True):
-            assert_same(completion, reference)
+            assert_same_completion(completion, reference)

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     weight_chunks,
 )
+from tools.bench import gloo_ranks
 from tools.bench.harness import run_rows
 from tools.bench.mcore_step import training_parts
 from tools.bench.shapes import SHAPES, Shape
@@ -109,31 +110,26 @@ def rows(quick: bool = False, *, rounds: int = 0, folder: str = "") -> list[Row]
     for make, what in cases:
         with tempfile.TemporaryDirectory(dir=folder or None, prefix="background-save-") as root:
             seconds = _race(make, Path(root), rounds)
-        blocked = [h / s for h, s in zip(seconds["held"], seconds["sync"], strict=True)]
-        speed = [p / d for p, d in zip(seconds["step"], seconds["during"], strict=True)]
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        table_rows += [
-            _row(f"{what}: held up, ms / saving at once", medians, ("held", "sync"), blocked),
-            _row(f"{what}: step meanwhile, ms / without", medians, ("during", "step"), speed),
-            _row(f"{what}: from begin to commit, ms / at once", medians, ("commit", "sync"), None),
-        ]
+        medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+        blocked = gloo_ranks.ratio(seconds["held"], seconds["sync"])
+        speed = gloo_ranks.ratio(seconds["step"], seconds["during"])
+        commit = medians["commit"] / medians["sync"]
+        for measured, mcore, peer, ratio, target in (
+            ("held up, ms / saving at once", "held", "sync", blocked, "<= 0.1"),
+            ("step meanwhile, ms / without (ratio of speeds)", "during", "step", speed, ">= 0.9"),
+            ("from begin to commit, ms / at once", "commit", "sync", commit, ""),
+        ):
+            table_rows.append(
+                compared(
+                    bench="background_save",
+                    what=f"{what}: {measured}",
+                    mcore=medians[mcore],
+                    peer=medians[peer],
+                    ratio=ratio,
+                    target=target,
+                )
+            )
     return table_rows
-
-
-def _row(
-    what: str, medians: dict[str, float], names: tuple[str, str], ratios: Sequence[float] | None
-) -> Row:
-    mcore, peer = (1000.0 * medians[name] for name in names)
-    target = ""
-    ratio = mcore / peer
-    if ratios is not None:
-        ratio = statistics.median(ratios)
-        target = "<= 0.1" if names[0] == "held" else ">= 0.9"
-    if names[0] == "during":
-        what = f"{what} (ratio of speeds)"
-    return compared(
-        bench="background_save", what=what, mcore=mcore, peer=peer, ratio=ratio, target=target
-    )
 
 
 def _race(

@@ -154,6 +154,18 @@ def agree(layer: Layer) -> None:
         require_same(f"decode, {what}", got, expected)
 
 
+def paged_batch(bench: Bench, rows: int, context: int, blocks: int) -> PagedBatch:
+    """Return a new token of every row, with contexts of one length in blocks in no order."""
+    table = torch.randperm(rows * blocks, device=bench.device).view(rows, blocks)
+    return PagedBatch(
+        block_table=table.int(),
+        query_bounds=torch.arange(rows + 1, device=bench.device).int(),
+        context_lengths=torch.full((rows,), context, device=bench.device).int(),
+        max_query=1,
+        max_context=context,
+    )
+
+
 def paged(bench: Bench) -> Iterator[Case]:
     """Time attention of one new token a row to long contexts in pages."""
     rows, context, size = bench.sized((64, 4096, 64), (2, 40, 16))
@@ -161,15 +173,9 @@ def paged(bench: Bench) -> Iterator[Case]:
     blocks = -(-context // size)
     caches = [bench.drawn(rows * blocks, size, groups, features) for _ in range(2)]
     query = bench.drawn(rows, heads, features)
-    table = torch.randperm(rows * blocks, device=bench.device).view(rows, blocks)
-    batch = PagedBatch(
-        block_table=table.int(),
-        query_bounds=torch.arange(rows + 1, device=bench.device).int(),
-        context_lengths=torch.full((rows,), context, device=bench.device).int(),
-        max_query=1,
-        max_context=context,
-    )
-    dense = [x[table].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for x in caches]
+    batch = paged_batch(bench, rows, context, blocks)
+    rows_of_caches = (x[batch.block_table].flatten(1, 2)[:, :context] for x in caches)
+    dense = [x.transpose(1, 2).contiguous() for x in rows_of_caches]
 
     def mcore() -> torch.Tensor:
         return paged_attention(query, *caches, batch=batch, implementation="triton")[0]
@@ -198,15 +204,8 @@ def latent(bench: Bench, rows: int) -> Iterator[Case]:
     blocks = -(-context // size)
     cache = bench.drawn(rows * blocks, size, rank + rotated)
     query = bench.drawn(rows, heads, rank + rotated)
-    table = torch.randperm(rows * blocks, device=bench.device).view(rows, blocks)
-    batch = PagedBatch(
-        block_table=table.int(),
-        query_bounds=torch.arange(rows + 1, device=bench.device).int(),
-        context_lengths=torch.full((rows,), context, device=bench.device).int(),
-        max_query=1,
-        max_context=context,
-    )
-    dense = cache[table].flatten(1, 2)[:, :context].contiguous()  # [rows, context, c]
+    batch = paged_batch(bench, rows, context, blocks)
+    dense = cache[batch.block_table].flatten(1, 2)[:, :context].contiguous()  # [rows, context, c]
     scale = (rank + rotated) ** -0.5
 
     def mcore() -> torch.Tensor:

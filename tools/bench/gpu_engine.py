@@ -106,6 +106,19 @@ def config_of(kind: str, shape: Shape, *, tiny: bool) -> GPTConfig:
     return config
 
 
+def engine_of(model: GPTModel, way: Way, *, rows: int, num_blocks: int) -> Engine:
+    """Return an engine that steps in one way, on the device of a model."""
+    recorder = partial(CudaRecorder, model.store.device, "gpu_engine", memory=GraphMemory())
+    config = EngineConfig(
+        max_num_seqs=rows,
+        num_blocks=num_blocks,
+        asynchronous=way.asynchronous,
+        max_model_len=1024,
+    )
+    features = EngineFeatures(make_recorder=recorder if way.graphs else None)
+    return Engine(model, config, features=features)
+
+
 def generate(
     bench: Bench, model: GPTModel, way: Way, sampling: SamplingParams, *, rows: int, tokens: int
 ) -> tuple[float, list[list[int]]]:
@@ -123,18 +136,7 @@ def generate(
         (median seconds of a decode step, the tokens of each request).
     """
     config = model.config
-    recorder = partial(CudaRecorder, bench.device, "gpu_engine", memory=GraphMemory())
-    features = EngineFeatures(make_recorder=recorder if way.graphs else None)
-    engine = Engine(
-        model,
-        EngineConfig(
-            max_num_seqs=rows,
-            num_blocks=64 * rows,
-            asynchronous=way.asynchronous,
-            max_model_len=1024,
-        ),
-        features=features,
-    )
+    engine = engine_of(model, way, rows=rows, num_blocks=64 * rows)
     for row in range(rows):
         length = SHORTEST_PROMPT + row
         prompt = tuple(5 + (7 * row + i) % (config.vocab_size - 5) for i in range(length))

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer as PlainTokenizer
@@ -106,7 +106,7 @@ def engine_of(
     optimized: bool = False,
     eager: bool = False,
     copies: CopyDtype | None = None,
-    **config: object,
+    **config: Any,
 ) -> Engine:
     """Return an engine with room for every request here.
 
@@ -293,8 +293,10 @@ def prefix_rows(quick: bool, clock: Clock) -> list[Row]:
             first_token_seconds += [clock() - begin] * ended
         return statistics.mean(first_token_seconds)
 
-    options = {"num_blocks": 4096, "max_num_seqs": count}
-    engines = [engine_of(model, prefix_caching=caching, **options) for caching in (True, False)]
+    engines = [
+        engine_of(model, num_blocks=4096, max_num_seqs=count, prefix_caching=caching)
+        for caching in (True, False)
+    ]
     sides = [functools.partial(mean_seconds, engine) for engine in engines]
     what = f"{count} prompts, {common} tokens in common: mean TTFT, s / no prefix cache"
     return [row(what, *in_turns(sides, rounds=1 if quick else 3), "<= 0.333")]

@@ -28,6 +28,7 @@ import megatron.core.ops as ops
 from megatron.core.ops.launches import Launches
 from tests.support.closeness import assert_close_by_metric
 from tests.support.gpu_agreement import BOUND, agree
+from tools.bench.cases import tensors_of, with_gradients
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = "forward", "backward", "forward and backward"
 Make = Callable[..., torch.Tensor]
@@ -60,9 +61,10 @@ class Problem:
         rounded = self.rounded(dtype)
         triton_output = self.function(*(x.clone() for x in rounded), implementation="triton")
         true = self.function(*(x.double() for x in rounded), implementation="reference")
+        pairs = zip(tensors_of(triton_output), tensors_of(true), strict=True)
         return max(
             assert_close_by_metric(f"output {i}", x, y, bound=BOUND[dtype])
-            for i, (x, y) in enumerate(zip(_listed(triton_output), _listed(true), strict=True))
+            for i, (x, y) in enumerate(pairs)
         )
 
     def rounded(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -74,24 +76,13 @@ class Problem:
         rounded = self.rounded(dtype)
         if way == FORWARD:
             return lambda: self.function(*rounded, implementation="triton")
-        leaves = [x.detach().requires_grad_() for x in rounded]
 
-        def outputs() -> list[torch.Tensor]:
-            return [
-                x
-                for x in _listed(self.function(*leaves, implementation="triton"))
-                if x is not None and x.requires_grad
-            ]
+        def differentiable(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            outputs = tensors_of(self.function(*inputs, implementation="triton"))
+            return tuple(x for x in outputs if x is not None and x.requires_grad)
 
-        tensors = outputs()
-        grad_outputs = [torch.randn_like(x) for x in tensors]
-        if way == FORWARD_BACKWARD:
-            return lambda: torch.autograd.grad(outputs(), leaves, grad_outputs)
-        return lambda: torch.autograd.grad(tensors, leaves, grad_outputs, retain_graph=True)
-
-
-def _listed(outputs: Any) -> list[torch.Tensor]:
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+        whole, back = with_gradients(differentiable, [x.detach().requires_grad_() for x in rounded])
+        return whole if way == FORWARD_BACKWARD else back
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 State = TypeVar("State")
+#: Registers that committed groups of products read, and those of the group that is not committed.
+Running = tuple[tuple[frozenset[int], ...], frozenset[int]]
 
 _TENSOR_CORES = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -122,7 +124,6 @@ def overwritten_operands(sass: str) -> list[str]:
         elif match := _SASS.search(line):
             lines.append(match[1])
     code = _code(lines, _SASS_LABEL, _SASS_BRANCH, "EXIT")
-    Running = tuple[tuple[frozenset[int], ...], frozenset[int]]
 
     def after(index: int, state: Running) -> Running:
         groups, current = state

@@ -36,10 +36,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.device import CudaRecorder, GraphMemory
+from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallel
-from megatron.core.inference import Engine, EngineConfig, EngineRequest
-from megatron.core.inference.model_runner import EngineFeatures
+from megatron.core.inference import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.moe import CapacityCheck, MoEConfig, RouterConfig, capacities_of
@@ -204,26 +203,11 @@ def decoding(
     The memory peak covers all measured steps, without the models of other cases.
     """
     model = build()
-    device = model.store.device
     parameters = list(model.parameters())
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     other_bytes = torch.cuda.memory_allocated() - model_bytes
     torch.cuda.reset_peak_memory_stats()
-    features = EngineFeatures(
-        make_recorder=partial(CudaRecorder, device, "steps", memory=GraphMemory())
-        if way.graphs
-        else None
-    )
-    engine = Engine(
-        model,
-        EngineConfig(
-            max_num_seqs=MAX_ROWS,
-            num_blocks=BLOCKS,
-            asynchronous=way.asynchronous,
-            max_model_len=1024,
-        ),
-        features=features,
-    )
+    engine = gpu_engine.engine_of(model, way, rows=MAX_ROWS, num_blocks=BLOCKS)
     for row in range(ROWS):
         engine.add(
             EngineRequest(

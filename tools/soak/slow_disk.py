@@ -41,7 +41,7 @@ def plant(root: str, seconds: float, *, journal: str) -> None:
         f"slow_disk.slow_down({root!r}, {seconds}, {journal!r}); "
     )
 
-    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    def started(command: list[str], **options: Any) -> subprocess.Popen[Any]:
         assert command[:2] == [sys.executable, "-c"], command
         return start([*command[:2], prelude + command[2]], **options)
 

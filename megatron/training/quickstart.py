@@ -31,9 +31,9 @@ from typing import Any
 from megatron.cli.errors import ExitCode, RunStopped, run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.standard_streams import run_command
-from megatron.core.datasets.atomic_file import atomic_write
 from megatron.core.untrusted_files import (
     MAX_JSON_BYTES,
+    atomic_write,
     open_regular,
     read_json,
     read_text,

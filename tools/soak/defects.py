@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core import untrusted_files
 from megatron.core.dist_checkpointing import run_folder, save_steps
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from megatron.core.dist_checkpointing.run_folder import list_checkpoints
@@ -34,8 +35,8 @@ def named_before_it_is_whole(rank: int) -> None:
         folder = run_folder.checkpoint_folder(temporary.parent, manifest.iteration)
         os.rename(temporary, folder)
         run_folder.write_synced(folder / MANIFEST_NAME, encode_manifest(manifest))
-        run_folder.sync_folder(folder)
-        run_folder.sync_folder(folder.parent)
+        untrusted_files.sync_folder(folder)
+        untrusted_files.sync_folder(folder.parent)
         return folder
 
     save_steps.publish = publish

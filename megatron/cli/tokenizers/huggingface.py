@@ -384,7 +384,7 @@ def train_bpe(
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from megatron.core.datasets.atomic_file import atomic_write
+    from megatron.core.untrusted_files import atomic_write
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):

@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.core.datasets.atomic_file import atomic_write
 from megatron.core.datasets.indexed_dataset import (
     IndexedDatasetWriter,
     Written,
@@ -32,7 +31,7 @@ from megatron.core.datasets.indexed_dataset import (
     publish_draft,
     shuffle_draft,
 )
-from megatron.core.untrusted_files import open_to_write, parse_json, read_json
+from megatron.core.untrusted_files import atomic_write, open_to_write, parse_json, read_json
 from megatron.training.data.documents import Position, Tally
 from megatron.training.data.encoder import Encoded, Stream
 

@@ -468,3 +468,40 @@ def _open_no_links(path: Path, flags: int, folder: int, *, several_names: bool =
         os.close(fd)
         raise
     return fd
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Give a closed, flushed temporary file in the folder of `target` its final name.
+
+    An existing file is replaced. A reader sees the old file, the new file or none, and any number
+    of writers of the same content need no lock.
+    """
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def atomic_write(target: Path) -> Iterator[BinaryIO]:
+    """Open a stream whose content becomes `target`, durably, when the block ends without an error.
+
+    The folder of `target` must exist. An exception in the block removes the temporary file.
+    """
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open_to_write(temporary, "x") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        publish(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

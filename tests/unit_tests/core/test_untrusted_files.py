@@ -13,6 +13,7 @@ import pytest
 
 from megatron.core.untrusted_files import (
     UnsafeFileError,
+    atomic_write,
     make_folder,
     open_lock,
     open_to_write,
@@ -223,3 +224,30 @@ def test_links_below_the_root_are_refused(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "elsewhere")
     make_folder(root / "new" / "er", root=root)
     assert (tmp_path / "real" / "new" / "er").is_dir()
+
+
+def write_and_interrupt(path: Path) -> None:
+    with atomic_write(path) as stream:
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+
+def test_content_appears_only_when_the_write_ends(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with atomic_write(path) as stream:
+        stream.write(b"new")
+        stream.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("existing", [[], ["file"]])
+def test_an_interrupted_write_changes_nothing(tmp_path: Path, existing: list[str]) -> None:
+    for name in existing:
+        (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt):
+        write_and_interrupt(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == existing
+    assert all((tmp_path / name).read_bytes() == b"old" for name in existing)

@@ -35,13 +35,13 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME, sync_folder
+from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, ShardWriter, encode_header
 from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig
-from megatron.core.untrusted_files import open_to_write, read_regular
+from megatron.core.untrusted_files import open_to_write, read_regular, sync_folder
 from megatron.core.weight_gather import Storage
 from megatron.hf.config_json import architecture_of
 from megatron.hf.tensor_map import MappedTensor, TensorMap, TensorSlice, tensor_map

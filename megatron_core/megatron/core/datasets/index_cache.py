@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.atomic_file import atomic_write
-from megatron.core.untrusted_files import open_lock, open_regular, read_json
+from megatron.core.untrusted_files import atomic_write, open_lock, open_regular, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.atomic_file import publish, sync_folder
-from megatron.core.untrusted_files import open_regular, open_to_write
+from megatron.core.untrusted_files import open_regular, open_to_write, publish, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -58,6 +58,7 @@ from megatron.core.untrusted_files import (
     open_to_write,
     read_regular,
     regular_fd,
+    sync_folder,
 )
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -80,15 +81,6 @@ def temporary_folder(folder: Path) -> Path:
 def is_temporary(folder: Path) -> bool:
     """Return whether a folder is the temporary folder of a save or a removal."""
     return _TEMPORARY.fullmatch(folder.name) is not None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_synced(path: Path, content: bytes) -> None:

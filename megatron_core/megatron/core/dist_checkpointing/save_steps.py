@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.run_folder import (
     existing_note,
     open_temporary,
     publish,
-    sync_folder,
     write_tracker,
 )
 from megatron.core.dist_checkpointing.save_plan import (
@@ -33,7 +32,7 @@ from megatron.core.dist_checkpointing.save_plan import (
     stored_tables,
 )
 from megatron.core.dist_checkpointing.shard_format import BlockDigester, ShardWriter, digest
-from megatron.core.untrusted_files import open_to_write
+from megatron.core.untrusted_files import open_to_write, sync_folder
 
 
 class SaveSteps:

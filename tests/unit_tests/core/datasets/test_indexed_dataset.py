@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
-from megatron.core.datasets.atomic_file import publish
 from megatron.core.datasets.indexed_dataset import TOKEN_TYPES, bin_path, idx_path, token_type_for
+from megatron.core.untrusted_files import publish
 
 DOCUMENTS_A = [[[1, 2, 3], [4, 5]]]
 DOCUMENTS_B = [[[6, 7], [8, 9]]]

@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
         prog=" ".join([PROG, name, *(operand.upper() for operand in command.operands)]),
         description=str(command.schema.__doc__),
     )
-    from megatron.core.dist_checkpointing.checkpoint_errors import (
+    from megatron.core.dist_checkpointing.shard_format import (
         CheckpointError,
         DamagedCheckpointError,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import untrusted_files
-from megatron.core.dist_checkpointing import run_folder, save_steps
+from megatron.core.dist_checkpointing import run_folder, save_plan
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from megatron.core.dist_checkpointing.run_folder import list_checkpoints
 from megatron.training.hooks import Progress
@@ -39,19 +39,19 @@ def named_before_it_is_whole(rank: int) -> None:
         untrusted_files.sync_folder(folder.parent)
         return folder
 
-    save_steps.publish = publish
+    save_plan.publish = publish
 
 
 def makes_room_first(rank: int) -> None:
     """Remove all older checkpoints at the begin of a save, not at its end."""
-    whole = save_steps.open_temporary
+    whole = save_plan.open_temporary
 
     def opened(root: Path, iteration: int, **options: Any) -> None:
         for folder in list_checkpoints(root):
             shutil.rmtree(folder)
         whole(root, iteration, **options)
 
-    save_steps.open_temporary = opened
+    save_plan.open_temporary = opened
 
 
 def manifest_is_not_synced(rank: int) -> None:

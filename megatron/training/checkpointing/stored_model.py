@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.cli.schema import Option, flatten, options
-from megatron.core.dist_checkpointing.checkpoint_errors import (
+from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
+from megatron.core.dist_checkpointing.shard_format import (
     CheckpointError,
     DamagedCheckpointError,
 )
-from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
-from megatron.core.dist_checkpointing.run_folder import latest_checkpoint
 from megatron.core.models.layer_pattern import symbols_of
 from megatron.training.config import Config
 

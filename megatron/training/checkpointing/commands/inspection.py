@@ -40,7 +40,6 @@ from megatron.core.dist_checkpointing import (
     reading,
     verify_checkpoint,
 )
-from megatron.core.dist_checkpointing.checkpoint_errors import describe
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     VERSION,
@@ -57,7 +56,7 @@ from megatron.core.dist_checkpointing.run_folder import (
     is_temporary,
     verify_contents,
 )
-from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, tensor_bytes
+from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, describe, tensor_bytes
 from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpointing.commands.options import (

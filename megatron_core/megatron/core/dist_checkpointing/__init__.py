@@ -20,15 +20,6 @@ from megatron.core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.async_save import AsyncSaver as AsyncSaver
     from megatron.core.dist_checkpointing.async_save import SaveReport as SaveReport
-    from megatron.core.dist_checkpointing.checkpoint_errors import (
-        CheckpointError as CheckpointError,
-    )
-    from megatron.core.dist_checkpointing.checkpoint_errors import (
-        DamagedCheckpointError as DamagedCheckpointError,
-    )
-    from megatron.core.dist_checkpointing.checkpoint_errors import (
-        RemovedCheckpointError as RemovedCheckpointError,
-    )
     from megatron.core.dist_checkpointing.coordinator import Coordinator as Coordinator
     from megatron.core.dist_checkpointing.coordinator import Solo as Solo
     from megatron.core.dist_checkpointing.coordinator import StoreCoordinator as StoreCoordinator
@@ -50,6 +41,15 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.run_folder import reading as reading
     from megatron.core.dist_checkpointing.run_folder import verify_checkpoint as verify_checkpoint
     from megatron.core.dist_checkpointing.save import save_checkpoint as save_checkpoint
+    from megatron.core.dist_checkpointing.shard_format import (
+        CheckpointError as CheckpointError,
+    )
+    from megatron.core.dist_checkpointing.shard_format import (
+        DamagedCheckpointError as DamagedCheckpointError,
+    )
+    from megatron.core.dist_checkpointing.shard_format import (
+        RemovedCheckpointError as RemovedCheckpointError,
+    )
     from megatron.core.dist_checkpointing.state_chunks import optimizer_chunks as optimizer_chunks
     from megatron.core.dist_checkpointing.state_chunks import weight_chunks as weight_chunks
     from megatron.core.dist_checkpointing.transfer import TransferGroup as TransferGroup

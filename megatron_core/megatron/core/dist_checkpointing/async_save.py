@@ -14,7 +14,7 @@ tensors must not change before `synchronize_staging` has returned.
 
 The thread coordinates with the other ranks as a synchronous save does (`save.CoordinatedSave`).
 `WriterProcess` starts, commands and monitors a separate process (`writer_process`), which takes the
-steps of the save (`save_steps`), so digests and writes do not need the trainer's GIL. A
+steps of the save (`SaveSteps`), so digests and writes do not need the trainer's GIL. A
 checkpoint appears when the shards of all ranks are on disk. A failure is reported, never raised:
 training continues, and the next save starts from scratch.
 """
@@ -52,7 +52,6 @@ from megatron.core.device import (
     runs_ahead,
     unpin_in_place,
 )
-from megatron.core.dist_checkpointing.checkpoint_errors import CheckpointError, describe
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import check_extra
 from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, remove_temporary
@@ -62,6 +61,7 @@ from megatron.core.dist_checkpointing.save_plan import (
     check_updates_complete,
     plan_shard,
 )
+from megatron.core.dist_checkpointing.shard_format import CheckpointError, describe
 from megatron.core.dist_checkpointing.tensor_memory import as_bytes
 from megatron.core.dist_checkpointing.writer_process import receive, send
 

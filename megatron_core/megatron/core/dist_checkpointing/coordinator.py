@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.checkpoint_errors import (
+from megatron.core.dist_checkpointing.shard_format import (
     CheckpointError,
     DamagedCheckpointError,
     describe,

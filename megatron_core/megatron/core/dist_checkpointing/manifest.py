@@ -26,11 +26,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.core import __version__
 from megatron.core.boxes import Box
-from megatron.core.dist_checkpointing.checkpoint_errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    RemovedCheckpointError,
-)
 from megatron.core.dist_checkpointing.shard_format import (
     BLAKE2B,
     ITEM_BYTES,
@@ -38,6 +33,9 @@ from megatron.core.dist_checkpointing.shard_format import (
     MAX_HEADER_BYTES,
     MAX_ITEM_BYTES,
     XXH3,
+    CheckpointError,
+    DamagedCheckpointError,
+    RemovedCheckpointError,
     digest,
     tensor_bytes,
 )

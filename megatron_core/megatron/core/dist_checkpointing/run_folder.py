@@ -35,12 +35,6 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron.core.boxes import tiles
-from megatron.core.dist_checkpointing.checkpoint_errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    RemovedCheckpointError,
-    print_to_stderr,
-)
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -51,6 +45,12 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.shard_file import READ_BUFFER_BYTES, ShardFile, check_size
+from megatron.core.dist_checkpointing.shard_format import (
+    CheckpointError,
+    DamagedCheckpointError,
+    RemovedCheckpointError,
+    print_to_stderr,
+)
 from megatron.core.untrusted_files import (
     UnsafeFileError,
     link_target,

@@ -2,7 +2,7 @@
 """Saving: plan, write and commit; all ranks agree on the outcome of each stage.
 
 `CoordinatedSave` is the save of one rank among all, synchronous or asynchronous. The two ways
-differ in where the steps are taken (`save_steps`), where the bytes come from, and how a failure is
+differ in where the steps are taken (`SaveSteps`), where the bytes come from, and how a failure is
 reported: `save_checkpoint` streams from the tensors and raises.
 """
 
@@ -18,8 +18,7 @@ from megatron.core.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import MAX_BLOCK_BYTES, check_extra
 from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, temporary_folder
-from megatron.core.dist_checkpointing.save_plan import check_updates_complete, plan_shard
-from megatron.core.dist_checkpointing.save_steps import SaveSteps
+from megatron.core.dist_checkpointing.save_plan import SaveSteps, check_updates_complete, plan_shard
 from megatron.core.dist_checkpointing.tensor_memory import Scratch, stream_bytes
 
 #: Bytes per digest, and so the least that a verified read takes from a file.

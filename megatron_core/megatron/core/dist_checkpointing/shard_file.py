@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.checkpoint_errors import DamagedCheckpointError
 from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredFile
 from megatron.core.dist_checkpointing.shard_format import (
     LENGTH_BYTES,
+    DamagedCheckpointError,
     decode_length,
     digest_algorithm,
     format_digest,

@@ -9,7 +9,7 @@ no orphan completes a save after another run has started in the same folder.
 Commands, each answered with {"value": ...} or {"error": text}, after any number of {"beat": true}:
 
     shard   map the shared memory of a shard plan
-    plans, open, write, commit   the steps of a save, see `save_steps`
+    plans, open, write, commit   the steps of a save, see `SaveSteps`
     prune   apply retention, return lines to log
 """
 
@@ -30,11 +30,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_errors import describe
 from megatron.core.dist_checkpointing.run_folder import prune_checkpoints
-from megatron.core.dist_checkpointing.save_plan import ShardPlan
-from megatron.core.dist_checkpointing.save_steps import SaveSteps
-from megatron.core.dist_checkpointing.shard_format import WRITE_BUFFER_BYTES
+from megatron.core.dist_checkpointing.save_plan import SaveSteps, ShardPlan
+from megatron.core.dist_checkpointing.shard_format import WRITE_BUFFER_BYTES, describe
 
 #: Seconds between two heartbeats during long work.
 HEARTBEAT_SECONDS = 1.0

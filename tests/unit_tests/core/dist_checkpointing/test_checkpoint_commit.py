@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing import run_folder as run_folder_module
-from megatron.core.dist_checkpointing import save_steps as save_steps_module
+from megatron.core.dist_checkpointing import save_plan as save_plan_module
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 
@@ -140,7 +140,7 @@ def test_a_kill_between_rename_and_tracker_loses_nothing(tmp_path, monkeypatch):
     def killed(root, iteration):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(save_steps_module, "write_tracker", killed)
+    monkeypatch.setattr(save_plan_module, "write_tracker", killed)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2)
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import coordinator as coordinator_module
 from megatron.core.dist_checkpointing import save as save_module
-from megatron.core.dist_checkpointing import save_steps as save_steps_module
+from megatron.core.dist_checkpointing import save_plan as save_plan_module
 from megatron.core.untrusted_files import open_to_write
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks, on_threads, raise_errors
@@ -100,7 +100,7 @@ def test_write_error_reaches_every_rank_and_leaves_no_files(tmp_path, monkeypatc
             raise OSError(28, os.strerror(28), str(path))
         return open_to_write(path, mode, **options)
 
-    monkeypatch.setattr(save_steps_module, "open_to_write", full)
+    monkeypatch.setattr(save_plan_module, "open_to_write", full)
     chunks_by_rank = [[w_chunk(r, (r, 0), ROW if r < 2 else ROW.expand(2, 3))] for r in range(3)]
     text = common_error(save_on_ranks(tmp_path, chunks_by_rank), tmp_path)
     assert "No space left on device" in text
@@ -197,7 +197,7 @@ def die_or_save(rank: int, world: int, root: str, port: int, victim: int, stage:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == victim:
-        owner = save_module if stage == "plan_shard" else save_steps_module.SaveSteps
+        owner = save_module if stage == "plan_shard" else save_plan_module.SaveSteps
         setattr(owner, stage, die)
     try:
         chunks = full_chunks({f"w{rank}": torch.ones(5)}, (rank,))

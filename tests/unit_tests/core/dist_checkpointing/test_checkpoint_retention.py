@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing import load as load_module
 from megatron.core.dist_checkpointing import run_folder as run_folder_module
-from megatron.core.dist_checkpointing.save_steps import SaveSteps
+from megatron.core.dist_checkpointing.save_plan import SaveSteps
 from tests.support.ranks import start_ranks
 from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
 

@@ -12,7 +12,7 @@ Roots:
     1. modules that run as a program: `if __name__ == "__main__"`, or a script of a pyproject.toml;
     2. a name in the `__all__` of a package which README.md or docs/*.md documents: a code span that
        is the name or a call of it, or a Python code block with it in it; and a module that is named
-       in full, as in `megatron.core.models.hybrid`, unless it is a package or a program;
+       in full, as in `megatron.core.models.gpt_config`, unless it is a package or a program;
     3. names that tools/ and experimental/ mention. Tests never count. `--tools-only` prints the
        definitions that only they keep alive;
     4. the entries of dead_allowed.toml, each with a reason: a definition, a module or a package,

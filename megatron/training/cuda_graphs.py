@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.core.device import Recorder
-from megatron.core.distributed.capture import StepRecording, num_unplanned_uses
+from megatron.core.distributed.data_parallel import StepRecording, num_unplanned_uses
 from megatron.training.step import ForwardBackward, Microbatch
 
 #: Eager steps after the warm-up in which the order of weight gathers may still change.

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core import ProcessGroupCollection
 from megatron.core.device import CudaRecorder
-from megatron.core.distributed import DataParallelConfig, capture
+from megatron.core.distributed import DataParallelConfig, data_parallel
 from megatron.training import core_configs
 from tests.functional_tests.small_run import (
     flags,
@@ -163,8 +163,8 @@ def with_early_gather(rank: int, world: int, port: int, argv: list[str]) -> NoRe
     """Run a rank whose first gather starts at the end of the optimizer step, without the checks."""
     with (
         mock.patch.object(core_configs, "early_gather", return_value=(True, None)),
-        mock.patch.object(capture, "unrecordable", return_value=None),
-        mock.patch.object(capture.StepRecording, "prepare", prepare_too_early),
+        mock.patch.object(data_parallel, "unrecordable", return_value=None),
+        mock.patch.object(data_parallel.StepRecording, "prepare", prepare_too_early),
     ):
         rank_process(rank, world, port, argv)
 

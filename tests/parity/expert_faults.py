@@ -14,14 +14,14 @@ Fault = tuple[str, str, str, str, dict[str, Any]]
 #: name: (module, function, code, faulty code, settings of a row that shows the fault)
 EXPERT_FAULTS: Mapping[str, Fault] = {
     "gradients of experts are a mean over ep": (
-        "weight_gather.grouped",
+        "weight_gather.handle",
         "_wgrad_",
         "grad.to(dtype)",
         "grad.to(dtype) / 2",
         {"tp": 1, "dp": 2, "experts": "softmax", "ep": 2},
     ),
     "gradients of experts are off by etp / tp": (
-        "weight_gather.grouped",
+        "weight_gather.handle",
         "_wgrad_",
         "grad.to(dtype)",
         "grad.to(dtype) * 2",

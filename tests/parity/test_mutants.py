@@ -300,7 +300,7 @@ FAULTS = {
         {"tp": 1, "gtp": 2, "wire": "nvfp4", "scale_blocks": "1d"},
     ),
     "grouped products read forward's encoding in backward": (
-        "weight_gather.grouped",
+        "weight_gather.handle",
         "_GroupedLinear.backward",
         "handle.get(backward=True)",
         "handle.get()",
@@ -398,7 +398,6 @@ MOVERS = (
     "moe.router",
     "ops.grouped_mm",
     "ops.permutation",
-    "weight_gather.grouped",
     "weight_sharding",
     "distributed",
     "weight_gather.store",

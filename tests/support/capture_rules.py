@@ -21,13 +21,12 @@ import torch
 from megatron.core.comm import collectives
 from megatron.core.comm.collectives import CollectiveWork, Transfer
 from megatron.core.context_parallel import layout
-from megatron.core.distributed import capture, data_parallel, gradient_bucket
+from megatron.core.distributed import data_parallel, gradient_bucket
 from megatron.core.ops import sequences
 from megatron.core.weight_gather import gatherer
 
 MODULES: tuple[ModuleType, ...] = (
     gatherer,
-    capture,
     collectives,
     data_parallel,
     gradient_bucket,

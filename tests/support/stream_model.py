@@ -74,7 +74,7 @@ FREED = 0xFF
 #: Seldom enough to let one stream run far ahead of another.
 CHANGE = 1 / 200
 #: Modules that move tensors for others: a collective that is waited for in there is their caller's.
-_TRANSPORT = ("collectives.py", "point_to_point.py", "stream_model.py")
+_TRANSPORT = ("collectives.py", "stream_model.py")
 
 
 class _Node:

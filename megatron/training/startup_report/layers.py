@@ -15,7 +15,7 @@ from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
 from megatron.core.ops.attention import explain as explain_attention
 from megatron.core.ops.compiler import explain as explain_compiler
 from megatron.core.ops.recurrence import CHUNK_SIZE
-from megatron.core.ssm.choice import linear_shape
+from megatron.core.ssm.mixer_config import linear_shape
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.training.config import Config
 from megatron.training.config.implementation_checks import quantization

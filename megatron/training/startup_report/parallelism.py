@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron.core.comm import all_reduce
-from megatron.core.comm.nccl_memory import communicator_bytes
+from megatron.core.comm.symmetric_memory import communicator_bytes
 from megatron.core.context_parallel.comm_type import explain
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
@@ -18,8 +18,8 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.ssm.choice import explain as explain_linear
-from megatron.core.ssm.choice import linear_shape
+from megatron.core.ssm.mixer_config import explain as explain_linear
+from megatron.core.ssm.mixer_config import linear_shape
 from megatron.training.config import Config
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.resolve import ResolvedRun

@@ -91,7 +91,7 @@ class Backend:
         dispatcher: how tokens reach the ranks of their experts: "allgather", "alltoall", or "auto"
             for the dispatcher that moves fewer bytes.
         expert_rank_capacity_factor: in training an expert-parallel rank takes this times its even
-            share of tokens, so that the host knows all sizes, see `moe.capacity`; None takes all.
+            share of tokens, so that the host knows all sizes, see `moe.dispatch`; None takes all.
         overlap_shared_expert: compute the shared expert while tokens are exchanged.
         gtp_opt_in_modules: modules whose matrices generalized tensor parallelism may shard although
             tensor parallelism replicates them: "mla_down_proj" (the down projections of latent

@@ -13,7 +13,7 @@ from megatron.core import ProcessGroupCollection
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import Recorder
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.distributed.capture import StepRecording
+from megatron.core.distributed.data_parallel import StepRecording
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.optimizer import (

@@ -14,7 +14,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.device import CudaRecorder
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.distributed.capture import StepRecording
+from megatron.core.distributed.data_parallel import StepRecording
 from megatron.core.models.gpt import MTPTargets, shift_targets
 from megatron.core.moe import routers_of
 from megatron.training.cuda_graphs import PATIENCE, StepInputs

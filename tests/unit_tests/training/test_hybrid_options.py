@@ -18,8 +18,8 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets import GPTBatch
 from megatron.core.models import GPTModel
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
-from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.ssm.mixer_config import linear_shape
 from megatron.training.checkpointing import stored_model
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve

@@ -33,8 +33,13 @@ from types import MappingProxyType
 
 import torch
 
-from megatron.core.comm.collectives import Pending, all_gather, reduce_scatter
-from megatron.core.comm.point_to_point import P2PMessage, exchange_async
+from megatron.core.comm.collectives import (
+    P2PMessage,
+    Pending,
+    all_gather,
+    exchange_async,
+    reduce_scatter,
+)
 from megatron.core.context_parallel import blockwise
 from megatron.core.context_parallel.all_to_all import all_to_all_cp2hp, all_to_all_hp2cp
 from megatron.core.context_parallel.blockwise import AttentionBlock

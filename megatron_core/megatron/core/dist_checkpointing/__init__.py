@@ -58,11 +58,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "async_save": ("AsyncSaver", "SaveReport"),
-        "checkpoint_errors": (
-            "CheckpointError",
-            "DamagedCheckpointError",
-            "RemovedCheckpointError",
-        ),
         "coordinator": ("Coordinator", "Solo", "StoreCoordinator"),
         "load": ("CheckpointReader", "LoadReport", "load_checkpoint"),
         "manifest": ("Manifest", "compare_architecture", "read_extra", "read_manifest"),
@@ -77,6 +72,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "verify_checkpoint",
         ),
         "save": ("save_checkpoint",),
+        "shard_format": ("CheckpointError", "DamagedCheckpointError", "RemovedCheckpointError"),
         "state_chunks": ("optimizer_chunks", "weight_chunks"),
         "transfer": ("TransferGroup",),
     },

@@ -47,7 +47,7 @@ class DataParallelConfig:
         gather_scale_blocks: scale blocks of mxfp8 or nvfp4: "2d" squares, or "1d" blocks, with
             separate encodings for forward and backward.
         use_nccl_ub: allocate the buffers of all-gathers and reductions in memory registered with
-            NCCL, see `comm.nccl_memory`.
+            NCCL, see `comm.symmetric_memory`.
         debug: fill unused buffers with NaN, and compare the order of all-gathers between ranks.
 
     Raises:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm import Pending, all_reduce
-from megatron.core.comm.point_to_point import P2PMessage, exchange_async
+from megatron.core.comm.collectives import P2PMessage, exchange_async
 from megatron.core.inference.request_state import SchedulerOutput
 from megatron.core.inference.sampling import Sampled
 from megatron.core.process_groups import Group, ProcessGroupCollection

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel as GPTModel
     from megatron.core.models.gpt import MultiTokenPrediction as MultiTokenPrediction
     from megatron.core.models.gpt_config import GPTConfig as GPTConfig
-    from megatron.core.models.hybrid import mamba2 as mamba2
-    from megatron.core.models.hybrid import nemotron_h as nemotron_h
-    from megatron.core.models.hybrid import qwen3_next as qwen3_next
+    from megatron.core.models.gpt_config import mamba2 as mamba2
+    from megatron.core.models.gpt_config import nemotron_h as nemotron_h
+    from megatron.core.models.gpt_config import qwen3_next as qwen3_next
     from megatron.core.models.inference_optimized import (
         InferenceOptimizedModel as InferenceOptimizedModel,
     )
@@ -27,8 +27,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "decoder": ("Decoder", "DecoderConfig"),
         "gpt": ("GPTModel", "MultiTokenPrediction"),
-        "gpt_config": ("GPTConfig",),
-        "hybrid": ("mamba2", "nemotron_h", "qwen3_next"),
+        "gpt_config": ("GPTConfig", "mamba2", "nemotron_h", "qwen3_next"),
         "inference_optimized": ("InferenceOptimizedModel",),
         "layer_pattern": ("Pattern",),
     },

@@ -2,7 +2,7 @@
 """Language models of a layer pattern: embedding, decoder, vocabulary head, multi-token prediction.
 
 `GPTModel` is any such model: alternating attention and MLPs are a GPT, a pattern with experts,
-Mamba-2 or gated delta nets is a mixture of experts or a hybrid (`models/hybrid.py`).
+Mamba-2 or gated delta nets is a mixture of experts or a hybrid (`models/layer_pattern.py`).
 
 Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): layer k = 0 … D - 1
 predicts token t + k + 2 at position t, where the main model predicts t + 1:

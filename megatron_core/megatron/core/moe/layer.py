@@ -23,8 +23,13 @@ from torch import nn
 
 from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.moe.capacity import RankCapacity
-from megatron.core.moe.dispatch import ExpertRanks, Padding, choose_dispatcher, dispatch
+from megatron.core.moe.dispatch import (
+    ExpertRanks,
+    Padding,
+    RankCapacity,
+    choose_dispatcher,
+    dispatch,
+)
 from megatron.core.moe.moe_config import MoEConfig
 from megatron.core.moe.router import Router, Routing, Share
 from megatron.core.ops.swiglu import activate, gated

@@ -28,8 +28,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.comm.collectives import Pending
-from megatron.core.comm.point_to_point import P2PMessage, exchange_async
+from megatron.core.comm.collectives import P2PMessage, Pending, exchange_async
 from megatron.core.device import runs_ahead
 from megatron.core.pipeline_parallel.schedule import (
     FORWARD_TRANSFERS,

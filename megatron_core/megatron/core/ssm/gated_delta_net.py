@@ -25,9 +25,8 @@ from megatron.core.ops.recurrence import (
     delta_recurrence,
     gated_rms_norm,
 )
-from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, linear_shape
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding
 

@@ -33,9 +33,8 @@ from megatron.core.ops.recurrence import (
     gated_rms_norm,
     state_space_recurrence,
 )
-from megatron.core.ssm.choice import linear_shape
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
-from megatron.core.ssm.mixer_config import Mamba2Config
+from megatron.core.ssm.mixer_config import Mamba2Config, linear_shape
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Shard, WeightSharding
 

@@ -53,8 +53,7 @@ from megatron.core.ops.recurrence import (
     recurrence_prologue,
 )
 from megatron.core.ops.sequences import PackingIndices, Sequences
-from megatron.core.ssm.choice import LinearShape, choose_mode
-from megatron.core.ssm.mixer_config import SEGMENTS
+from megatron.core.ssm.mixer_config import SEGMENTS, LinearShape, choose_mode
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from megatron.core.transformer import CacheShapes
 from megatron.core.weight_gather.handle import WeightHandle

@@ -32,14 +32,19 @@ from megatron.core.weight_gather.gatherer import (
     Gatherer,
     segment_name,
 )
-from megatron.core.weight_gather.grouped import RowRuns, grouped_linear
-from megatron.core.weight_gather.handle import Deferral, WeightHandle, WgradQueue
-from megatron.core.weight_gather.module import StoreModule
+from megatron.core.weight_gather.handle import (
+    Deferral,
+    RowRuns,
+    WeightHandle,
+    WgradQueue,
+    grouped_linear,
+)
 from megatron.core.weight_gather.plan import GatherPlan, check_plan, compile_plan
 from megatron.core.weight_gather.store import (
     NORM_GROUPS,
     CopyReport,
     OwnedRange,
+    StoreModule,
     WeightStore,
     copy_weights,
     empty_range,

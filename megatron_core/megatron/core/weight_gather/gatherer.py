@@ -52,7 +52,7 @@ from megatron.core.comm.collectives import (
     all_reduce,
     poison_,
 )
-from megatron.core.comm.nccl_memory import RegisteredMemory
+from megatron.core.comm.symmetric_memory import RegisteredMemory
 from megatron.core.device import Event, current_stream, new_event, new_stream, on_stream
 from megatron.core.process_groups import Group
 from megatron.core.weight_gather.bucket import Bucket, BucketBlock

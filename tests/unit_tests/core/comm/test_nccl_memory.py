@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core import Group, InitSpec, ProcessGroupCollection, RankGrid, WeightSharding
-from megatron.core.comm.nccl_memory import RegisteredMemory, communicator_bytes
+from megatron.core.comm.symmetric_memory import RegisteredMemory, communicator_bytes
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.weight_gather import BufferPool, WeightStore
 from megatron.core.weight_gather import gatherer as gatherer_module

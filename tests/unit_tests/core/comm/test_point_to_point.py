@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from megatron.core import Group, ProcessGroupCollection, RankGrid
-from megatron.core.comm import point_to_point, trace
-from megatron.core.comm.point_to_point import P2PMessage, exchange_async
+from megatron.core.comm import collectives, trace
+from megatron.core.comm.collectives import P2PMessage, exchange_async
 from tests.support.ranks import run_ranks
 from tests.support.simulated_links import Early, Late, simulated
 
 LINKS = {"none": None, "late": Late, "early": Early}
 
 #: GPUs use the batched start; gloo supports both.
-STARTS = {"one by one": exchange_async, "as one launch": point_to_point._start_batched}
+STARTS = {"one by one": exchange_async, "as one launch": collectives._start_batched}
 
 
 def exchange_batch(rank: int, world: int, link: str, start: str) -> dict[str, object]:
@@ -108,7 +108,7 @@ def swap_repeatedly(rank: int, world: int) -> list[float]:
             P2PMessage(value, 1 - group.rank, sends=True),
             P2PMessage(receive_buffer, 1 - group.rank, sends=False),
         ]
-        for pending in point_to_point._start_batched(messages, group):
+        for pending in collectives._start_batched(messages, group):
             pending.wait()
         value = receive_buffer + 10
         sums.append(float(value.sum()))

@@ -12,7 +12,7 @@ from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe import CapacityCheck
-from megatron.core.moe.capacity import RankCapacity
+from megatron.core.moe.dispatch import RankCapacity
 from tests.support.closeness import assert_all_close
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
-from megatron.core.ssm.choice import LinearShape, choose_mode, explain, sent_bytes
+from megatron.core.ssm.mixer_config import LinearShape, choose_mode, explain, sent_bytes
 
 # Qwen3-Next: 16 key heads, 32 value heads, K = V = 128. Of a token travel, per key head, a query
 # and a key of 128, two values of 128, two betas and two alphas: 516, so 16 · 516 = 8,256; out come

@@ -22,7 +22,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.optimizer import ConstantLossScaler, Optimizer, OptimizerConfig
 from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config, mixer
-from megatron.core.ssm.choice import choose_mode
+from megatron.core.ssm.mixer_config import choose_mode
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore

@@ -23,7 +23,7 @@ from megatron.core.ops.recurrence import (
     state_space_recurrence,
 )
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ssm.choice import LinearShape, sent_bytes
+from megatron.core.ssm.mixer_config import LinearShape, sent_bytes
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments
 from tests.support.closeness import assert_all_close
 from tests.support.ranks import run_ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of options: keys, values, layouts, malicious YAML, and leaked secrets."""
+"""Entry points print help and configs quickly, and no run prints or saves secrets."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import socket
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -32,17 +31,7 @@ from megatron.training.fault_tolerance.faults import (
 )
 from megatron.training.hooks import Progress, StepAnomaly
 from tests.unit_tests.training.small_config import small_config
-
-
-@dataclass(frozen=True)
-class Outcome:
-    anomaly: StepAnomaly | None = None
-    loss: float = 2.0
-    applied: bool = True
-    grad_norm: float = 1.0
-    num_zeros: int | None = None
-    control_flags: tuple[float, ...] = ()
-    spiked: bool = False
+from tests.unit_tests.training.test_loop import Outcome
 
 
 def test_spike_limit_follows_median_after_half_a_window():
@@ -245,7 +234,7 @@ def test_valid_step_clears_suspects_silently():
 @pytest.mark.parametrize("kind", ["nan", "inf_norm", "spike"])
 def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, flags, stops):
     recorder = FaultsRecorder(flags)
-    outcome = Outcome(anomaly(kind, verdict, values=(8.0, 8.0)))
+    outcome = Outcome(anomaly=anomaly(kind, verdict, values=(8.0, 8.0)))
     if stops:
         with pytest.raises(RunStopped, match=f"'1': 'host1'.*kind='{kind}'"):
             recorder.faults.on_step_computed(Progress(iteration=4), outcome, 4.0)
@@ -265,7 +254,7 @@ def test_only_reproduced_fault_stops_the_run_and_only_by_option(kind, verdict, f
 def test_fault_record_has_host_names_and_exact_values(tmp_path):
     recorder = FaultsRecorder(save=str(tmp_path))
     for values in ((NAN, 0.1), (math.inf,)):
-        outcome = Outcome(anomaly(verdict="transient", ranks=(0, 1), values=values))
+        outcome = Outcome(anomaly=anomaly(verdict="transient", ranks=(0, 1), values=values))
         recorder.faults.on_step_computed(Progress(iteration=4), outcome, math.inf)
     lines = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert [line.pop("time")[-6:] for line in lines] == ["+00:00", "+00:00"]
@@ -282,7 +271,7 @@ def test_fault_record_has_host_names_and_exact_values(tmp_path):
 
 def test_unwritable_fault_log_does_not_stop_the_run(tmp_path):
     recorder = FaultsRecorder(save=str(tmp_path / "absent"))
-    recorder.faults.on_step_computed(Progress(), Outcome(anomaly()), math.inf)
+    recorder.faults.on_step_computed(Progress(), Outcome(anomaly=anomaly()), math.inf)
     assert "cannot be recorded in" in recorder.messages[1]
     assert len(recorder.events) == 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that change the global batch size during a run: their schedules and their conflicts."""
+"""Global batch sizes: schedules during a run, evaluation, and batches uneven over ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import learning_rate_schedule
+from megatron.training.startup_report import batch_line, batch_words
 from tests.unit_tests.training.small_config import small_config
 
 #: Samples have 20 tokens, microbatches have 3 samples.
@@ -54,3 +55,54 @@ def test_eval_batch_defaults_to_the_final_training_batch():
     assert (evaluation.samples, evaluation.micro_batch_size, evaluation.rounds) == (18, 9, 2)
     run = resolve(small_config("--global-batch-size 12 --eval-global-batch-size 30"), 2)
     assert (run.evaluation.samples, run.evaluation.rounds, run.num_microbatches) == (30, 5, 2)
+
+
+def test_stages_run_the_same_number_of_microbatches():
+    options = (
+        "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule interleaved "
+        "--num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2 --allow-uneven-batch "
+    )
+    assert check(small_config(f"{options} --global-batch-size 14"), 4) == []
+    assert check(small_config(f"{options} --global-batch-size 10"), 4) == []
+    assert resolve(small_config(f"{options} --global-batch-size 10"), 4).num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "world", "line"),
+    [
+        (12, 3, None),
+        (
+            1024,
+            3,
+            "uneven batch: 512 microbatches of 2, on 3 data-parallel ranks, 171 each, 1 padding "
+            "microbatch on rank 2; 0.2 % of their time is wasted",
+        ),
+        (
+            8,
+            3,
+            "uneven batch: 4 microbatches of 2, on 3 data-parallel ranks, 2 each, 1 padding "
+            "microbatch on ranks 1-2; 33.3 % of their time is wasted",
+        ),
+        (
+            11,
+            3,
+            "uneven batch: 6 microbatches of 2, the last one of 1, on 3 data-parallel ranks, "
+            "2 each, no padding microbatch; 8.3 % of their time is wasted",
+        ),
+        (
+            7,
+            1,
+            "uneven batch: 4 microbatches of 2, the last one of 1, on 1 data-parallel rank, "
+            "4 each, no padding microbatch; 0.0 % of their time is wasted",
+        ),
+    ],
+)
+def test_uneven_batch_cost_is_logged(samples, world, line):
+    options = f"--micro-batch-size 2 --global-batch-size {samples} --allow-uneven-batch"
+    run = resolve(small_config(options), world)
+    assert batch_line(run) == line
+    words = (
+        "global batch 12 = 3 x 2 x 2 microbatches" if line is None else f"global batch {samples}"
+    )
+    assert batch_words(run).startswith(words)
+    assert run.num_microbatches == -(-samples // (2 * world))

@@ -49,12 +49,17 @@ def _tokens(batches, count):
     return [next(batches).tokens.tolist() for _ in range(count)]
 
 
+def _training(data_sets, run, consumed_samples=0):
+    """Return the training batches of a single rank."""
+    dp_group = Group.single("dense_dp")
+    return training_batches(data_sets, run, dp_group=dp_group, consumed_samples=consumed_samples)
+
+
 def test_training_data_resumes_at_consumed_samples(prefix):
     run = _run(prefix)
     data_sets = build_data_sets(run, VOCABULARY)
-    dp_group = Group.single("dense_dp")
-    whole = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 8)
-    resumed = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=12), 4)
+    whole = _tokens(_training(data_sets, run), 8)
+    resumed = _tokens(_training(data_sets, run, 12), 4)
     assert resumed == whole[4:]
     assert len(data_sets.train) >= run.train_samples
 
@@ -67,7 +72,7 @@ def test_validation_repeats_samples_disjoint_from_training(prefix):
         _tokens(validation_batches(data_sets, run, dp_group=dp_group), 4) for _ in range(2)
     )
     assert samples == repeated
-    trained = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 20)
+    trained = _tokens(_training(data_sets, run), 20)
     highest = max(max(max(row) for row in batch) for batch in trained)
     assert highest < 16 + 50 <= max(max(max(row) for row in batch) for batch in samples) + 1
 
@@ -81,9 +86,7 @@ def test_cyclic_permutes_every_epoch(prefix):
     run = _run(prefix, "--dataloader-type cyclic --train-iters 40")
     data_sets = build_data_sets(run, VOCABULARY)
     size = len(data_sets.train)
-    batches = training_batches(
-        data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0
-    )
+    batches = _training(data_sets, run)
     rows = [tuple(row) for batch in _tokens(batches, -(-2 * size // 3)) for row in batch]
     assert sorted(rows[:size]) == sorted(rows[size : 2 * size])
     assert rows[:size] != rows[size : 2 * size]
@@ -122,8 +125,7 @@ def test_changed_run_length_keeps_the_sample_order(prefix, tmp_path, flags, init
         config = small_config(f"{text} --global-batch-size {batch}", without=without)
         run = resolve(config, 1)
         data_sets = build_data_sets(run, VOCABULARY, **saved)
-        dp_group = Group.single("dense_dp")
-        batches = training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0)
+        batches = _training(data_sets, run)
         samples = max(run.train_samples, saved.get("train_samples", 0))
         micro = run.config.training.micro_batch_size
         rows = [row for batch in _tokens(batches, samples // micro) for row in batch]
@@ -152,9 +154,7 @@ def test_eod_tokens_can_be_masked_from_the_loss(prefix):
     plain, masked = _run(prefix), _run(prefix, "--eod-mask-loss")
     for run, expected in ((plain, 0), (masked, 1)):
         data_sets = build_data_sets(run, VOCABULARY)
-        batches = training_batches(
-            data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0
-        )
+        batches = _training(data_sets, run)
         batch = next(batches)
         zeros = int((batch.loss_mask == 0).sum())
         starts = int((batch.input_ids == 0).sum())
@@ -258,7 +258,7 @@ def test_each_split_can_have_its_own_files(prefix, tmp_path):
         seen[split] = (int(batch.tokens.min()), int(batch.tokens.max()))
     assert 100 <= seen["validation"][0] <= seen["validation"][1] < 190
     assert 200 <= seen["test"][0] <= seen["test"][1] < 290
-    whole = _tokens(training_batches(data_sets, run, dp_group=dp_group, consumed_samples=0), 20)
+    whole = _tokens(_training(data_sets, run), 20)
     assert max(max(max(row) for row in batch) for batch in whole) == 19 + 49
     run = _run_without_data_path(f"--train-data-path {prefix} --global-batch-size 6")
     train_only = build_data_sets(run, VOCABULARY)
@@ -279,9 +279,7 @@ def test_test_split_is_built_if_it_has_documents(prefix):
 def test_positions_and_document_ids_reset_by_option(prefix):
     run = _run(prefix, "--reset-position-ids --reset-attention-mask")
     data_sets = build_data_sets(run, VOCABULARY)
-    batch = next(
-        training_batches(data_sets, run, dp_group=Group.single("dense_dp"), consumed_samples=0)
-    )
+    batch = next(_training(data_sets, run))
     ends = batch.input_ids[:, :-1] == 0
     assert ends.any()
     starts = batch.positions[:, 1:] == 0
@@ -298,10 +296,7 @@ def test_mock_data_do_not_depend_on_the_run_length():
         for n in (4, 9)
     ]
     sets = [build_data_sets(run, VOCABULARY) for run in runs]
-    short, long = (
-        _tokens(training_batches(d, r, dp_group=Group.single("dense_dp"), consumed_samples=0), 8)
-        for d, r in zip(sets, runs, strict=True)
-    )
+    short, long = (_tokens(_training(d, r), 8) for d, r in zip(sets, runs, strict=True))
     assert short == long
     assert compare_identity(sets[0].identity, sets[1].identity) == []
     smaller_vocabulary = build_data_sets(
@@ -337,12 +332,7 @@ def test_identity_differences_name_the_files(prefix, tmp_path):
 def test_prefetching_is_optional_and_changes_no_sample(prefix):
     run, plain = _run(prefix, "--num-workers 3"), _run(prefix, "--num-workers 0")
     data_sets = build_data_sets(run, VOCABULARY)
-    loaders = [
-        read_ahead(
-            training_batches(data_sets, r, dp_group=Group.single("dense_dp"), consumed_samples=0), r
-        )
-        for r in (run, plain)
-    ]
+    loaders = [read_ahead(_training(data_sets, r), r) for r in (run, plain)]
     assert [type(b) for b in loaders] == [PrefetchedBatches, GPTBatches]
     assert _tokens(loaders[0], 6) == _tokens(loaders[1], 6)
     loaders[0].close()

@@ -7,12 +7,9 @@ import math
 
 import pytest
 
-from megatron.cli.schema import build, flatten, options
-from megatron.cli.yaml_file import read_options, write_options
 from megatron.core import RankGrid
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
-from megatron.training.config import Config
 from megatron.training.config.check import check
 from megatron.training.config.layer_pattern_options import read_frequency, write_frequency
 from megatron.training.config.model_table import gpt_config
@@ -217,13 +214,3 @@ def test_yarn_scales_rotary_features_and_softmax():
 
 
 # --- refused combinations -------------------------------------------------------------------------
-
-
-def test_printed_expert_options_are_read_back(tmp_path):
-    pattern = "--hybrid-layer-pattern *-*E --moe-expert-capacity-factor 1.5"
-    run = resolve(small_config(f"{EXPERTS} {pattern} {TP} 2 {ETP} 1 --q-lora-rank none"), 2)
-    schema = options(Config)
-    (tmp_path / "run.yaml").write_text(write_options(flatten(run.config), schema))
-    read = build(Config, read_options(tmp_path / "run.yaml", schema))
-    assert read == run.config
-    assert read.experts.moe_layer_freq == "[0]*1+[1]*1"

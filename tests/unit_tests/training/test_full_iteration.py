@@ -307,23 +307,6 @@ def test_graph_replays_feed_gradients_to_checksum_comparison():
     assert step.forward_backward.replays == 10 - WARMUP
 
 
-def test_layout_inputs_keep_addresses_and_copy_new_values():
-    recorded, replayed = (with_padding(step_batches(0, i, documents=True), i) for i in (0, 7))
-    inputs = StepInputs(recorded, torch.ones(2))
-    layouts = [m.layout for m in inputs.microbatches]
-    names = ("positions", "document_ids", "sample_ids", "padding")
-    addresses = [getattr(x, n).data_ptr() for x in layouts for n in names]
-    assert inputs.fit(replayed)
-    inputs.take(replayed, torch.ones(2))
-    assert addresses == [getattr(x, n).data_ptr() for x in layouts for n in names]
-    for layout, batch, old_batch in zip(layouts, replayed, recorded, strict=True):
-        for name in names:
-            assert torch.equal(getattr(layout, name), getattr(batch.layout, name)), name
-            assert not torch.equal(getattr(old_batch.layout, name), getattr(batch.layout, name)), (
-                name
-            )
-
-
 def with_padding(batches: list[Microbatch], num_padding: int) -> list[Microbatch]:
     """Return microbatches whose first `num_padding` tokens are padding."""
 
@@ -350,22 +333,6 @@ def test_other_document_bounds_do_not_fit_the_recording():
     assert not inputs.fit(step_batches(0, 0, documents=True))
 
 
-def test_step_inputs_keep_addresses_and_copy_every_field():
-    recorded, replayed = step_batches(0, 0, documents=True), step_batches(1, 7, documents=True)
-    inputs = StepInputs(recorded, torch.tensor([1.0, 2.0]))
-    excluded = ("layout", "mtp_targets", "share")  # the factors already include share
-    fields = [f.name for f in dataclasses.fields(recorded[0]) if f.name not in excluded]
-    addresses = [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
-    assert inputs.fit(replayed)
-    inputs.take(replayed, torch.tensor([3.0, 4.0]))
-    assert addresses == [getattr(m, f).data_ptr() for m in inputs.microbatches for f in fields]
-    for local, batch, old_batch in zip(inputs.microbatches, replayed, recorded, strict=True):
-        for name in fields:
-            assert torch.equal(getattr(local, name), getattr(batch, name)), name
-            assert not torch.equal(getattr(old_batch, name), getattr(batch, name)), name
-    assert inputs.factors.tolist() == [3.0, 4.0]
-
-
 def with_mtp_targets(batches: list[Microbatch]) -> list[Microbatch]:
     """Return microbatches with the targets of two MTP layers."""
 
@@ -377,33 +344,36 @@ def with_mtp_targets(batches: list[Microbatch]) -> list[Microbatch]:
     return [dataclasses.replace(b, mtp_targets=shifted_targets(b)) for b in batches]
 
 
-def tensors_of(mtp_targets: MTPTargets) -> list[torch.Tensor]:
-    """Return the tensors of MTP targets."""
-    return [x for x in vars(mtp_targets).values() if x is not None]
+def tensors_of(batches: list[Microbatch]) -> dict[str, torch.Tensor]:
+    """Return the tensors of microbatches that a recorded step reads, by microbatch and name."""
+    fields = [f.name for f in dataclasses.fields(Microbatch)]
+    layout_fields = ("positions", "document_ids", "sample_ids", "padding")
+    tensors = {}
+    for i, batch in enumerate(batches):
+        values = {name: getattr(batch, name) for name in fields}
+        values |= {f"layout.{name}": getattr(batch.layout, name) for name in layout_fields}
+        values |= {f"mtp.{name}": value for name, value in vars(batch.mtp_targets).items()}
+        tensors |= {f"{i} {name}": x for name, x in values.items() if isinstance(x, torch.Tensor)}
+    return tensors
 
 
-def test_mtp_targets_keep_addresses_and_copy_new_values():
+def test_step_inputs_keep_addresses_and_copy_new_values():
     recorded, replayed = (
-        with_mtp_targets(with_padding(step_batches(i, 7 * i), i)) for i in range(2)
+        with_mtp_targets(with_padding(step_batches(i, 7 * i, documents=True), 7 * i))
+        for i in range(2)
     )
-    inputs = StepInputs(recorded, torch.ones(2))
-    tensors = [x for m in inputs.microbatches for x in tensors_of(m.mtp_targets)]
-    addresses = [x.data_ptr() for x in tensors]
+    inputs = StepInputs(recorded, torch.tensor([1.0, 2.0]))
+    addresses = {name: x.data_ptr() for name, x in tensors_of(inputs.microbatches).items()}
+    assert len(addresses) == 2 * (3 + 4 + 4)
     assert inputs.fit(replayed)
     assert not inputs.fit(step_batches(1, 7))
-    inputs.take(replayed, torch.ones(2))
-    expected = [x for m in replayed for x in tensors_of(m.mtp_targets)]
-    assert len(expected) == 2 * 4
-    assert addresses == [
-        x.data_ptr() for m in inputs.microbatches for x in tensors_of(m.mtp_targets)
-    ]
-    assert all(torch.equal(tensor, new) for tensor, new in zip(tensors, expected, strict=True))
-    assert not any(
-        torch.equal(tensor, old)
-        for tensor, old in zip(
-            tensors, (x for m in recorded for x in tensors_of(m.mtp_targets)), strict=True
-        )
-    )
+    inputs.take(replayed, torch.tensor([3.0, 4.0]))
+    local, old, new = (tensors_of(b) for b in (inputs.microbatches, recorded, replayed))
+    assert addresses == {name: x.data_ptr() for name, x in local.items()}
+    for name, x in local.items():
+        assert torch.equal(x, new[name]), name
+        assert not torch.equal(old[name], new[name]), name
+    assert inputs.factors.tolist() == [3.0, 4.0]
 
 
 def test_steps_of_another_form_do_not_fit_the_recording():

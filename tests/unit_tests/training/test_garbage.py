@@ -19,9 +19,11 @@ def collections():
         if phase == "start" and event["generation"] == 2:
             counted.append(1)
 
+    gc.freeze()  # collections of the test then visit only its own objects
     gc.callbacks.append(count)
     yield counted
     gc.callbacks.remove(count)
+    gc.unfreeze()
 
 
 def test_gc_runs_at_its_interval_and_never_in_between(collections):

@@ -85,11 +85,6 @@ def test_contradicting_latent_flags_are_refused(flags: str, message: str) -> Non
         read_run(words, Launch())
 
 
-def test_latents_without_norms_are_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match="add --qk-layernorm"):
-        run_of(f"{LATENT.removesuffix(' --qk-layernorm')} {ROPE}")
-
-
 def test_config_file_keeps_its_rope_and_is_read_back(tmp_path: Path) -> None:
     # Config files printed before this rule: plain rotary embeddings, no norms of latents.
     words = LATENT.removesuffix(" --multi-latent-attention --qk-layernorm")

@@ -5,10 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import re
 
 from megatron.training.hooks import LogPart
-from megatron.training.monitoring.log_line import StepRecord, format_step, format_validation
+from megatron.training.monitoring.log_line import (
+    Live,
+    Plain,
+    Silent,
+    StepRecord,
+    format_step,
+    format_validation,
+    open_display,
+)
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 RECORD = StepRecord(
@@ -90,3 +99,45 @@ def test_validation_line_has_loss_and_capped_perplexity():
         "lm loss PPL: 7.389056E+00 |"
     )
     assert "PPL: 4.851652E+08" in format_validation(1, 1000.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_display_is_chosen_by_option_and_terminal():
+    assert isinstance(
+        open_display("auto", enabled=False, total=9, completed=0, out=Terminal()), Silent
+    )
+    assert isinstance(
+        open_display("auto", enabled=True, total=9, completed=0, out=io.StringIO()), Plain
+    )
+    assert isinstance(
+        open_display("auto", enabled=True, total=9, completed=0, out=Terminal()), Live
+    )
+    assert isinstance(
+        open_display("plain", enabled=True, total=9, completed=0, out=Terminal()), Plain
+    )
+
+
+def test_plain_display_shows_only_log_lines():
+    out = io.StringIO()
+    with open_display("plain", enabled=True, total=9, completed=0, out=out) as display:
+        display.step(1, 2.0)
+        display.log("a line", RECORD)
+    assert out.getvalue() == "a line\n"
+
+
+def test_live_display_shows_loss_speed_and_messages():
+    out = Terminal()
+    with open_display("live", enabled=True, total=3400, completed=4, out=out) as display:
+        display.step(11, 8.5)
+        display.log("a [line] of text")
+        display.log("log line", RECORD)
+    output = out.getvalue()
+    assert "a [line] of text" in output
+    assert "12/3400" in output
+    assert "loss 8.3125" in output
+    assert "100 tok/s" in output
+    assert "log line" not in output

@@ -29,7 +29,7 @@ from tests.unit_tests.training.small_config import small_config
 
 @dataclass(frozen=True)
 class Outcome:
-    loss: float
+    loss: float = 2.0
     applied: bool = True
     grad_norm: float = 1.0
     num_zeros: int | None = None

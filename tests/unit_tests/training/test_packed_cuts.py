@@ -22,7 +22,7 @@ from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.gpt import logical_weights
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
-from megatron.core.optimizer import Optimizer, OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.training.layouts import Layouts, PackedCuts, agreement
@@ -32,6 +32,7 @@ from megatron.training.train_steps import take
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks
+from tests.unit_tests.training.test_uneven_steps import GradientRecorder
 
 SEQUENCE, VOCABULARY, MICRO = 24, 37, 2
 CPU = torch.device("cpu")
@@ -98,15 +99,6 @@ class PackedDataset:
             positions=positions_within(documents),
             document_ids=documents,
         )
-
-
-class GradientRecorder(Optimizer):
-    """An optimizer that records the gradients of each step."""
-
-    def step(self, *arguments, **options):
-        """Record the gradients, then update the weights."""
-        self.recorded = [owned.gradients.clone() for owned in self.owned]
-        return super().step(*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,38 @@ def _client(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
+@pytest.fixture
+def join(server):
+    """Return a function that joins ranks to one job; the ranks leave after the test."""
+    joined: list[PeerWatch] = []
+
+    def join_ranks(ranks, world, writes=None):
+        watches = [
+            PeerWatch(
+                lambda: _client(server.port),
+                rank=rank,
+                world_size=world,
+                heartbeat_seconds=0.05,
+                files=None if writes is None else RecordedHangFiles(rank, writes),
+            )
+            for rank in ranks
+        ]
+        joined.extend(watches)
+        return watches
+
+    yield join_ranks
+    for watch in joined:
+        watch.close()
+
+
+def leave_dead_process(server, rank: int) -> int:
+    """Replace a rank's process by one that has ended, and return its id."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    server.set(f"peer/{rank}", json.dumps(asdict(Identity(socket.gethostname(), ended.pid))))
+    return ended.pid
+
+
 def _watch(rank: int, world: int, port: int) -> str | None:
     """Join; rank 0 diagnoses when the parent sets "look", the others wait until "over"."""
     watch = PeerWatch(lambda: _client(port), rank=rank, world_size=world, heartbeat_seconds=0.05)
@@ -71,37 +103,26 @@ def test_dead_or_stopped_local_rank_is_named(server, kill_signal, text):
             assert diagnosis.endswith(text)
 
 
-def test_rank_on_another_host_is_tracked_by_heartbeat(server):
-    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=3, heartbeat_seconds=0.05)
+def test_rank_on_another_host_is_tracked_by_heartbeat(server, join):
+    (watch,) = join([0], 3)
     for rank in (1, 2):
         server.set(f"peer/{rank}", json.dumps(asdict(Identity("elsewhere", 1))))
         server.set(f"beat/{rank}", json.dumps([1, 12]))
-    watch1 = PeerWatch(lambda: _client(server.port), rank=1, world_size=3, heartbeat_seconds=0.05)
+    join([1], 3)
     server.set("peer/1", json.dumps(asdict(Identity("elsewhere", 1))))
     assert watch.diagnose(2.0) == Diagnosis("rank 2 is silent since iteration 12")
-    watch1.close()
-    watch.close()
 
 
-def test_reported_failure_message_is_quoted(server):
-    watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=2, heartbeat_seconds=0.05)
-        for rank in range(2)
-    ]
+def test_reported_failure_message_is_quoted(join):
+    watches = join(range(2), 2)
     watches[1].report_failure(ValueError("no such\n file"))
     assert watches[0].diagnose(1.0) == Diagnosis("rank 1 failed: no such file", is_reported=True)
-    for watch in watches:
-        watch.close()
 
 
-def test_only_one_rank_prints_a_message(server):
-    watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3) for rank in range(3)
-    ]
+def test_only_one_rank_prints_a_message(join):
+    watches = join(range(3), 3)
     assert [w.claims.claim("error: x") for w in watches] == [True, False, False]
     assert [w.claims.claim("error: y") for w in reversed(watches)] == [True, False, False]
-    for watch in watches:
-        watch.close()
 
 
 def test_process_state_is_running_stopped_or_dead():
@@ -119,23 +140,16 @@ def test_process_state_is_running_stopped_or_dead():
     assert process_state(child.pid) == "dead"
 
 
-def test_rank_that_closed_cleanly_is_not_reported(server):
-    watch = PeerWatch(lambda: _client(server.port), rank=0, world_size=2, heartbeat_seconds=0.05)
-    watch1 = PeerWatch(lambda: _client(server.port), rank=1, world_size=2, heartbeat_seconds=0.05)
-    exited = subprocess.Popen(["true"])
-    exited.wait()
-    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
+def test_rank_that_closed_cleanly_is_not_reported(server, join):
+    watch, closed = join(range(2), 2)
+    leave_dead_process(server, 1)
     assert "is dead" in watch.diagnose(0.5).text
-    watch1.close()
+    closed.close()
     assert watch.diagnose(0.5) is None
-    watch.close()
 
 
-def test_live_rank_missing_a_collective_is_named_with_its_last(server):
-    watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=3, heartbeat_seconds=0.05)
-        for rank in range(3)
-    ]
+def test_live_rank_missing_a_collective_is_named_with_its_last(join):
+    watches = join(range(3), 3)
     for rank, (iteration, count) in enumerate([(4, 9), (4, 8), (4, 9)]):
         watches[rank].iteration = iteration
         for number in range(count):
@@ -149,15 +163,10 @@ def test_live_rank_missing_a_collective_is_named_with_its_last(server):
     watches[1].iteration = 5
     time.sleep(0.3)
     assert watches[0].diagnose_lagging() is None
-    for watch in watches:
-        watch.close()
 
 
-def test_other_stages_lag_only_by_iteration_number(server):
-    watches = [
-        PeerWatch(lambda: _client(server.port), rank=rank, world_size=4, heartbeat_seconds=0.05)
-        for rank in range(4)
-    ]
+def test_other_stages_lag_only_by_iteration_number(join):
+    watches = join(range(4), 4)
     for rank, (watch, count) in enumerate(zip(watches, (9, 9, 3, 4), strict=True)):
         watch.join_pipeline((rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1))
         watch.iteration = 4
@@ -176,8 +185,6 @@ def test_other_stages_lag_only_by_iteration_number(server):
     assert watches[2].diagnose_lagging() == Diagnosis(
         "rank 1 is still in iteration 3 after its collective 9 (send (to 1) of float32 [8] over pp)"
     )
-    for watch in watches:
-        watch.close()
 
 
 class RecordedHangFiles(HangFiles):
@@ -197,28 +204,15 @@ class RecordedHangFiles(HangFiles):
         pass
 
 
-def watches_with_files(server, world, writes):
-    return [
-        PeerWatch(
-            lambda: _client(server.port),
-            rank=rank,
-            world_size=world,
-            heartbeat_seconds=0.05,
-            files=RecordedHangFiles(rank, writes),
-        )
-        for rank in range(world)
-    ]
-
-
 def wait_until(condition):
     deadline = time.monotonic() + 5
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def test_live_ranks_write_evidence_once_and_one_writes_report(server):
+def test_live_ranks_write_evidence_once_and_one_writes_report(join):
     writes = []
-    watches = watches_with_files(server, 3, writes)
+    watches = join(range(3), 3, writes)
     watches[1].write_diagnostics("rank 5 is dead")
     watches[1].write_diagnostics("rank 6 is dead")
     wait_until(lambda: len(writes) == 4)
@@ -229,35 +223,27 @@ def test_live_ranks_write_evidence_once_and_one_writes_report(server):
     ]
     assert len(reports) == 1
     assert "written by rank 1\nrank 5 is dead\n" in reports[0]
-    for watch in watches:
-        watch.close()
 
 
-def test_rank_that_gave_up_is_not_blamed(server):
-    watches = watches_with_files(server, 2, [])
+def test_rank_that_gave_up_is_not_blamed(server, join):
+    watches = join(range(2), 2, [])
     watches[1].write_diagnostics("rank 7 is stopped")
-    exited = subprocess.Popen(["true"])
-    exited.wait()
-    server.set("peer/1", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
+    leave_dead_process(server, 1)
     assert watches[0].diagnose(0.5) == Diagnosis("rank 7 is stopped", is_reported=True)
-    for watch in watches:
-        watch.close()
 
 
-def test_error_already_printed_by_a_rank_needs_no_report(server):
+def test_error_already_printed_by_a_rank_needs_no_report(join):
     writes = []
-    watches = watches_with_files(server, 2, writes)
+    watches = join(range(2), 2, writes)
     watches[0].claims.note_printed("no such file")
     watches[1].write_diagnostics("rank 0 failed: no such file", is_reported=True)
     wait_until(lambda: len(writes) == 2)
     assert sorted(writes) == [(r, "rank 0 failed: no such file") for r in range(2)]
-    for watch in watches:
-        watch.close()
 
 
-def test_rank_waits_until_the_failed_rank_has_printed(server):
+def test_rank_waits_until_the_failed_rank_has_printed(join):
     """A launcher ends the failed rank as soon as another rank has exited."""
-    watches = watches_with_files(server, 2, [])
+    watches = join(range(2), 2, [])
     text = "rank 0 failed: no such file"
     survivor = threading.Thread(
         target=lambda: watches[1].write_diagnostics(text, is_reported=True), daemon=True
@@ -267,14 +253,12 @@ def test_rank_waits_until_the_failed_rank_has_printed(server):
     assert survivor.is_alive()
     watches[0].claims.note_printed("error: no such file")
     survivor.join()
-    for watch in watches:
-        watch.close()
 
 
-def test_guard_names_the_dead_rank_in_a_blocked_collective(server):
+def test_guard_names_the_dead_rank_in_a_blocked_collective(server, join):
     """On a GPU, no exception interrupts a collective: the heartbeat thread ends the process."""
     writes, lost = [], []
-    watches = watches_with_files(server, 3, writes)
+    watches = join(range(3), 3, writes)
     watches[0].guard(0.4, lost.append)
     record = CollectiveRecord("all_reduce", "world", 3, 8, (0, 1, 2), (2,), "float32", "sum")
     for watch in watches[:2]:
@@ -283,27 +267,21 @@ def test_guard_names_the_dead_rank_in_a_blocked_collective(server):
         watches[0].collectives(record)
         time.sleep(0.05)
     assert not writes
-    exited = subprocess.Popen(["true"])
-    exited.wait()
-    server.set("peer/2", json.dumps(asdict(Identity(socket.gethostname(), exited.pid))))
+    pid = leave_dead_process(server, 2)
     wait_until(lambda: lost)
-    assert f"rank 2 (process {exited.pid} on {socket.gethostname()}) is dead" in lost[0].text
+    assert f"rank 2 (process {pid} on {socket.gethostname()}) is dead" in lost[0].text
     assert writes[0] == (0, lost[0].text)
-    for watch in watches:
-        watch.close()
 
 
-def test_guard_reports_a_lagging_rank_without_ending_the_run(server, monkeypatch):
+def test_guard_reports_a_lagging_rank_without_ending_the_run(join, monkeypatch):
     monkeypatch.setattr(peers, "GUARD_SECONDS", 0.2)
     writes, lost = [], []
-    watches = watches_with_files(server, 2, writes)
+    watches = join(range(2), 2, writes)
     watches[0].iteration = watches[1].iteration = 3
     watches[0].guard(0.3, lost.append)
     watches[0].collectives(CollectiveRecord("all_reduce", "tp", 2, 8, (0, 1), (2,), "int64", "sum"))
     wait_until(lambda: len(writes) == 3)
     assert watches[1].diagnose(0.2) is None, "no rank has given up"
-    for watch in watches:
-        watch.close()
     assert not lost
     assert (
         0,

@@ -8,12 +8,9 @@ import itertools
 
 import pytest
 
-from megatron.cli.flags import parse_command_line
-from megatron.cli.schema import flatten, options
-from megatron.cli.yaml_file import write_options
 from megatron.core import RankGrid
 from megatron.core.pipeline_parallel import make_schedule
-from megatron.training.config import Config, PipelineConfig
+from megatron.training.config import PipelineConfig
 from megatron.training.config.check import check
 from megatron.training.config.resolve import resolve
 from megatron.training.config.stages import schedule_name, stage_split
@@ -56,7 +53,7 @@ EIGHT = "--num-layers 8 --global-batch-size 36"
         (f"{PP} 2 {PATTERN} **--*-*-", "4|4 blocks", "1f1b"),
     ],
 )
-def test_layers_are_split_into_stages_by_options(flags, layers, schedule, tmp_path):
+def test_layers_are_split_into_stages_by_options(flags, layers, schedule):
     config, world = small_config(f"{EIGHT} {flags}"), 12
     assert check(config, world) == []
     run = resolve(config, world)
@@ -68,9 +65,6 @@ def test_layers_are_split_into_stages_by_options(flags, layers, schedule, tmp_pa
     assert run.num_microbatches * run.data_parallel_size * 3 == 36
     assert resolve(run.config, world) == run
     assert check(run.config, world) == []
-    (tmp_path / "run.yaml").write_text(write_options(flatten(run.config), options(Config)))
-    words = ["--config", str(tmp_path / "run.yaml")]
-    assert parse_command_line(Config, words, prog="p", description="d").config == run.config
 
 
 def test_core_accepts_every_combination_without_problems():

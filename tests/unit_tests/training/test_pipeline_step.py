@@ -20,6 +20,7 @@ from tests.support.closeness import assert_all_close
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch, one_thread
 from tests.support.ranks import run_ranks
+from tests.unit_tests.training.test_uneven_steps import GradientRecorder
 
 LENGTHS = (12, 7, 9)
 CONFIG = GPTConfig(
@@ -46,15 +47,6 @@ def batches(packed: bool) -> list[Microbatch]:
             batch = dataclasses.replace(batch, document_ids=ids, positions=positions)
         microbatches.append(Microbatch(batch.tokens, batch.labels, batch.loss_mask, batch.layout))
     return microbatches
-
-
-class GradientRecorder(Optimizer):
-    """An optimizer that records the gradients of each step."""
-
-    def step(self, lr: float, weight_decay: float, **options: float | None):
-        """Record the gradients, then update the weights."""
-        self.recorded = [owned.gradients.clone() for owned in self.owned]
-        return super().step(lr, weight_decay, **options)
 
 
 def train(groups: ProcessGroupCollection, schedule: str, cuts: str, packed: bool, frozen: str):

@@ -167,27 +167,6 @@ def test_append_eod_needs_an_eod_token(tmp_path):
         preprocess(config_for(tmp_path, path, append_eod=True), tokenizer=Endless())
 
 
-def test_command_output_does_not_depend_on_workers(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", TEXTS)
-    with open(path, "ab") as stream:
-        stream.write(b"oops\n")
-    bpe = train_bpe(TEXTS, 280, tmp_path / "tokenizer.json")
-    datasets = {}
-    for workers in [1, 2]:
-        prefix = tmp_path / f"data{workers}"
-        process = run(
-            "--input", path, "--output-prefix", prefix, "--append-eod", "--workers", workers,
-            "--tokenizer-type", "hf", "--tokenizer-model", tmp_path / "tokenizer.json",
-        )  # fmt: skip
-        assert process.returncode == 0, process.stderr
-        assert f"rejected 1 lines: 1 not JSON (first: {path}:51)" in process.stdout
-        assert "50 documents" in process.stdout
-        datasets[workers] = IndexedDataset(prefix)
-    assert datasets[1].fingerprint == datasets[2].fingerprint
-    expected = [[*bpe.tokenize(text), bpe.eod] for text in TEXTS]
-    assert [datasets[2].get(number).tolist() for number in range(50)] == expected
-
-
 def test_user_errors_exit_with_code_2_and_one_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "file").write_text("")
@@ -195,14 +174,8 @@ def test_user_errors_exit_with_code_2_and_one_line(tmp_path):
         (["--input", path, "--output-prefx", "x"], "did you mean --output-prefix"),
         (["--input", path, "--output-prefix", tmp_path / "x"], "needs --tokenizer-model"),
         (
-            [
-                "--input",
-                path,
-                "--output-prefix",
-                tmp_path / "file" / "x",
-                "--tokenizer-type",
-                "byte",
-            ],
+            ["--input", path, "--output-prefix", tmp_path / "file" / "x"]
+            + ["--tokenizer-type", "byte"],
             "nothing was written",
         ),
     ]:

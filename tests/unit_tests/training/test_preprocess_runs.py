@@ -307,7 +307,9 @@ def test_ctrl_c_message_names_the_resume_flag(tmp_path, corpus, capsys, monkeypa
     assert capsys.readouterr().err == "finished work is kept: continue with --resume\n"
     monkeypatch.undo()
     preprocess_data._main([*arguments, "--resume"])
-    assert "294 documents" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "294 documents" in out
+    assert "rejected 6 lines: 6 not JSON (first: " in out
 
 
 def test_resume_without_a_journal_starts_from_scratch(tmp_path, corpus):

@@ -23,6 +23,11 @@ CASES = [
     "--tensorboard-dir t --lr-decay-iters 20 --start-weight-decay 0.0 --end-weight-decay 0.2 "
     "--weight-decay-incr-style linear",
     "--tokenizer-model t.json --vocab-size 1000 --tensor-model-parallel-size 2",
+    "--num-experts 8 --disable-bias-linear --hybrid-layer-pattern *-*E "
+    "--moe-expert-capacity-factor 1.5 --tensor-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1",
+    "--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 12 "
+    "--pipeline-model-parallel-layout Et*3|(tt|)*2tL",
 ]
 
 

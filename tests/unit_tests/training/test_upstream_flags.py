@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of accepted flags of Megatron-LM's functional tests does not decrease."""
+"""Flags of Megatron-LM: the accepted ones, their defaults, and the pages that list them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from tools.upstream_flags import figures, is_accepted
+from megatron.cli.megatron_names import ALIASES, answered
+from megatron.cli.schema import options
+from megatron.training.config import Config
+from megatron.training.config.megatron_flags import NO_EFFECT
+from tools.upstream_flags import FOLDER, figures, is_accepted
+from tools.write_flag_docs import PAGE, page
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -38,3 +44,58 @@ def test_migration_page_agrees_with_the_parser():
             words = [word for word in flag.split() if word != "..."]
             accepted = is_accepted([*words, "8"] if flag.endswith("...") else words)
             assert accepted == (answer == "kept"), flag
+
+
+def test_flag_page_is_current_and_lists_every_flag():
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text) == text, "run python tools/write_flag_docs.py"
+    rows = [line for line in text.splitlines() if line.startswith("| `--")]
+    flags = {word.strip("`") for line in rows for word in line.split("|")[1].split()}
+    assert {f"--{option.name}" for option in options(Config)} <= flags
+    assert {f"--{name}" for name in (*answered(), *ALIASES)} <= flags
+    assert {f"--{flag.name}" for flag in NO_EFFECT} <= flags
+
+
+#: Options with another default, and the reason.
+DIFFERENT = {
+    "num-query-groups": "none: --group-query-attention asks for it",
+    "moe-layer-freq": "derived: every layer, as 1 is",
+    "split": "derived there: 969,30,1 where --data-path is given",
+    "dataloader-type": "derived there: single",
+    "moe-z-loss-coeff": "0 is none",
+    "moe-input-jitter-eps": "0 is none",
+    "cp-comm-type": "the one that moves least; results are equal up to rounding",
+    "moe-token-dispatcher-type": "the one that moves least; results are equal up to rounding",
+    "moe-shared-expert-overlap": "on; results are equal",
+    "tiktoken-num-special-tokens": "derived: 1000 for the kind of file that it is for there",
+    "transformer-impl": "TransformerEngine is an extra",
+    "data-parallel-sharding-strategy": "derived: no_shard, or optim by --use-distributed-optimizer",
+    "exit-signal-handler": "on: SIGTERM saves before it ends the run",
+}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return str(value)
+
+
+def _same(default: str, upstream: str) -> bool:
+    try:
+        return float(default) == float(upstream)
+    except ValueError:
+        return default == upstream
+
+
+def test_defaults_match_megatron_except_listed_options():
+    lines = (FOLDER / "defaults.tsv").read_text(encoding="utf-8").splitlines()
+    upstream = dict(line.split("\t") for line in lines[2:])
+    defaults = {option.name: _text(option.default) for option in options(Config)}
+    assert not upstream.keys() - defaults.keys()
+    assert len(upstream) > 170
+    differing = {name for name, value in upstream.items() if not _same(defaults[name], value)}
+    assert differing == DIFFERENT.keys()

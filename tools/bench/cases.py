@@ -15,7 +15,8 @@ interpreter:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,21 +123,6 @@ def with_gradients(function: Function, leaves: Sequence[torch.Tensor]) -> tuple[
     return whole, back
 
 
-def _direction(
-    base: Case, calls: Mapping[str, Call], *, direction: str, moved_bytes: float, flops: float
-) -> Case:
-    """Return a case of one direction."""
-    peers = {name: call for name, call in calls.items() if name != MCORE}
-    return replace(
-        base,
-        name=f"{base.name}, {direction}",
-        mcore=calls[MCORE],
-        peers=peers,
-        moved_bytes=moved_bytes,
-        flops=flops,
-    )
-
-
 def directions_of(
     name: str,
     functions: Mapping[str, Function],
@@ -164,26 +150,25 @@ def directions_of(
         expected = functions[MCORE](*plain)
         for peer, function in functions.items():
             require_same(f"{name}, ours and {peer}", expected, function(*plain))
-    base = Case(name=name, mcore=lambda: None)
-    calls: dict[str, Call] = {
-        key: lambda function=function: function(*plain) for key, function in functions.items()
-    }
-    forward = _direction(
-        base, calls, direction="forward", moved_bytes=moved_bytes[0], flops=flops[0]
+
+    def case(
+        calls: dict[str, Call], direction: str, side: int, *, includes_forward: bool = False
+    ) -> Case:
+        return Case(
+            name=f"{name}, {direction}",
+            mcore=calls.pop(MCORE),
+            peers=calls,
+            moved_bytes=sum(moved_bytes) if includes_forward else moved_bytes[side],
+            flops=sum(flops) if includes_forward else flops[side],
+            targets=targets[side],
+        )
+
+    yield case(
+        {key: partial(function, *plain) for key, function in functions.items()}, "forward", 0
     )
-    yield replace(forward, targets=targets[0])
-    calls = {
-        key: with_gradients(function, leaves)[0 if whole else 1]
-        for key, function in functions.items()
-    }
-    backward = _direction(
-        base,
-        calls,
-        direction="forward + backward" if whole else "backward",
-        moved_bytes=sum(moved_bytes) if whole else moved_bytes[1],
-        flops=sum(flops) if whole else flops[1],
-    )
-    yield replace(backward, targets=targets[1])
+    pairs = {key: with_gradients(function, leaves) for key, function in functions.items()}
+    calls = {key: pair[0 if whole else 1] for key, pair in pairs.items()}
+    yield case(calls, "forward + backward" if whole else "backward", 1, includes_forward=whole)
 
 
 def compiled(bench: Bench, formula: Function, *, eager: str = "") -> dict[str, Function]:

@@ -22,7 +22,6 @@ import argparse
 import hashlib
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -131,10 +131,6 @@ def compiled(
     jobs: Sequence[Job], triton: Path | None, tools: toolchains.Toolchains, processes: int
 ) -> list[Outcome]:
     """Compile with one release of Triton in several processes; return outcomes in order."""
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in range(len(jobs)):
-        waiting.put(index)
-    outcomes: list[Outcome] = [Outcome(error="its process ended") for _ in jobs]
     assemblers = json.dumps({release: str(path) for release, path in tools.assemblers.items()})
     command = [
         sys.executable,
@@ -143,40 +139,33 @@ def compiled(
         str(FOLDER / "cache"),
         assemblers,
     ]
+    compilers = threading.local()  # a process for each thread
 
-    def work() -> None:
-        process = None
-        while True:
-            try:
-                index = waiting.get_nowait()
-            except queue.Empty:
-                break
-            if process is None or process.poll() is not None:  # a compiler may abort
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment(triton),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            one_launch, architecture = jobs[index]
-            try:
-                process.stdin.write(json.dumps([asdict(one_launch), architecture]) + "\n")
-                process.stdin.flush()
-                outcomes[index] = json.loads(process.stdout.readline())
-            except (BrokenPipeError, json.JSONDecodeError):
-                outcomes[index] = Outcome(error="the compiler aborted", seconds=0.0)
-        if process is not None:
-            process.stdin.close()
-            process.wait()
+    def outcome(job: Job) -> Outcome:
+        process = vars(compilers).get("process")
+        if process is None or process.poll() is not None:  # a compiler may abort
+            process = compilers.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(triton),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            running.append(process)
+        try:
+            process.stdin.write(json.dumps([asdict(job[0]), job[1]]) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            return Outcome(error="the compiler aborted", seconds=0.0)
 
-    threads = [threading.Thread(target=work) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    running: list[subprocess.Popen[str]] = []
+    with ThreadPoolExecutor(processes) as pool:
+        outcomes = list(pool.map(outcome, jobs))
+    for process in running:
+        process.communicate()
     return outcomes
 
 

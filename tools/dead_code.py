@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print unreachable modules, functions, classes, methods and constants of the two wheels.
 
-    python tools/dead_code.py [--root DIR] [--tools-only]
+    python tools/dead_code.py [--root DIR]
 
 A static walk by names: it starts at the roots, and a definition is live if live code mentions its
 name, whatever the name resolves to. In doubt a definition is live, so one name should have one
@@ -13,8 +13,7 @@ Roots:
     2. a name in the `__all__` of a package which README.md or docs/*.md documents: a code span that
        is the name or a call of it, or a Python code block with it in it; and a module that is named
        in full, as in `megatron.core.models.gpt_config`, unless it is a package or a program;
-    3. names that tools/ and experimental/ mention. Tests never count. `--tools-only` prints the
-       definitions that only they keep alive;
+    3. names that tools/ and experimental/ mention. Tests never count;
     4. the entries of dead_allowed.toml, each with a reason: a definition, a module or a package,
        whose definitions are then all roots.
 
@@ -235,8 +234,8 @@ class Wheels:
             words |= candidates if "*" in exports else candidates & exports
         return names, words
 
-    def roots(self, *, with_users: bool) -> tuple[set[str], set[str]]:
-        """Return the (dotted names, words) of programs, documents and optionally of users."""
+    def roots(self) -> tuple[set[str], set[str]]:
+        """Return the (dotted names, words) of programs, documents and users."""
         names, words = self.documented()
         for name in [n for n in names if n in self.modules]:
             module = self.modules[name]
@@ -247,7 +246,7 @@ class Wheels:
         for path in [self.root / "pyproject.toml", self.root / "megatron_core/pyproject.toml"]:
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             names |= {f"{a}.{b}" for a, b in re.findall(r'"(megatron[\w.]+):(\w+)"', text)}
-        for folder in USERS if with_users else ():
+        for folder in USERS:
             for path in sorted((self.root / folder).rglob("*.py")):
                 if "tests" not in path.relative_to(self.root).parts:
                     user = Module(path, self.root, self.root)
@@ -316,7 +315,7 @@ def read_allowed(root: Path) -> dict[str, str]:
 def check(root: Path) -> list[str]:
     """Return a line for each dead definition, and for each entry of the list without need."""
     wheels, allowed = Wheels(root), read_allowed(root)
-    roots = wheels.roots(with_users=True)
+    roots = wheels.roots()
     live = wheels.live(roots, allowed)
     lines = _listed(wheels, live)
     for name in allowed:
@@ -325,14 +324,6 @@ def check(root: Path) -> list[str]:
         elif wheels.live(roots, [entry for entry in allowed if entry != name]) == live:
             lines.append(f"{ALLOWED}:1 {name}: is reached without the entry: delete it")
     return lines
-
-
-def tools_only(root: Path) -> list[str]:
-    """Return a line for each definition that only tools and experiments reach."""
-    wheels, allowed = Wheels(root), read_allowed(root)
-    with_users = wheels.live(wheels.roots(with_users=True), allowed)
-    without = wheels.live(wheels.roots(with_users=False), allowed)
-    return _listed(wheels, {d.dotted_name for d in wheels.definitions} - (with_users - without))
 
 
 def _listed(wheels: Wheels, live: set[str]) -> list[str]:
@@ -349,11 +340,7 @@ def main() -> int:
     """Print the dead code of a tree; return the exit status."""
     parser = argparse.ArgumentParser(description="Print what nothing reaches in the wheels.")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--tools-only", action="store_true", help="print what only tools reach")
     arguments = parser.parse_args()
-    if arguments.tools_only:
-        print("\n".join(tools_only(arguments.root)))
-        return 0
     try:
         lines = check(arguments.root)
     except (ValueError, SyntaxError) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.dead_code import check, tools_only
+from tools.dead_code import check
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "megatron_core/megatron/core"
@@ -108,7 +108,3 @@ def test_allowed_entry_needs_a_reason(tree: Path):
     (tree / "tools/dead_allowed.toml").write_text('[[allowed]]\nname = "megatron.core"\n')
     with pytest.raises(ValueError, match=r"megatron\.core"):
         check(tree)
-
-
-def test_code_used_only_by_tools_is_listed_separately(tree: Path):
-    assert names(tools_only(tree)) == {"model.of_tool"}

@@ -28,7 +28,9 @@ def run_check(root: Path) -> tuple[int, str]:
 
 
 def plant(root: Path, path: str, text: str) -> None:
-    """Write one file below `root`."""
+    """Write one file below `root`; a module that begins with code gets its head."""
+    if path.endswith(".py") and not text.startswith(("#", '"""')):
+        text = HEAD + text
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text, encoding="utf-8")
 
@@ -36,54 +38,49 @@ def plant(root: Path, path: str, text: str) -> None:
 BREACHES = [
     ("spdx", CORE, '"""One idea."""\n'),
     ("docstring", CORE, "# SPDX-License-Identifier: Apache-2.0\n"),
-    ("docstring", CORE, HEAD + "def public():\n    pass\n"),
+    ("docstring", CORE, "def public():\n    pass\n"),
     ("file-name", "megatron_core/megatron/core/comm/utils.py", HEAD),
     ("file-name", "megatron/training/helpers/planted.py", HEAD),
-    ("file-lines", "tests/planted.py", HEAD + "x = 1\n" * 701),
-    ("function-lines", "tools/planted.py", HEAD + LONG),
-    ("function-lines", APP, HEAD + "class A:\n    " + LONG.replace("\n", "\n    ")),
-    ("parameters", "tools/planted.py", HEAD + "def f(a, b, c, d, e, f, g, h, i): pass\n"),
-    ("parameters", APP, HEAD + "def f(a, *, b, c, d, e, f, g, h, i): pass\n"),
-    ("keyword-only", APP, HEAD + "def f(a, b, c=1): pass\n"),
-    ("keyword-only", APP, HEAD + "def f(a, b, c: bool): pass\n"),
-    ("keyword-only", APP, HEAD + "class A:\n    def f(self, a, b, c, d: int | None): pass\n"),
+    ("file-lines", "tests/planted.py", "x = 1\n" * 701),
+    ("function-lines", "tools/planted.py", LONG),
+    ("function-lines", APP, "class A:\n    " + LONG.replace("\n", "\n    ")),
+    ("parameters", "tools/planted.py", "def f(a, b, c, d, e, f, g, h, i): pass\n"),
+    ("parameters", APP, "def f(a, *, b, c, d, e, f, g, h, i): pass\n"),
+    ("keyword-only", APP, "def f(a, b, c=1): pass\n"),
+    ("keyword-only", APP, "def f(a, b, c: bool): pass\n"),
+    ("keyword-only", APP, "class A:\n    def f(self, a, b, c, d: int | None): pass\n"),
     (
         "keyword-only",
         "megatron_core/megatron/core/ops/a/__init__.py",
-        HEAD + "def f(a, b, c=1):\n    'Do it.'\n",
+        "def f(a, b, c=1):\n    'Do it.'\n",
     ),
     (
         "config-fields",
         APP,
-        HEAD
-        + "@dataclass(frozen=True, kw_only=True)\nclass MyConfig:\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass MyConfig:\n"
         + "".join(f"    f{i}: int\n" for i in range(21)),
     ),
-    ("config-frozen", APP, HEAD + "@dataclass(frozen=True)\nclass MyConfig:\n    a: int\n"),
-    ("config-frozen", APP, HEAD + "@dataclass\nclass MyConfig:\n    a: int\n"),
-    ("module-state", CORE, HEAD + "CACHE: dict = {}\n"),
-    ("module-state", CORE, HEAD + "import collections\nCACHE = collections.defaultdict(int)\n"),
-    ("module-state", CORE, HEAD + "X = 1\ndef _f():\n    global X\n    X = 2\n"),
-    ("attribute-guess", CORE, HEAD + "def _f(a):\n    return hasattr(a, 'b')\n"),
-    ("attribute-guess", CORE, HEAD + "def _f(a):\n    return getattr(a, 'b', None)\n"),
-    ("environment", CORE, HEAD + "import os\nX = os.environ['A']\n"),
-    ("environment", CORE, HEAD + "from os import getenv\n"),
-    ("environment", CORE, HEAD + "import sys\nX = sys.argv[1]\n"),
-    ("experiment-import", TRIAL, HEAD + "from megatron.core.backend import LOCAL\n"),
-    ("experiment-import", TRIAL, HEAD + "import megatron.core.weight_gather\n"),
-    ("experiment-import", TRIAL, HEAD + "def f():\n    from megatron.training import step\n"),
-    ("experiment-import", TRIAL, HEAD + "from experimental.other.one import f\n"),
-    ("experiment-import", TRIAL, HEAD + "import tests.support.ranks\n"),
-    ("dependency", CORE, HEAD + "import yaml\n"),
-    ("dependency", CORE, HEAD + "def _f():\n    import triton\n"),
-    ("dependency", CORE, HEAD + "import megatron.training.config\n"),
-    ("dependency", CORE, HEAD + "from megatron import inference\n"),
+    ("config-frozen", APP, "@dataclass(frozen=True)\nclass MyConfig:\n    a: int\n"),
+    ("config-frozen", APP, "@dataclass\nclass MyConfig:\n    a: int\n"),
+    ("module-state", CORE, "CACHE: dict = {}\n"),
+    ("module-state", CORE, "import collections\nCACHE = collections.defaultdict(int)\n"),
+    ("module-state", CORE, "X = 1\ndef _f():\n    global X\n    X = 2\n"),
+    ("attribute-guess", CORE, "def _f(a):\n    return hasattr(a, 'b')\n"),
+    ("attribute-guess", CORE, "def _f(a):\n    return getattr(a, 'b', None)\n"),
+    ("environment", CORE, "import os\nX = os.environ['A']\n"),
+    ("environment", CORE, "from os import getenv\n"),
+    ("environment", CORE, "import sys\nX = sys.argv[1]\n"),
+    ("experiment-import", TRIAL, "from megatron.core.backend import LOCAL\n"),
+    ("experiment-import", TRIAL, "import megatron.core.weight_gather\n"),
+    ("experiment-import", TRIAL, "def f():\n    from megatron.training import step\n"),
+    ("experiment-import", TRIAL, "from experimental.other.one import f\n"),
+    ("experiment-import", TRIAL, "import tests.support.ranks\n"),
+    ("dependency", CORE, "import yaml\n"),
+    ("dependency", CORE, "def _f():\n    import triton\n"),
+    ("dependency", CORE, "import megatron.training.config\n"),
+    ("dependency", CORE, "from megatron import inference\n"),
     *(
-        (
-            "asserted-comparison",
-            "tests/planted.py",
-            HEAD + f"def test_f(x, y):\n    assert {test}\n",
-        )
+        ("asserted-comparison", "tests/planted.py", f"def test_f(x, y):\n    assert {test}\n")
         for test in (
             "bool((x == 1.0).all())",
             "not (x > y).any(), 'why'",
@@ -106,26 +103,17 @@ def test_planted_breach_is_reported(tmp_path: Path, rule: str, path: str, text: 
 
 
 FINE = [
-    (
-        CORE,
-        HEAD + "__all__ = ['a']\nfrom types import MappingProxyType\nX = MappingProxyType({})\n",
-    ),
-    (CORE, HEAD + "def f(query, key, value, *, window: int = 0):\n    'Attend.'\n"),
-    (
-        CORE,
-        HEAD + "class F(torch.autograd.Function):\n    'x'\n    def forward(ctx, a, b, c=1): 1\n",
-    ),
-    (CORE, HEAD + "def f(range_of, start: int, stop: int):\n    'Take three.'\n"),
-    ("megatron_core/megatron/core/ops/a/triton.py", HEAD + "import triton\n"),
-    ("megatron_core/megatron/core/ops/a/inside.py", HEAD + "def f(a, b, c=1):\n    'Do it.'\n"),
-    (APP, HEAD + "import os\nX = os.environ\nmodel.eval()\nnumpy.load('a', allow_pickle=False)\n"),
-    (APP, HEAD + 'def f():\n    """' + "text\n" * 100 + '"""\n'),
-    ("tests/planted.py", HEAD + "def test_f(a, b, c, d, e, f, g, h, i): pass\n"),
+    (CORE, "__all__ = ['a']\nfrom types import MappingProxyType\nX = MappingProxyType({})\n"),
+    (CORE, "def f(query, key, value, *, window: int = 0):\n    'Attend.'\n"),
+    (CORE, "class F(torch.autograd.Function):\n    'x'\n    def forward(ctx, a, b, c=1): 1\n"),
+    (CORE, "def f(range_of, start: int, stop: int):\n    'Take three.'\n"),
+    ("megatron_core/megatron/core/ops/a/triton.py", "import triton\n"),
+    ("megatron_core/megatron/core/ops/a/inside.py", "def f(a, b, c=1):\n    'Do it.'\n"),
+    (APP, "import os\nX = os.environ\nmodel.eval()\nnumpy.load('a', allow_pickle=False)\n"),
+    (APP, 'def f():\n    """' + "text\n" * 100 + '"""\n'),
+    ("tests/planted.py", "def test_f(a, b, c, d, e, f, g, h, i): pass\n"),
     *(
-        (
-            "tests/planted.py",
-            HEAD + f"def test_f(x, y):\n    same = (x == y).all()\n    assert {test}\n",
-        )
+        ("tests/planted.py", f"def test_f(x, y):\n    same = (x == y).all()\n    assert {test}\n")
         for test in (
             "same, (x == y)",
             "float(abs(x - y).max()) < 1e-5",
@@ -144,15 +132,15 @@ def test_allowed_code_passes(tmp_path: Path, path: str, text: str) -> None:
 
 
 def test_an_experiment_may_import_documented_names(tmp_path: Path) -> None:
-    plant(tmp_path, "megatron_core/megatron/core/comm/__init__.py", HEAD + '__all__ = ["trace"]\n')
+    plant(tmp_path, "megatron_core/megatron/core/comm/__init__.py", '__all__ = ["trace"]\n')
     row = "| `megatron.training.hooks` | `TrainingHooks`, `More` |\n"
     plant(tmp_path, "experimental/README.md", f"# Experiments\n\n{row}")
     lines = ("from megatron.core.comm import trace", "from experimental.trial.own import f")
     lines += ("from megatron.training.hooks import More, TrainingHooks", "import torch")
-    plant(tmp_path, TRIAL, HEAD + "\n".join(lines) + "\n")
-    plant(tmp_path, "experimental/trial/tests/test_it.py", HEAD + "import tests.support.ranks\n")
+    plant(tmp_path, TRIAL, "\n".join(lines) + "\n")
+    plant(tmp_path, "experimental/trial/tests/test_it.py", "import tests.support.ranks\n")
     assert check(tmp_path) == []
-    plant(tmp_path, TRIAL, HEAD + "from megatron.core.comm import other\n")
+    plant(tmp_path, TRIAL, "from megatron.core.comm import other\n")
     assert [breach.rule for breach in check(tmp_path)] == ["experiment-import"]
 
 
@@ -166,7 +154,7 @@ def exception(rule: str, where: str, **fields: object) -> str:
 def test_exception_has_a_limit_and_must_be_needed(tmp_path: Path) -> None:
     reason = "it reads better whole"
     where = "tools/planted.py::f"
-    plant(tmp_path, "tools/planted.py", HEAD + LONG)  # 61 lines
+    plant(tmp_path, "tools/planted.py", LONG)  # 61 lines
     for limit, status in ((61, 0), (60, 1), (101, 1)):
         text = exception("function-lines", where, limit=limit, reason=reason)
         plant(tmp_path, "tools/budgets.toml", text)
@@ -244,7 +232,7 @@ SAFE = [
 
 @pytest.mark.parametrize(("path", "text"), UNSAFE)
 def test_unsafe_call_is_a_breach_unless_listed(path: str, text: str, tmp_path: Path) -> None:
-    plant(tmp_path, path, HEAD + text)
+    plant(tmp_path, path, text)
     assert [breach.rule for breach in check(tmp_path)] == ["unsafe"]
     listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{path}"\nreason = "this is a test"\n'
     plant(tmp_path, "tools/unsafe_allowed.toml", listed)
@@ -256,23 +244,23 @@ def test_unsafe_call_is_a_breach_unless_listed(path: str, text: str, tmp_path: P
 @pytest.mark.parametrize("text", PLAIN_FILES)
 def test_plain_file_access_is_a_breach_in_installed_code(text: str, tmp_path: Path) -> None:
     for path in (APP, "megatron_core/megatron/core/planted.py"):
-        plant(tmp_path, path, HEAD + text)
+        plant(tmp_path, path, text)
         assert {breach.rule for breach in check(tmp_path)} == {"plain-file"}
         (tmp_path / path).unlink()
-    plant(tmp_path, TOOL, HEAD + text)  # tools are not installed
+    plant(tmp_path, TOOL, text)  # tools are not installed
     assert check(tmp_path) == []
 
 
 def test_directories_and_untrusted_files_module_are_exempt(tmp_path: Path) -> None:
     for number, text in enumerate(NO_PLAIN_FILES):
-        plant(tmp_path, f"megatron/training/safe_{number}.py", HEAD + text)
-    plant(tmp_path, "megatron_core/megatron/core/untrusted_files.py", HEAD + PLAIN_FILES[0])
+        plant(tmp_path, f"megatron/training/safe_{number}.py", text)
+    plant(tmp_path, "megatron_core/megatron/core/untrusted_files.py", PLAIN_FILES[0])
     assert check(tmp_path) == []
 
 
 def test_safe_calls_pass_and_exceptions_have_one_file(tmp_path: Path) -> None:
     for number, text in enumerate(SAFE):
-        plant(tmp_path, f"tools/safe_{number}.py", HEAD + text)
+        plant(tmp_path, f"tools/safe_{number}.py", text)
     assert check(tmp_path) == []
     listed = f'[[exception]]\nrule = "unsafe"\nwhere = "{TOOL}"\nreason = "this is a test"\n'
     plant(tmp_path, "tools/budgets.toml", listed)

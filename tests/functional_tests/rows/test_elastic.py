@@ -92,8 +92,5 @@ def test_implicit_global_batch_size_change_is_refused(prefix, tmp_path, capsys):
     assert run_in_process(without) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert (
-        "the checkpoint's global batch is 8, but this run's would be 2, because it follows the "
-        "number of processes: give --global-batch-size 8 to keep it, or 2 to change it" in err
-    ), err
+    assert "--global-batch-size 8" in err
     assert run_in_process([*without, "--global-batch-size", "2"]) == 0

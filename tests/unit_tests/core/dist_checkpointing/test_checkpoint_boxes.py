@@ -8,24 +8,17 @@ import math
 import random
 from collections import Counter
 
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core import boxes as boxes_module
 from megatron.core.boxes import (
     Box,
     BoxIndex,
     boxes_of_range,
     first_overlap,
     flat_index,
-    intersect,
     tiles,
 )
-from megatron.core.dist_checkpointing import TensorChunk
-from megatron.core.dist_checkpointing.load import plan_reads
-from megatron.core.dist_checkpointing.manifest import StoredChunk, StoredTensor
 from tests.support.stored_structures import pinwheel
 from tests.unit_tests.core.dist_checkpointing.layouts import random_boxes
 
@@ -128,41 +121,3 @@ def test_box_index_finds_every_overlap(seed):
             i: common for i, common in shared.items() if common
         }
     assert BoxIndex([]).overlaps(Box((0,), (1,))) == []
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_planning_reads_compares_only_neighbouring_chunks(dim, monkeypatch):
-    """Stacked experts with fused gate and up projections are stored one chunk per expert."""
-    num_chunks, shape = 97, [3, 3, 3]
-    shape[dim] = 2 * num_chunks
-    offsets = [tuple(2 * i if d == dim else 0 for d in range(3)) for i in range(num_chunks)]
-    sizes = tuple(2 if d == dim else 3 for d in range(3))
-    compared = []
-
-    def counted(a: Box, b: Box) -> Box | None:
-        compared.append((a, b))
-        return intersect(a, b)
-
-    monkeypatch.setattr(boxes_module, "intersect", counted)
-    stored = [
-        StoredChunk(file="a", box=Box(at, sizes), begin=72 * i, end=72 * (i + 1), xxh3=("",))
-        for i, at in enumerate(offsets)
-    ]
-    chunks = [
-        TensorChunk(
-            name="up",
-            shape=tuple(shape),
-            offsets=at,
-            tensor=torch.empty(sizes),
-            replica_ranks=(0,),
-        )
-        for at in reversed(offsets)
-    ]
-    table = {"up": StoredTensor(dtype="F32", shape=tuple(shape), chunks=tuple(stored))}
-    reads = plan_reads(table, chunks)["a"]
-    assert [read.chunk for read in reads] == stored
-    for read, chunk in zip(reads, reversed(chunks), strict=True):
-        (read_item,) = read.read_items
-        assert read_item.target.data_ptr() == chunk.tensor.data_ptr()
-        assert read_item.box == Box((0, 0, 0), sizes)
-    assert num_chunks <= len(compared) <= 2 * num_chunks, "comparisons are not quadratic"

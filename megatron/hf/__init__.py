@@ -19,17 +19,4 @@ if TYPE_CHECKING:
     from megatron.hf.folder import HuggingFaceFolder as HuggingFaceFolder
     from megatron.hf.folder import open_folder as open_folder
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "config_json": ("HuggingFaceModel", "read_folder"),
-        "convert": (
-            "ExportConfig",
-            "ImportConfig",
-            "compare_logits",
-            "export_model",
-            "import_model",
-        ),
-        "folder": ("HuggingFaceFolder", "open_folder"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

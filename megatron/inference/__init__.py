@@ -17,10 +17,4 @@ if TYPE_CHECKING:
     from megatron.inference.llm import TextOutput as TextOutput
     from megatron.inference.llm import TextParams as TextParams
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "config": ("Inference", "ModelSource", "Speculation"),
-        "llm": ("LLM", "TextDelta", "TextOutput", "TextParams"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

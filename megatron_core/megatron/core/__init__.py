@@ -23,13 +23,4 @@ if TYPE_CHECKING:
     from megatron.core.weight_sharding import Placement as Placement
     from megatron.core.weight_sharding import WeightSharding as WeightSharding
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "backend": ("Backend", "LayerBuild"),
-        "device": ("choose_device",),
-        "initialize": ("InitSpec",),
-        "process_groups": ("Group", "ProcessGroupCollection", "RankGrid"),
-        "weight_sharding": ("Placement", "WeightSharding"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

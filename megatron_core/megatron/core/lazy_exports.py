@@ -3,53 +3,58 @@
 
 `import megatron.core.models` stays cheap, and `from megatron.core.models import GPTModel` works.
 The names in a package's `__all__` are its public interface; a module's path inside the package may
-change between releases. A package assigns what `lazy_exports` returns, and repeats the imports
-under `if TYPE_CHECKING:` for type checkers; a test compares the two:
+change between releases. A package lists them once, as imports under `if TYPE_CHECKING:`. Type
+checkers read these imports, and the first use of a name carries its import out:
 
-    >>> __getattr__, __dir__, __all__ = lazy_exports("megatron.core", {"boxes": ("Box", "tiles")})
-    >>> __all__
-    ['Box', 'tiles']
-    >>> __getattr__("Box")
-    <class 'megatron.core.boxes.Box'>
+    >>> __getattr__, __dir__, __all__ = lazy_exports("megatron.core")
+    >>> __all__[:2]
+    ['Backend', 'Group']
+    >>> __getattr__("Group")
+    <class 'megatron.core.process_groups.Group'>
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]], *, eager: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, `__dir__` and `__all__` of a package with lazy names.
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package.
+
+    Public are the names that its `__init__` imports under `if TYPE_CHECKING:`, which are lazy, and
+    the names that it imports from its own modules or as `Name as Name`.
 
     Args:
         package: the package's `__name__`.
-        modules: the public names of each module, keyed by the module's path below the package
-            ("gpt", "reader.manifest").
-        eager: public names that the package itself imports.
 
     Raises:
-        ValueError: two modules export one name, or a name is also a module's name: importing the
-            module would replace the name in the package.
+        ValueError: a lazy name is also the name of its module: importing the module would replace
+            the name in the package.
     """
-    homes: dict[str, str] = dict.fromkeys(eager, "the package")
-    for module, names in modules.items():
-        for name in names:
-            if name in homes:
-                raise ValueError(f"{package}: {homes[name]} and {module} both export {name}")
-            homes[name] = module
-    if clashes := homes.keys() & modules.keys():
-        raise ValueError(f"{package}: {', '.join(sorted(clashes))}: both a name and a module")
-    exported = sorted(homes)
-    lazy = homes.keys() - set(eager)
+    eager: set[str] = set()
+    homes: dict[str, str] = {}
+    source = pkgutil.get_data(package, "__init__.py")
+    assert source is not None, f"{package} is installed without its source"
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.ImportFrom):
+            module = str(statement.module)
+            is_local = module.startswith(f"{package}.") and module != __name__
+            eager |= {a.name for a in statement.names if is_local or a.asname == a.name}
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            imports = [line for line in statement.body if isinstance(line, ast.ImportFrom)]
+            homes |= {alias.name: str(line.module) for line in imports for alias in line.names}
+    if clashes := sorted(name for name, home in homes.items() if home == f"{package}.{name}"):
+        raise ValueError(f"{package}: {', '.join(clashes)}: both a name and a module")
+    exported = sorted(eager | homes.keys())
 
     def get_attribute(name: str) -> Any:
-        if name not in lazy:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        return getattr(importlib.import_module(homes[name]), name)
 
     def list_attributes() -> list[str]:
         return exported

@@ -17,12 +17,4 @@ if TYPE_CHECKING:
         SequenceSharding as SequenceSharding,
     )
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "attention": ("context_attention",),
-        "layout": ("ContextParallel", "SequenceLayout"),
-        "packed_tokens": ("PackedTokens",),
-        "sequence_sharding": ("SequenceSharding",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

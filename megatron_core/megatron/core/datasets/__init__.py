@@ -35,14 +35,4 @@ if TYPE_CHECKING:
     from megatron.core.datasets.samplers import PrefetchedBatches as PrefetchedBatches
     from megatron.core.datasets.samplers import SingleOrder as SingleOrder
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "batch_sizes": ("BatchSizes",),
-        "blend": ("BlendedDataset", "DataPath", "build_split", "parse_data_path", "parse_split"),
-        "chat_dataset": ("ChatDataset",),
-        "gpt_dataset": ("GPTDataset", "GPTDatasetConfig", "GPTSample", "MockDataset"),
-        "indexed_dataset": ("IndexedDataset", "IndexedDatasetWriter"),
-        "samplers": ("CyclicOrder", "GPTBatch", "GPTBatches", "PrefetchedBatches", "SingleOrder"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

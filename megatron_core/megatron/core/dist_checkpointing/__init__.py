@@ -54,27 +54,4 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.state_chunks import weight_chunks as weight_chunks
     from megatron.core.dist_checkpointing.transfer import TransferGroup as TransferGroup
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "async_save": ("AsyncSaver", "SaveReport"),
-        "coordinator": ("Coordinator", "Solo", "StoreCoordinator"),
-        "load": ("CheckpointReader", "LoadReport", "load_checkpoint"),
-        "manifest": ("Manifest", "compare_architecture", "read_extra", "read_manifest"),
-        "run_folder": (
-            "SaveFolderLock",
-            "VerifyReport",
-            "checkpoint_folder",
-            "latest_checkpoint",
-            "list_checkpoints",
-            "prune_checkpoints",
-            "reading",
-            "verify_checkpoint",
-        ),
-        "save": ("save_checkpoint",),
-        "shard_format": ("CheckpointError", "DamagedCheckpointError", "RemovedCheckpointError"),
-        "state_chunks": ("optimizer_chunks", "weight_chunks"),
-        "transfer": ("TransferGroup",),
-    },
-    eager=("TensorChunk",),
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

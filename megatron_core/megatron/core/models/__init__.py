@@ -22,13 +22,4 @@ if TYPE_CHECKING:
     )
     from megatron.core.models.layer_pattern import Pattern as Pattern
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "decoder": ("Decoder", "DecoderConfig"),
-        "gpt": ("GPTModel", "MultiTokenPrediction"),
-        "gpt_config": ("GPTConfig", "mamba2", "nemotron_h", "qwen3_next"),
-        "inference_optimized": ("InferenceOptimizedModel",),
-        "layer_pattern": ("Pattern",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -21,12 +21,4 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.schedule import LearningRateSchedule as LearningRateSchedule
     from megatron.core.optimizer.schedule import WeightDecaySchedule as WeightDecaySchedule
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "loss_scaler": ("ConstantLossScaler", "DynamicLossScaler", "DynamicLossScalerConfig"),
-        "optimizer": ("Optimizer", "OptimizerStepResult"),
-        "optimizer_config": ("MuonConfig", "OptimizerConfig"),
-        "schedule": ("LearningRateSchedule", "WeightDecaySchedule"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

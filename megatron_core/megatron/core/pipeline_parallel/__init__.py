@@ -41,27 +41,4 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.runtime import Worker as Worker
     from megatron.core.pipeline_parallel.runtime import program as program
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {"runtime": ("AutogradWorker", "Executor", "Worker", "program")},
-    eager=(
-        "COMPUTES",
-        "FORWARD_TRANSFERS",
-        "RECEIVES",
-        "SENDS",
-        "TRANSFERS",
-        "Action",
-        "ActionKind",
-        "DeadlockError",
-        "Event",
-        "Schedule",
-        "Timeline",
-        "Times",
-        "check",
-        "make_schedule",
-        "problems",
-        "simulate",
-        "with_transfers",
-        "with_weight_traffic",
-    ),
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

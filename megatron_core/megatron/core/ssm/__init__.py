@@ -15,12 +15,4 @@ if TYPE_CHECKING:
     from megatron.core.ssm.mixer_config import GatedDeltaNetConfig as GatedDeltaNetConfig
     from megatron.core.ssm.mixer_config import Mamba2Config as Mamba2Config
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "gated_delta_net": ("GatedDeltaNet",),
-        "mamba2": ("Mamba2",),
-        "mixer": ("RecurrentCache",),
-        "mixer_config": ("GatedDeltaNetConfig", "Mamba2Config"),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -15,7 +15,7 @@ from megatron.core.datasets.chat_dataset import ChatDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import SampleRows
+from megatron.core.datasets.token_rows import SampleRows, checked_indices
 
 _STEPS_AT_ONCE = 1 << 16
 
@@ -222,12 +222,7 @@ class BlendedDataset:
             IndexError: there is no such sample.
             ValueError: a token id is outside the vocabulary.
         """
-        indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"samples {indices.min()} to {indices.max()} of the {self.name} blend, which has "
-                f"{len(self)}"
-            )
+        indices = checked_indices(indices, len(self), ("samples", f"{self.name} blend"))
         dataset_numbers, samples = self.dataset_index[indices], self.dataset_sample_index[indices]
         rows_by_dataset = []
         for dataset_number in np.unique(dataset_numbers).tolist():

@@ -26,7 +26,7 @@ import numpy as np
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import SampleRows, positions_within
+from megatron.core.datasets.token_rows import SampleRows, checked_indices, positions_within
 
 # More open rows fill better: with lengths distributed uniformly up to the capacity, 16 leave 5 % of
 # the positions empty, 64 leave 2.4 %, 256 leave 1.6 %.
@@ -246,12 +246,7 @@ class ChatDataset:
             IndexError: there is no such row.
             ValueError: a token id is negative or not below `vocab_size`.
         """
-        indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"rows {indices.min()} to {indices.max()} of the {self.name} split, which has "
-                f"{len(self)}"
-            )
+        indices = checked_indices(indices, len(self), ("rows", f"{self.name} split"))
         capacity, pad_token = self.config.sequence_length + 1, self.config.eod_token or 0
         tokens = np.full((len(indices), capacity), pad_token, dtype=np.int64)
         loss_mask = np.zeros((len(indices), capacity), dtype=np.float32)

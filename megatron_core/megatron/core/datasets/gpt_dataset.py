@@ -32,7 +32,12 @@ import numpy as np
 
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.token_rows import SampleRows, document_ids_of, positions_within
+from megatron.core.datasets.token_rows import (
+    SampleRows,
+    checked_indices,
+    document_ids_of,
+    positions_within,
+)
 
 # The last epoch is shuffled by itself if less than this share of its samples is used. Shuffled
 # together with the other epochs, its unused samples would be spread over all epochs, and some
@@ -429,12 +434,7 @@ class GPTDataset:
             ValueError: a token id is negative or not below `vocab_size`; the message names document
                 and position.
         """
-        indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"samples {indices.min()} to {indices.max()} of the {self.name} split, which has "
-                f"{len(self)}"
-            )
+        indices = checked_indices(indices, len(self), ("samples", f"{self.name} split"))
         rows = np.empty((len(indices), self.config.sequence_length + 1), dtype=np.int64)
         tokens = self.source.tokens
         for row, index in zip(rows, indices.tolist(), strict=True):
@@ -583,12 +583,7 @@ class MockDataset:
         Raises:
             IndexError: there is no such sample.
         """
-        indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(
-                f"samples {indices.min()} to {indices.max()} of the {self.name} mock data, which "
-                f"has {len(self)}"
-            )
+        indices = checked_indices(indices, len(self), ("samples", f"{self.name} mock data"))
         return rows_of(np.stack([self._row(index) for index in indices.tolist()]), self.config)
 
     def _row(self, index: int) -> np.ndarray:

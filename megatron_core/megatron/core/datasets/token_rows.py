@@ -99,3 +99,25 @@ def cumulative_lengths(document_ids: np.ndarray) -> np.ndarray:
     rows, ends = np.nonzero(document_ids[:, 1:] != document_ids[:, :-1])
     cu_seqlens[rows, document_ids[rows, ends] + 1] = ends + 1
     return cu_seqlens
+
+
+def checked_indices(
+    indices: Sequence[int] | np.ndarray, length: int, of: tuple[str, str]
+) -> np.ndarray:
+    """Return indices as int64 [b].
+
+    Args:
+        indices: numbers of rows or samples.
+        length: how many there are.
+        of: noun and source for the message, such as ("samples", "train split").
+
+    Raises:
+        IndexError: an index is not in [0, length).
+    """
+    indices = np.asarray(indices, dtype=np.int64)
+    if len(indices) and not 0 <= indices.min() <= indices.max() < length:
+        noun, source = of
+        raise IndexError(
+            f"{noun} {indices.min()} to {indices.max()} of the {source}, which has {length}"
+        )
+    return indices

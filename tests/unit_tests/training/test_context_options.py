@@ -13,6 +13,7 @@ from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel.blockwise import worth_blocks
 from megatron.core.context_parallel.sequence_sharding import documents_of
 from megatron.core.datasets import GPTBatch
+from megatron.core.models.gpt import shift_targets
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend
@@ -56,8 +57,8 @@ def test_log_names_context_engine_and_reason():
 # --- microbatches ---------------------------------------------------------------------------------
 
 
-def batch(documents: bool, length: int = 12) -> GPTBatch:
-    """Return two rows; with `documents`, the second row has two documents."""
+def batch(documents: bool, length: int = 12, *, padded: bool = False) -> GPTBatch:
+    """Return two rows; with `documents`, the second row has two, `padded` or not."""
     tokens = torch.arange(2 * (length + 1)).view(2, -1)
     document_fields = {}
     if documents:
@@ -66,10 +67,16 @@ def batch(documents: bool, length: int = 12) -> GPTBatch:
         positions = torch.arange(length).repeat(2, 1)
         positions[1, 5:] -= 5
         document_fields = {"document_ids": ids, "positions": positions}
+    if padded:
+        document_fields["padding"] = torch.arange(2 * length).view(2, length) >= 2 * length - 3
     mask = torch.rand(2, length)
     return GPTBatch(
         tokens=tokens, loss_mask=mask, sample_ids=torch.arange(2) + 7, **document_fields
     )
+
+
+#: Columns of 12 that each of two ranks has.
+ZIGZAG = ([0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8])
 
 
 def local_fields(rank: int, world: int, documents: bool):
@@ -94,7 +101,7 @@ def test_each_rank_gets_its_zigzag_columns(documents):
     for rank, (tokens, labels, mask, positions, bounds) in enumerate(
         run_ranks(local_fields, 2, documents)
     ):
-        columns = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
+        columns = ZIGZAG[rank]
         assert torch.equal(tokens, whole.input_ids[:, columns])
         assert torch.equal(labels, whole.labels[:, columns])
         assert torch.equal(mask, whole.loss_mask[:, columns])
@@ -104,6 +111,39 @@ def test_each_rank_gets_its_zigzag_columns(documents):
         else:
             assert positions.tolist() == columns
             assert bounds is None
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_mtp_targets_are_shifted_before_rows_are_sharded(documents):
+    rows = batch(documents, padded=documents)
+    cpu = torch.device("cpu")
+    layouts = Layouts(Group.single("cp"), cpu)
+    full = microbatch(rows, cpu, layouts=layouts, mtp_num_layers=3)
+    row_fields = (rows.input_ids, rows.labels, rows.loss_mask)
+    expected = shift_targets(
+        *row_fields, num_layers=3, document_ids=rows.document_ids, padding=rows.padding
+    )
+    assert expected.tokens.shape == (3, 2, 12)
+    fields = {name: x for name, x in vars(expected).items() if x is not None}
+    assert len(fields) == 3 + documents
+    assert all(torch.equal(getattr(full.mtp_targets, name), x) for name, x in fields.items())
+    for rank, columns in enumerate(ZIGZAG):
+        local = microbatch(
+            rows,
+            cpu,
+            layouts=Layouts(Group("cp", (0, 1), rank, handle=object()), cpu),
+            mtp_num_layers=3,
+        )
+        for name, x in fields.items():
+            assert torch.equal(getattr(local.mtp_targets, name), x[..., columns]), name
+        if documents:
+            assert torch.equal(local.layout.padding.t(), rows.padding[:, columns])
+        # The token after the last token of a rank's chunk belongs to the other rank.
+        edge = columns.index(2) if rank == 0 else columns.index(8)
+        assert torch.equal(
+            local.mtp_targets.tokens[0, :, edge], rows.input_ids[:, columns[edge] + 1]
+        )
+    assert microbatch(rows, cpu, layouts=layouts).mtp_targets is None
 
 
 def test_whole_row_documents_use_blocks_or_mask_by_cost():

@@ -34,33 +34,6 @@ def test_experiments_need_a_checkout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../tests", "weight_average/tests", "/etc", "weight-average", "."]
-)
-def test_experiment_name_must_not_be_a_path(name):
-    with pytest.raises(ValueError, match="is not the name of a folder"):
-        small_config(f"--experiment {name}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--experiment weight_average weight_average", "each name once"),
-        ("--experiment-option weight_average.half_life_samples=8", "NAME of --experiment"),
-        ("--experiment weight_average --experiment-option weight_average", "NAME.KEY=VALUE"),
-        ("--experiment weight_average --experiment-option average.x=1", "NAME of --experiment"),
-        (
-            "--experiment weight_average --experiment-option weight_average.half_life_samples=1 "
-            "weight_average.half_life_samples=2",
-            "only once",
-        ),
-    ],
-)
-def test_unused_experiment_options_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        small_config(flags)
-
-
-@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("half_life=8", "use one of half_life_samples"),

@@ -347,6 +347,12 @@ REFUSED = r"""
 1 --memory-snapshot-path a -> --memory-snapshot-path --record-memory-history
 1 --profile --profile-ranks -1 -> --profile-ranks -1
 1 --wandb-entity a -> --wandb-entity --wandb-project
+1 --mlflow-run-name a -> --mlflow-run-name --mlflow-experiment
+1 --experiment ../tests -> --experiment ../tests
+1 --experiment weight_average/tests -> --experiment weight_average/tests
+1 --experiment /etc -> --experiment /etc
+1 --experiment-option a.b=1 -> --experiment-option a.b=1
+1 --experiment a --experiment-option a.b -> --experiment-option a.b
 1 --experiment a-b -> --experiment a-b
 1 --experiment a a -> --experiment a
 1 --experiment a --experiment-option b.c=1 -> --experiment-option b.c=1

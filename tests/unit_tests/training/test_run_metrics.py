@@ -122,18 +122,7 @@ def test_only_values_of_secret_variables_are_redacted():
     assert text == "*** false-ish short"
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--wandb-entity e", "--wandb-entity has no effect without --wandb-project"),
-        ("--mlflow-run-name n", "--mlflow-run-name has no effect without --mlflow-experiment"),
-        (
-            "--mlflow-experiment e --mlflow-tracking-uri https://ann:pw@h",
-            "--mlflow-tracking-uri contains a user",
-        ),
-    ],
-)
-def test_invalid_tracker_options_are_refused(flags, text):
-    with pytest.raises(ValueError, match=text) as error:
-        small_config(flags)
+def test_password_of_a_refused_tracking_uri_is_not_printed():
+    with pytest.raises(ValueError, match="--mlflow-tracking-uri") as error:
+        small_config("--mlflow-experiment e --mlflow-tracking-uri https://ann:pw@h")
     assert "pw@" not in str(error.value)

@@ -40,7 +40,7 @@ from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.request_state import DraftContext
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.sizes import EngineConfig
-from megatron.core.inference.speculation import ComputedStep, DraftStage, NGramLookup, Proposer
+from megatron.core.inference.speculation import NGramLookup, Proposer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel
 from megatron.core.ops.matmul.low_bit import CopyDtype
@@ -451,26 +451,15 @@ def invariant_rows(quick: bool, clock: Clock) -> list[Row]:
     return table_rows
 
 
-class WrongDrafts:
+class WrongDrafts(Proposer):
     """Propose drafts that are always rejected: a token that no text contains."""
 
     def __init__(self, token: int) -> None:
         self.token = token
-        self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `megatron.core.inference.speculation.Proposer`."""
         return [[self.token] * context.max_drafts for context in contexts]
-
-    def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `megatron.core.inference.speculation.Proposer`."""
-        return []
-
-    def sleep(self, *, weights: bool) -> None:
-        """See `megatron.core.inference.speculation.Proposer`."""
-
-    def wake(self) -> None:
-        """See `megatron.core.inference.speculation.Proposer`."""
 
 
 def speculation_rows(quick: bool, clock: Clock) -> list[Row]:

@@ -144,6 +144,12 @@ class Engine:
         return self._asleep is not None
 
     @property
+    def capacity(self) -> int:
+        """Longest sequence in tokens that the cache and the model hold."""
+        num_tokens = self.cache.num_blocks * self.config.block_size
+        return min(num_tokens, self.config.max_model_len or num_tokens)
+
+    @property
     def unfinished(self) -> int:
         """Number of unfinished outputs."""
         return len(self._outputs)

@@ -200,11 +200,8 @@ class KVCacheManager:
         window: int | None,
         stats: SchedulerStats,
     ) -> None:
-        self.pool, self.block_size, self.prefix_caching = (
-            BlockPool(num_blocks),
-            block_size,
-            prefix_caching,
-        )
+        self.pool = BlockPool(num_blocks)
+        self.block_size, self.prefix_caching = block_size, prefix_caching
         self.window, self.has_states = window, states is not None
         self._states, self._stats = states, stats
         self.block_table = np.zeros((max_num_seqs, 0), dtype=np.int32)

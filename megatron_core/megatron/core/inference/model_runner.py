@@ -83,7 +83,16 @@ class LanguageModel(Protocol):
     """Model interface of the engine, for example `megatron.core.models.gpt.GPTModel`.
 
     With pipeline parallelism it is the stage of this rank; only the last stage needs `head`.
+
+    Attributes:
+        vocab_size: vocabulary size without padding.
+        max_sequence_length: longest sequence in tokens; None means no limit.
+        device: device of the weights.
     """
+
+    vocab_size: int
+    max_sequence_length: int | None
+    device: torch.device
 
     @property
     def head(self) -> Head:
@@ -93,21 +102,6 @@ class LanguageModel(Protocol):
     @property
     def cache_shapes(self) -> CacheShapes:
         """Shapes of the cache entries of this rank's layers."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size without padding."""
-        ...
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        """Longest sequence in tokens; None means no limit."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
         ...
 
     def __call__(

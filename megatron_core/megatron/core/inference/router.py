@@ -94,11 +94,8 @@ class RequestRouter:
     def __init__(
         self, replicas: int, *, max_num_seqs: int, block_size: int, num_blocks: int
     ) -> None:
-        self._max_num_seqs, self._block_size, self._num_blocks = (
-            max_num_seqs,
-            block_size,
-            num_blocks,
-        )
+        self._max_num_seqs = max_num_seqs
+        self._block_size, self._num_blocks = block_size, num_blocks
         self._num_seqs, self._tokens = [0] * replicas, [0] * replicas
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(replicas)]
         self.requests, self.matched = [0] * replicas, [0] * replicas
@@ -272,9 +269,8 @@ class Replicas:
                 "differently: give all of their ranks the same requests, in the same order "
                 "and between the same steps"
             )
-        self._loads = [
-            EngineLoad._make((*counts, SchedulerStats(*stats))) for *_, (*counts, stats) in messages
-        ]
+        loads = (load for *_, load in messages)
+        self._loads = [EngineLoad._make((*load[:-1], SchedulerStats(*load[-1]))) for load in loads]
         exchanged = [OutputDelta.from_json(delta) for _, deltas, _ in messages for delta in deltas]
         for delta in exchanged:
             if delta.finish_reason:

@@ -235,14 +235,12 @@ def adjust_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 def _change_of(row: SampleRow, vocab_size: int) -> ScoreChange:
     """Return the score changes of a row's bias and penalties."""
-    params = row.params
+    params, biases = row.params, dict(row.params.logit_bias)
     counts = params.presence_penalty or params.frequency_penalty
     return ScoreChange(
         # An out-of-range id would fail the whole batch. `check_vocabulary` rejects it earlier; this
         # filter protects callers that skip the check.
-        biases={
-            token: bias for token, bias in dict(params.logit_bias).items() if token < vocab_size
-        },
+        biases={token: bias for token, bias in biases.items() if token < vocab_size},
         repeated={*row.prompt, *row.output} if params.repetition_penalty != 1 else (),
         repetition=params.repetition_penalty,
         counts=Counter(row.output) if counts else {},

@@ -109,10 +109,8 @@ class EngineConfig:
             # Snapshots must leave room for `min_blocks` blocks.
             snapshot_bytes = min(remaining_bytes // 4, remaining_bytes - min_page_bytes)
             snapshots = min(snapshot_bytes // shapes.state_bytes, 16 * self.max_num_seqs)
-            slots, remaining_bytes = (
-                slots + snapshots,
-                remaining_bytes - snapshots * shapes.state_bytes,
-            )
+            slots += snapshots
+            remaining_bytes -= snapshots * shapes.state_bytes
         # Without attention a block takes no memory: provide enough for the longest sequences.
         if not block_bytes:
             max_tokens = min(self.max_model_len or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)

@@ -41,8 +41,6 @@ from megatron.core.inference.request_state import (
 )
 from megatron.core.inference.requests import EngineRequest, OutputDelta
 from megatron.core.inference.sampling import sample
-from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.sizes import EngineConfig
 
 #: The pipeline stages that compute drafts.
 DraftStage = Literal["every", "first", "last"]
@@ -83,7 +81,7 @@ class ComputedStep:
 
 
 class Proposer(Protocol):
-    """Source of draft tokens; this module has several.
+    """Source of draft tokens; this module has several, which derive from it.
 
     Attributes:
         stage: pipeline stages that compute drafts. "every": `propose` returns the same drafts on
@@ -91,7 +89,7 @@ class Proposer(Protocol):
             the last stage. `propose` is called on all stages in each case.
     """
 
-    stage: DraftStage
+    stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> Sequence[Sequence[int]]:
         """Return at most `max_drafts` drafts for each sequence."""
@@ -103,15 +101,15 @@ class Proposer(Protocol):
         It runs at the end of each step on the last pipeline stage, which sends the drafts to the
         other stages. It may run in another thread than `propose`.
         """
-        ...
+        return []
 
     def sleep(self, *, weights: bool) -> None:
         """Free the proposer's device memory until `wake`; with `weights` also its weights."""
-        ...
+        return
 
     def wake(self) -> None:
         """Allocate the memory again."""
-        ...
+        return
 
 
 @dataclass
@@ -127,7 +125,7 @@ class _NGramIndex:
     positions: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
-class NGramLookup:
+class NGramLookup(Proposer):
     """Prompt lookup decoding (Saxena 2023): draft the continuation of an earlier occurrence of the
     newest tokens.
 
@@ -142,7 +140,6 @@ class NGramLookup:
                 "and at most the longest"
             )
         self.lengths = range(longest, shortest - 1, -1)
-        self.stage: DraftStage = "every"
         # Weak keys: an index disappears with its sequence.
         self._indexes: weakref.WeakKeyDictionary[SequenceState, _NGramIndex]
         self._indexes = weakref.WeakKeyDictionary()
@@ -150,16 +147,6 @@ class NGramLookup:
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Proposer`."""
         return [self._lookup(context.seq, context.max_drafts) for context in contexts]
-
-    def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `Proposer`; all drafts come from `propose`."""
-        return []
-
-    def sleep(self, *, weights: bool) -> None:
-        """See `Proposer`; there is no device memory to free."""
-
-    def wake(self) -> None:
-        """See `Proposer`."""
 
     def _lookup(self, seq: SequenceState, count: int) -> list[int]:
         tokens, index = seq.tokens, self._indexes.setdefault(seq, _NGramIndex())
@@ -183,8 +170,10 @@ class NGramLookup:
 class DraftEngine(Protocol):
     """Engine interface of `DraftModel`, for example `Engine`."""
 
-    config: EngineConfig
-    scheduler: Scheduler
+    @property
+    def capacity(self) -> int:
+        """Longest sequence in tokens that the cache and the model hold."""
+        ...
 
     @property
     def unfinished(self) -> int:
@@ -208,7 +197,7 @@ class DraftEngine(Protocol):
         ...
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Drafts of a smaller model with the same vocabulary, generated in a second engine.
 
     The prefix cache of the draft engine keeps the full blocks of a sequence between steps. With
@@ -220,9 +209,10 @@ class DraftModel:
         weights: returns the tensors of the draft model that `sleep` may free.
     """
 
+    stage: DraftStage = "first"
+
     def __init__(self, engine: DraftEngine | None, weights: Callable[[], Iterable[Tensor]]) -> None:
         self.engine, self._weights = engine, weights
-        self.stage: DraftStage = "first"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """See `Proposer`."""
@@ -231,7 +221,7 @@ class DraftModel:
             return drafts
         index_of_request: dict[int, int] = {}
         for index, context in enumerate(contexts):
-            room = self._max_length(self.engine) - len(context.seq.tokens)
+            room = self.engine.capacity - len(context.seq.tokens)
             count = min(context.max_drafts, room)
             if count > 0:
                 index_of_request[self.engine.add(_draft_request(context, count))] = index
@@ -239,10 +229,6 @@ class DraftModel:
             for delta in self.engine.step():
                 drafts[index_of_request[delta.request_id]] += delta.tokens
         return drafts
-
-    def predict(self, step: ComputedStep) -> list[list[int]]:
-        """See `Proposer`; all drafts come from `propose`."""
-        return []
 
     def sleep(self, *, weights: bool) -> None:
         """See `Proposer`; the draft engine sleeps."""
@@ -253,12 +239,6 @@ class DraftModel:
         """See `Proposer`."""
         if self.engine is not None:
             self.engine.wake()
-
-    @staticmethod
-    def _max_length(engine: DraftEngine) -> int:
-        """Return the longest sequence of the engine in tokens."""
-        capacity = engine.scheduler.kv_cache.pool.num_blocks * engine.config.block_size
-        return min(capacity, engine.config.max_model_len or capacity)
 
 
 def _draft_request(context: DraftContext, count: int) -> EngineRequest:
@@ -302,7 +282,7 @@ class MultiTokenModel(Protocol):
         ...
 
 
-class MultiTokenHeads:
+class MultiTokenHeads(Proposer):
     """Drafts of the model's multi-token prediction (MTP) layers (DeepSeek-AI 2024, arXiv
     2412.19437, section 2.2).
 
@@ -316,9 +296,10 @@ class MultiTokenHeads:
         num_layers: number of MTP layers.
     """
 
+    stage: DraftStage = "last"
+
     def __init__(self, model: MultiTokenModel, num_layers: int) -> None:
         self.model, self.num_layers = model, num_layers
-        self.stage: DraftStage = "last"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Sequence[int]]:
         """See `Proposer`."""
@@ -372,12 +353,6 @@ class MultiTokenHeads:
                 for index, (token, finite) in zip(active, tokens_and_finite, strict=True):
                     drafts[index] += [token] * finite
         return drafts
-
-    def sleep(self, *, weights: bool) -> None:
-        """See `Proposer`; the engine frees the cache and the weights."""
-
-    def wake(self) -> None:
-        """See `Proposer`."""
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

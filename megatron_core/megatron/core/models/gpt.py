@@ -135,6 +135,8 @@ class GPTModel(StoreModule):
         embedding_dropout: after the embedding; None if nothing is dropped or it is elsewhere.
         holds_embedding, holds_head: whether the first chunk starts with the embedding, and the last
             ends with the final norm and the head.
+        vocab_size, device: of the weights, the vocabulary without padding.
+        max_sequence_length: number of learned positions; None without them.
         multi_token: the multi-token prediction layers, after the head; None if there are none
             or they are elsewhere.
         step_state: what of its layers changes once a step; None if nothing does.
@@ -161,17 +163,15 @@ class GPTModel(StoreModule):
             config.num_layers, stages, layer_blocks=config.layer_blocks
         )
         blocks = len(config.blocks)
-        if (split.stages, split.num_blocks) != (stages, blocks):
-            raise ValueError(
-                f"the split assigns {split.num_blocks} blocks to {split.stages} pipeline "
-                f"stages, but the model has {blocks} blocks and its groups {stages} stages"
-            )
+        _check_split(split, stages, blocks)
         self.config, self.groups, self.split, self.num_chunks = config, groups, split, split.chunks
         self._context, self.step_state = context.group, backend.step_state
         self.holds_embedding, self.holds_head = stage == 0, stage == stages - 1
         chosen = {"dtype": dtype, "device": device, "cpu_dtype": backend.cpu_dtype}
         chosen["row_tiles"] = backend.batch_invariant
         self.store = WeightStore(groups, seed=seed, **chosen)
+        self.vocab_size, self.device = config.vocab_size, self.store.device
+        self.max_sequence_length = config.max_position_embeddings
         self.region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}
         self.rotary: RotaryEmbedding | None = None
@@ -271,21 +271,6 @@ class GPTModel(StoreModule):
         layers = (layer for layer in self.modules() if isinstance(layer, cached))
         dtype = self.store.dtype
         return CacheShapes.of_layers((layer.cache_shapes(dtype) for layer in layers), dtype)
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size without padding."""
-        return self.config.vocab_size
-
-    @property
-    def max_sequence_length(self) -> int | None:
-        """Number of learned positions; None without them."""
-        return self.config.max_position_embeddings
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.store.device
 
     @property
     def num_parameters(self) -> int:
@@ -574,6 +559,15 @@ def _check(config: GPTConfig, groups: ProcessGroupCollection, context: ContextPa
     )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _check_split(split: StageSplit, stages: int, blocks: int) -> None:
+    """Raise ValueError unless a split is for this number of pipeline stages and blocks."""
+    if (split.stages, split.num_blocks) != (stages, blocks):
+        raise ValueError(
+            f"the split assigns {split.num_blocks} blocks to {split.stages} pipeline "
+            f"stages, but the model has {blocks} blocks and its groups {stages} stages"
+        )
 
 
 def _context(groups: ProcessGroupCollection, backend: Backend) -> ContextParallel:

@@ -71,6 +71,11 @@ class CoreAttention:
     dropout_key: int
     head_offset: int
 
+    def cache_shapes(self, entry: tuple[int, ...], dtype: torch.dtype) -> CacheShapes:
+        """Return the shapes of a layer whose tokens have cache entries of shape `entry`."""
+        cpu_dtype = self.context.cpu_dtype
+        return CacheShapes(attention=(entry,), dtype=dtype, window=self.window, cpu_dtype=cpu_dtype)
+
     @staticmethod
     def of(
         name: str,
@@ -426,12 +431,7 @@ class SelfAttention(nn.Module):
         Args:
             dtype: dtype of activations.
         """
-        return CacheShapes(
-            attention=((self.kv_heads, self.config.kv_channels),),
-            dtype=dtype,
-            window=self.core.window,
-            cpu_dtype=self.core.context.cpu_dtype,
-        )
+        return self.core.cache_shapes((self.kv_heads, self.config.kv_channels), dtype)
 
     def forward(
         self,

@@ -190,12 +190,8 @@ class LatentAttention(nn.Module):
         Args:
             dtype: dtype of activations.
         """
-        return CacheShapes(
-            attention=((self.config.kv_lora_rank + self.config.rope_channels,),),
-            dtype=dtype,
-            window=self.core.window,
-            cpu_dtype=self.core.context.cpu_dtype,
-        )
+        entry = (self.config.kv_lora_rank + self.config.rope_channels,)
+        return self.core.cache_shapes(entry, dtype)
 
     def forward(
         self,

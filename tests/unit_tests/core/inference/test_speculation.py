@@ -24,10 +24,9 @@ from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.request_state import MAX_BACKOFF_STEPS, DraftContext, DraftLength
 from megatron.core.inference.sampling import accepted_drafts, uniform
 from megatron.core.inference.speculation import (
-    ComputedStep,
-    DraftStage,
     MultiTokenHeads,
     NGramLookup,
+    Proposer,
 )
 from megatron.core.models import InferenceOptimizedModel
 from megatron.core.ops.sampling.cpu import draw_weights, invert
@@ -118,24 +117,14 @@ def test_token_pairs_follow_the_model_distribution(kind: str) -> None:
 # --- proposals ------------------------------------------------------------------------------------
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """A proposer whose drafts are a function of the row's tokens."""
 
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]]) -> None:
         self.script = script
-        self.stage: DraftStage = "every"
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         return [list(self.script(c.seq.tokens, c.max_drafts)) for c in contexts]
-
-    def predict(self, step: ComputedStep) -> list[list[int]]:
-        return []
-
-    def sleep(self, *, weights: bool) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
 
 
 def counting_engine(proposer: object, drafts: int = 4, **config) -> Engine:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of the GPU tests: a GPU, or in a rehearsal the CPU, without tests that need a GPU."""
+"""The device of the GPU tests: a GPU, or in a rehearsal the CPU, without tests that need a GPU;
+and the implementations that the test module of an op compares with its equation."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core import choose_device
-from tests.support.gpu_agreement import REHEARSES
+from tests.support.gpu_agreement import DTYPES, REHEARSES, Backend
 
 if REHEARSES:
     from tests.support.tensor_core_rounding import round_like_a_gpu
@@ -26,6 +27,24 @@ DEVICE_LOST = 70
 def device() -> torch.device:
     """The first GPU, or the CPU in a rehearsal."""
     return choose_device("cpu" if REHEARSES else "cuda")
+
+
+#: The interpreter computes bf16 in fp32, and takes twice the time for both.
+BACKENDS = [
+    *(pytest.param(("reference", x), id=f"cpu-{str(x)[6:]}") for x in (*DTYPES, torch.float64)),
+    pytest.param(("triton", torch.float32), id="kernel-float32", marks=pytest.mark.gpu),
+    pytest.param(
+        ("triton", torch.bfloat16), id="kernel-bfloat16", marks=[pytest.mark.gpu, pytest.mark.slow]
+    ),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """An implementation of ops, its device and its dtype."""
+    implementation, dtype = request.param
+    on_gpu = implementation == "triton" and not REHEARSES
+    return Backend(implementation, choose_device("cuda" if on_gpu else "cpu"), dtype)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -137,7 +137,7 @@ MAKERS = {
     f"{CORE}.ops.rope.cpu": ({"latent"}, "the result of a rotation"),
     f"{CORE}.ops.recurrence.ssd": ({"hybrid"}, "the sum with the skip connection"),
     f"{CORE}.ops.recurrence.decode.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),
-    f"{CORE}.ops.recurrence.gated_norm": ({"hybrid"}, "the result of a norm"),
+    f"{CORE}.ops.recurrence.gated_norm.cpu": ({"hybrid"}, "the result of a norm"),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.recurrence import causal_conv1d, naive
-from megatron.core.ops.recurrence import convolution as conv_op
+from megatron.core.ops.recurrence.convolution import cpu as conv_op
 from megatron.core.ops.sequences import Sequences
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator

@@ -12,36 +12,48 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Number of cases per file: in every run, and in addition every night. The counts make this test
-# fail if a case is silently not collected.
-FILES = {
-    "interpreted_cases.py": (75, 48),
-    "interpreted_decode.py": (23, 0),
-    "interpreted_experts.py": (7, 0),
-    "interpreted_gated_norm.py": (28, 0),
-    "interpreted_mixers.py": (4, 0),
-    "interpreted_nvls.py": (35, 2),
-    "interpreted_paged_attention.py": (27, 0),
-    "interpreted_prologue.py": (15, 0),
-    "interpreted_rounding.py": (5, 0),
-    "interpreted_sampling.py": (23, 0),
-    "tests/gpu/test_recurrence.py": (49, 21),
-    "tests/gpu/test_skip_connection.py": (7, 0),
-}
 ROOT = Path(__file__).parents[4]
+#: The modules of each process, and its number of cases in every run, and in addition every night.
+#: The counts make this test fail if a case is silently not collected.
+PROCESSES = {
+    "pointwise": (
+        "tests/gpu/test_norms.py tests/gpu/test_rope.py tests/gpu/test_swiglu.py"
+        " tests/gpu/test_dropout.py tests/gpu/test_linear_cross_entropy.py"
+        " tests/gpu/test_permutation.py tests/gpu/test_grouped_mm.py",
+        89,
+        78,
+    ),
+    "attention": ("tests/gpu/test_attention.py", 46, 99),
+    "decoding": ("tests/gpu/test_paged_attention.py tests/gpu/test_sampling.py", 55, 27),
+    "mixers": (
+        "tests/gpu/test_prologue.py tests/gpu/test_gated_norm.py tests/gpu/test_decode.py"
+        " tests/gpu/test_skip_connection.py",
+        83,
+        54,
+    ),
+    "recurrence": ("tests/gpu/test_recurrence.py", 49, 21),
+    "nvls": ("tests/unit_tests/core/ops/interpreted_nvls.py", 35, 2),
+    "interpreted": (
+        "tests/unit_tests/core/ops/interpreted_mixers.py"
+        " tests/unit_tests/core/ops/interpreted_rounding.py",
+        9,
+        0,
+    ),
+}
 
 
-def interpret(file: str, markers: str) -> subprocess.CompletedProcess:
-    """Run the cases of a file that match the marker expression."""
-    cases = Path(__file__).parent / file
-    if "/" in file:  # a module that also runs on a GPU
-        cases, markers = ROOT / file, f"gpu and {markers}"
+def interpret(name: str, markers: str) -> subprocess.CompletedProcess:
+    """Run the cases of a process that match the marker expression."""
+    modules = PROCESSES[name][0].split()
+    if modules[0].startswith("tests/gpu"):  # they also run on a GPU
+        markers = f"gpu and {markers}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in [n for n in environment if n.startswith("PYTEST_")]:
-        del environment[name]
+    for variable in [n for n in environment if n.startswith("PYTEST_")]:
+        del environment[variable]
     return subprocess.run(
-        [*command, str(cases)],
+        [*command, *modules],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -51,18 +63,18 @@ def interpret(file: str, markers: str) -> subprocess.CompletedProcess:
 
 
 def processes(markers: str, index: int) -> list:
-    """Return (key, number of cases) of each file with cases that match the marker expression."""
+    """Return (key, number of cases) of each process with cases that match the expression."""
     parameters = []
-    for file, counts in FILES.items():
-        key = (file, markers)
+    for name, (_, *counts) in PROCESSES.items():
+        key = (name, markers)
         if counts[index]:
             mark = pytest.mark.background(key, partial(interpret, *key))
-            parameters.append(pytest.param(key, counts[index], marks=mark, id=file))
+            parameters.append(pytest.param(key, counts[index], marks=mark, id=name))
     return parameters
 
 
 @pytest.mark.parametrize(("key", "expected"), processes("not slow", 0))
-def test_interpreted_kernels_match_the_formulas(key, expected, background):
+def test_interpreted_kernels_match_the_equations(key, expected, background):
     assert_passed(background.result(key), expected)
 
 
@@ -80,7 +92,9 @@ def assert_passed(run: subprocess.CompletedProcess, expected: int) -> None:
     assert int(passed.group(1)) == expected
 
 
-def test_every_interpreted_file_is_run():
-    assert {path.name for path in Path(__file__).parent.glob("interpreted_*.py")} == {
-        file for file in FILES if "/" not in file
-    }
+def test_every_module_with_kernels_is_interpreted():
+    """A module of tests/gpu that has a CPU part, or an interpreted module, is in a process."""
+    listed = {module for modules, *_ in PROCESSES.values() for module in modules.split()}
+    interpreted = Path(__file__).parent.glob("interpreted_*.py")
+    ops = (path for path in ROOT.glob("tests/gpu/test_*.py") if "_gpu" not in path.name)
+    assert {str(path.relative_to(ROOT)) for path in (*interpreted, *ops)} == listed

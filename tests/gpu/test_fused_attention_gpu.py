@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by torch's fused CUDA kernels, as far as a CPU can test it.
+"""Attention by torch's fused CUDA kernels.
 
-The tests cover the choice of the kernel, calls by the operators' schemas, and the use of their
-outputs. tests/gpu compares the values of the kernels with fp64.
+On a CPU the tests cover the choice of the kernel, calls by the operators' schemas, and the use of
+their outputs; on a GPU they compare the values of the kernels with fp64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron.core.context_parallel import SequenceLayout, SequenceSharding, blo
 from megatron.core.ops import attention as ops_attention
 from megatron.core.ops.attention import Mask, attention, explain, fused
 from megatron.core.transformer.attention import CoreAttention
-from tests.support.closeness import assert_close_by_metric
+from tests.support.closeness import assert_close_by_metric, relative_error
+from tests.support.gpu_agreement import BOUND, random_tensor
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 LENGTH, BATCH, HEADS, GROUPS, FEATURES = 40, 3, 6, 2, 16
@@ -387,3 +388,118 @@ def test_cu_seqlens_without_document_ids_are_refused():
         attention(*inputs(), cu_seqlens=CU_SEQLENS)
     with pytest.raises(ValueError, match="int32"):
         attention(*inputs(), document_ids=document_ids(), cu_seqlens=CU_SEQLENS.long())
+
+
+# --- values of the kernels, on a GPU
+
+
+def packed_rows(device, length):
+    """Return the attention arguments of two rows of packed documents."""
+    rows = torch.arange(length)
+    ids = torch.stack([rows // (length // 3), (rows + 9) // (length // 7)], -1)
+    lengths = torch.cat([ids[:, row].unique_consecutive(return_counts=True)[1] for row in (0, 1)])
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    longest = int(lengths.max())
+    return {
+        "document_ids": ids.to(device),
+        "cu_seqlens": bounds.to(device),
+        "max_seqlen": longest,
+    }
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """Record the calls of the fused kernels."""
+    calls = []
+
+    def recorded(kernel):
+        def call(*arguments, **options):
+            calls.append(kernel.__name__)
+            return kernel(*arguments, **options)
+
+        return call
+
+    for name in ("attention_forward", "attention_backward"):
+        monkeypatch.setattr(fused, name, recorded(getattr(fused, name)))
+    return calls
+
+
+#: By name: (features, queries, keys, kernel on Hopper, attention options).
+FUSED = {
+    "causal 128": (128, 2048, 2048, "cuDNN", {}),
+    "causal 64": (64, 1000, 1000, "cuDNN", {}),
+    "whole 128": (128, 2048, 2048, "cuDNN", {"causal": False}),
+    "odd heads": (100, 513, 513, "cuDNN", {}),
+    "causal 192": (192, 2048, 2048, "FlashAttention-2", {}),
+    "causal 256": (256, 513, 513, "FlashAttention-2", {}),
+    "whole 256": (256, 513, 700, "FlashAttention-2", {"causal": False}),
+    "window": (128, 1000, 1000, "FlashAttention-2", {"window": 200}),
+    "documents": (128, 1000, 1000, "FlashAttention-2", {"documents": True}),
+    "odd documents": (92, 700, 700, "FlashAttention-2", {"documents": True, "window": 90}),
+    "last of more keys": (128, 300, 1000, "FlashAttention-2", {}),
+    "among more keys": (64, 300, 1000, "FlashAttention-2", {"query_start": 411, "window": 200}),
+    "after the keys": (64, 300, 500, "FlashAttention-2", {"query_start": 450, "window": 600}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.machine
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_attention_kernels_match_fp64(device, fused_calls, case, deterministic):
+    """Output, log-sum-exp and gradients match fp64; the op chooses the fused kernels. Deterministic
+    runs repeat their gradients bit for bit."""
+    features, queries, keys, kernel, options = FUSED[case]
+    options = dict(options)
+    if options.pop("documents", False):
+        options |= packed_rows(device, queries)
+    query, key, value = (
+        random_tensor(device, length, 2, heads, features).bfloat16()
+        for length, heads in ((queries, 16), (keys, 4), (keys, 4))
+    )
+    grad = random_tensor(device, queries, 2, 16, features).bfloat16()
+
+    def run(dtype, implementation):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
+        out, lse = attention(*leaves, implementation=implementation, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    reference = run(torch.float64, "reference")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        mask = Mask(**options)
+        if torch.cuda.get_device_capability(device) >= (9, 0):
+            expected_kernel = "FlashAttention-2" if deterministic else kernel
+            assert fused.kernel_of(query, key, mask) == expected_kernel
+        actual = run(torch.bfloat16, None)
+        repeated = run(torch.bfloat16, None) if deterministic else actual
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fused_calls == ["attention_forward", "attention_backward"] * (1 + deterministic)
+    errors = [relative_error(*pair) for pair in zip(actual, reference, strict=True)]
+    assert max(errors) <= BOUND[torch.bfloat16], errors
+    differ = [not torch.equal(*pair) for pair in zip(actual, repeated, strict=True)]
+    assert not any(differ), differ
+
+
+@pytest.mark.gpu
+@pytest.mark.machine
+@pytest.mark.parametrize("window", [None, 300])
+def test_fused_attention_kernels_match_fp64_blockwise(device, fused_calls, window):
+    """The rank with the middle of the row attends to all keys, like in ring attention."""
+    sharding, features = SequenceSharding.of(1024, 2), 128
+    layout = SequenceLayout.make(sharding, 1, rows=2, device=device)
+    blocks = layout.blocks(None, window)
+    shapes = [(1024, 2, n, features) for n in (16, 4, 4, 16)]
+    inputs = [random_tensor(device, *shape).bfloat16() for shape in shapes]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        query, key, value, grad = (x.to(dtype) for x in inputs)
+        query, grad = query[layout.columns], grad[layout.columns]
+        out, lse = blockwise.forward(query, key, value, blocks, scale=0.1, window=window)
+        tensors = (grad, query, key, value, out.to(dtype), lse)
+        grads = blockwise.backward(*tensors, blocks, scale=0.1, window=window)
+        results.append([out, lse, *grads])
+    assert len(fused_calls) == 2 * len(blocks), "another kernel ran"
+    errors = [relative_error(*pair) for pair in zip(*results, strict=True)]
+    assert max(errors) <= BOUND[torch.bfloat16], errors

@@ -111,9 +111,9 @@ def compilers_line(variables: Mapping[str, str]) -> str | None:
         variables: the environment of the stages, whose TRITON_PTXAS_PATH counts.
     """
     code = (
-        "import torch; from megatron.core.ops import compiler;"
+        "import torch; from megatron.core.ops.backend_choice import explain_compilers;"
         " device = torch.device('cuda' if torch.cuda.is_available() else 'cpu');"
-        " print(compiler.explain(device) or '')"
+        " print(explain_compilers(device) or '')"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     load_checkpoint,
     weight_chunks,
 )
-from megatron.core.ops.compiler import explain as explain_compiler
+from megatron.core.ops.backend_choice import explain_compilers
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.checkpoint_model import CheckpointModel
@@ -72,7 +72,7 @@ def load_checkpoint_model(
             _check_draft(loaded, draft, draft_name)
             if loaded.model.groups["pp"].rank == 0:  # it sends the drafts to the other stages
                 loaded = dataclasses.replace(loaded, draft=draft)
-        compilers = explain_compiler(device)
+        compilers = explain_compilers(device)
         if compilers is not None and launch.rank == 0:
             print(f"kernels: {compilers}", file=sys.stderr)
         yield loaded

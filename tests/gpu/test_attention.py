@@ -394,7 +394,7 @@ VISIBILITY_CASES = [
 @pytest.mark.parametrize(("name", "case"), VISIBILITY_CASES)
 def test_tile_bounds_cover_all_visible_pairs(device, name, case):
     """Tile bounds cover all visible pairs, full tiles hide none; tight for ascending ids."""
-    from megatron.core.ops.attention.tile_kernels import document_bounds_kernel
+    from megatron.core.ops.attention.kernels import document_bounds_kernel
 
     mask = case.mask()
     zeros = (torch.zeros(n, 2, dtype=torch.int32) for n in (case.queries, case.keys))

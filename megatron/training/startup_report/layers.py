@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTConfig, logical_weights
 from megatron.core.models.layer_pattern import EXPERTS
 from megatron.core.moe.dispatch import choose_dispatcher, dispatched_rows
 from megatron.core.ops.attention import explain as explain_attention
-from megatron.core.ops.compiler import explain as explain_compiler
+from megatron.core.ops.backend_choice import explain_compilers
 from megatron.core.ops.recurrence import CHUNK_SIZE
 from megatron.core.ssm.mixer_config import linear_shape
 from megatron.core.transformer import LatentAttentionConfig
@@ -111,7 +111,7 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
 
 def kernels_line(device: torch.device) -> str | None:
     """Return the Triton and ptxas versions with their known bugs; None on a CPU."""
-    compilers = explain_compiler(device)
+    compilers = explain_compilers(device)
     return None if compilers is None else f"kernels: {compilers}"
 
 

@@ -17,7 +17,6 @@ import torch
 from megatron.core.backend import LayerBuild
 from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
-from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import (
     NORM_FIRST,
     OutputNorm,
@@ -25,6 +24,7 @@ from megatron.core.ops.recurrence import (
     delta_recurrence,
     gated_rms_norm,
 )
+from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, linear_shape
 from megatron.core.transformer.norm import NormConfig

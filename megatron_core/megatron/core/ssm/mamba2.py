@@ -23,7 +23,6 @@ from megatron.core.comm.conjugates import copy_to_group, reduce_from_group
 from megatron.core.context_parallel.all_to_all import RecurrenceOutput
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence import (
     GATE_FIRST,
     OutputNorm,
@@ -33,6 +32,7 @@ from megatron.core.ops.recurrence import (
     gated_rms_norm,
     state_space_recurrence,
 )
+from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
 from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config, linear_shape
 from megatron.core.transformer.norm import NormConfig

@@ -39,7 +39,6 @@ from megatron.core.context_parallel.all_to_all import RecurrenceOutput, gather_h
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of, split_projection
 from megatron.core.ops.matmul.tiled import TILE_ROWS, pad_rows
 from megatron.core.ops.recurrence import (
     DecodeMemory,
@@ -52,6 +51,7 @@ from megatron.core.ops.recurrence import (
     recurrence_decode,
     recurrence_prologue,
 )
+from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of, split_projection
 from megatron.core.ops.sequences import PackingIndices, Sequences
 from megatron.core.ssm.mixer_config import SEGMENTS, LinearShape, choose_mode
 from megatron.core.ssm.state_passing import halo_rows, recur_in_segments

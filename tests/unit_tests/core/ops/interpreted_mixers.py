@@ -18,9 +18,10 @@ from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
-from megatron.core.ops import joint_gradient, recurrence
+from megatron.core.ops import recurrence
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import gated_norm as gated_rms_norm
+from megatron.core.ops.recurrence import interface
 from megatron.core.ops.recurrence import prologue as recurrence_prologue
 from megatron.core.ops.recurrence.prologue import triton as kernels
 from megatron.core.ssm import (
@@ -115,9 +116,9 @@ def test_mixer_with_kernels_matches_plain_torch(kind, name, monkeypatch):
 
         monkeypatch.setattr(module, "choose", triton)
     in_place: list[bool] = []
-    is_same_memory = joint_gradient._is_same_memory
+    is_same_memory = interface._is_same_memory
     monkeypatch.setattr(
-        joint_gradient,
+        interface,
         "_is_same_memory",
         lambda x, y: in_place.append(is_same_memory(x, y)) or in_place[-1],
     )

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.core.ops import backend_choice, compiler
+from megatron.core.ops import backend_choice
 from megatron.training.startup_report.layers import kernels_line
 
 
@@ -22,7 +22,7 @@ from megatron.training.startup_report.layers import kernels_line
     ],
 )
 def test_known_compiler_bugs_name_the_version_to_install(major, triton, ptxas, installs):
-    faults = compiler.compiler_faults(major, triton, ptxas)
+    faults = backend_choice.compiler_faults(major, triton, ptxas)
     assert len(faults) == len(installs)
     for fault, requirement in zip(faults, installs, strict=True):
         assert requirement in fault
@@ -31,13 +31,13 @@ def test_known_compiler_bugs_name_the_version_to_install(major, triton, ptxas, i
 
 def test_hopper_run_logs_its_compilers_and_their_bugs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(compiler, "triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(compiler, "ptxas_version", lambda major: {9: "12.8.93"}[major])
+    monkeypatch.setattr(backend_choice, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(backend_choice, "ptxas_version", lambda major: {9: "12.8.93"}[major])
     line = kernels_line(torch.device("cuda", 0))
     for word in ("Triton 3.6.0", "ptxas 12.8.93", "triton==3.7.1", "TRITON_PTXAS_PATH"):
         assert word in line
-    monkeypatch.setattr(compiler, "triton_version", lambda: "3.7.1")
-    monkeypatch.setattr(compiler, "ptxas_version", lambda major: "13.3.73")
+    monkeypatch.setattr(backend_choice, "triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(backend_choice, "ptxas_version", lambda major: "13.3.73")
     assert kernels_line(torch.device("cuda", 0)) == "kernels: Triton 3.7.1, ptxas 13.3.73"
     assert kernels_line(torch.device("cpu")) is None
 

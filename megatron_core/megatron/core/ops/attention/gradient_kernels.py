@@ -3,7 +3,7 @@
 
 Both recompute logits tile by tile and accumulate in a fixed order, without atomic additions. Only
 loaded operands are transposed, never an accumulator, because some Triton releases miscompile a
-transposed accumulator on Hopper (`ops.compiler`).
+transposed accumulator on Hopper (`ops.backend_choice`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.core.ops.attention.tile_kernels import (
+from megatron.core.ops.attention.kernels import (
     LOG2_E,
     add_dot,
     dot_transposed,

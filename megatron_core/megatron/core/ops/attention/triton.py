@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.attention.cpu import Mask
-from megatron.core.ops.attention.forward_kernels import attention_forward_kernel
 from megatron.core.ops.attention.gradient_kernels import key_gradient_kernel, query_gradient_kernel
-from megatron.core.ops.attention.tile_kernels import LOG2_E, document_bounds_kernel
+from megatron.core.ops.attention.kernels import (
+    LOG2_E,
+    attention_forward_kernel,
+    document_bounds_kernel,
+)
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 
 #: Tiles whose documents one iteration of `document_bounds_kernel` compares.

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.backend_choice import StoredWeight, apply_function, choose
-from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
 from megatron.core.ops.recurrence.gated_norm import cpu
+from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
 
 #: Whether the norm or the gate comes first.
 NORM_FIRST, GATE_FIRST = "norm_first", "gate_first"

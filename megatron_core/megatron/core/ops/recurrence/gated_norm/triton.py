@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from megatron.core.ops.backend_choice import StoredWeight
-from megatron.core.ops.joint_gradient import GradientSlice
 from megatron.core.ops.launches import Launches, cdiv
+from megatron.core.ops.recurrence.interface import GradientSlice
 from megatron.core.ops.strided_rows import AlignedRows, StridedRows, row_tile
 
 

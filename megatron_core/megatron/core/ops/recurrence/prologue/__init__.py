@@ -20,8 +20,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.ops.backend_choice import choose
-from megatron.core.ops.joint_gradient import ProjectionSlice, slice_of
-from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.recurrence.interface import ProjectionSlice, RecurrenceInputs, slice_of
 from megatron.core.ops.recurrence.prologue import cpu as reference
 from megatron.core.ops.recurrence.prologue.cpu import PrologueWeights, UnitLayout, recurrence_inputs
 from megatron.core.ops.sequences import PackingIndices, Sequences, require_sequences

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from megatron.core.ops.backend_choice import apply_function
-from megatron.core.ops.joint_gradient import GradientSlice, ProjectionSlice
 from megatron.core.ops.launches import Launches, cdiv, next_power_of_2
 from megatron.core.ops.recurrence.convolution.cpu import ConvBoundaries
-from megatron.core.ops.recurrence.interface import RecurrenceInputs
+from megatron.core.ops.recurrence.interface import GradientSlice, ProjectionSlice, RecurrenceInputs
 from megatron.core.ops.recurrence.prologue.cpu import PrologueWeights, UnitLayout
 from megatron.core.ops.recurrence.prologue.kernels import (
     prologue_backward_kernel,

@@ -41,7 +41,7 @@ def packed():
 @pytest.fixture
 def hopper(monkeypatch):
     """Pretend to have a GPU that supports cuDNN attention and FlashAttention-2."""
-    monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "_has_cudnn", lambda: True)
 
 
@@ -316,12 +316,12 @@ def test_explain_names_kernel_and_refusals_of_faster_kernels(hopper, monkeypatch
     assert "Triton" in explain_options(128, "sinks")
     assert "no sinks" in explain_options(128, "sinks")
     assert explain_options(128, "attention dropout").startswith("plain")
-    monkeypatch.setattr(fused, "_capability", lambda device: (8, 6))
+    monkeypatch.setattr(fused, "device_capability", lambda device: (8, 6))
     assert "older than Hopper" in explain_options(128)
     assert "Triton" in explain_options(200)
     assert "200 on compute capability 8.6" in explain_options(200)
     assert "FlashAttention-2;" in explain_options(256)
-    monkeypatch.setattr(fused, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(fused, "device_capability", lambda device: (7, 5))
     assert "older than Ampere" in explain_options(128)
 
 
@@ -370,11 +370,11 @@ def test_layers_pass_document_boundaries_to_attention():
     )
     for layout in (packed_layout, packed_layout, SequenceLayout.of_rows(LENGTH, document_ids=ids)):
         layer(*(x.detach() for x in inputs()), layout)
-    first_call, second_call, call_by_ids = calls
-    assert torch.equal(first_call["cu_seqlens"], CU_SEQLENS)
-    assert torch.equal(first_call["document_ids"], document_ids())
-    assert first_call["max_seqlen"] == LONGEST
-    assert second_call["cu_seqlens"] is first_call["cu_seqlens"]
+    call, second_call, call_by_ids = calls
+    assert torch.equal(call["cu_seqlens"], CU_SEQLENS)
+    assert torch.equal(call["document_ids"], document_ids())
+    assert call["max_seqlen"] == LONGEST
+    assert second_call["cu_seqlens"] is call["cu_seqlens"]
     assert call_by_ids["cu_seqlens"] is call_by_ids["max_seqlen"] is None
 
 

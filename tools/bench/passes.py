@@ -160,7 +160,7 @@ def counted_as_on_gpu() -> Iterator[LaunchTape]:
                 stack.enter_context(patched)
         for name, value in (
             ("refusals", lambda _, *positional, **options: refusals(_GPU, *positional, **options)),
-            ("_capability", lambda _: (9, 0)),
+            ("device_capability", lambda _: (9, 0)),
             ("_has_cudnn", lambda: True),
         ):
             stack.enter_context(mock.patch.object(fused, name, value))

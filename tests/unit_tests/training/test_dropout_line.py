@@ -62,7 +62,7 @@ def test_log_names_active_dropout_and_its_kernel_cost(words, device, names, leav
     ],
 )
 def test_gpu_run_names_its_attention_kernel(monkeypatch, words, kernel, reason):
-    monkeypatch.setattr(fused, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(fused, "_has_cudnn", lambda: True)
     config = small_config(f"--attention-dropout 0 {words}")
     model = gpt_config(config, 128)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.attention.cpu import Mask
+from megatron.core.ops.backend_choice import device_capability
 
 CUDNN, FLASH = "cuDNN", "FlashAttention-2"
 #: Smallest compute capability and largest head dimension of each kernel.
@@ -119,7 +120,7 @@ def _common_refusal(
             return f"they take no {option}"
     if features > FLASH_FEATURES:
         return f"heads of {features} are over {FLASH_FEATURES}"
-    return "" if _capability(device) >= FLASH_CAPABILITY else "the GPU is older than Ampere"
+    return "" if device_capability(device) >= FLASH_CAPABILITY else "the GPU is older than Ampere"
 
 
 def _cudnn_refusal(device: torch.device, features: int, options: Sequence[str]) -> str:
@@ -131,7 +132,7 @@ def _cudnn_refusal(device: torch.device, features: int, options: Sequence[str]) 
         return f"heads of {features} are over {CUDNN_FEATURES}"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic"
-    if _capability(device) < CUDNN_CAPABILITY:
+    if device_capability(device) < CUDNN_CAPABILITY:
         return "the GPU is older than Hopper"
     return "" if _has_cudnn() else "torch has no cuDNN here"
 
@@ -140,7 +141,7 @@ def _flash_refusal(device: torch.device, features: int) -> str:
     """Return why FlashAttention-2 does not apply, beyond the reasons of both kernels, or ""."""
     if torch.is_deterministic_algorithms_warn_only_enabled():
         return "its backward is not deterministic under warn_only"
-    major, minor = _capability(device)
+    major, minor = device_capability(device)
     # GPUs of capability 8.6, 8.9 and 12.x have 99 KB of shared memory; this backward needs more.
     if (major == 12 or (major == 8 and minor in (6, 9))) and 192 < features <= 224:
         return f"its backward takes no heads of {features} on compute capability {major}.{minor}"
@@ -304,8 +305,3 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _has_cudnn() -> bool:
     return torch.backends.cudnn.is_available()
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

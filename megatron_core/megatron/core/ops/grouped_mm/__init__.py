@@ -22,13 +22,13 @@ On a CPU a loop over the runs reads their lengths on the host (`cpu`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.backend_choice import choose
+from megatron.core.ops.backend_choice import choose, device_capability
 from megatron.core.ops.grouped_mm import cpu
 
 __all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
@@ -130,17 +130,11 @@ def grouped_wgrad_(
     cpu.grouped_wgrad_(total, grad, x, runs.counts, overwrite=overwrite)
 
 
-@cache
-def _has_grouped_kernel(index: int) -> bool:
-    """Return whether torch has a grouped kernel for a CUDA device; cached, as the query is slow."""
-    return torch.cuda.get_device_capability(index)[0] in _GROUPED_KERNELS
-
-
 def _is_torch_supported(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Return whether torch has a grouped kernel for these operands on a GPU."""
     if x.dtype is not torch.bfloat16 or not len(x):
         return False
-    if not _has_grouped_kernel(x.device.index):
+    if device_capability(x.device)[0] not in _GROUPED_KERNELS:
         return False
     sizes = (*matrices.shape[1:], x.shape[1])
     aligned = not any(size * x.itemsize % 16 for size in sizes)

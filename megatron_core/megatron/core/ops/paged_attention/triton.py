@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.ops.backend_choice import device_capability
 from megatron.core.ops.launches import STAGES, WARPS, Launches, cdiv, next_power_of_2
 from megatron.core.ops.paged_attention.cpu import PagedBatch
 
@@ -651,10 +652,9 @@ def padded(features: int) -> int:
     return max(MIN_TILE, next_power_of_2(features))
 
 
-@functools.cache
 def architecture(device: torch.device) -> int:
     """Return the major compute capability of a GPU; Hopper's in the interpreter."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
+    return device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @functools.cache

@@ -13,26 +13,10 @@ GATES = ("silu", "gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
 
 
-def swiglu(gate_up: torch.Tensor, *, implementation: str | None = None) -> torch.Tensor:
-    """Compute silu(gate) * up (Shazeer, 2020).
-
-    Args:
-        gate_up: [..., 2f], the gate in the first half.
-        implementation: "reference", "triton" or None (by device).
-
-    Returns:
-        [..., f] in the dtype of `gate_up`.
-
-    Raises:
-        ValueError: an odd last dimension.
-    """
-    return gated(gate_up, "silu", implementation=implementation)
-
-
 def gated(
     gate_up: torch.Tensor, activation: str = "silu", *, implementation: str | None = None
 ) -> torch.Tensor:
-    """Compute activation(gate) * up; backward saves only `gate_up`.
+    """Compute activation(gate) * up (Shazeer, 2020); backward saves only `gate_up`.
 
     Args:
         gate_up: [..., 2f], the gate in the first half.

@@ -143,7 +143,8 @@ def run_entry_point(
         report: decides whether this process prints an error; see `ErrorReports.report`.
         out, err: output streams; stdout and stderr if None.
     """
-    out, err = out or sys.stdout, err or sys.stderr
+    stdout: TextIO = out or sys.stdout
+    err = err or sys.stderr
 
     def say(text: str) -> None:
         with report(text) as prints:
@@ -154,8 +155,8 @@ def run_entry_point(
         try:
             main()
         except HelpRequested as request:
-            print(request.text, file=out, end="")
-        out.flush()
+            print(request.text, file=stdout, end="")
+        stdout.flush()
     except OutputLost as lost:
         if not lost.quiet:
             say(one_line(lost))

@@ -127,7 +127,7 @@ def options(schema: type) -> list[Option]:
     """Return the options of a schema in the order of its fields."""
     schema_options: list[Option] = []
     hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
+    for field in dataclasses.fields(typing.cast(Any, schema)):
         if dataclasses.is_dataclass(hints[field.name]):
             schema_options.extend(_section_options(hints[field.name], field.name))
     schema_options.extend(_section_options(schema, None))
@@ -180,7 +180,7 @@ def option_docs(schema: type) -> dict[str, str]:
     """Return the docstring below each field of a schema, by option name."""
     docs = _field_docs(schema)
     hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
+    for field in dataclasses.fields(typing.cast(Any, schema)):
         if dataclasses.is_dataclass(hints[field.name]):
             docs.update(_field_docs(hints[field.name]))
     return {_spelled(name): doc for name, doc in docs.items()}
@@ -239,7 +239,7 @@ def build(
     hints = typing.get_type_hints(schema)
     arguments: dict[str, Any] = {}
     problems: list[str] = []
-    for field in dataclasses.fields(schema):
+    for field in dataclasses.fields(typing.cast(Any, schema)):
         if dataclasses.is_dataclass(hints[field.name]):
             inner = {
                 o.field: values[o.name]

@@ -15,7 +15,7 @@ import select
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from typing import NoReturn, TextIO, cast
 
 from megatron.cli.errors import OutputLost
 
@@ -100,7 +100,7 @@ def guarded(fd: int, name: str, broken: Broken, *, closed: bool, like: TextIO | 
     """
     raw = GuardedFile(None if closed else fd, name, broken)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        io.BufferedWriter(cast("io.RawIOBase", raw)),
         encoding=like.encoding if like is not None else "utf-8",
         errors=(like.errors if like is not None else None) or "backslashreplace",
         line_buffering=fd == 2 or raw.isatty(),

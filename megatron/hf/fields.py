@@ -62,7 +62,8 @@ class Fields:
         value = self.find(name)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        is_bool = isinstance(value, bool)  # a bool is an int too
+        if is_bool or not isinstance(value, int | float) or not 0 < value < math.inf:
             self.refuse(name, "expected a positive number")
         return float(value)
 

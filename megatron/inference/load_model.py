@@ -16,6 +16,7 @@ from megatron.cli.error_reports import ErrorReports
 from megatron.cli.launch import Launch
 from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.cli.tokenizers import (
+    choose_tokenizer,
     guess_type,
 )
 from megatron.core.device import choose_device
@@ -27,7 +28,6 @@ from megatron.core.ops.backend_choice import explain_compilers
 from megatron.hf.folder import end_tokens, is_folder
 from megatron.hf.read_weights import read_weights
 from megatron.inference.checkpoint_model import CheckpointModel
-from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.inference.config import ModelSource, Speculation, start_facts
 from megatron.inference.rank_context import RankContext, join_ranks
 from megatron.training.checkpointing.find import load_newest, read_together

@@ -117,9 +117,11 @@ class RankContext:
 
     def _process_groups(self) -> ProcessGroupCollection:
         """Return the process groups, which the first call creates."""
-        if self._groups is None and self._store is None:
+        if self._groups is not None:
+            return self._groups
+        if self._store is None:
             self._groups = ProcessGroupCollection.single()
-        elif self._groups is None:
+        else:
             if not dist.is_initialized():
                 dist.init_process_group(
                     "nccl" if self.device.type == "cuda" else "gloo",

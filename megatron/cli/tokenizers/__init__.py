@@ -13,6 +13,7 @@ from megatron.cli.tokenizers.base import (
 from megatron.cli.tokenizers.build import (
     TokenizerType,
     build_tokenizer,
+    choose_tokenizer,
     guess_type,
 )
 from megatron.cli.tokenizers.huggingface import (
@@ -46,6 +47,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerType",
     "build_tokenizer",
+    "choose_tokenizer",
     "guess_type",
     "is_tiktoken_file",
     "merge_file_problem",

@@ -15,20 +15,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from megatron.inference.server.api import (
-    admin,
     chat_completions,
-    chat_page,
     completions,
     embeddings,
-    health,
     messages,
-    models,
+    operations,
     responses,
-    tokenize,
 )
-from megatron.inference.server.middleware.api_error import ApiError, internal_error
-from megatron.inference.server.middleware.request_guard import RequestGuard
-from megatron.inference.server.middleware.request_log import LOG
+from megatron.inference.server.middleware import LOG, RequestGuard
+from megatron.inference.server.protocol.api_error import ApiError, internal_error
 from megatron.inference.server.protocol.body import Body
 from megatron.inference.server.serving import Handler, Route, Server
 
@@ -37,17 +32,14 @@ SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 API_ROUTES: Sequence[Route] = (
     *completions.ROUTES,
-    *models.ROUTES,
-    *tokenize.ROUTES,
-    *chat_page.ROUTES,
-    *health.ROUTES,
+    *operations.ROUTES,
     *chat_completions.ROUTES,
     *embeddings.ROUTES,
     *responses.ROUTES,
     *messages.ROUTES,
 )
 #: Routes of the administration, on a separate address with a separate key.
-ADMIN_ROUTES: Sequence[Route] = admin.ROUTES
+ADMIN_ROUTES = operations.ADMIN_ROUTES
 
 
 def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> ASGIApp:

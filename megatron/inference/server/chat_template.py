@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.tool_parsers.formats import AnswerFormats
 from megatron.training.data.chat import END_MARK, ChatTemplate, TemplateRefusal
 from megatron.training.data.template_process import GENERATION_MARKS

@@ -22,19 +22,19 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from megatron.cli.standard_streams import go_on_without_streams
-from megatron.inference.choose_tokenizer import choose_tokenizer
+from megatron.cli.tokenizers import choose_tokenizer
 from megatron.inference.server.app import ADMIN_ROUTES, API_ROUTES, create_app
 from megatron.inference.server.chat_template import Conversations
 from megatron.inference.server.engine.client import EngineClient
 from megatron.inference.server.engine.link import LENGTH
 from megatron.inference.server.guided_decoding.grammars import grammars_of
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.middleware.request_guard import (
+from megatron.inference.server.middleware import (
     MAX_HEADER_BYTES,
     Limits,
     timed_protocol,
 )
-from megatron.inference.server.middleware.request_log import set_up as set_up_log
+from megatron.inference.server.middleware import set_up as set_up_log
 from megatron.inference.server.output_processor import ModelCard
 from megatron.inference.server.serving import Server
 from megatron.inference.server.tool_parsers.formats import formats_of

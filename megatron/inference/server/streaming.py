@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from megatron.inference.server.engine.client import Cancelled, EngineLost, ReaderStalled, Refused
-from megatron.inference.server.middleware.api_error import ApiError, internal_error
-from megatron.inference.server.middleware.request_guard import Limits
-from megatron.inference.server.middleware.request_log import LOG
+from megatron.inference.server.middleware import LOG, Limits
 from megatron.inference.server.output_processor import Delta, Generation, NotFinite
+from megatron.inference.server.protocol.api_error import ApiError, internal_error
 from megatron.inference.server.serving import engine_lost
 
 T = TypeVar("T")

@@ -9,9 +9,8 @@ import pytest
 import sentencepiece
 import transformers
 
-from megatron.cli.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron.cli.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, choose_tokenizer
 from megatron.core.datasets import IndexedDataset
-from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.chat import read_chat_template
 from megatron.training.data.journaled_output import Output

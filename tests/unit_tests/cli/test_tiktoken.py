@@ -18,10 +18,10 @@ from megatron.cli.tokenizers import (
     TiktokenOptions,
     TiktokenTokenizer,
     build_tokenizer,
+    choose_tokenizer,
     guess_type,
     is_tiktoken_file,
 )
-from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.config.check import check
 from megatron.training.data.encoder import TiktokenFlags

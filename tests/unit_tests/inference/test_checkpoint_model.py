@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from megatron.cli.errors import ExitCode
-from megatron.cli.tokenizers import ByteTokenizer, train_bpe
+from megatron.cli.tokenizers import ByteTokenizer, choose_tokenizer, train_bpe
 from megatron.core.inference import Completion, Engine, EngineRequest, OutputDelta, SamplingParams
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.transformer import NormConfig
 from megatron.inference import generate
-from megatron.inference.choose_tokenizer import choose_tokenizer
 from tests.support.arguments import last_wins
 from tests.support.commands import refusal, run, run_on_ranks, run_rank
 from tests.support.gpt_checkpoint import BYTES, CONFIG, damage, make_model, save

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megatron.cli.tokenizers import train_bpe
+from megatron.cli.tokenizers import choose_tokenizer, train_bpe
 from megatron.core.datasets import IndexedDataset
-from megatron.inference.choose_tokenizer import choose_tokenizer
 from megatron.training.config import TokenizerConfig
 from megatron.training.data.vocabulary import read_vocabulary
 from megatron.training.preprocess_data import PreprocessConfig, preprocess

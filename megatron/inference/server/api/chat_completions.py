@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron.inference.server.chat_serving import begin_answer
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.chat_completions import ChatBody, ChatFormatter
-from megatron.inference.server.serving import Route, Server
+from megatron.inference.server.serving import Route, Server, begin_answer
 from megatron.inference.server.streaming import respond
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.engine.client import EngineLost, Refused
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import Body, Prompts
 from megatron.inference.server.serving import Route, Server, admission, engine_lost, text_tokens
 from megatron.inference.server.streaming import run_until_disconnect

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.chat_serving import begin_answer
 from megatron.inference.server.protocol.messages import CountBody, MessageFormatter, MessagesBody
-from megatron.inference.server.serving import Route, Server
+from megatron.inference.server.serving import Route, Server, begin_answer
 from megatron.inference.server.streaming import respond
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.chat_serving import begin_answer
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.responses import ResponseBody, ResponseFormatter
-from megatron.inference.server.serving import Route, Server
+from megatron.inference.server.serving import Route, Server, begin_answer
 from megatron.inference.server.streaming import respond
 
 

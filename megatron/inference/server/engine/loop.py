@@ -75,7 +75,7 @@ class EngineLoop:
         self._grammars, self._embedder = grammars, embedder
         self._texts: dict[int, Sequence[int]] = {}  # texts to embed, by request id
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[int, tuple[EngineMessage, Future[object]]] = {}  # by request id
+        self._compiling: dict[int, tuple[EngineMessage, Future[Any]]] = {}  # by request id
         self._reader = FrameReader()
         self._unfinished: set[int] = set()  # ids of requests
         self._weights_message_id = -1  # replied to once the weights are installed

@@ -20,7 +20,7 @@ from megatron.inference.server.guided_decoding.tool_grammar import (
     json_after_reasoning,
     tool_grammar,
 )
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.generation import (
     GenerationBody,
     JsonFormat,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.inference.server.middleware.api_error import ApiError
+from megatron.inference.server.protocol.api_error import ApiError
 
 B = TypeVar("B", bound="Body")
 

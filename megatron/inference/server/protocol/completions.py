@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron.cli.tokenizers import Tokenizer
-from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import MAX_LOGPROBS, Prompts
 from megatron.inference.server.protocol.generation import GenerationBody
 from megatron.inference.server.protocol.token_text import TextOffsets, token_text

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
-from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import GenerationRequest
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
     MAX_OUTPUTS,
     MAX_STOP_LENGTH,

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron.inference.server.chat_template import Conversation, Tool, ToolCall, Turn, check_tools
-from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES, ApiError
 from megatron.inference.server.output_processor import Delta, Usage
+from megatron.inference.server.protocol.api_error import ANTHROPIC_ROUTES, ApiError
 from megatron.inference.server.protocol.body import (
     MAX_CALLS,
     MAX_MESSAGES,

@@ -20,8 +20,8 @@ from megatron.inference.server.chat_template import (
     Turn,
     check_tools,
 )
-from megatron.inference.server.middleware.api_error import ApiError
 from megatron.inference.server.output_processor import Delta, Generation
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
     MAX_MESSAGES,
     MAX_TOKENS,

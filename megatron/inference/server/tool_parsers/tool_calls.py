@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
-from megatron.inference.server.middleware.request_log import LOG, REQUEST_ID
+from megatron.inference.server.middleware import LOG, REQUEST_ID
 from megatron.inference.server.tool_parsers.arguments import (
     arguments_json,
     parameter_json,
@@ -187,7 +187,7 @@ class ToolCallParser:
                 if name is None:
                     return _Item.NONE
             elif key in _ARGUMENTS and arguments is None:
-                if name in self._tools and reader.char == "{":
+                if name is not None and name in self._tools and reader.char == "{":
                     yield from self._stream_arguments(name)
                     yield from self._trailing_members()
                     return _Item.CALL

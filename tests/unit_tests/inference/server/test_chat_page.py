@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.server.api.chat_page import content_policy
+from megatron.inference.server.api.operations import content_policy
 from tests.support.browser import Page, chromium, opened
 from tests.support.http_server import Served, served, until
 

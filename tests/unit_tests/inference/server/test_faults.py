@@ -16,8 +16,8 @@ from megatron.core.inference import EngineConfig
 from megatron.core.transformer import CacheShapes
 from megatron.inference.serve import Service, read_key
 from megatron.inference.server.app import API_ROUTES
-from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
-from megatron.inference.server.middleware.request_guard import MAX_HEADER_BYTES, OPEN_ROUTES
+from megatron.inference.server.middleware import MAX_HEADER_BYTES, OPEN_ROUTES
+from megatron.inference.server.protocol.api_error import ANTHROPIC_ROUTES
 from tests.support.http_server import NextByte, Served, error_of, served, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from megatron.inference.server.middleware.api_error import ANTHROPIC_ROUTES
+from megatron.inference.server.protocol.api_error import ANTHROPIC_ROUTES
 from tests.support.http_server import ConstantEmbedder, Served, served, until
 
 MAX_BODY_BYTES = 100_000

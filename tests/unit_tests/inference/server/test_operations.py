@@ -19,7 +19,7 @@ import pytest
 from megatron.core.inference import EngineConfig
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.speculation import NGramLookup
-from megatron.inference.server.middleware.request_log import LOG, JsonFormatter
+from megatron.inference.server.middleware import LOG, JsonFormatter
 from tests.support.http_server import Served, served, until
 
 ROOT = Path(__file__).resolve().parents[4]

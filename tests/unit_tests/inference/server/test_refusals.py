@@ -31,6 +31,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"model": "next-byte", "max_tokens": 300, "messages": USER},
     "/v1/embeddings": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
 }
 
 
@@ -189,6 +191,7 @@ INVALID: Table = {
         {"tool_choice": {"type": "tool"}},
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
     ],
+    "/tokenize": [{"prompt": None}, {"prompt": "a", "messages": USER}],
     "/v1/embeddings": [
         {"input": ""},
         {"input": [[1], []]},
@@ -207,6 +210,7 @@ NAMED_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"chat_template_kwargs": {"other": 1}}, "other"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "messages"),
     ("/v1/messages", {"messages": [*USER, *say("I", "assistant")]}, "assistant"),
+    ("/detokenize", {"tokens": [257]}, "257"),
     ("/v1/embeddings", {"input": [9999]}, "9999"),
     ("/v1/embeddings", {"input": "a" * 5001}, "5001"),
     ("/v1/embeddings", {"input": "a" * 61}, "--inference-max-tokens"),

@@ -2,24 +2,34 @@
 """The outermost layer of all routes: request ids, the API key, limits on requests, the log.
 
 `RequestGuard` wraps the application; `TimedProtocol` limits the time for a header, which arrives
-before the application is called.
+before the application is called. Log lines are text or JSON, with the request id.
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import hmac
+import json
+import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.inference.server.middleware.api_error import ApiError
-from megatron.inference.server.middleware.request_log import REQUEST_ID, log_answer
+from megatron.inference.server.protocol.api_error import ApiError
+
+LogFormat = Literal["text", "json"]
+
+#: Id of the request in progress, for its log lines; "" outside of a request.
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+LOG = logging.getLogger("megatron.inference.server")
 
 MAX_HEADER_BYTES = 16 << 10
 #: Routes without authentication.
@@ -186,3 +196,49 @@ class TimedProtocol(H11Protocol):
 def timed_protocol(seconds: float) -> type[TimedProtocol]:
     """Return the protocol class with this time limit for headers."""
     return type("TimedProtocol", (TimedProtocol,), {"header_seconds": seconds})
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, request_id; for an answer also
+    method, path, status and seconds; for an exception its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as JSON."""
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        fields = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": REQUEST_ID.get() or None,
+            **record.__dict__.get("answer", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in fields.items() if value is not None})
+
+
+def log_answer(method: str, path: str, *, status: int, seconds: float) -> None:
+    """Log an answered request. No argument contains the API key."""
+    answer = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6)}
+    LOG.info(
+        "request %s: %s %r answered %d in %.3f s",
+        REQUEST_ID.get(),
+        method,
+        path,
+        status,
+        seconds,
+        extra={"answer": answer},
+    )
+
+
+def set_up(form: LogFormat, *, answers: bool) -> None:
+    """Configure logging to stderr in this format, with or without a line per answer."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter()
+        if form == "json"
+        else logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(handlers=[handler])
+    LOG.setLevel(logging.INFO if answers else logging.WARNING)

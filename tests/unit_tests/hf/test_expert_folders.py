@@ -34,7 +34,6 @@ from tests.support.hf_converter import (
 )
 from tests.support.hf_folders import (
     VOCABULARY,
-    change_json,
     load_folder,
     make_model,
     save_folder,
@@ -216,14 +215,3 @@ def test_expert_biases_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
     assert after[f"model.layers.2.{bias}"].dtype == torch.float32
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
-def test_deepseek_without_expert_layers_imports_as_dense_model(tmp_path: Path) -> None:
-    model = make_model("deepseek", first_k_dense_replace=3)
-    folder = save_folder(model, tmp_path / "model")
-    checkpoint = imported(folder, tmp_path / "a")
-    assert checkpoint_model(checkpoint).config.moe is None
-    # The stored file now contradicts the checkpoint and must not be used.
-    change_json(tmp_path / "a/hugging_face/config.json", hidden_act="gelu")
-    convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--verify")
-    assert tensors(folder).keys() == tensors(tmp_path / "out").keys()

@@ -192,12 +192,3 @@ def test_conversion_streams_model_larger_than_memory_bound(
     path = random_folder(tmp_path / "model", case, **shape)
     assert sum(f.stat().st_size for f in path.glob("*.safetensors")) > 100 * MB
     check_stream(path, tmp_path)
-
-
-@pytest.mark.slow
-def test_conversion_and_slices_of_500_mb_stay_within_bounds(tmp_path: Path) -> None:
-    shape = {**DENSE_SHAPE, "vocab_size": 32000, "num_hidden_layers": 9}
-    path = random_folder(tmp_path / "model", **shape)
-    assert sum(f.stat().st_size for f in path.glob("*.safetensors")) > 450 * MB
-    check_stream(path, tmp_path)
-    check_halves(path, slack=64 << 10)

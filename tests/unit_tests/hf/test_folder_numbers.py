@@ -12,14 +12,10 @@ import torch
 
 from megatron.cli.errors import ExitCode
 from megatron.cli.schema import build
-from megatron.core import ProcessGroupCollection
-from megatron.core.dist_checkpointing import Solo, read_extra, weight_chunks
-from megatron.core.models import GPTModel
-from megatron.core.weight_gather import Storage
-from megatron.hf import compare_logits, open_folder
+from megatron.core.dist_checkpointing import read_extra
+from megatron.hf import compare_logits
 from megatron.hf import convert as converter
 from megatron.hf.config_json import function_of, read_model, write_config
-from megatron.hf.read_weights import read_weights
 from megatron.training.checkpointing.hf_import import folder_options
 from megatron.training.config import Config
 from megatron.training.config.model_table import gpt_config
@@ -212,16 +208,3 @@ def test_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     dropped = replace(model, hidden_dropout=0.5, init_std=0.7)
     assert function_of(dropped) == function_of(model)
     write_config(dropped, max_length=LENGTH, dtype=torch.float32, end_tokens=())
-
-
-def test_read_weights_reads_each_byte_once(tmp_path: Path) -> None:
-    source = save_folder(make_model("qwen3-8to1"), tmp_path / "source", max_shard_size="60KB")
-    folder = open_folder(source)
-    model = read_model(folder.config, where="x")
-    mcore_model = GPTModel(
-        model.config, ProcessGroupCollection.single(), storage=Storage(initialize=False)
-    )
-    count = read_weights(folder, model, weight_chunks(mcore_model.store), coordinator=Solo())
-    files = list(source.glob("*.safetensors"))
-    assert len(files) > 1
-    assert count == sum(path.stat().st_size for path in files)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.dist_checkpointing import read_extra
 from megatron.core.distributed import DataParallel
 from megatron.core.models import GPTModel
 from megatron.hf.architectures import ARCHITECTURES
@@ -162,20 +161,6 @@ def test_in_memory_names_and_skipped_mtp_tensors(case: str, tmp_path: Path) -> N
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-
-
-@pytest.mark.slow
-def test_decay_rates_stay_in_fp32(tmp_path: Path) -> None:
-    source = save_folder(make_model("nemotronh"), tmp_path / "source")
-    convert("import", "--hf", source, "--save", tmp_path / "a", "--dtype", "bfloat16", "--verify")
-    assert read_extra(tmp_path / "a/iter_0000000")["config"]["bf16"]
-    convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out", "--dtype", "float16")
-    before, after = tensors(source), tensors(tmp_path / "out")
-    fp32_names = {name for name, tensor in after.items() if tensor.dtype == torch.float32}
-    endings = ("A_log", "dt_bias", ".D", "e_score_correction_bias")
-    assert fp32_names == {name for name in before if name.endswith(endings)}
-    assert fp32_names
-    assert all(torch.equal(before[name], after[name]) for name in fp32_names)
 
 
 def test_time_step_limit_is_used_not_transformers_time_step_min(

@@ -146,6 +146,7 @@ WRONG_WINDOWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (SEED_OSS, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     (QWEN2, {"attention_bias": True}, "attention_bias is True: with Qwen2ForCausalLM"),
     (QWEN2, {"mlp_bias": True}, "mlp_bias is True: Qwen2ForCausalLM has none"),
+    (QWEN3, {"mlp_bias": True}, "mlp_bias is True: Qwen3ForCausalLM has none"),
     (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     (QWEN2, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
     (MISTRAL, {"attention_bias": True}, "attention_bias is True: with MistralForCausalLM"),
@@ -211,9 +212,7 @@ def test_unsupported_value_is_named(changes: dict[str, Any], text: str) -> None:
     assert "dir/config.json" in str(error.value)
 
 
-def test_qwen3_refuses_mlp_bias_and_ignores_a_disabled_window() -> None:
-    with pytest.raises(ValueError, match=r"mlp_bias.*Qwen3ForCausalLM"):
-        read_model({**QWEN3, "mlp_bias": True}, where="x")
+def test_qwen3_ignores_a_disabled_window() -> None:
     window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
     assert read_model({**QWEN3, **window}, where="x") == read_model(QWEN3, where="x")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.ops.rope import (
-    HeadRotation,
     RopeScaling,
+    RopeTable,
     apply_rope,
     naive,
     rotary_table,
@@ -63,6 +63,18 @@ def test_rope_matches_complex_multiplication(backend, interleaved, features, rot
     )
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("features", "rotated"), [(6, 6), (10, 4)])
+def test_rotation_in_place_matches_the_equation(dtype, interleaved, features, rotated):
+    (cos, sin), angles = table_and_angles("cpu", rotated, per_sample=False)
+    heads = random_tensor("cpu", SEQUENCE, QUERIES + KEYS, features).to(dtype)[:, :QUERIES]
+    expected = naive.apply_rope(heads.double().unsqueeze(1), angles, interleaved).squeeze(1)
+    RopeTable(cos, sin, interleaved).rotate_(heads)
+    bound = 1e-5 if dtype is torch.float64 else BOUND[dtype]  # the table is fp32
+    assert_close_by_metric("heads", heads, expected, bound=bound)
+
+
 @pytest.mark.parametrize(
     ("features", "rotated", "gates"),
     sized([(128, 128, 0), (128, 64, 16)], [(6, 6, 0), (10, 4, 4), (6, 0, 4), (6, 0, 0)]),
@@ -71,7 +83,7 @@ def test_rope_matches_complex_multiplication(backend, interleaved, features, rot
 def test_split_heads_matches_the_equation(backend, interleaved, features, rotated, gates):
     sizes = [4, 2, 2] + [gates] * bool(gates)
     table, angles = table_and_angles(backend.device, rotated, per_sample=True)
-    rotation = HeadRotation(*table, interleaved) if rotated else None
+    rotation = RopeTable(*table, interleaved) if rotated else None
 
     def equation(x):
         query, key, *unrotated = x.split(sizes, dim=2)
@@ -104,7 +116,7 @@ def test_heads_of_a_projection_are_rotated_by_one_kernel(device, dtype, heads):
 def test_heads_of_a_projection_share_one_gradient(device, gates):
     sizes = [QUERIES, KEYS, KEYS] + [gates] * bool(gates)
     (cos, sin), _ = table_and_angles(device, FEATURES, per_sample=False)
-    split = partial(split_heads, sizes=sizes, rotation=HeadRotation(cos, sin))
+    split = partial(split_heads, sizes=sizes, rotation=RopeTable(cos, sin))
     x = random_tensor(device, SEQUENCE, BATCH, sum(sizes), FEATURES)
     x = x.to(DTYPES[-1]).requires_grad_()
     grad_outputs = [torch.ones_like(heads) for heads in split(x.detach())]

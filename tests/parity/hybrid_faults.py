@@ -91,9 +91,9 @@ HYBRID_FAULTS: Mapping[str, Fault] = {
     ),
     "heads are gated by their neighbour": (
         "transformer.attention",
-        "SelfAttention.forward",
+        "SelfAttention._gated",
         "out * self._sigmoid(gate)",
-        "out * self._sigmoid(gate.roll(1, 2))",
+        "out * self._sigmoid(gate.roll(1, -2))",
         {"attention_gate": True},
     ),
     "feature off: the mode of recurrences that was asked for": (

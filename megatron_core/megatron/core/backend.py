@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend and LayerBuild: the layer implementations of a model, and the context of each layer.
+"""Backend, LayerBuild, Mixer: a model's layer implementations, their context, their interface.
 
 Layer constructors receive one `Backend` instead of a module tree per implementation. `LOCAL` is
-this package's implementation; an adapter for another library supplies the same components.
+this package's implementation; an adapter for another library supplies the same components. The
+layer of a decoder block is a `Mixer`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from megatron.core.context_parallel.comm_type import AUTO
-from megatron.core.context_parallel.layout import ContextParallel
+from megatron.core.context_parallel.layout import ContextParallel, SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
@@ -232,3 +234,30 @@ class LayerBuild:
             init=self.output_init,
             bias=bias,
         )
+
+
+class Mixer(nn.Module):
+    """The layer of a decoder block, between its norm and the residual stream.
+
+    Attributes:
+        decodes_gathered: under sequence parallelism `decode` takes the tokens of all ranks.
+    """
+
+    decodes_gathered = False
+
+    def decode(
+        self, x: torch.Tensor, layout: SequenceLayout, **context: object
+    ) -> tuple[torch.Tensor, RowParallelLinear | None]:
+        """Compute the new tokens of a generation step, outside of autograd.
+
+        Args:
+            x: [t, h], which may be overwritten; [t/tp, h] with sequence parallelism, unless
+                `decodes_gathered`.
+            layout: layout of the tokens, with `paged`.
+            context: keyword arguments of `forward`, and `comm`, the collectives.
+
+        Returns:
+            (the output, shaped as x, None), or the input [t, o/tp] of the row-parallel layer that
+            the mixer ends with, and this layer. The caller then multiplies and reduces.
+        """
+        return self(x.unsqueeze(1), layout, **context).squeeze(1), None

@@ -87,6 +87,11 @@ _OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         )
     }
     | {"aten::linalg_vector_norm": torch.linalg.vector_norm}
+    # torch does not declare `_nn`.
+    | {
+        "aten::gelu": torch._C._nn.gelu,  # pyright: ignore[reportAttributeAccessIssue]
+        "aten::silu": torch._C._nn.silu,  # pyright: ignore[reportAttributeAccessIssue]
+    }
 )
 #: The same for operations that write to their first argument.
 _IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -110,8 +115,6 @@ _IN_PLACE: Mapping[str, Callable[..., Any]] = MappingProxyType(
             "zero_",
         )
     }
-    # torch does not declare `_nn`.
-    | {"aten::silu_": torch._C._nn.silu_}  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 

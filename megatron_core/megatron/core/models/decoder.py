@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.backend import Mixer
 from megatron.core.comm.conjugates import own_rows
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.layer_pattern import (
@@ -170,7 +171,7 @@ class DecoderBlock(nn.Module):
         name: str,
         norm: Norm,
         *,
-        mixer: nn.Module,
+        mixer: Mixer,
         drop: HiddenDropout | None,
         handles: Sequence[WeightHandle],
     ) -> None:
@@ -202,7 +203,7 @@ class DecoderBlock(nn.Module):
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
-def _first_product(mixer: nn.Module) -> ColumnParallelLinear | None:
+def _first_product(mixer: Mixer) -> ColumnParallelLinear | None:
     """Return the only layer that reads the mixer's input; None if several layers read it."""
     if isinstance(mixer, SelfAttention):
         return mixer.qkv
@@ -282,7 +283,7 @@ class Decoder(nn.Module):
         handles = [handle for _, handle in latest][::-1]
         return DecoderBlock(prefix, norm, mixer=mixer, drop=drop, handles=handles)
 
-    def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> nn.Module:
+    def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> Mixer:
         """Build the mixer of a block; attention layers are numbered for their cache entries."""
         config = self.config
         if symbol == EXPERTS:

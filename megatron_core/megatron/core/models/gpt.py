@@ -536,10 +536,23 @@ class PositionEmbedding(nn.Module):
                 f"position {int(at.max())} exceeds the {self.positions} learned positions, 0 "
                 f"to {self.positions - 1}: use shorter sequences"
             )
-        return self.look_up(layout)
+        return self._rows(layout)
 
-    def look_up(self, layout: SequenceLayout) -> torch.Tensor:
-        """Do as `forward` with positions that are known to be in the table."""
+    def decode(self, layout: SequenceLayout) -> torch.Tensor:
+        """Do as `forward` in generation, with a bound of the positions that the host knows.
+
+        Raises:
+            ValueError: a sequence is longer than the table.
+        """
+        max_context = layout.rows_with_past.batch.max_context
+        if max_context > self.positions:
+            raise ValueError(
+                f"a sequence of {max_context} tokens exceeds the {self.positions} "
+                "learned positions: use shorter sequences"
+            )
+        return self._rows(layout)
+
+    def _rows(self, layout: SequenceLayout) -> torch.Tensor:
         at = layout.positions
         if self.region.scatters:
             at = at.chunk(self.region.group.size)[self.region.group.rank]  # [s/tp] or [s/tp, b]

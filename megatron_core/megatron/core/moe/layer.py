@@ -18,10 +18,13 @@ A rank's outputs are partial sums over etp.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from megatron.core.backend import LayerBuild
+from megatron.core.backend import LayerBuild, Mixer
+from megatron.core.comm.symmetric_memory import SequenceParallelComm
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.moe.dispatch import (
     ExpertRanks,
@@ -29,6 +32,7 @@ from megatron.core.moe.dispatch import (
     RankCapacity,
     choose_dispatcher,
     dispatch,
+    partial_sums,
 )
 from megatron.core.moe.moe_config import MoEConfig
 from megatron.core.moe.router import Router, Routing, Share
@@ -94,7 +98,7 @@ class ExpertMLPs(nn.Module):
         return self._function(inner, self.config.activation)
 
 
-class MoE(nn.Module):
+class MoE(Mixer):
     """The mixture of experts of one block.
 
     Args:
@@ -186,6 +190,37 @@ class MoE(nn.Module):
         output = share.whole(expert_output)
         return output + shared[0] if shared else output
 
+    def decode(
+        self, x: torch.Tensor, layout: SequenceLayout, *, comm: SequenceParallelComm, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        """See `Mixer.decode`.
+
+        If the expert ranks are the sequence-parallel ranks, each rank gathers and routes the tokens
+        of all ranks, and shared and routed experts are reduced together: two collectives. They skip
+        the padding if it is at the end of each rank's tokens.
+        """
+        paged = layout.rows_with_past
+        same_ranks = self.ranks.group.ranks == self.region.group.ranks
+        if not (self.region.scatters and same_ranks and self.router.capacity_factor is None):
+            run = partial(self, x.unsqueeze(1), layout)
+            # The host reads the number of tokens of each expert, which a graph cannot record.
+            y = run() if paged.graph is None else paged.graph.call_for(run)
+            return y.squeeze(1), None
+        # With prefill rows, padding lies between decode rows and prefill rows, not at the end.
+        if comm.way == "torch.distributed" or paged.prefill is not None:
+            return comm.reduce_scatter(self._partial_sums(comm.all_gather(x), layout)), None
+        real = paged.slot_mapping.view(self.region.group.size, -1) >= 0
+        rows = real.sum(1, dtype=torch.int32)  # [tp]
+        sums = self._partial_sums(comm.all_gather_v(x, rows), layout)
+        return comm.reduce_scatter_v(sums, rows), None
+
+    def _partial_sums(self, gathered: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        """Return the partial sums [t, h] of this rank's experts for the tokens of all ranks."""
+        share = Share(gathered.unsqueeze(1), layout, region=self.region)
+        routing = self.router(gathered, share)
+        sums = partial_sums(gathered, routing, self.experts, ranks=self.ranks)
+        return sums if self.shared is None else sums + self.shared.partial_sums(gathered, layout)
+
     @torch.no_grad()
     def join(self, most_tokens: int) -> None:
         """Compute this rank's experts in a generation step in which the rank has no tokens.
@@ -250,5 +285,12 @@ class SharedExpert(nn.Module):
 
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] under sequence parallelism)."""
-        out = self.mlp(hidden, layout)
+        return self._gated(self.mlp(hidden, layout), hidden)
+
+    def partial_sums(self, gathered: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        """Return the output [t, h] partial(tp) for the tokens of all ranks, in generation."""
+        active, down = self.mlp.decode(gathered, layout)
+        return self._gated(down.weight.linear(active), gathered)
+
+    def _gated(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return out if self.gate is None else out * self._sigmoid(self.gate.linear(hidden))

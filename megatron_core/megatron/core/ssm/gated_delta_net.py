@@ -124,7 +124,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> torch.Tensor:
         """Return [b, H V], see `RecurrentMixer.decode_tokens`."""
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon)
-        return self.decode(units, slots, cache, norm).flatten(1)
+        return self.decode_recurrence(units, slots, cache, norm).flatten(1)
 
     def convolution(self, shard: UnitShard) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight [u, c, W] and no bias, for a shard of the units."""

@@ -134,10 +134,10 @@ class Mamba2(RecurrentMixer):
             absent = slots < 0
             gate = gate.masked_fill(absent[:, None, None], 0)  # padding rows may be NaN
             return self._apply_norm(
-                self.decode(units, slots, cache, None).flatten(1), gate.flatten(1)
+                self.decode_recurrence(units, slots, cache, None).flatten(1), gate.flatten(1)
             )
         norm = OutputNorm(gate, self.norm_weight.get(), self.epsilon, GATE_FIRST, size)
-        return self.decode(units, slots, cache, norm).flatten(1)
+        return self.decode_recurrence(units, slots, cache, norm).flatten(1)
 
     @property
     def _group_size(self) -> int | None:

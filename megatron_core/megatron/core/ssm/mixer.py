@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron.core.backend import LayerBuild
+from megatron.core.backend import LayerBuild, Mixer
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.all_to_all import RecurrenceOutput, gather_heads, scatter_heads
 from megatron.core.context_parallel.layout import PagedRows
@@ -125,7 +125,7 @@ class UnitShard:
         return weight if self.count == 1 else weight.chunk(self.count)[self.index]
 
 
-class RecurrentMixer(nn.Module, ABC):
+class RecurrentMixer(Mixer, ABC):
     """Base class of the recurrent mixers.
 
     Args:
@@ -389,7 +389,7 @@ class RecurrentMixer(nn.Module, ABC):
             cache: the states.
         """
 
-    def decode(
+    def decode_recurrence(
         self,
         units: torch.Tensor,
         slots: torch.Tensor,

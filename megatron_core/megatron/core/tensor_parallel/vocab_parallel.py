@@ -346,6 +346,10 @@ class VocabParallelEmbedding(nn.Module):
         return self.weight.embedding(local.where(valid, 0), valid)
 
 
+#: Maps x [n, ...] of every rank to [n · tp, ...].
+AllGather = Callable[[torch.Tensor], torch.Tensor]
+
+
 class VocabParallelHead(nn.Module):
     """Projection to the vocabulary; tied to the embedding if declared with its sharding."""
 
@@ -414,33 +418,34 @@ class VocabParallelHead(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return local logits [s, b, V/tp] of replicated hidden states [s, b, h]."""
-        return self.weight.linear(hidden)
+        return self.weight.linear(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def whole(self, logits: torch.Tensor, *, all_gather: AllGather | None = None) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
         columns. Every rank must compute the same from the result: each rank backpropagates the
-        gradient of its own columns only."""
-        return self.joined(logits).float()
+        gradient of its own columns only.
 
-    def joined(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, V] from local logits [s, b, V/tp], in the same dtype."""
-        if self.region.group.size == 1:
-            return logits[..., : self.vocab_size]
-        return self.join(gather_from_group(logits.unsqueeze(0), self.region.group))
+        Args:
+            all_gather: of generation; None is differentiable.
+        """
+        return self._joined(logits, all_gather).float()
 
-    def join(self, logits_by_rank: torch.Tensor) -> torch.Tensor:
-        """Return [s, b, V] from the logits of all ranks [tp, s, b, V/tp]."""
-        return logits_by_rank.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
-
-    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def write_logits(
+        self, hidden: torch.Tensor, out: torch.Tensor, *, all_gather: AllGather | None = None
+    ) -> torch.Tensor:
         """Write `whole(project(hidden))` to `out`, fp32 [s, b, V], and return it; requires disabled
         gradients."""
-        if self.projects_whole(hidden):
-            return self.weight.linear(hidden, out=out)
-        return out.copy_(self.joined(self.project(hidden)))
+        # The local logits of a single rank are the result, unless columns or bits are dropped.
+        is_whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
+        if is_whole and hidden.dtype is torch.float32:
+            self.weight.linear(hidden.flatten(0, 1), out=out.flatten(0, 1))
+            return out
+        return out.copy_(self._joined(self.project(hidden), all_gather))
 
-    def projects_whole(self, hidden: torch.Tensor) -> bool:
-        """Return whether the local logits of hidden states equal the result of `whole`: a single
-        rank, fp32, no padding columns."""
-        whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
-        return whole and hidden.dtype is torch.float32
+    def _joined(self, logits: torch.Tensor, all_gather: AllGather | None) -> torch.Tensor:
+        """Return [s, b, V] from local logits [s, b, V/tp], in the same dtype."""
+        if self.region.group.size > 1:
+            all_gather = all_gather or partial(gather_from_group, group=self.region.group)
+            by_rank = all_gather(logits.unsqueeze(0))  # [tp, s, b, V/tp]
+            logits = by_rank.permute(1, 2, 0, 3).flatten(2)
+        return logits[..., : self.vocab_size]

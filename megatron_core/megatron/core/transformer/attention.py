@@ -10,22 +10,21 @@ With context parallelism s is s/cp everywhere, and only attention uses the token
 With fewer kv heads than tp ranks, each kv head is replicated on tp/g consecutive ranks, whose query
 heads share it; the gradient plan sums the partial gradients of the replicas (`weight_sharding`).
 
-`CoreAttention` is the softmax attention of a rank's heads, shared by all attention layers.
-`RopeTable` contains the cosines and sines of a microbatch's positions, computed once by the model's
-`RotaryEmbedding` and shared by all layers.
+`CoreAttention` is the softmax attention of a rank's heads, shared by all attention layers. The
+model's `RotaryEmbedding` computes the cosines and sines of a microbatch's positions once for all
+layers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import nn
 
-from megatron.core.backend import AttentionLayer, Backend, LayerBuild
+from megatron.core.backend import AttentionLayer, Backend, LayerBuild, Mixer
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.attention import Attend, context_attention
 from megatron.core.context_parallel.comm_type import context_problems
@@ -33,13 +32,13 @@ from megatron.core.context_parallel.layout import ContextParallel, PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from megatron.core.ops.rope import (
-    HeadRotation,
     RopeScaling,
-    apply_rope,
+    RopeTable,
     inverse_frequencies,
     split_heads,
     tabulate,
 )
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.cache_shapes import CacheShapes
 from megatron.core.transformer.norm import Norm, NormConfig
 from megatron.core.weight_gather.handle import WeightHandle
@@ -178,6 +177,10 @@ class CoreAttention:
         )
 
 
+#: Initial positions of a cached rotary table; it doubles on demand.
+CACHED_POSITIONS = 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021).
@@ -212,24 +215,6 @@ class RopeConfig:
         return features
 
 
-@dataclass(frozen=True, eq=False)
-class RopeTable:
-    """cos and sin of token positions, fp32 [s, r/2] or [s, b, r/2]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool
-
-    @cached_property
-    def rotation(self) -> HeadRotation:
-        """The table in the form that `split_heads` takes; made once for all layers."""
-        return HeadRotation(self.cos, self.sin, self.interleaved)
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return heads [s, b, n, d] rotated by the positions of their tokens."""
-        return apply_rope(x, self.cos, self.sin, interleaved=self.interleaved)
-
-
 class RotaryEmbedding:
     """Computes rotary tables for positions; the frequencies are computed once.
 
@@ -249,10 +234,23 @@ class RotaryEmbedding:
             scaling=config.scaling,
             device=None if device is None else torch.device(device),
         )
+        self._table: RopeTable | None = None
 
     def __call__(self, positions: torch.Tensor) -> RopeTable:
         """Return the table for positions int64 [s] or [s, b]."""
         cos, sin = tabulate(positions, self.frequencies, self.config.scaling)
+        return RopeTable(cos, sin, self.config.interleaved)
+
+    def cached(self, positions: torch.Tensor, *, end: int) -> RopeTable:
+        """Return the table for positions int64 [t] as rows of a cached table.
+
+        Args:
+            end: exclusive upper bound of the positions, known on the host.
+        """
+        if self._table is None or end > len(self._table.cos):
+            size = max(CACHED_POSITIONS, 1 << (end - 1).bit_length())
+            self._table = self(torch.arange(size, device=self.frequencies.device))
+        cos, sin = (x.index_select(0, positions) for x in (self._table.cos, self._table.sin))
         return RopeTable(cos, sin, self.config.interleaved)
 
 
@@ -360,13 +358,15 @@ class KeyValueCache(Protocol):
         ...
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Mixer):
     """Self-attention of a sequence.
 
     Args:
         name: prefix of the names of its weights.
         layer: index among the attention layers, for the cache.
     """
+
+    decodes_gathered = True
 
     def __init__(
         self,
@@ -449,22 +449,59 @@ class SelfAttention(nn.Module):
         sizes = [heads, self.kv_heads, self.kv_heads]
         if self.config.output_gate:
             sizes.append(heads)
-        rotation = None if rope is None or self.query_norm is not None else rope.rotation
+        rotation = None if rope is None or self.query_norm is not None else rope
         query, key, value, *gates = split_heads(mixed, sizes, rotation)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)  # [s, b, n/tp or g/tp, d]
             if rope is not None:
                 query, key = rope.rotate(query), rope.rotate(key)
-        # In fp32, so that their gradient is not rounded.
-        sinks = None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
         if cache is None:
-            out = self.core(query, key, value, layout, sinks=sinks)  # [s, b, n/tp, d]
+            out = self.core(query, key, value, layout, sinks=self._sinks())  # [s, b, n/tp, d]
         else:
-            new = query[:, 0], torch.cat([key[:, 0], value[:, 0]], 1)
-            # The property raises the error of a layout without rows.
-            rows = layout.paged or layout.rows_with_past
-            out = cache.attend(self.layer, *new, rows, self.core, sinks=sinks)
-            out = out.unsqueeze(1)  # [t, 1, n/tp, d]
+            key_value = torch.cat([key[:, 0], value[:, 0]], 1)  # [t, 2g/tp, d]
+            out = self._attend_cached(query[:, 0], key_value, layout, cache).unsqueeze(1)
+        return self.output(self._gated(out, gates))
+
+    def decode(
+        self,
+        x: torch.Tensor,
+        layout: SequenceLayout,
+        *,
+        cache: KeyValueCache,
+        rope: RopeTable | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, RowParallelLinear]:
+        """See `Mixer.decode`: queries and keys are rotated in place, and the cache takes keys and
+        values as they lie in the projection's output."""
+        n, g = self.heads, self.kv_heads
+        mixed = self.qkv.weight.linear(x, self.qkv.bias)
+        mixed = mixed.view(len(x), -1, self.config.kv_channels)  # [t, (n + 2g)/tp, d]
+        query, key_value, *gates = mixed.split([n, 2 * g, n][: 2 + self.config.output_gate], dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            for norm, heads in ((self.query_norm, query), (self.key_norm, key_value[:, :g])):
+                heads.copy_(norm(heads))
+        if rope is not None:
+            rope.rotate_(mixed[:, : n + g])
+        return self._gated(self._attend_cached(query, key_value, layout, cache), gates), self.output
+
+    def _sinks(self) -> torch.Tensor | None:
+        # In fp32, so that their gradient is not rounded.
+        return None if self.sinks is None else self.sinks.use(torch.float32)  # [n/tp]
+
+    def _attend_cached(
+        self,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        layout: SequenceLayout,
+        cache: KeyValueCache,
+    ) -> torch.Tensor:
+        """Return [t, n/tp, d], see `KeyValueCache.attend`."""
+        # The property raises the error of a layout without rows.
+        rows = layout.paged or layout.rows_with_past
+        return cache.attend(self.layer, query, key_value, rows, self.core, sinks=self._sinks())
+
+    def _gated(self, out: torch.Tensor, gates: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the input [..., n/tp · d] of the output projection from heads [..., n/tp, d]."""
         for gate in gates:
             out = out * self._sigmoid(gate)
-        return self.output(out.reshape(*out.shape[:2], -1))
+        return out.flatten(-2)

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from megatron.core.backend import LayerBuild
+from megatron.core.backend import LayerBuild, Mixer
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.comm_type import context_problems
@@ -109,7 +108,7 @@ class LatentAttentionConfig:
         return problems
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Mixer):
     """Latent self-attention of a sequence.
 
     Args:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from megatron.core.backend import LayerBuild
+from megatron.core.backend import LayerBuild, Mixer
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.swiglu import ACTIVATIONS, GATES, activate, gated
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.recompute import discard_until_backward
 
 
@@ -49,13 +49,15 @@ class MLPConfig:
         return problems
 
 
-class MLP(nn.Module):
+class MLP(Mixer):
     """The MLP of one block.
 
     Attributes:
         recomputes: recompute the activated features in backward instead of storing them. A relu
             stores its output in any case.
     """
+
+    decodes_gathered = True
 
     def __init__(self, name: str, *, config: MLPConfig, build: LayerBuild) -> None:
         super().__init__()
@@ -82,6 +84,12 @@ class MLP(nn.Module):
             source = inner.detach()
             discard_until_backward(active, lambda: self.activate(source), used_by=y)
         return y
+
+    def decode(
+        self, x: torch.Tensor, layout: SequenceLayout, **_: object
+    ) -> tuple[torch.Tensor, RowParallelLinear]:
+        """See `Mixer.decode`."""
+        return self.activate(self.input.weight.linear(x, self.input.bias)), self.down
 
     def activate(self, inner: torch.Tensor) -> torch.Tensor:
         """Return the activated features [..., f/tp] from inner [..., 2f/tp] ([..., f/tp] plain)."""

@@ -11,9 +11,14 @@ from torch import nn
 
 from megatron.core.backend import LayerBuild
 from megatron.core.initialize import InitSpec
+from megatron.core.ops.nvls import RowNorm
+from megatron.core.ops.rmsnorm.cpu import rms_norm_inference
 from megatron.core.weight_sharding import GradientKind, WeightSharding
 
 NORMS = ("RMSNorm", "LayerNorm")
+
+#: Dtypes in which a CPU normalises without a cast.
+_EXACT_DTYPES = frozenset({torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +81,29 @@ class Norm(nn.Module):
         if self.bias is None:
             return self._normalise(x, self.weight, residual=residual)
         return self._normalise(x, self.weight, self.bias, residual=residual)
+
+    def decode(
+        self, delta: torch.Tensor | None, stream: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm(delta + stream), delta + stream), [t, h], outside of autograd.
+
+        One input may be None. `delta` may be overwritten.
+        """
+        total = stream if delta is None else delta
+        assert total is not None
+        residual = None if delta is None else stream
+        if self.bias is not None or total.device.type != "cpu" or total.dtype not in _EXACT_DTYPES:
+            return self(total, residual) if residual is not None else (self(total), total)
+        if residual is not None:
+            total.add_(residual)
+        weight = self.weight.use(torch.float32)
+        zero_centered = self.config.zero_centered
+        return rms_norm_inference(total, self.config.epsilon, zero_centered, weight), total
+
+    def for_fused_kernel(self) -> RowNorm | None:
+        """Return the parameters of the kernel that reduces, normalises and gathers; None for
+        LayerNorm."""
+        if self.bias is not None:
+            return None
+        weight = self.weight.use(torch.float32)
+        return RowNorm(weight, self.config.epsilon, float(self.config.zero_centered))

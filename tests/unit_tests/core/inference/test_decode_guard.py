@@ -133,7 +133,6 @@ MAKERS = {
     f"{CORE}.moe.dispatch": ({"experts"}, "counts of experts, initially zero"),
     f"{CORE}.ops.permutation": ({"experts"}, "the order of rows, inverted"),
     f"{CORE}.ops.grouped_mm.cpu": ({"experts"}, "the result of several products"),
-    f"{CORE}.ops.swiglu.cpu": ({"experts"}, "the result of an activation"),
     f"{CORE}.ops.rope.cpu": ({"latent"}, "the result of a rotation"),
     f"{CORE}.ops.recurrence.ssd": ({"hybrid"}, "the sum with the skip connection"),
     f"{CORE}.ops.recurrence.decode.cpu": ({"hybrid"}, "on a CPU in place of a kernel"),

@@ -11,9 +11,9 @@ writes all their gradients into the projection's gradient in one pass.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,8 @@ from megatron.core.ops.backend_choice import choose, direct_apply
 from megatron.core.ops.rope import cpu
 
 __all__ = [
-    "HeadRotation",
     "RopeScaling",
+    "RopeTable",
     "apply_rope",
     "inverse_frequencies",
     "rotary_table",
@@ -31,8 +31,9 @@ __all__ = [
 ]
 
 
-class HeadRotation(NamedTuple):
-    """Rotation of heads.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RopeTable:
+    """cos and sin of token positions.
 
     Args:
         cos, sin: fp32 [s, r/2] or [s, b, r/2], from `rotary_table`.
@@ -42,6 +43,20 @@ class HeadRotation(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Return heads [s, b, n, d] rotated by the positions of their tokens."""
+        return apply_rope(x, self.cos, self.sin, interleaved=self.interleaved)
+
+    def rotate_(self, x: torch.Tensor) -> None:
+        """Rotate heads [s, n, d] in place, outside of autograd, with a table [s, r/2]."""
+        cpu.rotate_(x, *self._by_pair, self.interleaved)
+
+    @functools.cached_property
+    def _by_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for features in pairs, [s, 1, r/2, 1] if interleaved, else [s, 1, 1, r/2]."""
+        dim = -1 if self.interleaved else -2
+        return self.cos.unsqueeze(1).unsqueeze(dim), self.sin.unsqueeze(1).unsqueeze(dim)
 
 
 def apply_rope(
@@ -85,7 +100,7 @@ def apply_rope(
 def split_heads(
     projection: torch.Tensor,
     sizes: Sequence[int],
-    rotation: HeadRotation | None,
+    rotation: RopeTable | None,
     *,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -173,7 +188,7 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, projection, sizes, rotation, rotate, join):
-        ctx.save_for_backward(*(() if rotation is None else rotation[:2]))
+        ctx.save_for_backward(*(() if rotation is None else (rotation.cos, rotation.sin)))
         ctx.interleaved = rotation is not None and rotation.interleaved
         ctx.sizes, ctx.join = sizes, join
         return _split_heads(projection, sizes, rotation, rotate)
@@ -195,14 +210,16 @@ _apply_split_heads = direct_apply(SplitHeads)
 def _split_heads(
     projection: torch.Tensor,
     sizes: Sequence[int],
-    rotation: HeadRotation | None,
+    rotation: RopeTable | None,
     rotate: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Return query, key, value (and gate) of a projection [s, b, m, d], see `split_heads`."""
     if rotation is None:
         return projection.split(tuple(sizes), dim=2)
     num_rotated = sizes[0] + sizes[1]
-    query_key = rotate(projection[:, :, :num_rotated], *rotation)
+    query_key = rotate(
+        projection[:, :, :num_rotated], rotation.cos, rotation.sin, rotation.interleaved
+    )
     remaining = projection[:, :, num_rotated:].split(tuple(sizes[2:]), dim=2)
     return *query_key.split(tuple(sizes[:2]), dim=2), *remaining
 

@@ -64,3 +64,24 @@ def rotate(
     if target is None:
         return out.to(x.dtype)
     return out if target is out else target.copy_(out)
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """Rotate x [t, n, d] in place, in four operations.
+
+    Args:
+        cos, sin: [t, 1, r/2, 1] if `interleaved`, else [t, 1, 1, r/2].
+    """
+    rotated = 2 * cos.shape[1:].numel()
+    split, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    features = x if rotated == x.shape[-1] else x[..., :rotated]
+    values = features.to(accumulation_dtype(x.dtype))
+    pairs = values.view(*x.shape[:-1], *split)  # [t, n, r/2, 2] or [t, n, 2, r/2]
+    # The sine products must be complete before the pairs are scaled in place.
+    products = pairs * sin
+    pairs.mul_(cos)
+    (x1, x2), (product1, product2) = pairs.unbind(dim), products.unbind(dim)
+    x1.sub_(product2)
+    x2.add_(product1)
+    if values is not features:
+        features.copy_(values)

@@ -46,26 +46,6 @@ def gated(
     return forward(gate_up, activation)
 
 
-def gate_(gate: torch.Tensor, up: torch.Tensor, *, activation: str = "silu") -> torch.Tensor:
-    """Write activation(gate) * up to `gate` and return it.
-
-    In-place variant of `gated` for generation on a CPU: two operations of plain PyTorch, forward
-    only.
-
-    Args:
-        gate, up: [..., f].
-        activation: as in `gated`.
-
-    Raises:
-        ValueError: an unknown activation.
-    """
-    if activation not in GATES:
-        raise ValueError(f"gate_: activation={activation!r} is unknown; use one of {GATES}")
-    if activation == "silu":
-        return F.silu(gate, inplace=True).mul_(up)
-    return torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
-
-
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Apply a plain activation to every element.
 

@@ -252,10 +252,10 @@ def small_runs(root: Path) -> dict[str, Callable[[], object]]:
     import torch
 
     import megatron.core
+    from megatron.core.inference import EngineConfig
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.requests import EngineRequest
     from megatron.core.inference.sampling import SamplingParams
-    from megatron.core.inference.sizes import EngineConfig
     from megatron.core.models.gpt import GPTConfig, GPTModel
     from megatron.core.process_groups import ProcessGroupCollection
     from megatron.core.transformer import AttentionConfig, MLPConfig

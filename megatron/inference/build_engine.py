@@ -12,9 +12,9 @@ import torch
 
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import CudaRecorder, GraphMemory, Recorder
+from megatron.core.inference import EngineConfig
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.model_runner import EngineFeatures, LanguageModel
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import (
     DraftModel,
     MultiTokenHeads,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.cli.launch import Launch
+from megatron.core.inference import EngineConfig
 from megatron.core.inference.requests import (
     Completion,
     EngineRequest,
@@ -29,7 +30,6 @@ from megatron.core.inference.requests import (
 )
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.text_stream import TextStream
 from megatron.inference.build_engine import graph_recorder, speculating_engine, weights_of_level
 from megatron.inference.config import Inference, ModelSource, Speculation

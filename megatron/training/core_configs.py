@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron.core.backend import LOCAL, Backend
-from megatron.core.context_parallel.comm_type import AttentionShape
+from megatron.core.context_parallel.attention import AttentionShape
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import MuonConfig, OptimizerConfig

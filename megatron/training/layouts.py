@@ -20,8 +20,8 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding
+from megatron.core.context_parallel.attention import ALL_TO_ALL, choose
 from megatron.core.context_parallel.blockwise import PAIRS_WORTH_A_BLOCK, worth_blocks
-from megatron.core.context_parallel.comm_type import ALL_TO_ALL, choose
 from megatron.core.context_parallel.sequence_sharding import (
     DOCUMENTS,
     ROW,

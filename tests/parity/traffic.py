@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.context_parallel.comm_type import sent_groups
+from megatron.core.context_parallel.attention import sent_groups
 from megatron.core.distributed.formulas import BucketSize
 from megatron.core.pipeline_parallel import ActionKind
 from megatron.core.process_groups import GROUP_NAMES

@@ -24,7 +24,7 @@ import torch
 
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.comm_type import ENGINES
+from megatron.core.context_parallel.attention import ENGINES
 from megatron.core.context_parallel.sequence_sharding import (
     SequenceSharding,
     attention_work,

@@ -34,12 +34,11 @@ from megatron.core.backend import LOCAL, Backend, with_batch_invariance
 from megatron.core.cpu_graph import CpuGraph
 from megatron.core.device import peak_memory_bytes
 from megatron.core.dist_checkpointing import Solo, weight_chunks
-from megatron.core.inference import EngineRequest
+from megatron.core.inference import EngineConfig, EngineRequest
 from megatron.core.inference.engine import Engine, generate
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.request_state import DraftContext
 from megatron.core.inference.sampling import SamplingParams
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import NGramLookup, Proposer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from megatron.core.inference import EngineConfig
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.router import Replicas
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.process_groups import Group
 from megatron.inference.serve import http_process
 from megatron.inference.server.engine.control import EngineControl

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.comm import all_reduce
 from megatron.core.comm.symmetric_memory import communicator_bytes
-from megatron.core.context_parallel.comm_type import explain
+from megatron.core.context_parallel.attention import explain
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
 from megatron.core.optimizer import Optimizer

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron.core.context_parallel.comm_type import AUTO
-from megatron.core.context_parallel.layout import ContextParallel, SequenceLayout
+from megatron.core.context_parallel.layout import AUTO, ContextParallel, SequenceLayout
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from megatron.core.context_parallel.blockwise import Blocks, attention_blocks
-from megatron.core.context_parallel.comm_type import AUTO
 from megatron.core.context_parallel.packed_tokens import LocalSequences, PackedTokens, whole_rows
 from megatron.core.context_parallel.sequence_sharding import (
     PADDING,
@@ -34,6 +33,9 @@ from megatron.core.device import pin
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
+
+#: The choice of the variant with the least communication.
+AUTO = "auto"
 
 
 def take_columns(x: torch.Tensor, columns: torch.Tensor, fill: float) -> torch.Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.device import HostCopy, Work, give_back_memory
-from megatron.core.inference.cache import PagedCache
+from megatron.core.inference.cache import CacheSizes, EngineConfig, PagedCache
 from megatron.core.inference.decode_graphs import GraphStats
 from megatron.core.inference.model_runner import (
     EngineFeatures,
@@ -59,7 +59,6 @@ from megatron.core.inference.requests import (
     check_request,
 )
 from megatron.core.inference.scheduler import Scheduler
-from megatron.core.inference.sizes import CacheSizes, EngineConfig
 from megatron.core.inference.stages import PipelineGroups, StageLink
 from megatron.core.process_groups import Group
 

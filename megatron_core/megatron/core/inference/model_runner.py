@@ -25,7 +25,7 @@ from megatron.core.comm.collectives import Pending
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.device import Recorder, Work, WorkQueue, pin, runs_ahead, to_host
-from megatron.core.inference.cache import PagedCache
+from megatron.core.inference.cache import EngineConfig, PagedCache
 from megatron.core.inference.decode_graphs import DecodeGraphs, DecodeInputs
 from megatron.core.inference.request_state import (
     OutputState,
@@ -36,7 +36,6 @@ from megatron.core.inference.request_state import (
     SharedStep,
 )
 from megatron.core.inference.sampling import Chosen, Sampled, SampleRow, sample, verified
-from megatron.core.inference.sizes import EngineConfig
 from megatron.core.inference.speculation import ComputedStep, Proposer
 from megatron.core.inference.stages import (
     PipelineGroups,

@@ -26,8 +26,7 @@ import torch
 
 from megatron.core.backend import AttentionLayer, Backend, LayerBuild, Mixer
 from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.attention import Attend, context_attention
-from megatron.core.context_parallel.comm_type import context_problems
+from megatron.core.context_parallel.attention import Attend, context_attention, context_problems
 from megatron.core.context_parallel.layout import ContextParallel, PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.dropout import AttentionDropout, dropout_key

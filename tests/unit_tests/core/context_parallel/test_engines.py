@@ -11,8 +11,13 @@ import torch
 from megatron.core import Group, ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
 from megatron.core.context_parallel import SequenceLayout, SequenceSharding, context_attention
-from megatron.core.context_parallel.attention import Attend
-from megatron.core.context_parallel.comm_type import AttentionShape, choose, explain, moved_bytes
+from megatron.core.context_parallel.attention import (
+    Attend,
+    AttentionShape,
+    choose,
+    explain,
+    moved_bytes,
+)
 from megatron.core.ops.attention import attention
 from megatron.core.ops.dropout import AttentionDropout, dropout_key
 from tests.support.closeness import assert_all_close

@@ -23,12 +23,12 @@ from megatron.core.inference import (
     SamplingParams,
     generate,
 )
+from megatron.core.inference.cache import MAX_SEQUENCE_TOKENS
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.request_state import SchedulerStats
 from megatron.core.inference.requests import check_request
 from megatron.core.inference.router import Replicas
 from megatron.core.inference.sampling import SampleRow, sample
-from megatron.core.inference.sizes import MAX_SEQUENCE_TOKENS
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup, Proposer
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.inference import EngineConfig
-from megatron.core.inference.sizes import CacheSizes
+from megatron.core.inference.cache import CacheSizes
 from megatron.core.transformer import CacheShapes
 
 #: Shapes with no states, states smaller than a block, and states as large as several blocks.

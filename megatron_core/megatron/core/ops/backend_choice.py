@@ -43,9 +43,9 @@ def ptxas_version(major: int) -> str | None:
     """
     if not triton_is_installed():
         return None
-    import triton
+    from triton import knobs
 
-    tools = triton.knobs.nvidia
+    tools = knobs.nvidia
     try:
         path = (tools.ptxas_blackwell if major > 9 else tools.ptxas).path
     except RuntimeError:  # no such file
@@ -54,7 +54,9 @@ def ptxas_version(major: int) -> str | None:
         name = "TRITON_PTXAS_BLACKWELL_PATH" if major > 9 else "TRITON_PTXAS_PATH"
         raise ValueError(f"{name} is not a program that runs here: {error}: unset it") from error
     text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"V(\d[\d.]*)", text)[1]
+    match = re.search(r"V(\d[\d.]*)", text)
+    assert match is not None, f"{path} --version reports no version"
+    return match[1]
 
 
 def choose(
@@ -105,9 +107,9 @@ def _require_triton(tensor: torch.Tensor, op: str, has_triton: bool) -> None:
     if tensor.dtype == torch.float64:
         raise ValueError(f"{op}: the Triton kernel has no float64; use implementation='reference'")
     if tensor.device.type != "cuda":
-        import triton
+        from triton import knobs
 
-        if not triton.knobs.runtime.interpret:
+        if not knobs.runtime.interpret:
             raise ValueError(
                 f"{op}: implementation='triton' on a {tensor.device.type} tensor runs only in"
                 " Triton's interpreter (TRITON_INTERPRET=1)"
@@ -186,7 +188,8 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
         args: as for `function.apply`.
     """
     if torch.is_grad_enabled():
-        return super(torch.autograd.Function, function).apply(*args)  # as `direct_apply` does
+        apply = super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+        return apply(*args)  # as `direct_apply` does
     return function.forward(ForwardOnly(), *args)
 
 
@@ -197,7 +200,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     which doubles its host time. No transform reaches a layer, because the weights of linear ops
     are outside of autograd. This is the function of C++ that it calls in the end.
     """
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

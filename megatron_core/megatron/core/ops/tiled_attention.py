@@ -147,7 +147,8 @@ def _sequence_groups(
         positions = torch.minimum(torch.maximum(positions, start[:, None]), context[:, None] - 1)
         slots = batch.block_table[rows].gather(1, positions // block_size).long() * block_size
         slots += positions % block_size
-        ends = context if len(rows) > 1 else torch.arange(contexts[rows[0]] - new, context[0]) + 1
+        end = contexts[rows[0]]
+        ends = context if len(rows) > 1 else torch.arange(end - new, end) + 1
         groups.append((tokens, slots, list(_tile_masks(ends, low, num_tiles, window))))
     return groups
 
@@ -191,9 +192,8 @@ def _attend(
     lse = query.new_full((*query.shape[:-1], 1), EMPTY_LSE)
     for index, mask in enumerate(masks):
         tile = slice(index * KEY_TILE, (index + 1) * KEY_TILE)
-        output = _attend_tile(
-            query, *(_heads_first(x[:, tile].to(dtype)) for x in (keys, values)), *mask
-        )
+        key, value = (_heads_first(x[:, tile].to(dtype)) for x in (keys, values))
+        output = _attend_tile(query, key, value, *mask)
         # Without a window every query attends to the first tile of its sequence.
         out, lse = output if index == 0 and window is None else _merge(out, lse, *output)
     if sinks is not None:

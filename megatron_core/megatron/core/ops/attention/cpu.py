@@ -94,15 +94,17 @@ class Mask:
         """
         hidden = None
         later = self.causal and columns[1] - 1 > rows[0] + shift
-        earlier = self.window is not None and rows[1] - 1 + shift - columns[0] >= self.window
+        window = math.inf if self.window is None else self.window
+        earlier = rows[1] - 1 + shift - columns[0] >= window
         if later or earlier:
             positions = torch.arange(*rows, device=device)[:, None] + shift  # [q, 1]
             keys = torch.arange(*columns, device=device)  # [k]
             if later:
                 hidden = keys > positions
             if earlier:
-                outside = positions - keys >= self.window
+                outside = positions - keys >= window
                 hidden = outside if hidden is None else hidden | outside
+            assert hidden is not None
             hidden = hidden[None, None]  # [1, 1, q, k]
         if self.document_ids is not None and documents is not None:
             query_ids = documents[slice(*rows)].t()  # [b, q]
@@ -375,7 +377,7 @@ def attention_backward(
     if not _has_flash(query, key, mask, dropout):
         return chunked_backward(grad_out, query, key, value, out, lse, scale, mask, dropout)
     operand_dtype = backward_dtype(query, query.shape[0], cpu_dtype)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(_heads_first(x, operand_dtype) for x in (grad_out, query)),
         *(_packed(x, operand_dtype, query) for x in (key, value)),
         _heads_first(out, operand_dtype),
@@ -384,7 +386,12 @@ def attention_backward(
         mask.causal,
         scale=scale,
     )
-    return tuple(_sequence_first(grad).to(query.dtype) for grad in grads)
+    dtype = query.dtype
+    return (
+        _sequence_first(d_query).to(dtype),
+        _sequence_first(d_key).to(dtype),
+        _sequence_first(d_value).to(dtype),
+    )
 
 
 def backward_dtype(query: torch.Tensor, queries: int, cpu_dtype: torch.dtype | None) -> torch.dtype:

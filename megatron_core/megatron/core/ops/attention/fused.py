@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,7 @@ def options_of(
     return [name for name, present in options.items() if present]
 
 
-def kernel_of(query: torch.Tensor, key: torch.Tensor, mask: Mask, **options: object) -> str | None:
+def kernel_of(query: torch.Tensor, key: torch.Tensor, mask: Mask, **options: Any) -> str | None:
     """Return the fused kernel of an attention, or None; arguments as for `options_of`."""
     names = options_of(query, key, mask, **options)
     return kernel_name(refusals(query.device, query.dtype, query.shape[-1], options=names))
@@ -223,7 +224,9 @@ def attention_backward(
             *tensors, lse.unsqueeze(-1).contiguous(), unused_seed, unused_seed, None, None, None,
             queries, keys, 0.0, mask.causal, scale=scale,
         )  # fmt: skip
-        return tuple(grad.permute(2, 0, 1, 3).narrow(-1, 0, features) for grad in grads)
+        grads = (grad.permute(2, 0, 1, 3).narrow(-1, 0, features) for grad in grads)
+        d_query, d_key, d_value = grads
+        return d_query, d_key, d_value
     band = _Band.of(mask, queries, keys)
     cu_seqlens, max_seqlens = _lengths(mask, queries, band.keys)
     lengths = (queries, queries, band.keys, band.keys, queries)
@@ -242,7 +245,8 @@ def attention_backward(
     for grad in d_key_value:
         grad = _sequence_first(grad, key)  # [visible keys, b, g, d]
         grads.append(F.pad(grad, (0, 0) * 3 + (0, keys - band.keys)) if band.keys < keys else grad)
-    return tuple(grad.narrow(-1, 0, features) for grad in grads)
+    d_query, d_key, d_value = (grad.narrow(-1, 0, features) for grad in grads)
+    return d_query, d_key, d_value
 
 
 class _Band:

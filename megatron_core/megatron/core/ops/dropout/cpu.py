@@ -117,14 +117,11 @@ def column_key(key: int) -> int:
     return signed(key ^ _COLUMN_SALT)
 
 
-def row_hashes(key: int, *indices: torch.Tensor) -> torch.Tensor:
+def row_hashes(key: int, index: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
     """Hash a tuple of broadcastable int64 indices under a key, successively."""
-    state = None
-    for index in indices:
-        if state is None:
-            state = hash_index(key, index)
-        else:
-            state = hash_index(key, state ^ index)
+    state = hash_index(key, index)
+    for following in indices:
+        state = hash_index(key, state ^ following)
     return state
 
 

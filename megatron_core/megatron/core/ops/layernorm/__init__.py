@@ -53,7 +53,8 @@ def layer_norm(
     Raises:
         ValueError: shapes, dtypes or `eps` that do not fit.
     """
-    scale, shift = (w.value if isinstance(w, StoredWeight) else w for w in (weight, bias))
+    scale = weight.value if isinstance(weight, StoredWeight) else weight
+    shift = bias.value if isinstance(bias, StoredWeight) else bias
     check_norm("layer_norm", x, scale, residual, eps=eps)
     if shift is not None and (shift.shape != scale.shape or shift.dtype != scale.dtype):
         raise ValueError(

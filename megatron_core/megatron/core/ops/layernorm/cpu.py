@@ -88,6 +88,9 @@ def _accumulated_backward(
         accumulation dtype, or None).
     """
     scale, shift, mean, rstd = statistics
+    assert scale is not None
+    assert mean is not None
+    assert rstd is not None
     dtype, shape = scale.dtype, [rows.shape[-1]]
     backward = torch.ops.aten.native_layer_norm_backward
     if rows.dtype == dtype or rows.device.type != "cpu" or rows.numel() <= BLOCK_ELEMENTS:
@@ -114,4 +117,4 @@ def _accumulated_backward(
         for total, block_grad in zip(totals, block_grads, strict=True):
             if total is not None:
                 total.add_(block_grad)
-    return out, *totals
+    return out, totals[0], totals[1]

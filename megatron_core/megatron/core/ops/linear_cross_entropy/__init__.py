@@ -254,10 +254,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             if not needs_grad:
                 continue
             factor = factor.mul_(weights[chunk])[:, None]
-            if needs_hidden:
+            if grad_hidden is not None:
                 grad_hidden[chunk] = torch.mm(logits, matrix).mul_(factor)
             scaled = (rows * factor).to(dtype)
-            if needs_weight:
+            if grad_weight is not None:
                 add_product_(grad_weight, logits.t(), scaled, overwrite=start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.hidden_dtype, ctx.weight_dtype = hidden.dtype, weight.dtype

@@ -113,14 +113,14 @@ class LowBitCopy:
             return packed_linear(x.to(torch.bfloat16), self.values)
         if self.scales is None:
             return F.linear(x.to(torch.bfloat16), self.values)
-        return self._int8_matmul(x.to(torch.bfloat16))
+        return self._int8_matmul(x.to(torch.bfloat16), self.scales)
 
-    def _int8_matmul(self, x: torch.Tensor) -> torch.Tensor:
+    def _int8_matmul(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return x [t, h] Wᵀ, [t, o]; operand and output are bf16."""
         rows, features = self.values.shape
         if features != self.features:
             x = F.pad(x, (0, features - self.features))
-        out = torch._weight_int8pack_mm(x, self.values, self.scales)
+        out = torch._weight_int8pack_mm(x, self.values, scales)
         return out if rows == self.rows else out[:, : self.rows]
 
     def _dequantized_matmul(self, x: torch.Tensor) -> torch.Tensor:

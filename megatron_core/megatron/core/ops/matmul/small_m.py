@@ -59,7 +59,7 @@ def linear(
         out: [..., o], written and returned instead of a new tensor.
     """
     if bias is not None or x.ndim != 2 or not uses_transposed_product(x):
-        return F.linear(x, weight, bias, out=out)
+        return F.linear(x, weight, bias, out=out)  # pyright: ignore[reportCallIssue]  # undeclared
     product = _transposed_product(x, weight)
     return product.contiguous() if out is None else out.copy_(product)
 

@@ -315,6 +315,7 @@ def inverse_frequencies(
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Keep short wavelengths, stretch long ones, and interpolate linearly in 1/wavelength."""
+    assert scaling.original_max_position is not None  # checked by RopeScaling
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
@@ -324,8 +325,11 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def _yarn(frequencies: torch.Tensor, dim: int, base: float, scaling: RopeScaling) -> torch.Tensor:
     """Keep features with many rotations, stretch features with few, with a linear ramp between."""
 
+    assert scaling.original_max_position is not None  # checked by RopeScaling
+    length = scaling.original_max_position
+
     def index_of(turns: float) -> float:
-        wavelength = scaling.original_max_position / (turns * 2 * math.pi)
+        wavelength = length / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(base))
 
     low = max(math.floor(index_of(scaling.beta_fast)), 0)

@@ -263,7 +263,7 @@ def _convolved(
 def _has_fast_convolution(rows: torch.Tensor) -> bool:
     """Return whether oneDNN can convolve `rows`."""
     on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
-    return on_cpu and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return on_cpu and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def _gather_products(table: torch.Tensor, index: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class DeltaRuleChunks:
     @cached_property
     def inverse(self) -> torch.Tensor:
         """T [m, H, C, C]."""
-        if self._is_solved:
+        if self._is_solved and self._inverse is not None:
             return self._inverse
         beta = self.by_group(self.beta)[..., None]
         lower = (self.gram[:, :, None, self.size :] * beta).flatten(1, 2)
@@ -392,6 +392,7 @@ class DeltaRecurrence:
         d_out_grid = call.chunks.to_chunks(d_out).transpose(1, 2)  # [n, H, C, V]
         grads = SweepBack(call.chunks, call.states_or_zeros(d_final))
         d_grids = RecurrenceInputs(*(x.new_empty(x.shape) for x in call.grids))
+        assert prepared.states_before is not None, "the forward sweep must run before gradients"
         for span in reversed(call.blocks()):
             block = call.block(span)
             shape = (*block.value.shape[:2], 2 * block.size, block.values)

@@ -56,7 +56,10 @@ def gated_rms_norm(
     op = "gated_rms_norm"
     gate, gradient = slice_of(gate)
     stored = weight if isinstance(weight, StoredWeight) else None
-    value, leaf = (weight, weight) if stored is None else stored[:2]
+    if isinstance(weight, StoredWeight):
+        value, leaf = weight.value, weight.anchor
+    else:
+        value = leaf = weight
     _check_shapes(op, x, gate, value, row_index=row_index)
     if not x.is_floating_point() or not gate.is_floating_point():
         raise ValueError(f"{op}: x is {x.dtype}, gate {gate.dtype}; give floating-point tensors")

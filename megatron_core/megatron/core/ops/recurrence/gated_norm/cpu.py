@@ -26,10 +26,12 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Normalise and gate; see `ops.recurrence.gated_norm.gated_rms_norm`."""
     shape = gate.shape
-    stored = weight if isinstance(weight, StoredWeight) else None
-    if (weight if stored is None else stored.value).ndim == 2:
+    if isinstance(weight, StoredWeight):
+        value, leaf, stored = weight.value, weight.anchor, weight
+    else:
+        value, leaf, stored = weight, weight.flatten(), None
+    if value.ndim == 2:
         x, gate = x.flatten(-2), gate.flatten(-2)
-    leaf = weight.flatten() if stored is None else stored.anchor
     arguments = leaf, eps, gate_first, size, stored
     if row_index is None:
         return apply_function(GatedRmsNorm, x, gate, *arguments).view(shape)

@@ -462,7 +462,9 @@ class StateSpaceDual:
                 addend = addends[span]
             states.advance(span, gain[span], addend)
             chunk_output(
-                StateSpaceChunks(*block_inputs, states.states_before[span]), scratch, block_out
+                StateSpaceChunks(*block_inputs, states.states_before[span]),  # pyright: ignore[reportCallIssue]
+                scratch,
+                block_out,
             )
         prepared.states, prepared.addends = states.states_before, None
         return chunks.from_chunks(out.flatten(2, 3)), _by_head(states.final())
@@ -504,7 +506,8 @@ class StateSpaceDual:
         d_states = SweepBack(chunks, prepared.states_or_zeros(d_final))
         block_inputs, states = prepared.chunk_inputs(), prepared.states
         assert states is not None, "the forward sweep must run before gradients"
-        grads = _empty_gradients(*block_inputs[:3], prepared.cumsum, prepared.dt)
+        value, query, key, *_ = block_inputs
+        grads = _empty_gradients(value, query, key, prepared.cumsum, prepared.dt)
         decay_from_start, d_out_grid = block_inputs[4], prepared.by_token(d_out)
         slices = blocks(5, decay_from_start.dtype, *block_inputs, states, d_out_grid, *grads)
         for span, scratch, *tensors in reversed(list(slices)):

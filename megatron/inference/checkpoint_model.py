@@ -23,9 +23,8 @@ from megatron.core.inference.model_runner import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
+from megatron.core.ops.matmul.batch_invariant import TILE_ROWS, check_tile_invariance, is_available
 from megatron.core.ops.matmul.low_bit import CopyDtype
-from megatron.core.ops.matmul.packed import is_available
-from megatron.core.ops.matmul.tiled import TILE_ROWS, check_tile_invariance
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.process_groups import Group
 from megatron.inference.config import Speculation

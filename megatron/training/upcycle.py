@@ -173,7 +173,7 @@ def _chunk(
     import torch
 
     from megatron.core.dist_checkpointing import CheckpointError, TensorChunk
-    from megatron.core.dist_checkpointing.tensor_memory import DTYPES
+    from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 
     # A router has the dtype of the norm before it, which is the model's dtype.
     source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, ".norm.weight")
@@ -205,7 +205,7 @@ def _copies(
 
     from megatron.core.boxes import row_boxes
     from megatron.core.dist_checkpointing import TensorChunk
-    from megatron.core.dist_checkpointing.tensor_memory import as_bytes
+    from megatron.core.dist_checkpointing.safetensors_file import as_bytes
 
     for _ in range(times):
         for box in row_boxes(shape, dtype.itemsize, box_bytes=reader.manifest.block_bytes):
@@ -222,7 +222,7 @@ def _initial(
     import torch
 
     from megatron.core.boxes import row_boxes
-    from megatron.core.dist_checkpointing.tensor_memory import as_bytes
+    from megatron.core.dist_checkpointing.safetensors_file import as_bytes
     from megatron.core.initialize import InitSpec, fill_
 
     for box in row_boxes(shape, dtype.itemsize):

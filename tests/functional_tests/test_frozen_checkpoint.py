@@ -21,7 +21,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import read_manifest, verify_checkpoint
 from megatron.core.dist_checkpointing.manifest import VERSION
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.training import checkpoint
 from tests.functional_tests.small_run import run_on, write_tokens
 from tests.functional_tests.test_golden_loss import PINNED

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import (
     verify_checkpoint,
     weight_chunks,
 )
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.gpt import logical_weights
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig

@@ -18,9 +18,9 @@ import torch
 
 from megatron.core.boxes import row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, TensorChunk
+from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, DTYPES, as_bytes
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES
 from megatron.core.dist_checkpointing.shard_format import encode_header
-from megatron.core.dist_checkpointing.tensor_memory import DTYPE_NAMES, DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES, as_bytes
 from megatron.core.models.layer_pattern import symbols_of
 from megatron.core.untrusted_files import (
     MAX_TOKENIZER_BYTES,

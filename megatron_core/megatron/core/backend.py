@@ -20,7 +20,7 @@ from megatron.core.context_parallel.layout import AUTO, ContextParallel, Sequenc
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.attention import attention
 from megatron.core.ops.layernorm import layer_norm
-from megatron.core.ops.matmul.tiled import with_padded_rows
+from megatron.core.ops.matmul.batch_invariant import with_padded_rows
 from megatron.core.ops.recurrence import recur
 from megatron.core.ops.rmsnorm import RMS_NORM, normalise
 from megatron.core.ops.tiled_attention import tiled_attention
@@ -149,11 +149,11 @@ def with_cpu_dtype(backend: Backend, dtype: torch.dtype | None) -> Backend:
 def with_batch_invariance(backend: Backend) -> Backend:
     """Return the backend with bits that depend neither on other rows nor on how a row is divided.
 
-    Matmuls use packed matrices (`ops.matmul.packed`) or tiles of a fixed number of rows
-    (`ops.matmul.tiled`), attention uses tiles of keys counted from the row's beginning
-    (`ops.tiled_attention`), and recurrences run token by token; 16-bit matrices are multiplied in
-    fp32. The log-probabilities of a whole row are then bit-identical to an engine's, which computes
-    the row in chunks and single tokens. Recurrences are forward only.
+    Matmuls use packed matrices or tiles of a fixed number of rows (`ops.matmul.batch_invariant`),
+    attention uses tiles of keys counted from the row's beginning (`ops.tiled_attention`), and
+    recurrences run token by token; 16-bit matrices are multiplied in fp32. The log-probabilities of
+    a whole row are then bit-identical to an engine's, which computes the row in chunks and single
+    tokens. Recurrences are forward only.
     """
     return replace(
         backend,

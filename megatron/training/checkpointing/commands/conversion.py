@@ -36,8 +36,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
 )
 from megatron.core.dist_checkpointing.run_folder import MAX_TRACKER_BYTES, TRACKER_NAME
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES, as_bytes
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, ShardWriter, encode_header
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES, as_bytes
 from megatron.core.models.gpt import GPTConfig, GPTModel
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import AttentionConfig

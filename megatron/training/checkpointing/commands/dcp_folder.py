@@ -19,8 +19,8 @@ import torch
 
 from megatron.core.boxes import Box, BoxIndex, tiles
 from megatron.core.dist_checkpointing.manifest import MAX_DIMENSIONS
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES, Scratch, as_bytes
 from megatron.core.dist_checkpointing.shard_format import TORCH_NAMES
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES, Scratch, as_bytes
 from megatron.core.untrusted_files import PositionedFile, read_regular
 from megatron.training.checkpointing.commands.plain_pickle import (
     Finish,

@@ -56,8 +56,8 @@ from megatron.core.dist_checkpointing.run_folder import (
     is_temporary,
     verify_contents,
 )
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.core.dist_checkpointing.shard_format import ITEM_BYTES, describe, tensor_bytes
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from megatron.core.untrusted_files import read_regular, regular_fd
 from megatron.training.checkpointing.commands.options import (
     InspectConfig,

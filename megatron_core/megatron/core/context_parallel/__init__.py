@@ -10,6 +10,7 @@ from megatron.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from megatron.core.context_parallel.attention import context_attention as context_attention
+    from megatron.core.context_parallel.attention import context_problems as context_problems
     from megatron.core.context_parallel.layout import ContextParallel as ContextParallel
     from megatron.core.context_parallel.layout import SequenceLayout as SequenceLayout
     from megatron.core.context_parallel.packed_tokens import PackedTokens as PackedTokens

@@ -55,6 +55,7 @@ from megatron.core.device import (
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import check_extra
 from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, remove_temporary
+from megatron.core.dist_checkpointing.safetensors_file import as_bytes
 from megatron.core.dist_checkpointing.save import BLOCK_BYTES, CoordinatedSave
 from megatron.core.dist_checkpointing.save_plan import (
     RankShard,
@@ -62,7 +63,6 @@ from megatron.core.dist_checkpointing.save_plan import (
     plan_shard,
 )
 from megatron.core.dist_checkpointing.shard_format import CheckpointError, describe
-from megatron.core.dist_checkpointing.tensor_memory import as_bytes
 from megatron.core.dist_checkpointing.writer_process import receive, send
 
 #: Chunks of at least this many bytes are copied one by one. Smaller chunks are gathered, many per

@@ -37,16 +37,16 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.run_folder import reading
-from megatron.core.dist_checkpointing.shard_file import ShardFile
-from megatron.core.dist_checkpointing.shard_format import (
-    CheckpointError,
-    DamagedCheckpointError,
-)
-from megatron.core.dist_checkpointing.tensor_memory import (
+from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPES,
     Scratch,
     as_bytes,
     is_contiguous_cpu,
+)
+from megatron.core.dist_checkpointing.shard_file import ShardFile
+from megatron.core.dist_checkpointing.shard_format import (
+    CheckpointError,
+    DamagedCheckpointError,
 )
 
 #: Scratch bytes for a block that is read in part: a multiple of every element size.

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read slices of tensors from an untrusted safetensors file whose header is validated first.
+"""Tensors as bytes of the safetensors format, and reads of slices from an untrusted file.
 
-The header must describe the file exactly: every byte of data belongs to one tensor. Its size is
-bounded, so that a malicious header can neither exhaust memory nor cause a read outside the file.
+A tensor is never copied as a whole: a contiguous CPU tensor is streamed from its own memory, any
+other tensor passes through one scratch buffer.
+
+A file's header is validated first. It must describe the file exactly: every byte of data
+belongs to one tensor. Its size is bounded, so that a malicious header can neither exhaust memory
+nor cause a read outside the file.
 """
 
 from __future__ import annotations
@@ -10,20 +14,21 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing.manifest import MAX_DIMENSIONS
-from megatron.core.dist_checkpointing.shard_format import LENGTH_BYTES, decode_length, tensor_bytes
-from megatron.core.dist_checkpointing.tensor_memory import (
-    DTYPES,
-    Scratch,
-    as_bytes,
-    is_contiguous_cpu,
+from megatron.core.dist_checkpointing.shard_format import (
+    LENGTH_BYTES,
+    TORCH_NAMES,
+    WRITE_BUFFER_BYTES,
+    decode_length,
+    tensor_bytes,
 )
 from megatron.core.untrusted_files import MAX_JSON_DEPTH, PositionedFile, check_depth
 
@@ -31,6 +36,65 @@ from megatron.core.untrusted_files import MAX_JSON_DEPTH, PositionedFile, check_
 MAX_HEADER_BYTES = 8 << 20
 
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
+)
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({d: n for n, d in DTYPES.items()})
+
+
+class Scratch:
+    """One CPU buffer that all reads reuse; it grows to the largest requested size."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return `size` bytes, valid until the next call."""
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer[:size]
+
+
+def is_contiguous_cpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's bytes are one range of host memory, in row-major order."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as a writable memoryview."""
+    # A tensor of one element is contiguous whatever its strides; a byte view needs stride 1.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def stream_bytes(tensor: torch.Tensor, scratch: Scratch) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in row-major order; a buffer is valid until the next is yielded."""
+    if not tensor.numel():
+        return
+    if is_contiguous_cpu(tensor):
+        memory = as_bytes(tensor)
+        for begin in range(0, len(memory), WRITE_BUFFER_BYTES):
+            yield memory[begin : begin + WRITE_BUFFER_BYTES]
+        return
+    for block in _row_blocks(tensor, WRITE_BUFFER_BYTES // tensor.itemsize):
+        target = scratch.take(block.numel() * block.itemsize)
+        target.view(block.dtype).view(block.shape).copy_(block)
+        yield as_bytes(target)
+
+
+def _row_blocks(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
+    """Split a tensor into views of at most `max_elements`, in row-major order."""
+    if tensor.numel() <= max_elements:
+        yield tensor
+        return
+    rows = max_elements // math.prod(tensor.shape[1:])
+    if rows:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from _row_blocks(row, max_elements)
 
 
 class TensorInfo(NamedTuple):

@@ -18,8 +18,8 @@ from megatron.core.boxes import TensorChunk
 from megatron.core.dist_checkpointing.coordinator import Coordinator
 from megatron.core.dist_checkpointing.manifest import MAX_BLOCK_BYTES, check_extra
 from megatron.core.dist_checkpointing.run_folder import checkpoint_folder, temporary_folder
+from megatron.core.dist_checkpointing.safetensors_file import Scratch, stream_bytes
 from megatron.core.dist_checkpointing.save_plan import SaveSteps, check_updates_complete, plan_shard
-from megatron.core.dist_checkpointing.tensor_memory import Scratch, stream_bytes
 
 #: Bytes per digest, and so the least that a verified read takes from a file.
 BLOCK_BYTES = 16 << 20

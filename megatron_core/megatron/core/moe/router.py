@@ -50,7 +50,7 @@ from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.dropout import dropout_key
 from megatron.core.ops.dropout.cpu import hash_index, mix_rows_and_columns
-from megatron.core.ops.matmul.tiled import tiled_matmul
+from megatron.core.ops.matmul.batch_invariant import tiled_matmul
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.weight_sharding import WeightSharding

@@ -39,7 +39,7 @@ from megatron.core.context_parallel.all_to_all import RecurrenceOutput, gather_h
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import accumulation_dtype
-from megatron.core.ops.matmul.tiled import TILE_ROWS, pad_rows
+from megatron.core.ops.matmul.batch_invariant import TILE_ROWS, pad_rows
 from megatron.core.ops.recurrence import (
     DecodeMemory,
     LinearRecurrence,

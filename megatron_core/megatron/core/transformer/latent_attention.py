@@ -26,9 +26,8 @@ import torch.nn.functional as F
 
 from megatron.core.backend import LayerBuild, Mixer
 from megatron.core.comm.conjugates import copy_to_group, gather_from_group
-from megatron.core.context_parallel import SequenceLayout
-from megatron.core.context_parallel.attention import context_problems
-from megatron.core.ops.matmul.tiled import tiled_bmm
+from megatron.core.context_parallel import SequenceLayout, context_problems
+from megatron.core.ops.matmul.batch_invariant import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
 from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.cache_shapes import CacheShapes

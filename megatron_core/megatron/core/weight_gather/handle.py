@@ -46,8 +46,8 @@ from megatron.core.ops.backend_choice import (
 )
 from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_, reads_counts
 from megatron.core.ops.matmul import MatmulKernel, batch_invariant_kernel, choose_kernel
+from megatron.core.ops.matmul.batch_invariant import PackedMatrix, min_invariant_rows
 from megatron.core.ops.matmul.low_bit import LowBitCopy
-from megatron.core.ops.matmul.packed import PackedMatrix, min_invariant_rows
 from megatron.core.weight_gather.gather_format import EncodedWeight, GatherFormat
 from megatron.core.weight_sharding import WeightSharding
 
@@ -173,8 +173,8 @@ class WeightHandle:
             single process, until an engine is built.
         cpu_dtype: dtype of its products on a CPU, see `ops.backend_choice.matmul_dtype`.
         row_tiles: compute each row of a product with bits that do not depend on the number of rows:
-            by `ops.matmul.packed` where it has this property, else in tiles, see
-            `ops.matmul.tiled`.
+            packed where packed products have this property, else in tiles, see
+            `ops.matmul.batch_invariant`.
         copy: a copy that `linear` multiplies by outside of autograd, see
             `ops.matmul.low_bit.LowBitCopy`.
         matmul_format: the gather format that its kernels multiply in. A weight gathered in this
@@ -328,12 +328,12 @@ class WeightHandle:
         self._kernels.clear()
 
     def min_invariant_rows(self) -> int | None:
-        """Minimum rows of a batch-invariant `packed`, see `matmul.packed.min_invariant_rows`."""
+        """Minimum rows of a batch-invariant `packed`, see `batch_invariant.min_invariant_rows`."""
         packs = self.product_dtype is torch.float32 and self.anchor.device.type == "cpu"
         return min_invariant_rows(self.shape) if packs else None
 
     def packed(self) -> PackedMatrix:
-        """Return the local weight in oneDNN's layout, for weights that `ops.matmul.packed` takes.
+        """Return the local weight in oneDNN's layout, if `min_invariant_rows` is not None.
 
         The packed copy is cached until the weight is written to or `forget_packed` is called. A
         gathered weight is packed at every use and not cached.

@@ -58,7 +58,7 @@ class WeightStore:
         cpu_dtype: dtype of products on a CPU: `dtype`, or fp32. None chooses the faster one, which
             may differ between machines; ranks that must compute the same bits set it
             (`ops.backend_choice.matmul_dtype`).
-        row_tiles: multiply by weights in tiles of rows, see `ops.matmul.tiled`.
+        row_tiles: multiply by weights in tiles of rows, see `ops.matmul.batch_invariant`.
 
     Attributes:
         storage: the options of the layout.

@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing import (
     save_checkpoint,
     verify_checkpoint,
 )
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.core.dist_checkpointing.save_plan import chunks_to_write, replica_sets
-from megatron.core.dist_checkpointing.tensor_memory import DTYPES
 from tests.unit_tests.core.dist_checkpointing.layouts import (
     Tensors,
     chunk_of,

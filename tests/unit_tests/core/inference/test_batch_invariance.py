@@ -22,9 +22,13 @@ from megatron.core.inference import (
     generate,
 )
 from megatron.core.models import GPTModel
-from megatron.core.ops.matmul import packed
-from megatron.core.ops.matmul.packed import MAX_ROWS, PackedMatrix
-from megatron.core.ops.matmul.tiled import TILE_ROWS, check_tile_invariance
+from megatron.core.ops.matmul import batch_invariant
+from megatron.core.ops.matmul.batch_invariant import (
+    MAX_ROWS,
+    TILE_ROWS,
+    PackedMatrix,
+    check_tile_invariance,
+)
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread
 from tests.unit_tests.core.inference.test_engine import FAMILIES, VOCABULARY
@@ -34,7 +38,7 @@ SAMPLING = SamplingParams(temperature=1.1, seed=5)
 
 
 #: Whether this machine multiplies 16 features by packed matrices; otherwise it uses tiles.
-PACKS = packed.min_invariant_rows((16, 16)) is not None
+PACKS = batch_invariant.min_invariant_rows((16, 16)) is not None
 
 
 @functools.cache
@@ -175,7 +179,7 @@ def test_position_dependent_matmul_is_refused(monkeypatch) -> None:
 def test_packed_product_bits_do_not_depend_on_row_count(features: int) -> None:
     weight = torch.randn(48, features, generator=generator(10))
     x = torch.randn(MAX_ROWS + 1, features, generator=generator(11))
-    min_rows, matrix = packed.min_invariant_rows((48, features)), PackedMatrix(weight)
+    min_rows, matrix = batch_invariant.min_invariant_rows((48, features)), PackedMatrix(weight)
     if min_rows is None:
         pytest.skip("this machine multiplies so many features in tiles")
     expected = matrix.linear(x, min_rows)
@@ -206,16 +210,18 @@ def test_packed_matrices_are_rebuilt_after_weight_changes() -> None:
 
 @pytest.mark.parametrize("cause", ["no operator", "depends on the row count"])
 def test_tiles_replace_variant_packed_products(cause: str, monkeypatch) -> None:
-    packed._min_invariant_rows.cache_clear()
+    batch_invariant._min_invariant_rows.cache_clear()
     if cause == "no operator":
-        monkeypatch.setattr(packed, "is_available", lambda: False)
+        monkeypatch.setattr(batch_invariant, "is_available", lambda: False)
     else:
         multiply = torch.nn.functional.linear
-        monkeypatch.setattr(packed, "pack_weight", lambda weight: weight)
-        monkeypatch.setattr(packed, "packed_linear", lambda x, packed: multiply(x, packed) + len(x))
+        monkeypatch.setattr(batch_invariant, "pack_weight", lambda weight: weight)
+        monkeypatch.setattr(
+            batch_invariant, "packed_linear", lambda x, packed: multiply(x, packed) + len(x)
+        )
     try:
         model = model_of("gqa", torch.float32)
         assert model.decoder.blocks[0].mixer.qkv.weight.min_invariant_rows() is None
         assert bits(generate_alone(model, max_num_batched_tokens=7)) == bits(generate_alone(model))
     finally:
-        packed._min_invariant_rows.cache_clear()
+        batch_invariant._min_invariant_rows.cache_clear()

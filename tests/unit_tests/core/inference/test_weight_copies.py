@@ -10,8 +10,8 @@ from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.models.inference_optimized import matrices
 from megatron.core.ops.matmul import low_bit
+from megatron.core.ops.matmul.batch_invariant import packs_bf16
 from megatron.core.ops.matmul.low_bit import CopyDtype, LowBitCopy
-from megatron.core.ops.matmul.packed import packs_bf16
 from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread

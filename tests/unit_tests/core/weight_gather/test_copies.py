@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.core.ops.matmul import low_bit
+from megatron.core.ops.matmul.batch_invariant import packs_bf16
 from megatron.core.ops.matmul.low_bit import MAX_INT8_ROWS, CopyDtype, LowBitCopy
-from megatron.core.ops.matmul.packed import packs_bf16
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
 
@@ -98,7 +98,8 @@ def test_packed_copy_multiplies_the_same_values(
 def test_packing_is_refused_if_the_packed_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     packs_bf16.cache_clear()
     monkeypatch.setattr(
-        "megatron.core.ops.matmul.packed.packed_linear", lambda x, packed: x.new_zeros(len(x), 24)
+        "megatron.core.ops.matmul.batch_invariant.packed_linear",
+        lambda x, packed: x.new_zeros(len(x), 24),
     )
     try:
         assert not packs_bf16(24, 64)

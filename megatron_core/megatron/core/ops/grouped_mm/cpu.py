@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.ops.backend_choice import add_product_
-from megatron.core.ops.matmul.tiled import tiled_matmul
+from megatron.core.ops.matmul.batch_invariant import tiled_matmul
 
 
 def grouped_mm(

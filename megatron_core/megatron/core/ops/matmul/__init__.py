@@ -8,7 +8,7 @@ A weight's handle chooses its `MatmulKernel` once for each dtype of x:
 | `PLAIN` | of x's dtype | `F.linear` |
 | `small_m` | fp32, in MKL on an AMD CPU | few rows as the columns of W xᵀ, else `F.linear` |
 | converted | of another dtype; 16 bits, if the CPU is faster in fp32 | `F.linear` in one dtype |
-| batch-invariant | of a batch-invariant model | `packed` by oneDNN, or in tiles of rows (`tiled`) |
+| batch-invariant | of a batch-invariant model | packed by oneDNN, or in tiles of rows |
 | `low_bit` | copied in bf16 or int8 | with the copy |
 """
 
@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops.matmul import small_m
-from megatron.core.ops.matmul.packed import PackedMatrix
-from megatron.core.ops.matmul.tiled import tiled_matmul
+from megatron.core.ops.matmul.batch_invariant import PackedMatrix, tiled_matmul
 
 __all__ = ["PLAIN", "MatmulKernel", "batch_invariant_kernel", "choose_kernel"]
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.backend_choice import matmul_dtype
-from megatron.core.ops.matmul.packed import pack_weight, packed_linear, packs_bf16
+from megatron.core.ops.matmul.batch_invariant import pack_weight, packed_linear, packs_bf16
 
 CopyDtype = Literal["bf16", "int8"]
 

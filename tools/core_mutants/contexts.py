@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -106,16 +107,12 @@ def _watch() -> Any:
 def _executed(watched: Any, context: str | None) -> dict[str, list[int]]:
     """Return the lines that were executed, of one context or of all."""
     data, core = watched.get_data(), core_folder()
-    data.set_query_contexts(None if context is None else [f"^{_escaped(context)}$"])
+    data.set_query_contexts(None if context is None else [f"^{re.escape(context)}$"])
     lines = {
         Path(name).relative_to(core).as_posix(): sorted(data.lines(name) or ())
         for name in data.measured_files()
     }
     return {name: numbers for name, numbers in lines.items() if numbers}
-
-
-def _escaped(text: str) -> str:
-    return "".join(c if c.isalnum() else f"\\{c}" for c in text)
 
 
 def _tell_before_exit(tell: Callable[[], None]) -> None:

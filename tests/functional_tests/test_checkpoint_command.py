@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron.cli.errors import ExitCode, OutputLost
+from megatron.cli.standard_streams import guarded
 from megatron.core.dist_checkpointing import (
     SaveFolderLock,
     Solo,
+    StoreCoordinator,
     TensorChunk,
     latest_checkpoint,
     manifest,
@@ -26,8 +30,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.training import checkpoint
 from megatron.training.checkpointing.commands import inspection
 from tests.support.inputs import generator
-from tests.support.ranks import start_ranks
-from tests.unit_tests.core.dist_checkpointing.layouts import chunk_of, full_chunks
+from tests.support.ranks import run_ranks, start_ranks
 
 EXTRA = {
     "format": 1,
@@ -49,12 +52,39 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def save(root: Path, step: int, values: dict[str, torch.Tensor], **extra: Any) -> Path:
     """Save whole tensors from one process."""
-    return save_chunks(root, step, full_chunks(values), **extra)
+    chunks = [
+        TensorChunk(
+            name=name,
+            shape=tuple(value.shape),
+            offsets=(0,) * value.dim(),
+            tensor=value,
+            replica_ranks=(0,),
+        )
+        for name, value in values.items()
+    ]
+    return save_checkpoint(
+        root, step, chunks, {**EXTRA, **extra}, coordinator=Solo(), block_bytes=1 << 20
+    )
 
 
-def save_chunks(root: Path, step: int, chunks: list[TensorChunk], **extra: Any) -> Path:
-    fields = {**EXTRA, **extra}
-    return save_checkpoint(root, step, chunks, fields, coordinator=Solo(), block_bytes=1 << 20)
+def save_in_columns(rank: int, world: int, root: Path, port: int) -> None:
+    """Save the same tensors from two ranks with half of the columns each."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    chunks = []
+    for name, value in tensors().items():
+        cut = value.dim() == 2
+        half = value.shape[-1] // 2 if cut else 0
+        chunks.append(
+            TensorChunk(
+                name=name,
+                shape=tuple(value.shape),
+                offsets=(0, half * rank) if cut else (0,) * value.dim(),
+                tensor=value[:, half * rank : half * (rank + 1)] if cut else value,
+                replica_ranks=(rank,) if cut else (0, 1),
+            )
+        )
+    coordinator = StoreCoordinator(store, rank, world, timeout_seconds=30)
+    save_checkpoint(root, 5, chunks, EXTRA, coordinator=coordinator)
 
 
 def command(capsys: Any, words: str) -> tuple[int, str, str]:
@@ -111,6 +141,33 @@ def test_list_shows_damage_and_the_checkpoint_to_load(tmp_path, capsys):
     assert "temporary: iter_0000020.tmp-0123456789abcdef" in out
     assert "renamed: iter_0000015.damaged-01234567" in out
     assert "FOREIGN: of torch.distributed.checkpoint, see convert" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "list {root}",
+        "inspect {root}",
+        "verify {root}",
+        "compare {root} {root} --all",
+        "list --help",
+    ],
+)
+def test_command_ends_quietly_on_a_closed_pipe(words, tmp_path, capsys, monkeypatch):
+    save(tmp_path / "run", 5, tensors())
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    def broken(name, error):
+        raise OutputLost(error)
+
+    pipe = guarded(write_end, "stdout", broken, closed=False, like=None)
+    monkeypatch.setattr("sys.stdout", pipe)
+    code = checkpoint.main(words.format(root=tmp_path / "run").split(), {})
+    monkeypatch.undo()
+    os.close(write_end)
+    assert code == ExitCode.OUTPUT_CLOSED
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -211,10 +268,9 @@ def test_verify_names_file_tensor_and_bytes(tmp_path, capsys):
 
 
 def test_compare_ignores_layout_and_names_differences(tmp_path, capsys):
-    weight = tensors()["a.weight"]
-    halves = [chunk_of("a.weight", (6, 10), (0, c), weight[:, c : c + 5]) for c in (0, 5)]
-    remaining = {name: value for name, value in tensors().items() if name != "a.weight"}
-    cut = save_chunks(tmp_path / "cut", 5, [*halves, *full_chunks(remaining)])
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(save_in_columns, 2, tmp_path / "cut", server.port)
+    cut = tmp_path / "cut" / "iter_0000005"
     assert len(read_manifest(cut).tensors["a.weight"].chunks) == 2, "the layouts are the same"
     changed_fields = {"config": {"save": "runs/b", "lr": 0.1}, "window": {"loss": 9.0}}
     whole = save(tmp_path / "whole", 5, tensors(), **changed_fields)
@@ -310,21 +366,38 @@ def test_invalid_commands_are_refused_in_one_line(tmp_path, capsys, words, text)
     assert err.count("\n") == 1
 
 
+def test_every_command_has_help(capsys):
+    code, out, _ = command(capsys, "--help")
+    assert code == 0
+    for name in checkpoint.COMMANDS:
+        assert f"  {name} " in out
+        code, text, _ = command(capsys, f"{name} --help")
+        assert code == 0
+        assert f"checkpoint {name} " in text
+    assert "--from " in text
+    assert "--from_" not in text
+    assert "--num-layers" in text
+
+
 def test_checkpoint_of_later_version_is_not_called_damaged(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(manifest, "VERSION", 2)
     folder = save(tmp_path / "run", 5, tensors())
     monkeypatch.undo()
-    for words, expected in (
-        (f"inspect {folder}", 2),
-        (f"compare {folder} {folder}", 2),
-        (f"list {tmp_path / 'run'}", 1),
-        (f"verify {folder}", 1),
-    ):
+    text = (
+        "version 2, but this library reads 'megatron.core.dist_checkpointing' version 1: use the "
+    )
+    text += "megatron-core that wrote it or a later one, this is "
+    for words in (f"inspect {folder}", f"compare {folder} {folder}"):
+        code, _, err = command(capsys, words)
+        assert code == 2
+        assert text in err
+        assert err.count("\n") == 1
+    for words in (f"list {tmp_path / 'run'}", f"verify {folder}"):
         code, out, err = command(capsys, words)
-        assert code == expected
-        assert "version 2" in out + err
+        assert code == 1
+        assert f"UNREADABLE: {folder / 'manifest.json'} cannot be used: " in out + err
+        assert text in out + err
         assert "DAMAGED" not in out + err
-        assert ("UNREADABLE" in out + err) == (code == 1)
 
 
 def test_a_damaged_manifest_is_named(tmp_path, capsys):
@@ -361,6 +434,20 @@ def test_checkpoint_pruned_meanwhile_is_not_called_damaged(words, tmp_path, caps
     assert "iter_0000015" in out
     assert "DAMAGED" not in out + err
     assert ("removed meanwhile: " in out) == words.startswith("verify")
+
+
+def test_list_survives_manifest_that_links_to_itself(tmp_path, capsys):
+    for step in (5, 10):
+        save(tmp_path, step, tensors())
+    manifest_path = tmp_path / "iter_0000005" / "manifest.json"
+    manifest_path.unlink()
+    manifest_path.symlink_to(manifest_path)
+    code, out, _ = command(capsys, f"list {tmp_path}")
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[2].endswith("whole")
+    assert "DAMAGED" in lines[3]
+    assert "a run would load: iter_0000010" in out
 
 
 def test_checkpoint_link_out_of_run_folder_is_ignored(tmp_path, capsys):

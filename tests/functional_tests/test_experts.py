@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import read_manifest
 from megatron.training import plot
 from megatron.training.monitoring.metrics import EXPERT_LOAD, read_metrics
@@ -17,8 +18,10 @@ from tests.functional_tests.small_run import (
     flags,
     losses,
     run_on,
+    running,
     write_tokens,
 )
+from tests.functional_tests.torchrun_job import torchrun
 
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -31,6 +34,15 @@ MODEL = (
     "--moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.001 --moe-input-jitter-eps 0.02"
 )
 COMMON = f"{MODEL} --eval-interval 0 --train-iters 12"
+
+#: Processes, layout and exit iteration of the phases after the first.
+PHASES = (
+    (4, f"{EP} 2 {TP} 2 --ddp-bucket-size 4000", 7),
+    (4, f"{EP} 2 {TP} 2 {ETP} 1 --sequence-parallel {STRATEGY} optim_grads_params", 8),
+    (4, f"{EP} 2 {PP} 2 --pipeline-schedule zb-h1 --moe-token-dispatcher-type allgather", 10),
+    (4, f"{EP} 2 {TP} 2 --context-parallel-size 2 {STRATEGY} optim --check-collectives", 11),
+    (1, "", 12),
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,25 @@ def test_run_on_ep4_resumes_on_ep2_tp2(whole, tmp_path):
     resume(prefix, resumed, 4, f"{EP} 2 {TP} 2", 12)
     compare(whole, resumed)
     check_plot(resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.covers("matches a single process")
+@pytest.mark.covers("resume on another layout")
+@pytest.mark.gpus(4)
+def test_experts_resume_in_any_layout(whole, tmp_path):
+    prefix, resumed = whole.with_name("tokens"), tmp_path / "parts"
+    start_flags = f"{COMMON} {EP} 4 --save {resumed} --exit-interval 5"
+    job = torchrun(flags(prefix, start_flags), "--standalone", processes=4)
+    output, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, output
+    assert "experts: 8 in 3 of 4 layers, a token goes to 2 and a shared one by sigmoid" in output
+    assert "tokens by alltoall: fewest rows per rank" in output
+    assert "| load balance: worst " in output
+    for world, layout, exit_iteration in PHASES:
+        resume(prefix, resumed, world, layout, exit_iteration)
+    compare(whole, resumed)
 
 
 def compare(uninterrupted, resumed):
@@ -113,3 +144,22 @@ def check_plot(folder):
         for expert in range(8):
             assert f"<title>layer {layer}, expert {expert}: " in text
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_run_over_capacity_ends_everywhere_and_resumes_with_more(tmp_path):
+    prefix, saved = write_tokens(tmp_path / "tokens"), tmp_path / "saved"
+    common = f"--num-experts 8 {EP} 2 --eval-interval 0 --device cpu"
+    factor, save = "--moe-expert-rank-capacity-factor", f"--save {saved} --load {saved}"
+    run_on(2, flags(prefix, f"{common} --save {tmp_path / 'plain'}"))
+    run_on(2, flags(prefix, f"{common} {save} {factor} 2 --exit-interval 4"))
+    with running(2, flags(prefix, f"{common} {save} {factor} 1.01")) as ranks:
+        outcomes = ranks.outcomes(timeout=100.0)
+        text = "".join(ranks.log(rank) for rank in range(2))
+    assert [outcome.exit_code for outcome in outcomes] == [ExitCode.USER_ERROR] * 2, text
+    assert f"{factor} 1.01 x its even share" in text
+    assert "no weight has changed" in text
+    run_on(2, flags(prefix, f"{common} {save} {factor} 2"))
+    expected, actual = (losses(f / "metrics.jsonl") for f in (tmp_path / "plain", saved))
+    assert actual == pytest.approx(expected, rel=1e-5)

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.cli.errors import ExitCode
+from megatron.core.datasets import IndexedDatasetWriter
+from megatron.core.datasets.chat_dataset import mask_prefix
 from megatron.training.monitoring.metrics import read_metrics
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
 from tests.functional_tests.small_run import digests, flags, losses, run_in_process, run_on
@@ -119,3 +123,58 @@ def test_a_pretrained_model_is_fine_tuned(talks, tmp_path, capsys):
         run_losses[name] = losses(tmp_path / f"{name}.jsonl")
     assert run_losses["finetune"] == run_losses["pretrained"]
     assert run_losses["finetune"][1] < 0.9 * run_losses["scratch"][1]
+
+
+#: Expert bias, capacity, both auxiliary losses and an MTP layer.
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 "
+    "--moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.01 --moe-expert-capacity-factor 1.0 --mtp-num-layers 1"
+)
+
+
+def write_long_talks(prefix: Path) -> Path:
+    """Write conversations of 82 to 97 tokens: a row of 96, 128 or 160 tokens holds one
+    conversation, and 97 tokens fill a row of 96 inputs and labels."""
+    source = np.random.default_rng(3)
+    with (
+        IndexedDatasetWriter(prefix, np.uint16) as tokens,
+        IndexedDatasetWriter(mask_prefix(str(prefix)), np.uint8) as mask,
+    ):
+        for number in range(40):
+            count = 97 if number % 3 == 0 else int(source.integers(82, 97))
+            tokens.add_document(source.integers(0, 256, size=count))
+            mask.add_document((source.random(count) < 0.6).astype(np.uint8))
+    return prefix
+
+
+def printed_loads(text: str) -> list[str]:
+    """Return the router statistics of log lines."""
+    return re.findall(r"load balance: .*z loss [0-9.]+", text)
+
+
+@pytest.mark.covers("fine-tuning on chats")
+def test_expert_losses_are_independent_of_row_length(tmp_path, capsys):
+    prefix, runs = write_long_talks(tmp_path / "talks"), []
+    common = f"--sft {COMMON} --max-position-embeddings 160 --train-iters 3 --eval-interval 3"
+    for length in (96, 128):
+        file = tmp_path / f"{length}.jsonl"
+        argv = flags(prefix, f"{common} {EXPERTS} --seq-length {length} --metrics-file {file}")
+        assert run_in_process(argv) == 0
+        runs.append((read_metrics(file), capsys.readouterr().out))
+    (short, short_log), (long, long_log) = runs
+    assert len(printed_loads(short_log)) == 3
+    assert printed_loads(short_log) == printed_loads(long_log)
+    bounds = {"lm_loss": 1e-7, "mtp_1_loss": 1e-7, "expert_load": 0.0, "tokens_dropped": 0.0}
+    norms = ("grad_norm", "aux_loss", "z_loss", "router_entropy")
+    bounds |= dict.fromkeys(norms, 1e-6)
+    for short_event, long_event in zip(short, long, strict=True):
+        assert short_event.keys() == long_event.keys()
+        for name, bound in bounds.items():
+            if bound and name in short_event:
+                assert short_event[name] == pytest.approx(long_event[name], rel=bound), name
+            else:
+                assert short_event.get(name) == long_event.get(name), name
+    trained = [event for event in short if event["kind"] == "train"]
+    assert [min(event[name] for name in norms) > 0 for event in trained] == [True] * 3
+    assert min(event["tokens_dropped"] for event in trained) > 0.01

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from megatron.core.dist_checkpointing import verify_checkpoint
+from megatron.core.dist_checkpointing import Solo, TensorChunk, save_checkpoint, verify_checkpoint
 from megatron.core.models import GPTConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig, RopeConfig
+from megatron.training import checkpoint
+from tests.functional_tests.small_run import losses, run_in_process
 from tests.functional_tests.test_checkpoint_command import command
 from tests.functional_tests.test_upcycle import loaded, saved, stored
 from tests.functional_tests.upstream_folder import (
@@ -117,6 +120,19 @@ def test_torch_dist_folder_converts_to_the_same_model(modern, tmp_path, capsys):
         assert torch.equal(converted[name], value), name
     before = logits(modern / "native", dtype=torch.bfloat16)
     assert torch.equal(logits(tmp_path / "out", dtype=torch.bfloat16), before)
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_converted_folder(modern, tmp_path, capsys):
+    words = f"convert {modern / 'run'} {tmp_path / 'out'} --from torch_dist --to native"
+    assert command(capsys, f"{words} {MODERN_FLAGS}")[0] == 0
+    run = "--mock-data --seq-length 16 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --bf16"
+    run += " --log-interval 1"
+    run += f" --eval-interval 0 --metrics-file {tmp_path / 'm.jsonl'} --progress plain"
+    run += f" --load {tmp_path / 'out'} --use-checkpoint-args"
+    assert run_in_process(run.split()) == 0
+    assert f"loaded the weights of {tmp_path / 'out' / 'iter_0000000'}" in capsys.readouterr().out
+    assert set(losses(tmp_path / "m.jsonl")) == {1, 2}
 
 
 def test_torch_dist_conversion_handles_pre_norm_bias_positions(tmp_path, capsys):
@@ -280,3 +296,36 @@ def test_all_dtypes_and_strides_of_torch_convert(tmp_path, capsys):
         target = tmp_path / f"{count}.safetensors"
         words = f"convert {tmp_path / 'state'} {target} --from dcp --to single-file {option}"
         assert f"{count} tensors" in command(capsys, words)[1]
+
+
+def peak_of(rank: int, world: int, root: Path) -> dict[str, int]:
+    """Return the peak memory of each command, in bytes above the peak with small folders."""
+    commands = {
+        "foreign": "convert {root}/{size} {root}/{size}-a --from dcp --to single-file",
+        "native": "convert {root}/n-{size} {root}/{size}-b --from native --to single-file",
+        "compare": "compare {root}/n-{size} {root}/n-{size}",
+    }
+    peaks = {}
+    for size in ("small", "large"):
+        for name, words in commands.items():
+            assert checkpoint.main(words.format(root=root, size=size).split(), {}) == 0
+            peaks[size, name] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {name: peaks["large", name] - peaks["small", "compare"] for name in commands}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_folder(tmp_path):
+    random = generator(3)
+    for name, shape in (("small", (3, 5)), ("large", (60_000, 1024))):
+        whole = torch.randn(shape, generator=random)
+        dcp.save({"embedding.weight": whole}, checkpoint_id=tmp_path / name, no_dist=True)
+        placement = {"shape": shape, "offsets": (0, 0), "replica_ranks": (0,)}
+        chunk = TensorChunk(name="embedding.weight", tensor=whole, **placement)
+        save_checkpoint(tmp_path / f"n-{name}", 1, [chunk], {}, coordinator=Solo())
+    (peaks,) = run_ranks(peak_of, 1, tmp_path)
+    for name in ("large-a", "large-b"):
+        assert (tmp_path / name).stat().st_size > 240_000_000
+    # Peaks only rise: native reads two blocks of 16 MB and a third, compare reads twice as much.
+    assert peaks["foreign"] < 48_000_000, peaks
+    assert peaks["native"] < 96_000_000, peaks
+    assert peaks["compare"] < 160_000_000, peaks

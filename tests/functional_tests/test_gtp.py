@@ -9,19 +9,33 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import ProcessGroupCollection
+from megatron.core.comm import CollectiveRecord
 from megatron.training.data.encoder import PreprocessConfig
 from megatron.training.preprocess_data import preprocess
 from megatron.training.quickstart import build_corpus
 from tests.functional_tests.small_run import (
+    digests,
     flags,
     losses,
+    output_of,
+    rank_process,
     run_on,
+    running,
+    timeless,
     write_tokens,
 )
+from tests.functional_tests.torchrun_job import torchrun
 
 TP, SHARDS = "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"
+EXPERT_SHARDS = "--expert-tensor-parallel-num-weight-shards"
 FORMAT, SCALE_BLOCKS = "--weight-gather-format", "--weight-gather-scale-blocks"
 STRATEGY = "--data-parallel-sharding-strategy"
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24 "
+    "--moe-aux-loss-coeff 0.02 --eval-interval 0 --train-iters 6 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+)
 COMMON = (
     "--eval-interval 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--position-embedding-type learned_absolute --max-position-embeddings 30"
@@ -78,6 +92,67 @@ def test_run_with_quantized_gathers_resumes_exactly(tmp_path):
     assert actual == expected
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.covers("matches a single process")
+def test_expert_weights_have_separate_weight_shards(tmp_path):
+    prefix = write_tokens(tmp_path / "tokens")
+    single_rank = EXPERTS.replace("--expert-model-parallel-size 2 ", "")
+    expected = train(prefix, tmp_path / "whole", 1, single_rank)
+    layout = f"{EXPERTS} {SHARDS} 4 {EXPERT_SHARDS} 2"
+    output = output_of(4, flags(prefix, f"{layout} --save {tmp_path / 'parts'} --exit-interval 4"))
+    line = next(line for line in output.splitlines() if "weight shards: " in line)
+    assert "over gtp 4" in line
+    assert "of experts over egtp 2" in line
+    actual = train(prefix, tmp_path / "parts", 1, single_rank)
+    assert actual.keys() == expected.keys()
+    for iteration, loss in actual.items():
+        assert loss == pytest.approx(expected[iteration], rel=1e-6), iteration
+
+
+def traced_process(rank: int, world: int, port: int, argv: list[str]) -> None:
+    """Run one rank that writes its collectives to a file next to its metrics."""
+    metrics = Path(argv[argv.index("--metrics-file") + 1])
+    create = ProcessGroupCollection.create
+
+    def create_traced(*args: object, **kwargs: object) -> ProcessGroupCollection:
+        groups = create(*args, **kwargs)  # type: ignore[arg-type]
+        lines = metrics.with_name(f"trace{rank}").open("w", buffering=1)
+
+        def note(record: CollectiveRecord) -> None:
+            lines.write(f"{record}\n")
+
+        groups.observers.append(note)
+        return groups
+
+    ProcessGroupCollection.create = staticmethod(create_traced)  # type: ignore[method-assign]
+    rank_process(rank, world, port, argv)
+
+
+@pytest.mark.timeout(200)
+def test_explicit_single_weight_shard_changes_nothing(tmp_path):
+    """An explicit count of one shard per tp or etp rank changes no bit and no collective."""
+    prefix = write_tokens(tmp_path / "tokens")
+    layout = (
+        f"{TP} 2 --num-experts 4 --moe-ffn-hidden-size 40 --eval-interval 0 --train-iters 3 "
+        f"--expert-tensor-parallel-size 1 {STRATEGY} optim"
+    )
+    runs = []
+    for folder, shards in (("plain", ""), ("explicit", f"{SHARDS} 2 {EXPERT_SHARDS} 1")):
+        save = tmp_path / folder
+        metrics = f"--metrics-file {save / 'metrics.jsonl'} --save {save}"
+        argv = flags(prefix, f"{layout} {metrics} {shards}")
+        save.mkdir()
+        with running(4, argv, process=traced_process) as ranks:
+            outcomes = ranks.outcomes(timeout=100)
+            assert all(o.exit_code == 0 for o in outcomes), [ranks.log(rank) for rank in range(4)]
+        traces = [(save / f"trace{rank}").read_text() for rank in range(4)]
+        assert all(text.count("reduce_scatter") > 3 for text in traces)
+        runs.append((timeless(save / "metrics.jsonl"), digests(save / "iter_0000003"), traces))
+    assert runs[0] == runs[1]
+    assert "gtp" not in "".join(runs[0][2])
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     """The corpus of `make pretrain`, as bytes."""
@@ -99,6 +174,33 @@ def on_corpus(corpus, options):
     return flags(
         corpus, f"--tokenizer-type byte --eval-interval 0 {options}", without=["--vocab-size"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_checkpoint_of_tp_gtp_ep_egtp_resumes_on_one_rank(corpus, tmp_path):
+    """Dense weights over tp 2 and gtp 2, experts over ep 2 and egtp 2, 20 steps."""
+    model = (
+        "--num-layers 2 --hidden-size 48 --ffn-hidden-size 64 --seq-length 64 --lr 1e-3 "
+        "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    )
+    save, whole = tmp_path / "save", tmp_path / "whole.jsonl"
+    layout = (
+        f"{TP} 2 {SHARDS} 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        f"{EXPERT_SHARDS} 2"
+    )
+    train_20 = f"{model} --train-iters 20 --save {save} --load {save} --save-interval 10"
+    job = torchrun(on_corpus(corpus, f"{train_20} {layout} --exit-interval 10"), "--standalone",
+                   processes=8)  # fmt: skip
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    assert "over gtp 2" in output
+    assert "of experts over egtp 2" in output
+    run_on(1, on_corpus(corpus, train_20))
+    run_on(1, on_corpus(corpus, f"{model} --train-iters 20 --metrics-file {whole}"))
+    expected = losses(whole)
+    assert len(expected) == 20
+    assert losses(save / "metrics.jsonl") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core import ProcessGroupCollection
 from megatron.core.dist_checkpointing import (
     CheckpointReader,
     Solo,
+    TensorChunk,
     load_checkpoint,
     save_checkpoint,
     verify_checkpoint,
@@ -28,7 +30,7 @@ from megatron.training.upcycle import main as upcycle
 from tests.functional_tests.small_run import flags, losses, run_on, write_tokens
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
-from tests.unit_tests.core.dist_checkpointing.layouts import full_chunks
+from tests.support.ranks import run_ranks
 from tests.unit_tests.core.models.chunk_steps import move
 
 CONFIG = GPTConfig(
@@ -66,7 +68,18 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
             for name, tensor in reader.manifest.tensors.items()
         }
-        reader.read(full_chunks(tensors))
+        reader.read(
+            [
+                TensorChunk(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    offsets=(0,) * tensor.dim(),
+                    tensor=tensor,
+                    replica_ranks=(0,),
+                )
+                for name, tensor in tensors.items()
+            ]
+        )
     return tensors
 
 
@@ -158,6 +171,37 @@ def test_unsuitable_checkpoints_are_refused_in_one_line(tmp_path, capsys):
         assert message in err
         assert err.count("\n") == 1
     assert not (tmp_path / "other").exists()
+
+
+def peak_growth(rank: int, world: int, dense: str, out: str) -> int:
+    """Return by how many bytes upcycling raises the peak memory of this process."""
+    saved_before = upcycle(f"--load {dense}/small --save {out}/small --num-experts 2".split(), {})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code = upcycle(f"--load {dense}/large --save {out}/large --num-experts 8".split(), {})
+    assert (saved_before, code) == (0, 0)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    large = dataclasses.replace(
+        CONFIG,
+        num_layers=1,
+        ffn_pattern="",
+        vocab_size=50_000,  # the largest tensor belongs to no expert
+        tied=True,
+        hidden_size=768,
+        mlp=MLPConfig(ffn_hidden_size=2048),
+        mtp_num_layers=0,
+    )
+    for name, config in (("small", CONFIG), ("large", large)):
+        saved(tmp_path / name, config)
+    (peak_bytes,) = run_ranks(peak_growth, 1, str(tmp_path), str(tmp_path / "out"))
+    with CheckpointReader(tmp_path / "out" / "large" / "iter_0000000") as reader:
+        size = sum(file.bytes for file in reader.manifest.files.values())
+    assert size > 300_000_000
+    # Chunks have 16 MiB; the memory that the allocator retains differs between machines.
+    largest_tensor = 50_000 * 768 * 4
+    assert peak_bytes < largest_tensor, peak_bytes
 
 
 @pytest.mark.covers("upcycling")

@@ -14,10 +14,12 @@ from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, read_extra
 from megatron.core.dist_checkpointing.async_save import StagingBuffer, WriterProcess
 from megatron.core.dist_checkpointing.run_folder import TRACKER_NAME
+from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with, running_with
 from tests.functional_tests.small_run import (
     digests,
     flags,
+    losses,
     run_in_process,
     run_on,
     timeless,
@@ -83,6 +85,47 @@ def test_kill_during_async_save_loses_only_that_save(prefix, tmp_path, whole):
     assert digests(save / "iter_0000004") == digests(whole / "iter_0000004")
     assert timeless(save / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
     assert list(save.glob("*.tmp-*")) == []
+
+
+def plant_killed_writer(rank: int) -> None:
+    if rank == 1:
+        _on_write(2, lambda pid: os.kill(pid, signal.SIGKILL))
+
+
+@pytest.mark.covers("asynchronous save")
+def test_killed_writer_loses_one_checkpoint_but_no_step(prefix, tmp_path, whole):
+    save = tmp_path / "save"
+    outcomes, logs = run_with(
+        plant_killed_writer, flags(prefix, f"{EIGHT_ITERS} --async-save --save {save}")
+    )
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
+    (line,) = (line for line in logs[1].splitlines() if line.startswith("WARNING: "))
+    assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in line
+    assert "was ended by SIGKILL during 'write'; the next save is tried" in line
+    assert not (save / "iter_0000004").exists()
+    for iteration in (2, 6, 8):
+        name = f"iter_{iteration:07d}"
+        assert digests(save / name) == digests(whole / name), name
+    events = [e for e in read_metrics(save / "metrics.jsonl") if e["kind"] == "save"]
+    assert [e["iteration"] for e in events if "failed_saves" in e] == [4]
+    assert sorted(e["iteration"] for e in events if "seconds" in e) == [2, 6]
+    assert read_extra(save / "iter_0000008")["progress"]["failed_saves"] == 1
+    assert losses(save / "metrics.jsonl") == losses(whole / "metrics.jsonl")
+    assert list(save.glob("*.tmp-*")) == []
+
+
+@pytest.mark.slow
+def test_hung_writer_is_killed_and_training_continues(prefix, tmp_path, whole):
+    save = tmp_path / "save"
+    options = f"{EIGHT_ITERS} --async-save --save {save} --distributed-timeout-minutes 0.3"
+    outcomes, logs = run_with(plant_stopped_writer, flags(prefix, options))
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
+    text = "".join(logs)
+    assert "the previous save is still in progress when iteration 6 is to be saved" in text
+    assert "saving at iteration 4 failed (1 so far): rank 1: the writer process " in text
+    assert "did not respond for 9 s in 'write' and was killed" in text
+    assert digests(save / "iter_0000006") == digests(whole / "iter_0000006")
+    assert digests(save / "iter_0000008") == digests(whole / "iter_0000008")
 
 
 def plant_file_size_limit(rank: int) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 
@@ -17,6 +18,8 @@ from tests.functional_tests.small_run import (
     digests,
     flags,
     run_in_process,
+    run_on,
+    timeless,
     write_tokens,
 )
 
@@ -36,7 +39,57 @@ def plant_nan_data(rank: int) -> None:
         on_microbatch(6, _make_nan)
 
 
+def _nan_loss_in(forward: int, rank: int) -> None:
+    """Make the model's loss number `forward` on rank 1 NaN; the recomputed loss is finite."""
+    from megatron.core.models import GPTModel
+
+    loss_of, count = GPTModel.loss, [0]
+
+    def glitch(self, *args, **kwargs):
+        loss, nll = loss_of(self, *args, **kwargs)
+        count[0] += 1
+        return (loss * float("nan") if rank == 1 and count[0] == forward else loss), nll
+
+    GPTModel.loss = glitch
+
+
+def plant_nan_once_dp(rank: int) -> None:
+    _nan_loss_in(3, rank)
+
+
+def plant_nan_once_tp(rank: int) -> None:
+    """Make the loss NaN on one of two ranks with the same data; both must decide alike."""
+    _nan_loss_in(5, rank)
+
+
 SIX_STEPS = "--train-iters 6 --eval-interval 0"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow),
+        "--tensor-model-parallel-size 2",
+    ],
+)
+@pytest.mark.covers("recomputed bad steps")
+def test_transient_nan_loss_is_recomputed_bit_exactly(prefix, tmp_path, layout):
+    glitched, uninterrupted = tmp_path / "glitched", tmp_path / "whole"
+    argv = flags(prefix, f"{SIX_STEPS} {layout} --global-batch-size 4 --save {glitched}")
+    plant = plant_nan_once_tp if "tensor" in layout else plant_nan_once_dp
+    outcomes, logs = run_with(plant, argv)
+    assert [o.exit_code for o in outcomes] == [0, 0], logs
+    run_on(2, flags(prefix, f"{SIX_STEPS} {layout} --global-batch-size 4 --save {uninterrupted}"))
+    assert digests(glitched / "iter_0000006") == digests(uninterrupted / "iter_0000006")
+    line = f"iteration 3: NaN or Inf loss of rank 1 on {socket.gethostname()}; "
+    assert line + "the step computed once more is sound" in logs[1]
+    events = read_metrics(glitched / "metrics.jsonl")
+    faults = [e for e in events if e["kind"] == "fault"]
+    assert faults == [
+        {"kind": "fault", "iteration": 3, "nan": 1.0, "transient": 1.0, "first_rank": 1.0}
+    ]
+    remaining = [e for e in timeless(glitched / "metrics.jsonl") if e["kind"] != "fault"]
+    assert remaining == timeless(uninterrupted / "metrics.jsonl")
 
 
 @pytest.mark.covers("recomputed bad steps")
@@ -55,6 +108,39 @@ def test_persistent_nan_loss_is_skipped_by_all_ranks(prefix, tmp_path):
     assert rates[3] == rates[2], "a skipped step does not move the schedule"
     assert events[-1]["consumed_samples"] == 48
     verify_checkpoint(latest_checkpoint(save))
+
+
+@pytest.mark.covers("recomputed bad steps")
+def test_exit_16_requests_other_hosts_and_17_blames_data(prefix, tmp_path, monkeypatch, capsys):
+    hostname, save = socket.gethostname(), tmp_path / "save"
+    note = save / "suspect_step.json"
+    options = f"--save {save} --load {save} --save-interval 1 --on-reproduced-fault restart"
+
+    def run(microbatch: int, *, host: str = hostname) -> tuple[int, str]:
+        with monkeypatch.context() as context:
+            context.setattr(socket, "gethostname", lambda: host)
+            context.setattr(train_steps, "microbatch", train_steps.microbatch)
+            on_microbatch(microbatch, _make_nan)
+            code = run_in_process(flags(prefix, f"--global-batch-size 2 {SIX_STEPS} {options}"))
+        return code, capsys.readouterr().err
+
+    code, text = run(3)
+    assert code == ExitCode.RESTART_ELSEWHERE == 16
+    assert f"the loss of iteration 3 is NaN or Inf, computed twice on {hostname}" in text
+    assert latest_checkpoint(save) == save / "iter_0000002"
+    expected = {"iteration": 3, "hosts": {"0": hostname}, "kind": "nan", "values": ["nan", "nan"]}
+    assert json.loads(note.read_text()) == expected
+    code, text = run(1)
+    assert code == 16
+    assert "keep the run off that machine" in text
+    code, text = run(1, host="elsewhere")
+    assert code == ExitCode.FAILED_VALIDATION == 17
+    message = (
+        f"on elsewhere and before that on {hostname}, with the same bits: the data or the settings"
+    )
+    assert message in text
+    assert not note.exists()
+    assert not (save / "faulty_hosts.json").exists()
 
 
 def _scaled_losses(monkeypatch, factors):
@@ -100,6 +186,29 @@ def test_an_inf_gradient_is_skipped_and_counted(prefix, tmp_path, monkeypatch, c
 
 
 SPIKES = "--loss-spike-factor 3 --loss-spike-window 4"
+
+
+def test_loss_spike_is_skipped_after_resume_too(prefix, tmp_path, monkeypatch, capsys):
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
+    _scaled_losses(monkeypatch, {4: 10.0, 7: 10.0})
+    assert run_in_process(flags(prefix, f"{EIGHT_STEPS} {SPIKES} --save {uninterrupted}")) == 0
+    out = capsys.readouterr().out
+    spike_text = "the limit of --loss-spike-factor, with a large contribution of rank 0 on "
+    assert out.count(spike_text) == 2
+    assert out.count("; the step computed once more yields it again: reproduced") == 2
+    assert "iteration 4: loss" in out
+    assert "iteration 7: loss" in out
+    progress = read_extra(uninterrupted / "iter_0000008")["progress"]
+    assert (progress["spiked_iterations"], progress["skipped_iterations"]) == (2, 2)
+    assert len(progress["recent_losses"]) == 4
+    assert digests(uninterrupted / "iter_0000004") == digests(uninterrupted / "iter_0000003")
+    # The losses that define a spike are restored from the checkpoint.
+    _scaled_losses(monkeypatch, {4: 10.0})
+    run_in_process(flags(prefix, f"{EIGHT_STEPS} {SPIKES} --save {resumed} --exit-interval 5"))
+    monkeypatch.undo()
+    _scaled_losses(monkeypatch, {2: 10.0})
+    run_in_process(flags(prefix, f"{EIGHT_STEPS} {SPIKES} --save {resumed} --load {resumed}"))
+    assert digests(resumed / "iter_0000008") == digests(uninterrupted / "iter_0000008")
 
 
 def test_consecutive_bad_steps_roll_back_past_their_data(prefix, tmp_path, monkeypatch, capsys):

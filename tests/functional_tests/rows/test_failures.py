@@ -18,6 +18,7 @@ from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import on_microbatch, run_with
 from tests.functional_tests.small_run import (
     flags,
+    run_on,
     running,
     write_tokens,
 )
@@ -31,6 +32,7 @@ def prefix(tmp_path):
     return write_tokens(tmp_path / "tokens")
 
 
+@pytest.mark.covers("hang diagnosis")
 @pytest.mark.parametrize(
     ("number", "minutes", "state"),
     [(signal.SIGSTOP, 0.1, "is stopped"), (signal.SIGKILL, 10.0, "is dead")],
@@ -99,6 +101,26 @@ def test_error_is_printed_once_and_peers_exit_soon(prefix, error, code, num_trac
     assert abs(outcomes[0].at - outcomes[1].at) < 5.0
 
 
+def plant_skipped_collective(rank: int) -> None:
+    """Skip the gradient reductions of the sixth microbatch's step on rank 1."""
+    from megatron.core.comm import Pending
+    from megatron.core.distributed import gradient_bucket
+
+    all_reduce_async = gradient_bucket.all_reduce_async
+    is_skipping = [False]
+
+    def skip_after_fault(x, group, *, out=None, **options):
+        if rank == 1 and is_skipping[0]:
+            return Pending(x)
+        return all_reduce_async(x, group, out=out, **options)
+
+    def start_skipping(batch):
+        is_skipping[0] = True
+
+    gradient_bucket.all_reduce_async = skip_after_fault
+    on_microbatch(6, start_skipping)
+
+
 def plant_shape_mismatch(rank: int) -> None:
     """Reduce one control flag less on rank 1 in its third step."""
     from megatron.training.fault_tolerance.stopping import StopRequests
@@ -112,18 +134,42 @@ def plant_shape_mismatch(rank: int) -> None:
     StopRequests.control_flags = shortened_flags
 
 
-def test_mismatched_collectives_are_reported_with_both_calls(prefix):
+@pytest.mark.parametrize(
+    ("plant", "ops"),
+    [
+        (
+            plant_skipped_collective,
+            (
+                r"all_reduce (sum) of float32 [",
+                r"all_reduce (sum) of float64 [4] over world in iteration 3",
+            ),
+        ),
+        (
+            plant_shape_mismatch,
+            (
+                r"rank 0: all_reduce (sum) of float64 [4] over world in iteration 3",
+                r"rank 1: all_reduce (sum) of float64 [3] over world in iteration 3",
+            ),
+        ),
+    ],
+)
+def test_mismatched_collectives_are_reported_with_both_calls(prefix, plant, ops):
     start = time.monotonic()
-    outcomes, logs = run_with(plant_shape_mismatch, flags(prefix, f"{LONG} --check-collectives"))
-    codes, text = {o.exit_code for o in outcomes}, "".join(logs)
-    assert ExitCode.COLLECTIVES_DIFFER in codes, logs
-    assert codes <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, logs
-    for rank, size in ((0, 4), (1, 3)):
-        assert (
-            f"rank {rank}: all_reduce (sum) of float64 [{size}] over world in iteration 3" in text
-        )
+    outcomes, logs = run_with(plant, flags(prefix, f"{LONG} --check-collectives"))
+    assert {o.exit_code for o in outcomes} <= {ExitCode.COLLECTIVES_DIFFER, ExitCode.PEER_LOST}, (
+        logs
+    )
+    assert ExitCode.COLLECTIVES_DIFFER in {o.exit_code for o in outcomes}
+    text = "".join(logs)
+    for op in ops:
+        assert op in text, text
     assert "Traceback" not in text
     assert time.monotonic() - start < 30.0, "the timeout of collectives is ten minutes"
+
+
+def test_matching_collectives_pass_the_check(prefix):
+    layout = "--tensor-model-parallel-size 2 --train-iters 3 --eval-interval 2 --log-straggler"
+    run_on(2, flags(prefix, f"{layout} --check-collectives"))
 
 
 def plant_slow_rank(rank: int) -> None:
@@ -137,6 +183,7 @@ def plant_slow_rank(rank: int) -> None:
         train_steps.take = slow
 
 
+@pytest.mark.covers("straggler detection")
 @pytest.mark.covers("straggler detection")
 def test_a_slow_rank_is_named(prefix, tmp_path):
     options = "--tensor-model-parallel-size 2 --train-iters 6 --eval-interval 0 --log-interval 3"

@@ -67,6 +67,20 @@ def test_all_nodes_stop_when_one_loses_its_launcher(prefix, tmp_path, node):
     verify_checkpoint(save / f"iter_{iteration:07d}")
 
 
+@pytest.mark.slow
+@pytest.mark.covers("graceful stop with a save")
+def test_async_save_completes_after_launcher_loss(prefix, tmp_path):
+    save = tmp_path / "save"
+    argv = flags(prefix, f"{LONG} --async-save --save-interval 2 --save {save}")
+    with launched(launched_rank, argv) as job:
+        job.wait_for_line(1, "iteration        3/")
+        job.kill(0)
+        assert job.codes(timeout=60) == [LOST, LOST], job.log(0) + job.log(1)
+        iteration = _stopped_at(job.log(1))
+        assert "WARNING" not in job.log(1)
+    verify_checkpoint(save / f"iter_{iteration:07d}")
+
+
 def test_stopped_rank_does_not_block_orphaned_ranks(prefix, tmp_path):
     save = tmp_path / "save"
     argv = flags(prefix, f"{LONG} --save {save} --save-interval 2")
@@ -80,3 +94,19 @@ def test_stopped_rank_does_not_block_orphaned_ranks(prefix, tmp_path):
         assert code in (LOST, ExitCode.PEER_LOST), job.log(0)
         assert re.search(r"rank 1 \(process \d+ on .*\) is stopped", job.log(0))
     verify_checkpoint(latest_checkpoint(save))
+
+
+def test_ranks_waiting_to_start_end_with_their_launcher(prefix, tmp_path):
+    """One of two nodes never starts."""
+    argv = flags(prefix, f"{LONG} --save {tmp_path / 'save'}")
+    with launched(_rank_of_incomplete_run, argv, ranks=1) as job:
+        job.wait_for_line(0, "starting")
+        time.sleep(0.5)
+        job.kill(0)
+        assert job.codes(timeout=30) == [LOST], job.log(0)
+        assert "Traceback" not in job.log(0)
+
+
+def _rank_of_incomplete_run(rank: int, world: int, port: int, argv: list[str]) -> None:
+    print("starting", flush=True)
+    launched_rank(rank, 2 * world, port, argv)

@@ -19,8 +19,9 @@ import pytest
 from megatron.cli.errors import ExitCode
 from megatron.core.datasets import GPTBatches
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
+from megatron.core.dist_checkpointing.save_plan import SaveSteps
 from megatron.training.fault_tolerance.peers import PeerWatch
-from tests.functional_tests.planted_faults import on_microbatch, running_with
+from tests.functional_tests.planted_faults import on_microbatch, run_with, running_with
 from tests.functional_tests.small_run import flags, write_tokens
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0 --global-batch-size 12"
@@ -34,6 +35,25 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
+def fail_from_outside() -> None:
+    """Raise an exception in the main thread from another thread."""
+    main = threading.main_thread().ident
+    thread = threading.Thread(
+        target=ctypes.pythonapi.PyThreadState_SetAsyncExc,
+        args=(ctypes.c_ulong(main), ctypes.py_object(KeyError)),
+    )
+    thread.start()
+    thread.join()
+
+
+def fail() -> None:
+    raise KeyError("planted")
+
+
+def send_signal(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
 def fail_in_a_thread() -> None:
     """Make the prefetch thread fail from now on."""
 
@@ -45,11 +65,16 @@ def fail_in_a_thread() -> None:
 
 
 FAULTS = {
+    "error": fail,
+    "error from outside": fail_from_outside,
     "error in a thread": fail_in_a_thread,
     "abort": os.abort,
+    "bad address": functools.partial(ctypes.string_at, 0),
     "held interpreter": hold_the_interpreter,
-    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGINT": functools.partial(send_signal, signal.SIGINT),
+    "SIGTERM": functools.partial(send_signal, signal.SIGTERM),
+    "SIGKILL": functools.partial(send_signal, signal.SIGKILL),
+    "SIGSTOP": functools.partial(send_signal, signal.SIGSTOP),
 }
 
 
@@ -118,9 +143,14 @@ def test_rank_holding_the_gil_is_named_and_its_stacks_written(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "code", "message"),  # message: in the lost rank's log, or None
     [
+        ("error", ExitCode.CRASH, "KeyError: 'planted'"),
+        ("error from outside", ExitCode.CRASH, "\nKeyError\n"),
         ("error in a thread", ExitCode.CRASH, "KeyError: 'planted'"),
         ("abort", -signal.SIGABRT, None),
+        ("bad address", -signal.SIGSEGV, None),
+        ("SIGKILL", -signal.SIGKILL, None),
         ("SIGSTOP", None, None),
+        ("SIGINT", ExitCode.INTERRUPTED, "pretrain_gpt: interrupted"),
         ("SIGTERM", ExitCode.TERMINATED, None),
     ],
 )
@@ -139,3 +169,33 @@ def test_other_ranks_end_after_any_kind_of_rank_loss(tmp_path, kind, code, messa
         assert "this run cannot continue" in text
         assert re.search(r"^1 .* (dead|stopped) +[5-9] ", report.read_text(), re.M)
     assert (save / "stacks" / "attempt_0_rank_0.txt").exists()
+
+
+def plant_in_save(rank: int) -> None:
+    """Kill rank 1 in its third save."""
+    write, count = SaveSteps.write, [0]
+
+    def dying(*args, **kwargs):
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*args, **kwargs)
+
+    if rank == 1:
+        SaveSteps.write = dying
+
+
+@pytest.mark.covers("hang diagnosis")
+@pytest.mark.slow
+def test_rank_death_during_save_agreement_is_detected_at_once(tmp_path):
+    """Ranks agree through the store during a save, so that no collective fails."""
+    folder = tmp_path / "save"
+    options = f"{LONG} --save {folder} --save-interval 2"
+    outcomes, logs = run_with(
+        plant_in_save, flags(write_tokens(tmp_path / "tokens"), options), world=3
+    )
+    assert [o.exit_code for o in outcomes] == [4, -signal.SIGKILL, 4], logs
+    (line,) = re.findall("pretrain_gpt: .*", logs[0] + logs[2])
+    assert re.search(r"rank 1 \(process \d+ on .*\) is dead; the others wait for it to agree", line)
+    assert latest_checkpoint(folder).name == "iter_0000004"
+    verify_checkpoint(latest_checkpoint(folder))

@@ -18,12 +18,15 @@ from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.small_run import (
     digests,
     flags,
+    rank_process,
+    run_in_process,
     run_on,
     running,
     timeless,
     write_tokens,
 )
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
+from tests.support.ranks import start_ranks
 
 #: Too many iterations to end before the test stops the run.
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 7"
@@ -70,8 +73,65 @@ def test_sigterm_to_one_rank_saves_and_run_resumes_bit_exactly(prefix, tmp_path)
     assert timeless(cut / "metrics.jsonl") == timeless(whole / "metrics.jsonl")
 
 
-def test_first_signal_ends_the_run_without_a_handler(prefix, tmp_path):
-    argv = flags(prefix, f"{LONG} --no-exit-signal-handler --save {tmp_path / 'save'}")
+def _slow_rank(rank: int, world: int, port: int, argv: list[str]) -> None:
+    """Run a rank whose steps are slow: rank 0 sleeps when it reads a batch."""
+    from megatron.training import train_steps
+
+    take_batch = train_steps.take
+
+    def slow(*args, **kwargs):
+        if rank == 0:
+            print("sleeping", flush=True)
+            time.sleep(30)
+        return take_batch(*args, **kwargs)
+
+    train_steps.take = slow
+    rank_process(rank, world, port, argv)
+
+
+def _start_sleeping_ranks(prefix: Path, tmp_path: Path, options: str):
+    import torch.distributed as dist
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    argv = flags(prefix, f"{LONG} --eval-interval 0 --save {tmp_path / 'save'} {options}")
+    return server, start_ranks(_slow_rank, 2, server.port, argv, init=False)
+
+
+@pytest.mark.slow
+def test_second_sigterm_ends_the_run_at_once(prefix, tmp_path):
+    server, starting = _start_sleeping_ranks(prefix, tmp_path, "")
+    with starting as ranks:
+        ranks.wait_for_line(0, "sleeping", timeout=60)
+        ranks.kill(0, signal.SIGTERM)
+        ranks.wait_for_line(0, "a second signal ends the run at once", timeout=10)
+        ranks.kill(0, signal.SIGTERM)
+        time.sleep(1.2)
+        assert ranks.processes[0].is_alive(), "signals within a second are one request"
+        start = time.monotonic()
+        ranks.kill(0, signal.SIGTERM)
+        outcomes = ranks.outcomes(timeout=20)
+    assert outcomes[0].exit_code == ExitCode.TERMINATED
+    assert outcomes[1].exit_code == ExitCode.PEER_LOST
+    assert outcomes[0].at - start < 5.0
+    assert latest_checkpoint(tmp_path / "save") is None
+    del server
+
+
+def test_run_ends_when_a_step_outlasts_the_grace_period(prefix, tmp_path):
+    server, starting = _start_sleeping_ranks(prefix, tmp_path, "--exit-grace-seconds 1")
+    with starting as ranks:
+        ranks.wait_for_line(0, "sleeping", timeout=60)
+        ranks.kill(0, signal.SIGTERM)
+        outcomes = ranks.outcomes(timeout=20)
+        text = ranks.log(0)
+    assert outcomes[0].exit_code == ExitCode.TERMINATED
+    assert "the run did not end within --exit-grace-seconds 1" in text
+    del server
+
+
+@pytest.mark.parametrize("options", ["--no-exit-signal-handler --save {save}", ""])
+def test_first_signal_ends_the_run_without_a_handler(prefix, tmp_path, options):
+    argv = flags(prefix, f"{LONG} {options.format(save=tmp_path / 'save')}")
     with running(1, argv) as ranks:
         ranks.wait_for_line(0, "iteration        2/", timeout=60)
         ranks.kill(0, signal.SIGTERM)
@@ -82,16 +142,30 @@ def test_first_signal_ends_the_run_without_a_handler(prefix, tmp_path):
     assert "pretrain_gpt: ended by SIGTERM\n" in text
 
 
+@pytest.mark.parametrize(
+    ("number", "options", "code"),
+    [
+        (signal.SIGHUP, "", ExitCode.HUNG_UP),
+        (signal.SIGUSR1, "--exit-signal SIGUSR1", ExitCode.USER_SIGNAL_1),
+        (signal.SIGUSR2, "--exit-signal SIGUSR2", ExitCode.USER_SIGNAL_2),
+    ],
+)
 @pytest.mark.covers("graceful stop with a save")
-def test_user_signal_saves_and_stops_if_requested(prefix, tmp_path):
+def test_other_signals_save_and_stop_or_end_at_once(prefix, tmp_path, number, options, code):
     save = tmp_path / "save"
-    with running(1, flags(prefix, f"{LONG} --exit-signal SIGUSR1 --save {save}")) as ranks:
+    with running(1, flags(prefix, f"{LONG} {options} --save {save}")) as ranks:
         ranks.wait_for_line(0, "iteration        2/", timeout=60)
-        ranks.kill(0, signal.SIGUSR1)
+        ranks.kill(0, number)
         outcomes = ranks.outcomes(timeout=20)
         iteration = _stopped_at(ranks.log(0))
     assert outcomes[0].exit_code == 0
     verify_checkpoint(save / f"iter_{iteration:07d}")
+    with running(1, flags(prefix, f"{LONG} {options}")) as ranks:
+        ranks.wait_for_line(0, "iteration        2/", timeout=60)
+        ranks.kill(0, number)
+        outcomes = ranks.outcomes(timeout=20)
+        text = ranks.log(0)
+    assert outcomes[0].exit_code == code, text
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -180,3 +254,63 @@ def test_launcher_restart_resumes_from_the_last_save(prefix, tmp_path):
     ]
     events_without_start = [e for e in timeless(cut / "metrics.jsonl") if e["kind"] != "start"]
     assert events_without_start == timeless(uninterrupted / "metrics.jsonl")
+
+
+@pytest.mark.slow(seconds=10)
+def test_launcher_fails_if_its_ranks_fail(prefix):
+    job = torchrun(
+        flags(prefix, "--train-iters 5 --eval-interval 0"),
+        "--standalone",
+        module="tests.functional_tests.rows.crashing_run",
+        processes=2,
+    )
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode != 0, output
+    assert "iteration        2/" in output
+    assert "iteration        4/" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.covers("graceful stop with a save")
+def test_exit_duration_limit_includes_a_save(prefix, tmp_path):
+    save = tmp_path / "save"
+    start = time.monotonic()
+    code = run_in_process(flags(prefix, f"{LONG} --save {save} --exit-duration-in-mins 0.1"))
+    seconds = time.monotonic() - start
+    assert code == 0
+    # The limit is 6 s and all iterations would take minutes. On a busy machine a step or the save
+    # may take seconds longer than the previous one.
+    assert 3.0 < seconds < 20.0
+    verify_checkpoint(latest_checkpoint(save))
+    assert latest_checkpoint(save) != save / "iter_0000001"
+
+
+def _rank_with_skewed_clock(rank: int, world: int, port: int, argv: list[str]) -> None:
+    """Run a rank whose clock expires in step 5 on rank 1, and never on rank 0."""
+    from megatron.training.fault_tolerance.stopping import StopRequests
+
+    control_flags = StopRequests.control_flags
+    count = [0]
+
+    def planted(self):
+        count[0] += 1
+        signals, _, launchers = control_flags(self)
+        return signals, float(rank == 1 and count[0] == 5), launchers
+
+    StopRequests.control_flags = planted
+    rank_process(rank, world, port, argv)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("graceful stop with a save")
+def test_ranks_with_different_clocks_stop_together(prefix, tmp_path):
+    import torch.distributed as dist
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    argv = flags(prefix, f"{LONG} --tensor-model-parallel-size 2 --save {tmp_path / 'save'}")
+    with start_ranks(_rank_with_skewed_clock, 2, server.port, argv, init=False) as ranks:
+        outcomes = ranks.outcomes(timeout=60)
+        text = ranks.log(1)
+    assert [o.exit_code for o in outcomes] == [0, 0]
+    assert "stopped at iteration 5 because --exit-duration-in-mins asks" in text
+    assert latest_checkpoint(tmp_path / "save") == tmp_path / "save" / "iter_0000005"

@@ -47,8 +47,8 @@ MODE_LETTERS = frozenset("rwxabt+")
 UNSAFE_SUFFIXES = ("_object", "_object_list")
 
 
-def _aliases(tree: ast.Module) -> dict[str, str]:
-    """Return the full dotted name of each imported name."""
+def _calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    """Yield each call with its function's dotted name, resolved through the imports."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -58,7 +58,10 @@ def _aliases(tree: ast.Module) -> dict[str, str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return aliases
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            package, dot, attribute = dotted(node.func).partition(".")
+            yield node, aliases.get(package, package) + dot + attribute
 
 
 def _why(name: str, call: ast.Call, source: Source) -> str | None:
@@ -107,15 +110,11 @@ def plain_files(source: Source) -> Iterator[Finding]:
     """Yield everything installed that opens a file without asking what lies there."""
     if not source.in_wheel or source.path == FILES:
         return
-    aliases = _aliases(source.tree)
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call):
-            package, dot, attribute = dotted(node.func).partition(".")
-            name = aliases.get(package, package) + dot + attribute
-            if _opens_a_file(name, node):
-                text = "a file of a stranger may be a link, a pipe or endless: open it with "
-                text += "megatron.core.untrusted_files"
-                yield Finding("plain-file", source.path, node.lineno, text)
+    for call, name in _calls(source.tree):
+        if _opens_a_file(name, call):
+            text = "a file of a stranger may be a link, a pipe or endless: open it with "
+            text += "megatron.core.untrusted_files"
+            yield Finding("plain-file", source.path, call.lineno, text)
 
 
 def unsafe(source: Source) -> Iterator[Finding]:
@@ -128,17 +127,13 @@ def unsafe(source: Source) -> Iterator[Finding]:
         if top in ARCHIVES and source.in_wheel:
             text = f"{module}: archives are not opened"
             yield Finding("unsafe", source.path, line, text)
-    aliases = _aliases(source.tree)
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call):
-            continue
-        package, dot, attribute = dotted(node.func).partition(".")
-        why = _why(aliases.get(package, package) + dot + attribute, node, source)
+    for call, name in _calls(source.tree):
+        why = _why(name, call, source)
         if why is not None:
-            yield Finding("unsafe", source.path, node.lineno, why)
+            yield Finding("unsafe", source.path, call.lineno, why)
             continue
-        for keyword in node.keywords:
+        for keyword in call.keywords:
             off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
             if keyword.arg in UNSAFE_KEYWORDS and not off:
                 text = f"{keyword.arg} lets data run code: leave it off"
-                yield Finding("unsafe", source.path, node.lineno, text)
+                yield Finding("unsafe", source.path, call.lineno, text)

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.run_folder import prune_checkpoints as prune_checkpoints
     from megatron.core.dist_checkpointing.run_folder import reading as reading
     from megatron.core.dist_checkpointing.run_folder import verify_checkpoint as verify_checkpoint
+    from megatron.core.dist_checkpointing.save import optimizer_chunks as optimizer_chunks
     from megatron.core.dist_checkpointing.save import save_checkpoint as save_checkpoint
+    from megatron.core.dist_checkpointing.save import weight_chunks as weight_chunks
     from megatron.core.dist_checkpointing.shard_format import (
         CheckpointError as CheckpointError,
     )
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.shard_format import (
         RemovedCheckpointError as RemovedCheckpointError,
     )
-    from megatron.core.dist_checkpointing.state_chunks import optimizer_chunks as optimizer_chunks
-    from megatron.core.dist_checkpointing.state_chunks import weight_chunks as weight_chunks
     from megatron.core.dist_checkpointing.transfer import TransferGroup as TransferGroup
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -112,7 +112,9 @@ class Checkout:
             TESTS: str(chosen),
             PROGRESS: str(progress),
         }
-        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # Without -c, tests of tests/gpu alone are named from the folder of its pytest.ini.
+        line = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml"]
+        line += ["-p", "no:cacheprovider"]
         line += ["-p", "tools.core_mutants.progress", *(["-x"] if stop else [])]
         line += sorted({test.split("::")[0] for test in tests})
         with log.open("wb") as file:

@@ -43,7 +43,7 @@ from megatron.hf.config_table import TABLES, ModelFields
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
-from megatron.hf.quantized import quantization_of
+from megatron.hf.quantization_config import quantization_of
 from megatron.hf.tensor_map import has_mtp_layers
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.boxes import Box
+from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.core.untrusted_files import link_target, read_json
-from megatron.hf.quantized import Quantization, QuantizedTensor, quantization_of
+from megatron.hf.quantization_config import quantization_of
+from megatron.hf.quantized import Quantization, QuantizedTensor
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -118,12 +119,15 @@ class OpenTensors:
         self._quantized: Mapping[str, QuantizedTensor] = {}
         if quantization is None:
             return
+        for name in [name for name in self._tensors if quantization.is_ignored(name)]:
+            del self._tensors[name]
         self._quantized, problems = quantization.find(self._tensors)
         if problems:
             others_text = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
             raise ValueError(f"{problems[0]}{others_text}")
         for name, tensor in self._quantized.items():
-            del self._tensors[tensor.values], self._tensors[tensor.scales]
+            for stored_name in tensor.names:
+                del self._tensors[stored_name]
             self._tensors[name] = tensor.dequantized
 
     def __contains__(self, name: str) -> bool:
@@ -151,6 +155,23 @@ class OpenTensors:
             return
         assert self._quantization is not None
         self._quantization.read_box(quantized, box, target, files=self._files)
+
+    def is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is the bias of a quantized weight and all its elements are zero.
+
+        Writers of GPTQ add such biases to layers that have none. Raises ValueError if the file
+        cannot be read.
+        """
+        weight = f"{name.removesuffix('bias')}weight"
+        shape = self._tensors[name].shape
+        if not name.endswith(".bias") or weight not in self._quantized or len(shape) != 1:
+            return False
+        for band in row_boxes(shape, torch.float32.itemsize):
+            values = torch.empty(band.sizes)
+            self.read_box(name, band, values)
+            if bool(values.any()):
+                return False
+        return True
 
     @property
     def bytes_read(self) -> int:

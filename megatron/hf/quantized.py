@@ -5,22 +5,31 @@ A `Quantization` finds the tensors that contain the values and the scales of a w
 any box of the weight in fp32; callers see plain tensors. A rank reads only the elements of its
 shard and the scales of their blocks. Tensors that are not quantized, such as the modules in
 `modules_to_not_convert`, are read without change.
+
+This module has the formats with 8 bits per element, and MXFP4.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from megatron.core.boxes import Box, row_boxes
-from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
-from megatron.hf.fields import Fields
+from megatron.core.dist_checkpointing.safetensors_file import (
+    DTYPES,
+    SafetensorsFile,
+    TensorInfo,
+)
 
-_FP8 = "F8_E4M3"
+FP8, INT8 = "F8_E4M3", "I8"
+
+#: Dtypes of scales in the files.
+SCALE_DTYPES = ("F32", "BF16", "F16")
 
 #: Elements of MXFP4 that share a scale, and their size in bytes.
 GROUP, GROUP_BYTES = 32, 16
@@ -33,31 +42,43 @@ _E8M0_BIAS = 127
 
 
 class QuantizedTensor(NamedTuple):
-    """A weight that is stored as two tensors.
+    """A weight that is stored as several tensors.
 
     Args:
-        values, scales: names of the two tensors.
+        values, scales: names of the tensors of quantized values and of their scales.
         dequantized: dtype and shape of the dequantized weight.
+        zero_points: name of the tensor of zero points; None for a symmetric format.
+        group_index: name of the tensor with the quantization group of each input channel; None if
+            groups are consecutive channels.
     """
 
     values: str
     scales: str
     dequantized: TensorInfo
+    zero_points: str | None = None
+    group_index: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stored tensors."""
+        return tuple(name for name in (self.values, self.scales, *self[3:]) if name is not None)
+
+
+#: Suffixes of tensors that quantize activations and caches; they do not change the weights.
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 class Quantization(ABC):
-    """A quantization format of a folder's weights.
-
-    Attributes:
-        scales: suffix of the names of scale tensors.
-    """
-
-    scales: ClassVar[str]
+    """A quantization format of a folder's weights."""
 
     @property
     @abstractmethod
     def form(self) -> str:
         """Short description of the quantization, for the log."""
+
+    @abstractmethod
+    def count(self, names: Iterable[str]) -> int:
+        """Return the number of quantized weights among tensors with the given names."""
 
     @abstractmethod
     def find(
@@ -70,11 +91,19 @@ class Quantization(ABC):
             values without scales, scales without values, wrong shapes and dtypes.
         """
 
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor does not change the weights, such as the scale of activations."""
+        return name.endswith(ACTIVATION_SCALES)
+
     @abstractmethod
     def dequantize(
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
         """Return a box of a weight [*box.sizes] in fp32."""
+
+    def bands(self, sizes: tuple[int, ...]) -> Iterator[Box]:
+        """Cut a box of a weight into boxes that are dequantized one at a time."""
+        return row_boxes(sizes, torch.float32.itemsize)
 
     def read_box(
         self,
@@ -96,11 +125,10 @@ class Quantization(ABC):
             ValueError: a scale is not positive and finite, a value is not finite, or a file cannot
                 be read.
         """
-        for band in row_boxes(box.sizes, torch.float32.itemsize):
+        for band in self.bands(box.sizes):
             if not band.numel:
                 continue
-            offsets = tuple(a + b for a, b in zip(box.offsets, band.offsets, strict=True))
-            values = self.dequantize(tensor, Box(offsets, band.sizes), files)
+            values = self.dequantize(tensor, band.within(box.offsets), files)
             if not bool(values.isfinite().all()):
                 raise ValueError(
                     f"{files[tensor.values].path}: {tensor.values} times {tensor.scales} is not "
@@ -110,107 +138,125 @@ class Quantization(ABC):
 
     def line(self, names: Iterable[str]) -> str:
         """Return a log line about a folder that contains tensors with the given names."""
-        count = sum(name.endswith(self.scales) for name in names)
         return (
-            f"dequantized {count} {self.form}; they are trained, saved and exported in the dtype "
-            "of the model"
+            f"dequantized {self.count(names)} {self.form}; they are trained, saved and exported in "
+            "the dtype of the model"
         )
 
 
 @dataclass(frozen=True)
-class BlockFP8(Quantization):
-    """FP8 matrices with one scale per block, the format of DeepSeek-V3 and Kimi-K2.
+class ScaledMatrices(Quantization):
+    """Matrices of 8 bits per element with scales for blocks, for rows or for whole matrices.
 
-    A matrix W [o, i] is stored in E4M3, and `*_scale_inv` [ceil(o / b0), ceil(i / b1)] contains one
-    scale per block of b0 x b1 elements (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3):
+    A matrix W [o, i] is stored in E4M3 or in int8. Its scales are a matrix
+    [ceil(o / b0), ceil(i / b1)], one per block of b0 x b1 elements (DeepSeek-AI 2024, arXiv
+    2412.19437, section 3.3), one per row, or one for the whole matrix:
 
-        w[r, c] = W[r, c] · scale_inv[r // b0, c // b1]
+        w[r, c] = W[r, c] · scale[r // b0, c // b1]
+
+    Scales are named `*_scale_inv` or `*_scale`; both are factors.
 
     Args:
-        block: number of rows and of columns of a block.
+        block: number of rows and of columns of a block; None for a scale per row or per matrix.
+        dtype: the files' dtype of the stored values.
     """
 
-    block: tuple[int, int]
-    scales: ClassVar[str] = "_scale_inv"
-
-    @classmethod
-    def of(cls, fields: Fields) -> BlockFP8:
-        """Parse a quantization_config of "fp8". Raises ValueError, naming the field."""
-        fields.must_be("fmt", "e4m3")
-        fields.must_be("scale_fmt", "ue8m0", "float")
-        block = fields.raw.get("weight_block_size")
-        if not (
-            isinstance(block, list)
-            and len(block) == 2
-            and all(type(size) is int and 0 < size < 1 << 31 for size in block)
-        ):
-            fields.refuse("weight_block_size", "expected rows and columns of a block, [128, 128]")
-        # The quantization of activations does not change the weights.
-        _check_known(fields, "fmt", "scale_fmt", "weight_block_size", "activation_scheme")
-        return cls((block[0], block[1]))
+    block: tuple[int, int] | None
+    dtype: str = FP8
+    suffixes: ClassVar[tuple[str, ...]] = ("_scale_inv", "_scale")
 
     @property
     def form(self) -> str:
         """Short description of the quantization, for the log."""
-        return f"FP8 matrices with a scale for each block of {self.block[0]} x {self.block[1]}"
+        scales = "each row or matrix"
+        if self.block is not None:
+            scales = f"each block of {self.block[0]} x {self.block[1]}"
+        return f"{'FP8' if self.dtype == FP8 else 'int8'} matrices with a scale for {scales}"
+
+    def count(self, names: Iterable[str]) -> int:
+        """Return the number of quantized matrices among tensors with the given names."""
+        return sum(name.endswith(self.suffixes) and not self.is_ignored(name) for name in names)
 
     def find(
         self, tensors: Mapping[str, TensorInfo]
     ) -> tuple[dict[str, QuantizedTensor], list[str]]:
-        """Return the FP8 matrices and a list of problems with their scales."""
+        """Return the quantized matrices and a list of problems with their scales."""
         weights: dict[str, QuantizedTensor] = {}
         problems = []
+        form = "FP8" if self.dtype == FP8 else self.dtype
         for name, tensor in tensors.items():
-            base = name.removesuffix(self.scales)
-            if base != name and (base not in tensors or tensors[base].dtype != _FP8):
-                problems.append(f"{name} has no FP8 tensor to scale")
-            if tensor.dtype != _FP8:
+            if name.endswith(self.suffixes) and not self.is_ignored(name):
+                base = name[: name.rindex("_scale")]
+                if base not in tensors or tensors[base].dtype != self.dtype:
+                    problems.append(f"{name} has no {form} tensor to scale")
+            if tensor.dtype != self.dtype:
                 continue
-            scales = tensors.get(name + self.scales)
-            if scales is None:
-                problems.append(f"{name} is FP8 and {name}{self.scales} is missing")
+            scales = [name + suffix for suffix in self.suffixes if name + suffix in tensors]
+            if not scales:
+                suffix = self.suffixes[self.block is None]
+                problems.append(f"{name} is {form} and {name}{suffix} is missing")
                 continue
-            problems += self._misfits(name, tensor, scales)
-            weights[name] = QuantizedTensor(
-                name, name + self.scales, _dequantized_info(tensor, tensor.shape)
-            )
+            if len(scales) > 1:
+                problems.append(f"{name} has two scales, {' and '.join(scales)}: remove one")
+            problems += self._misfits(name, tensor, scales[0], tensors[scales[0]])
+            weights[name] = QuantizedTensor(name, scales[0], dequantized_info(tensor, tensor.shape))
         return weights, problems
 
-    def _misfits(self, name: str, tensor: TensorInfo, scales: TensorInfo) -> list[str]:
-        expected_shape = tuple(-(-n // b) for n, b in zip(tensor.shape, self.block, strict=False))
+    def _misfits(
+        self, name: str, tensor: TensorInfo, scales_name: str, scales: TensorInfo
+    ) -> list[str]:
         if len(tensor.shape) != 2:
-            return [f"{name} is {list(tensor.shape)}: blocks of two dimensions need a matrix"]
-        if scales.shape != expected_shape:
+            kind = "scales of rows need" if self.block is None else "blocks of two dimensions need"
+            return [f"{name} is {list(tensor.shape)}: {kind} a matrix"]
+        rows, columns = tensor.shape
+        if self.block is None:
+            if scales.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+                return [
+                    f"{scales_name} is {list(scales.shape)}: expected one scale, or one for each "
+                    f"of the {rows} rows of {name}"
+                ]
+        else:
+            expected_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+            if scales.shape != expected_shape:
+                return [
+                    f"{scales_name} is {list(scales.shape)}, blocks of {list(self.block)} require "
+                    f"{list(expected_shape)}"
+                ]
+        if scales.dtype not in SCALE_DTYPES:
             return [
-                f"{name}{self.scales} is {list(scales.shape)}, blocks of {list(self.block)} "
-                "require "
-                f"{list(expected_shape)}"
+                f"{scales_name} has dtype {scales.dtype}: supported are {', '.join(SCALE_DTYPES)}"
             ]
-        if scales.dtype not in ("F32", "BF16"):
-            return [f"{name}{self.scales} has dtype {scales.dtype}: supported are F32, BF16"]
         return []
 
     def dequantize(
         self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
     ) -> torch.Tensor:
         """Return a box of a matrix in fp32. Raises ValueError for a scale that is not positive."""
-        low = tuple(offset // b for offset, b in zip(box.offsets, self.block, strict=True))
+        stored_shape = files[tensor.scales].tensors[tensor.scales].shape
+        block = self.block
+        if block is None:
+            rows, columns = tensor.dequantized.shape
+            block = (rows if math.prod(stored_shape) == 1 else 1, columns)
+        low = tuple(offset // b for offset, b in zip(box.offsets, block, strict=True))
         high = tuple(
             -(-(offset + n) // b)
-            for offset, n, b in zip(box.offsets, box.sizes, self.block, strict=True)
+            for offset, n, b in zip(box.offsets, box.sizes, block, strict=True)
         )
         factors = torch.empty([b - a for a, b in zip(low, high, strict=True)])
-        files[tensor.scales].read_box(tensor.scales, Box(low, tuple(factors.shape)), factors)
+        dims = len(stored_shape)
+        scales_box = Box(low[:dims], tuple(factors.shape[:dims]))
+        scales_target = factors.view(scales_box.sizes)
+        files[tensor.scales].read_box(tensor.scales, scales_box, scales_target)
         if not bool(((factors > 0) & factors.isfinite()).all()):
             raise ValueError(
                 f"{files[tensor.scales].path}: {tensor.scales} has a factor that is not positive "
                 "and finite"
             )
-        stored = torch.empty(box.sizes, dtype=torch.float8_e4m3fn)
+        stored = torch.empty(box.sizes, dtype=DTYPES[self.dtype])
         files[tensor.values].read_box(tensor.values, box, stored)
         for dim in (0, 1):
             index = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
-            factors = factors.index_select(dim, index // self.block[dim] - low[dim])
+            factors = factors.index_select(dim, index // block[dim] - low[dim])
         return stored.float().mul_(factors)  # [r, c]
 
 
@@ -223,16 +269,27 @@ class MXFP4(Quantization):
     scale is a power of two in E8M0, shared by 32 elements:
 
         w[..., 32 g + k] = E2M1[code k of blocks[..., g, :]] · 2^(scales[..., g] - 127)
+
+    Args:
+        is_flat: the bytes of a row are one dimension, `*_packed` [..., r, c / 2], and the scales
+            are named `*_scale`, as compressed-tensors writes them.
     """
 
-    values: ClassVar[str] = "_blocks"
-    scales: ClassVar[str] = "_scales"
+    is_flat: bool = False
 
-    @classmethod
-    def of(cls, fields: Fields) -> MXFP4:
-        """Parse a quantization_config of "mxfp4". Raises ValueError, naming the field."""
-        _check_known(fields, "dequantize")  # `dequantize` only tells transformers what to do
-        return cls()
+    @property
+    def values(self) -> str:
+        """Suffix of the names of the tensors of values."""
+        return "_packed" if self.is_flat else "_blocks"
+
+    @property
+    def scales(self) -> str:
+        """Suffix of the names of the tensors of scales."""
+        return "_scale" if self.is_flat else "_scales"
+
+    def count(self, names: Iterable[str]) -> int:
+        """Return the number of quantized tensors among tensors with the given names."""
+        return sum(name.endswith(self.values) for name in names)
 
     @property
     def form(self) -> str:
@@ -247,7 +304,8 @@ class MXFP4(Quantization):
         problems = []
         for name, tensor in tensors.items():
             base = name.removesuffix(self.scales)
-            if base != name and base + self.values not in tensors:
+            is_scale = base != name and not self.is_ignored(name)
+            if is_scale and base + self.values not in tensors:
                 problems.append(f"{name} has no {base}{self.values} to scale")
             base = name.removesuffix(self.values)
             if base == name:
@@ -259,27 +317,33 @@ class MXFP4(Quantization):
             if base in tensors:
                 problems.append(f"{base} and {name} are the same weight: remove one of them")
             problems += self._misfits(base, tensor, scales)
-            shape = (*tensor.shape[:-2], GROUP * tensor.shape[-2]) if tensor.shape[1:] else ()
+            dims = len(tensor.shape) - (not self.is_flat)
+            columns = GROUP * math.prod(tensor.shape[dims - 1 :]) // GROUP_BYTES
+            shape = (*tensor.shape[: dims - 1], columns) if dims > 0 else ()
             weights[base] = QuantizedTensor(
-                name, base + self.scales, _dequantized_info(tensor, shape)
+                name, base + self.scales, dequantized_info(tensor, shape)
             )
         return weights, problems
 
     def _misfits(self, base: str, tensor: TensorInfo, scales: TensorInfo) -> list[str]:
-        if len(tensor.shape) < 2 or tensor.shape[-1] != GROUP_BYTES:
+        sizes = tensor.shape
+        if self.is_flat and sizes and not sizes[-1] % GROUP_BYTES:
+            sizes = (*sizes[:-1], sizes[-1] // GROUP_BYTES, GROUP_BYTES)
+        if len(sizes) < 2 or sizes[-1] != GROUP_BYTES:
+            multiple = "a multiple of " * self.is_flat
             return [
                 f"{base}{self.values} is {list(tensor.shape)}: the last size must be "
-                f"{GROUP_BYTES} bytes of {GROUP} elements"
+                f"{multiple}{GROUP_BYTES} bytes of {GROUP} elements"
             ]
         problems = [
             f"{base}{suffix} has dtype {tensor_info.dtype}: supported is U8"
             for suffix, tensor_info in ((self.values, tensor), (self.scales, scales))
             if tensor_info.dtype != "U8"
         ]
-        if scales.shape != tensor.shape[:-1]:
+        if scales.shape != sizes[:-1]:
             problems.append(
                 f"{base}{self.scales} is {list(scales.shape)}, {base}{self.values} requires "
-                f"{list(tensor.shape[:-1])}"
+                f"{list(sizes[:-1])}"
             )
         return problems
 
@@ -292,7 +356,12 @@ class MXFP4(Quantization):
         groups = Box((*box.offsets[:-1], first_group), (*box.sizes[:-1], end_group - first_group))
         stored = torch.empty((*groups.sizes, GROUP_BYTES), dtype=torch.uint8)
         byte_box = Box((*groups.offsets, 0), tuple(stored.shape))
-        files[tensor.values].read_box(tensor.values, byte_box, stored)
+        if self.is_flat:
+            byte_box = Box(
+                (*groups.offsets[:-1], GROUP_BYTES * first_group),
+                (*groups.sizes[:-1], GROUP_BYTES * groups.sizes[-1]),
+            )
+        files[tensor.values].read_box(tensor.values, byte_box, stored.view(byte_box.sizes))
         scales = torch.empty(groups.sizes, dtype=torch.uint8)
         files[tensor.scales].read_box(tensor.scales, groups, scales)
         code_values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))  # [16]
@@ -307,47 +376,6 @@ class MXFP4(Quantization):
         return values.narrow(-1, begin - GROUP * first_group, size)
 
 
-_METHODS = {"fp8": BlockFP8.of, "mxfp4": MXFP4.of}
-
-
-def quantization_of(config: Mapping[str, Any], *, where: str) -> Quantization | None:
-    """Return the quantization of a config.json; None without a quantization_config.
-
-    Args:
-        config: the fields of config.json.
-        where: its path, for errors.
-
-    Raises:
-        ValueError: the quantization is not supported; the message names the field.
-    """
-    quantization_config = config.get("quantization_config")
-    if quantization_config is None:
-        return None
-    if not isinstance(quantization_config, dict):
-        Fields(config, where).refuse("quantization_config", "expected an object")
-    fields = Fields(quantization_config, where, prefix="quantization_config.")
-    method = quantization_config.get("quant_method")
-    if not isinstance(method, str) or method not in _METHODS:
-        fields.refuse(
-            "quant_method",
-            "supported are 'fp8' with weight_block_size and 'mxfp4': save the model dequantized, "
-            "without quantization_config",
-        )
-    return _METHODS[method](fields)
-
-
-def _check_known(fields: Fields, *names: str) -> None:
-    """Reject unknown fields, which could change the weights, and malformed lists of modules."""
-    modules = ("modules_to_not_convert", "ignored_layers")
-    for name in modules:
-        listed = fields.raw.get(name) or []
-        if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
-            fields.refuse(name, "expected names of modules")
-    for name in fields.raw:
-        if name not in ("quant_method", *modules, *names):
-            fields.refuse(name, "it is unknown and could change the weights")
-
-
-def _dequantized_info(stored: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+def dequantized_info(stored: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
     """Return the TensorInfo of a dequantized tensor; its byte range is the range of the values."""
     return stored._replace(dtype="BF16", shape=shape)

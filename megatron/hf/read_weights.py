@@ -14,7 +14,7 @@ from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing import CheckpointError, Coordinator, TensorChunk
 from megatron.hf.config_json import HuggingFaceModel
 from megatron.hf.folder import CONFIG, HuggingFaceFolder, OpenTensors
-from megatron.hf.quantized import quantization_of
+from megatron.hf.quantization_config import quantization_of
 from megatron.hf.tensor_map import TensorMap, tensor_map
 
 #: Problems listed in one error; further ones are counted.
@@ -76,7 +76,7 @@ def _problems(mapped: TensorMap, opened: OpenTensors, model: HuggingFaceModel) -
             yield f"{name} has dtype {tensor_info.dtype}: supported are {', '.join(_FLOATS)}"
     for name in opened:
         is_ignored = _DERIVED.fullmatch(name) or _is_left_out(name, model)
-        if name not in mapped.hf_tensors and not is_ignored:
+        if name not in mapped.hf_tensors and not is_ignored and not opened.is_zero_bias(name):
             yield f"{name} does not belong to the model"
 
 

@@ -51,7 +51,7 @@ def fp8_folders(path: Path, case: str = "deepseek-even", **changes: Any) -> tupl
         stored[name] = (weight / factors).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scales
         values[name] = stored[name].float() * factors
-    return _write_both(folder, path / "fp32", stored, values, FP8)
+    return write_folder_pair(folder, path / "fp32", stored, values, FP8)
 
 
 def mxfp4_folders(path: Path) -> tuple[Path, Path]:
@@ -74,16 +74,17 @@ def mxfp4_folders(path: Path) -> tuple[Path, Path]:
         three = (t.view(-1, *t.shape[weight.ndim - 2 :]) for t in (blocks, scales))  # [E, r, ...]
         dequantized = mxfp4.convert_moe_packed_tensors(*three, dtype=torch.float32)  # [E, c, r]
         values[name] = dequantized.transpose(1, 2).reshape(weight.shape).contiguous()
-    return _write_both(folder, path / "fp32", stored, values, MXFP4)
+    return write_folder_pair(folder, path / "fp32", stored, values, MXFP4)
 
 
-def _write_both(
+def write_folder_pair(
     folder: Path,
     dequantized: Path,
     stored: dict[str, torch.Tensor],
     values: dict[str, torch.Tensor],
     config: dict[str, Any],
 ) -> tuple[Path, Path]:
+    """Replace the tensors of a folder by quantized ones, and write their values to another one."""
     (file,) = folder.glob("*.safetensors")
     dequantized.mkdir()
     (dequantized / "config.json").write_bytes((folder / "config.json").read_bytes())

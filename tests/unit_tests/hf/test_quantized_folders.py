@@ -138,10 +138,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        (FP8, "quant_method", "gptq"),
+        (FP8, "quant_method", "bitsandbytes"),
         (FP8, "quant_method", ["fp8"]),
         (FP8, "fmt", "e5m2"),
-        (FP8, "weight_block_size", None),
         (FP8, "weight_block_size", [128]),
         (FP8, "weight_block_size", [0, 128]),
         (FP8, "zero_point", True),
@@ -183,8 +182,8 @@ NAME = "model.layers.0.mlp.down_proj.weight"
         (lambda t: t[f"{NAME}_scale_inv"].fill_(3e38), "is not finite"),
         (lambda t: t[NAME].view(torch.uint8)[3].fill_(0x7F), f"{NAME} times"),
         (
-            lambda t: t.update({f"{NAME}_scale_inv": t[f"{NAME}_scale_inv"].half()}),
-            "has dtype F16",
+            lambda t: t.update({f"{NAME}_scale_inv": t[f"{NAME}_scale_inv"].double()}),
+            "has dtype F64",
         ),
     ],
 )

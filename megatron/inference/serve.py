@@ -103,6 +103,11 @@ class Service:
     log_format: Literal["text", "json"] = "text"
     """Format of the HTTP process's log on stderr, one line per response: text, or a JSON object
     with the request id."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages of the HTTP process's log; warning drops the line per response."""
+    strict_fields: bool = False
+    """Refuse requests with a field that the server does not know, instead of ignoring the field
+    and naming it in the header x-ignored-fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +354,8 @@ def http_settings(
         },
         "drain_seconds": service.drain_timeout_seconds,
         "log_format": service.log_format,
-        "log_answers": True,
+        "log_level": service.log_level,
+        "strict_fields": service.strict_fields,
     }
 
 

@@ -203,6 +203,8 @@ def settings(**changes: Any) -> dict[str, Any]:
         "client": {"max_outputs": 100, "max_unsent": 4096},
         "drain_seconds": 20.0,
         "log_format": "text",
+        "log_level": "info",
+        "strict_fields": False,
     }
     for name, value in changes.items():
         group = next(p for p in (options, *options.values()) if isinstance(p, dict) and name in p)

@@ -59,6 +59,7 @@ class Turn:
         calls: tool calls of the assistant.
         reasoning: reasoning of the assistant; None without reasoning.
         call_id: id of the call whose result a tool turn holds.
+        name: name of the participant or of the tool, for templates that read it.
     """
 
     role: str
@@ -66,6 +67,7 @@ class Turn:
     calls: Sequence[ToolCall] = ()
     reasoning: str | None = None
     call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,8 @@ class Conversation:
         forced_tool: name of the tool that the answer has to call; None for any tool.
         parallel: whether an answer may have several calls.
         variables: variables of the chat template.
+        hints: template variables by the field that sets them, as (variable, value); they apply if
+            the template reads them.
     """
 
     turns: Sequence[Turn]
@@ -87,6 +91,7 @@ class Conversation:
     forced_tool: str | None = None
     parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
@@ -158,6 +163,7 @@ class Conversations:
         # With tool_choice "none" the prompt does not list the tools.
         listed_tools = [] if conversation.choice == "none" else conversation.tools
         messages = [self._message(turn) for turn in conversation.turns]
+        hints = {name: value for name, value in conversation.hints.values() if self.reads(name)}
         tools = [_tool_json(tool) for tool in listed_tools]
         _check_marks(messages, "messages")
         _check_marks([tools, conversation.variables], "tools")
@@ -168,7 +174,7 @@ class Conversations:
                 messages,
                 add_generation_prompt=True,
                 tools=tools,
-                variables=conversation.variables,
+                variables={**hints, **conversation.variables},
             )
         except TemplateRefusal as error:
             # The message of the template's author, not the text of an internal exception.
@@ -185,6 +191,10 @@ class Conversations:
             reasoning_format.begin
         )
         return Prompt(tokens=tokens, in_reasoning=in_reasoning)
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the template reads a variable."""
+        return self._template is not None and variable in self._template.source
 
     def _check(self, conversation: Conversation, source: str) -> None:
         """Raise ApiError for features that the template or the answer formats do not support."""
@@ -219,6 +229,8 @@ class Conversations:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.reasoning is not None:
             message["reasoning_content"] = turn.reasoning
+        if turn.name is not None:
+            message["name"] = turn.name
         if turn.call_id is not None:
             message["tool_call_id"] = turn.call_id
         if turn.calls:

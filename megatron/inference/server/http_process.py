@@ -74,6 +74,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         card=ModelCard(**{**card, "stop_tokens": tuple(card["stop_tokens"])}),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
+        strict_fields=settings["strict_fields"],
         grammars=grammars_of(tokenizer, card["stop_tokens"], card["vocab_size"]),
     )
 
@@ -154,7 +155,7 @@ def main() -> None:
     )
     settings = first_message(link)
     if settings is not None:
-        set_up_log(settings["log_format"], answers=settings["log_answers"])
+        set_up_log(settings["log_format"], settings["log_level"])
         asyncio.run(serve(link, listener, settings, admin=next(iter(admin_listeners), None)))
 
 

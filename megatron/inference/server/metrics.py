@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+#: Most names of ignored fields with a counter of their own; clients choose the names.
+MAX_IGNORED_NAMES = 100
 
 _GAUGES = {
     "running": ("num_requests_running", "Outputs that the engine is generating."),
@@ -87,6 +90,13 @@ class ServerMetrics:
             ["finished_reason"],
             registry=self._registry,
         )
+        self._ignored = Counter(
+            "megatron:ignored_fields",
+            "Requests with an ignored field, by field.",
+            ["field"],
+            registry=self._registry,
+        )
+        self._ignored_names: set[str] = set()
         self._answers = Counter(
             "megatron:http_responses",
             "HTTP responses, by status.",
@@ -116,6 +126,22 @@ class ServerMetrics:
     def note_answer(self, status: int) -> None:
         """Count an HTTP answer."""
         self._answers.labels(str(status)).inc()
+
+    def note_ignored(self, fields: Sequence[str]) -> list[str]:
+        """Count the ignored fields of a request; return the fields that are new.
+
+        After `MAX_IGNORED_NAMES` fields, new fields are counted together as `other`.
+        """
+        new_names = []
+        for name in fields:
+            if name not in self._ignored_names:
+                if len(self._ignored_names) == MAX_IGNORED_NAMES:
+                    name = "other"
+                else:
+                    self._ignored_names.add(name)
+                    new_names.append(name)
+            self._ignored.labels(name).inc()
+        return new_names
 
     def text(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

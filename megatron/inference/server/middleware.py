@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron.inference.server.protocol.api_error import ApiError
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 #: Id of the request in progress, for its log lines; "" outside of a request.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -32,6 +33,8 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 LOG = logging.getLogger("megatron.inference.server")
 
 MAX_HEADER_BYTES = 16 << 10
+#: Most fields that the header `x-ignored-fields` names.
+MAX_HEADER_FIELDS = 16
 #: Routes without authentication.
 OPEN_ROUTES = frozenset({"/", "/health"})
 #: Routes that are polled and therefore not logged.
@@ -86,6 +89,9 @@ class RequestGuard:
                 status = message["status"]
                 id_header = (b"x-request-id", request_id.encode())
                 message["headers"] = [*message.get("headers", ()), id_header]
+                if ignored := scope["state"].get("ignored_fields"):
+                    names = ", ".join(ignored[:MAX_HEADER_FIELDS])
+                    message["headers"].append((b"x-ignored-fields", names.encode()))
                 self._note_answer(status)
             await send(message)
 
@@ -232,8 +238,8 @@ def log_answer(method: str, path: str, *, status: int, seconds: float) -> None:
     )
 
 
-def set_up(form: LogFormat, *, answers: bool) -> None:
-    """Configure logging to stderr in this format, with or without a line per answer."""
+def set_up(form: LogFormat, level: LogLevel) -> None:
+    """Configure logging to stderr in this format; at `info` there is a line per answer."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter()
@@ -241,4 +247,4 @@ def set_up(form: LogFormat, *, answers: bool) -> None:
         else logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
     )
     logging.basicConfig(handlers=[handler])
-    LOG.setLevel(logging.INFO if answers else logging.WARNING)
+    LOG.setLevel(level.upper())

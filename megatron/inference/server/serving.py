@@ -25,7 +25,7 @@ from megatron.inference.server.guided_decoding.request_grammar import (
     grammar_makers,
 )
 from megatron.inference.server.metrics import ServerMetrics
-from megatron.inference.server.middleware import Limits
+from megatron.inference.server.middleware import LOG, Limits
 from megatron.inference.server.output_processor import Generation, GenerationRequest, ModelCard
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
@@ -64,6 +64,8 @@ class Server:
     limits: Limits
     metrics: ServerMetrics
     grammars: Grammars | None = None
+    strict_fields: bool = False
+    """Refuse unknown fields instead of ignoring them."""
 
     def generate(
         self, request: GenerationRequest, parsers: Sequence[OutputParser] = ()
@@ -123,8 +125,20 @@ class Server:
             )
 
     async def read(self, request: Request, body: type[B]) -> B:
-        """Return the validated body of a request. Raises ApiError for invalid fields."""
-        return parse_body(body, await request.body())
+        """Return the validated body of a request, and report the fields that are ignored.
+
+        Raises:
+            ApiError: a field is invalid or cannot be served.
+        """
+        parsed, ignored = parse_body(body, await request.body(), strict_fields=self.strict_fields)
+        for path, (variable, _) in parsed.template_hints.items():
+            if not self.conversations.reads(variable):
+                ignored.append(path)
+        if ignored:
+            request.state.ignored_fields = ignored
+            for path in self.metrics.note_ignored(ignored):
+                LOG.info("request fields: %s is ignored, as this server does not know it", path)
+        return parsed
 
 
 Handler = Callable[[Server, Request], Awaitable[Response]]

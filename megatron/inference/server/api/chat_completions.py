@@ -21,17 +21,11 @@ async def chat(server: Server, request: Request) -> Response:
     body.check_stream_options()
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens):
-        raise ApiError(
-            400,
-            "max_tokens and max_completion_tokens are the same limit: give one of them",
-            param="max_tokens",
-        )
     generation = await begin_answer(
         server,
         body.conversation(),
         body,
-        max_new_tokens=body.max_completion_tokens or body.max_tokens,
+        max_new_tokens=body.token_limit,
         logprobs=body.top_logprobs,
         names={
             "prompt": "messages",

@@ -12,6 +12,7 @@ from megatron.inference.server.guided_decoding.request_grammar import (
     compiled_grammar,
     grammar_makers,
 )
+from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.completions import CompletionBody, CompletionFormatter
 from megatron.inference.server.serving import Route, Server, text_tokens
 from megatron.inference.server.streaming import respond
@@ -25,6 +26,12 @@ async def completions(server: Server, request: Request) -> Response:
     body = await server.read(request, CompletionBody)
     server.check_model(body.model)
     body.check_stream_options()
+    if body.best_of not in (None, body.n or 1):
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of}: this server returns all outputs: use n",
+            param="best_of",
+        )
     eod = server.tokenizer.eod
     # An empty text becomes the end-of-document token, as in training.
     empty_prompt = [] if eod is None else [eod]

@@ -8,14 +8,14 @@ import asyncio
 import base64
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.engine.client import EngineLost, Refused
 from megatron.inference.server.protocol.api_error import ApiError
-from megatron.inference.server.protocol.body import Body, Prompts
+from megatron.inference.server.protocol.body import Body, NoEffect, Prompts, ServedValues
 from megatron.inference.server.serving import Route, Server, admission, engine_lost, text_tokens
 from megatron.inference.server.streaming import run_until_disconnect
 
@@ -26,6 +26,8 @@ class EmbeddingBody(Body):
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Any, ServedValues(fix="cut the vectors")] = None
+    user: NoEffect = None
 
 
 async def embeddings(server: Server, request: Request) -> Response:

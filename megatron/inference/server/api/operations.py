@@ -180,24 +180,30 @@ async def metrics(server: Server, request: Request) -> Response:
 # --- administration ------------------------------------------------------------------------------
 
 
-class PauseBody(Body):
+class AdminBody(Body):
+    """A body of the administration, which has no field without an effect."""
+
+    ignores_unknown_fields = False
+
+
+class PauseBody(AdminBody):
     """How running outputs are handled: they continue from their cache, are recomputed from their
     tokens, or end with `finish_reason` "abort"."""
 
     mode: Literal["keep", "recompute", "abort"] = "keep"
 
 
-class NothingBody(Body):
+class NothingBody(AdminBody):
     """No field."""
 
 
-class SleepBody(Body):
+class SleepBody(AdminBody):
     """Which device memory is released: 1 the cache, 2 also the weights, which move to the host."""
 
     level: Literal[1, 2] = 1
 
 
-class WeightsBody(Body):
+class WeightsBody(AdminBody):
     """Source of new weights of the same model: a path as for `--load`, or the address at which the
     ranks of a training run send them."""
 
@@ -207,7 +213,7 @@ class WeightsBody(Body):
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
 
 
-class ProfileBody(Body):
+class ProfileBody(AdminBody):
     """Steps to measure."""
 
     steps: Annotated[int, Field(ge=1, le=MAX_PROFILE_STEPS)] = 10

@@ -1,19 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The body of a request: strict JSON, the types and bounds that several APIs share.
 
-`parse_body` is the only place where a body is validated, and `Body` states the rule for unknown
-fields.
+`parse_body` is the only place where a body is validated. The rules for all APIs:
+
+- A null is an absent field.
+- A field that cannot change the answer is accepted (`NoEffect`).
+- A field that the server can serve for some values only is refused for the others
+  (`ServedValues`).
+- An unknown field whose name resembles a known field is refused, as it may be misspelled.
+- Any other unknown field is ignored and reported, or refused if the server has strict fields.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megatron.inference.server.protocol.api_error import ApiError
 
@@ -49,21 +68,150 @@ TemplateVariables = Annotated[
 ]
 
 
+#: Most distinct unknown fields of a body, and the longest name that is compared with known names.
+MAX_UNKNOWN_FIELDS, MAX_COMPARED_NAME = 64, 64
+#: Smallest similarity (`difflib`) of an unknown name to the known name that was probably meant.
+_SIMILARITY = 0.83
+
+#: A field that cannot change the answer of this server: any value is accepted.
+NoEffect = Annotated[Any, Field(description="Accepted. It does not change the answer.")]
+
+
+# Compared by identity: `typing` caches Annotated by equality, and (0,) equals (False,).
+@dataclass(frozen=True, eq=False)
+class ServedValues:
+    """Annotation of a field that the server can serve for some values only.
+
+    Args:
+        values: JSON values that are served; with no values every use of the field is refused.
+        fix: what the user can do instead, for the error.
+    """
+
+    values: tuple[Any, ...] = ()
+    fix: str = "leave it out"
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return the schema of the annotated type, followed by the check."""
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the JSON schema: an enumeration of the values."""
+        return {"enum": [*self.values, None], "description": f"Other values: {self.fix}."}
+
+    def _check(self, value: Any) -> Any:
+        # A boolean is not a number in JSON.
+        if any(
+            value == served and isinstance(value, bool) == isinstance(served, bool)
+            for served in self.values
+        ):
+            return value
+        value_text = json.dumps(value, ensure_ascii=False)
+        value_text = value_text if len(value_text) <= 60 else f"{value_text[:57]}..."
+        reason = "this server does not support this value"
+        raise PydanticCustomError(
+            "not_served",
+            "{reason} ({value_text}): {fix}",
+            {"reason": reason, "value_text": value_text, "fix": self.fix},
+        )
+
+
+#: Effort of reasoning and length of answers, for templates that read them.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class Body(BaseModel):
-    """A JSON object with strictly typed fields; unknown fields are errors."""
+    """A JSON object with strictly typed fields; see the rules of this module.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    Attributes:
+        ignores_unknown_fields: whether an unknown field can be ignored at all.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    ignores_unknown_fields: ClassVar[bool] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if isinstance(fields, dict):
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+    @property
+    def template_hints(self) -> Mapping[str, tuple[str, Any]]:
+        """Fields that set a variable of the chat template if the template reads it, by path: the
+        variable and its value."""
+        return {}
 
 
-def parse_body(body: type[B], data: bytes) -> B:
-    """Return the validated body of a request. Raises ApiError for invalid fields."""
+def parse_body(body: type[B], data: bytes, *, strict_fields: bool = False) -> tuple[B, list[str]]:
+    """Return the validated body of a request, and the paths of the fields that are ignored.
+
+    Args:
+        body: class of the body.
+        data: bytes of the body.
+        strict_fields: refuse unknown fields.
+
+    Raises:
+        ApiError: a field is invalid, cannot be served, or is unknown and must not be ignored.
+    """
     check_keys(data)
     try:
-        return body.model_validate_json(data)
+        parsed = body.model_validate_json(data)
     except ValidationError as error:
         raise validation_error(
             error.errors(include_url=False, include_context=False, include_input=False)
         ) from None
+    names = dict.fromkeys(_unknown_fields(parsed, ""))
+    if len(names) > MAX_UNKNOWN_FIELDS:
+        raise ApiError(400, f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
+    for owner, prefix, name in names:
+        path = prefix + printable(name)
+        similar = similar_field(owner, name) if len(name) <= MAX_COMPARED_NAME else None
+        if similar is not None:
+            message = f"{path}: this field is unknown: use {prefix}{similar}"
+        elif strict_fields or not body.ignores_unknown_fields:
+            message = f"{path}: this server does not support this field: leave it out"
+        else:
+            continue
+        raise ApiError(400, message, param=(prefix or path).split(".")[0])
+    return parsed, list(dict.fromkeys(prefix + printable(name) for _, prefix, name in names))
+
+
+def _unknown_fields(body: Body, prefix: str) -> Iterator[tuple[type[Body], str, str]]:
+    """Yield the unknown fields of a body and of its parts: the class, the path of the part, which
+    ends with a dot, and the name."""
+    for name in body.model_extra or ():
+        yield type(body), prefix, name
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        bodies = value if isinstance(value, list) else [value]
+        # Lists of token ids and of texts are long and have no fields.
+        if not bodies or not isinstance(bodies[0], Body):
+            continue
+        for nested in bodies:
+            yield from _unknown_fields(nested, f"{prefix}{field.alias or name}.")
+
+
+def printable(name: str) -> str:
+    """Return a name from a request in printable ASCII, of at most 100 characters of the name."""
+    return name[:100].encode("unicode_escape").decode()
+
+
+@functools.lru_cache(maxsize=4096)
+def similar_field(body: type[Body], name: str) -> str | None:
+    """Return the known field that an unknown name probably means; None if there is none.
+
+    Camel case and dashes are the same name; other names are compared by `difflib`.
+    """
+    field_names = [field.alias or attribute for attribute, field in body.model_fields.items()]
+    snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    return next(iter(difflib.get_close_matches(snake_case, field_names, 1, _SIMILARITY)), None)
 
 
 def check_keys(data: bytes) -> None:
@@ -75,9 +223,8 @@ def check_keys(data: bytes) -> None:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    printable_key = key[:100].encode(errors="replace").decode()
                     raise ApiError(
-                        400, f"the key {printable_key!r} is duplicated", param=printable_key
+                        400, f"the key {printable(key)!r} is duplicated", param=printable(key)
                     )
                 seen.add(key)
         return json_object
@@ -105,9 +252,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     name = path[0] if path else None
     dotted_path = ".".join(path)
     kind = deepest["type"]
-    if kind == "extra_forbidden":
-        message = f"{dotted_path}: this server does not support this field: leave it out"
-    elif kind == "json_invalid":
+    if kind == "json_invalid":
         message, name = "the body is not valid JSON", None
     else:
         message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,9 +28,13 @@ from megatron.inference.server.protocol.body import (
     MAX_TOOLS,
     Body,
     CallId,
+    Effort,
+    NoEffect,
+    ServedValues,
     TemplateVariables,
     Text,
     ToolName,
+    Verbosity,
 )
 from megatron.inference.server.protocol.completions import ChoicesFormatter, ending
 from megatron.inference.server.protocol.generation import GenerationBody
@@ -43,6 +47,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    cache_control: NoEffect = None
 
 
 class CalledFunction(Body):
@@ -58,6 +63,7 @@ class MessageCall(Body):
     id: CallId
     type: Literal["function"]
     function: CalledFunction
+    index: NoEffect = None
 
 
 class ChatMessage(Body):
@@ -67,26 +73,33 @@ class ChatMessage(Body):
     content: (
         Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
     ) = None
-    tool_calls: Annotated[list[MessageCall], Field(min_length=1, max_length=MAX_CALLS)] | None = (
-        None
-    )
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: Text | None = None
-    refusal: None = None
+    reasoning: Text | None = None
+    refusal: Text | None = None
+    annotations: NoEffect = None
+    cache_control: NoEffect = None
+    audio: Annotated[Any, ServedValues(fix="this server reads texts only")] = None
+    function_call: Annotated[Any, ServedValues(fix="use tool_calls")] = None
 
     @property
     def text(self) -> str:
-        """The joined text of all parts."""
+        """The joined text of all parts; the refusal of a message without content."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(text_part.text for text_part in self.content or ())
+        return "".join(text_part.text for text_part in self.content or ()) or self.refusal or ""
 
     def turn(self) -> Turn:
         """Return the turn of a conversation. Raises ApiError for an invalid message."""
-        answers = self.tool_calls is not None or self.reasoning_content is not None
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        answers = bool(self.tool_calls) or reasoning is not None or self.refusal is not None
         problem = None
         if answers and self.role != "assistant":
-            problem = "tool_calls and reasoning_content are allowed in assistant messages only"
+            problem = (
+                "tool_calls, reasoning_content and refusal are allowed in assistant messages only"
+            )
         elif self.content is None and not answers:
             problem = "a message has no content"
         elif (self.role == "tool") != (self.tool_call_id is not None):
@@ -101,8 +114,9 @@ class ChatMessage(Body):
             role=self.role,
             text=self.text,
             calls=calls,
-            reasoning=self.reasoning_content,
+            reasoning=reasoning,
             call_id=self.tool_call_id,
+            name=self.name,
         )
 
 
@@ -132,6 +146,7 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: NoEffect = None
 
 
 class FunctionName(Body):
@@ -151,13 +166,39 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    modalities: Annotated[Any, ServedValues((["text"],))] = None
+    store: Annotated[Any, ServedValues((False,), "responses are stored by /v1/responses")] = None
+    audio: Annotated[Any, ServedValues(fix="this server writes texts only")] = None
+    web_search_options: Annotated[Any, ServedValues(fix="give a tool")] = None
+    functions: Annotated[Any, ServedValues(([],), "use tools")] = None
+    function_call: Annotated[Any, ServedValues(("none",), "use tool_choice")] = None
+
+    @property
+    def template_hints(self) -> Mapping[str, tuple[str, Any]]:
+        """The effort and the verbosity."""
+        hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {name: (name, value) for name, value in hints.items() if value is not None}
+
+    @property
+    def token_limit(self) -> int | None:
+        """The limit of new tokens. Raises ApiError for two different limits."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ApiError(
+                400,
+                "max_tokens and max_completion_tokens are the same limit: give one of them",
+                param="max_tokens",
+            )
+        return next(iter(limits), None)
 
     def conversation(self) -> Conversation:
         """Return the conversation of a request. Raises ApiError for invalid tools."""
@@ -166,8 +207,6 @@ class ChatBody(GenerationBody):
         if isinstance(choice, NamedChoice):
             choice, forced_tool = "required", choice.function.name
         check_tools(tools, forced_tool=forced_tool, required=choice == "required")
-        if not tools and self.parallel_tool_calls is not None:
-            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
         return Conversation(
             turns=[message.turn() for message in self.messages],
             tools=tools,
@@ -175,6 +214,7 @@ class ChatBody(GenerationBody):
             forced_tool=forced_tool,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
+            hints=self.template_hints,
         )
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from megatron.cli.tokenizers import Tokenizer
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
 from megatron.inference.server.protocol.api_error import ApiError
-from megatron.inference.server.protocol.body import MAX_LOGPROBS, Prompts
+from megatron.inference.server.protocol.body import MAX_LOGPROBS, Prompts, ServedValues
 from megatron.inference.server.protocol.generation import GenerationBody
 from megatron.inference.server.protocol.token_text import TextOffsets, token_text
 
@@ -106,6 +106,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     echo: bool | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, ServedValues(("",))] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 

@@ -21,6 +21,8 @@ from megatron.inference.server.protocol.body import (
     MAX_TEXT,
     MAX_TOKENS,
     Body,
+    NoEffect,
+    ServedValues,
     Token,
 )
 
@@ -37,6 +39,8 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: NoEffect = None
 
 
 class SchemaFormat(Body):
@@ -87,7 +91,30 @@ class StructuredOutputs(Body):
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
 
 
-class GenerationBody(Body):
+class ForeignFields(Body):
+    """Fields of other servers that would change the answer, by the values that turn them off."""
+
+    typical_p: Annotated[Any, ServedValues((1,))] = None
+    top_a: Annotated[Any, ServedValues((0,))] = None
+    tfs: Annotated[Any, ServedValues((1,))] = None
+    mirostat: Annotated[Any, ServedValues((0, False))] = None
+    mirostat_mode: Annotated[Any, ServedValues((0,))] = None
+    dry_multiplier: Annotated[Any, ServedValues((0,))] = None
+    xtc_probability: Annotated[Any, ServedValues((0,))] = None
+    no_repeat_ngram_size: Annotated[Any, ServedValues((0,))] = None
+    num_beams: Annotated[Any, ServedValues((1,), "use n and use_beam_search")] = None
+    max_new_tokens: Annotated[Any, ServedValues(fix="use max_tokens")] = None
+    max_length: Annotated[Any, ServedValues(fix="use max_tokens")] = None
+    n_predict: Annotated[Any, ServedValues(fix="use max_tokens")] = None
+    min_new_tokens: Annotated[Any, ServedValues((0,), "use min_tokens")] = None
+    repeat_penalty: Annotated[Any, ServedValues((1,), "use repetition_penalty")] = None
+    temp: Annotated[Any, ServedValues(fix="use temperature")] = None
+    stop_sequences: Annotated[Any, ServedValues(([],), "use stop")] = None
+    grammar: Annotated[Any, ServedValues(("",), "use structured_outputs.grammar")] = None
+    do_sample: Annotated[Any, ServedValues((True,), "use temperature: 0 for greedy")] = None
+
+
+class GenerationBody(ForeignFields):
     """The common fields of all routes that generate."""
 
     model: str | None = None
@@ -121,6 +148,13 @@ class GenerationBody(Body):
         Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
     structured_outputs: StructuredOutputs | None = None
+    user: NoEffect = None
+    metadata: NoEffect = None
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prediction: NoEffect = None
 
     @property
     def include_usage(self) -> bool:

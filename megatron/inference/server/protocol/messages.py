@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,6 +23,9 @@ from megatron.inference.server.protocol.body import (
     MAX_TOOLS,
     Body,
     CallId,
+    Effort,
+    NoEffect,
+    ServedValues,
     Text,
     ToolName,
 )
@@ -37,11 +40,11 @@ _Texts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer; this server's signature is always empty."""
+    """Reasoning of an earlier answer; this server does not sign it."""
 
     type: Literal["thinking"]
     thinking: Text
-    signature: Literal[""] = ""
+    signature: NoEffect = None
 
 
 class ToolUseBlock(Body):
@@ -51,6 +54,8 @@ class ToolUseBlock(Body):
     id: CallId
     name: ToolName
     input: dict[str, Any]
+    cache_control: NoEffect = None
+    caller: NoEffect = None
 
 
 class ToolResultBlock(Body):
@@ -58,8 +63,9 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Text | _Texts = ""
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] = ""
     is_error: bool | None = None
+    cache_control: NoEffect = None
 
 
 class AnthropicMessage(Body):
@@ -129,6 +135,11 @@ class AnthropicTool(Body):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    cache_control: NoEffect = None
+    eager_input_streaming: NoEffect = None
+    defer_loading: NoEffect = None
+    allowed_callers: NoEffect = None
+    input_examples: NoEffect = None
 
 
 class ToolUse(Body):
@@ -144,6 +155,7 @@ class Thinking(Body):
 
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    display: NoEffect = None
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ApiError for a budget without `enabled`, or one that leaves no tokens for the
@@ -167,9 +179,10 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Constraints on the answer."""
+    """Constraints on the answer, and the effort of reasoning."""
 
     format: OutputFormat | None = None
+    effort: Effort | None = None
 
 
 class CountBody(Body):
@@ -178,9 +191,24 @@ class CountBody(Body):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | _Texts | None = None
-    tools: Annotated[list[AnthropicTool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: NoEffect = None
+    context_management: NoEffect = None
+    mcp_servers: Annotated[Any, ServedValues(([],), "give the tools of the servers")] = None
+    speed: NoEffect = None
+
+    @property
+    def template_hints(self) -> Mapping[str, tuple[str, Any]]:
+        """The effort, and whether the model reasons."""
+        hints: dict[str, tuple[str, Any]] = {}
+        if self.output_config is not None and self.output_config.effort is not None:
+            hints["output_config.effort"] = ("reasoning_effort", self.output_config.effort)
+        if self.thinking is not None and self.thinking.type != "enabled":
+            hints["thinking.type"] = (THINKING_VARIABLE, self.thinking.type != "disabled")
+        return hints
 
     def conversation(
         self, template_variables: Collection[str], max_tokens: int | None = None
@@ -219,8 +247,8 @@ class CountBody(Body):
         variables = {}
         if self.thinking is not None:
             self.thinking.check(max_tokens)
-            if self.thinking.type != "enabled" or THINKING_VARIABLE in template_variables:
-                variables[THINKING_VARIABLE] = self.thinking.type != "disabled"
+            if self.thinking.type == "enabled" and THINKING_VARIABLE in template_variables:
+                variables[THINKING_VARIABLE] = True
         return Conversation(
             turns=turns,
             tools=tools,
@@ -228,6 +256,7 @@ class CountBody(Body):
             forced_tool=use.name,
             parallel=not use.disable_parallel_tool_use,
             variables=variables,
+            hints=self.template_hints,
         )
 
 
@@ -245,12 +274,18 @@ class MessagesBody(CountBody):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     stream: bool | None = None
+    metadata: NoEffect = None
+    service_tier: NoEffect = None
+    inference_geo: NoEffect = None
+    container: Annotated[Any, ServedValues()] = None
 
     def generation(self) -> GenerationBody:
         """Return the sampling fields and the format."""
-        output_format = None if self.output_config is None else self.output_config.format
+        config = self.output_config
+        # `output_format` is the name of the format before it became part of the configuration.
+        output_format = (None if config is None else config.format) or self.output_format
         return GenerationBody(
             response_format=None
             if output_format is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -28,9 +28,13 @@ from megatron.inference.server.protocol.body import (
     MAX_TOOLS,
     Body,
     CallId,
+    Effort,
+    NoEffect,
+    ServedValues,
     TemplateVariables,
     Text,
     ToolName,
+    Verbosity,
 )
 from megatron.inference.server.protocol.chat_completions import Function, FunctionName
 from megatron.inference.server.protocol.generation import (
@@ -48,10 +52,11 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 class ContentPart(Body):
     """A part of a message or of an earlier answer."""
 
-    type: Literal["input_text", "output_text", "reasoning_text"]
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: Text
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: NoEffect = None
+    logprobs: NoEffect = None
+    prompt_cache_breakpoint: NoEffect = None
 
 
 _ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
@@ -62,6 +67,7 @@ class OldItem(Body):
 
     id: _Id | None = None
     status: _Status | None = None
+    phase: NoEffect = None
 
 
 class MessageItem(OldItem):
@@ -76,9 +82,11 @@ class ReasoningItem(OldItem):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    summary: _ContentParts | None = None
     content: _ContentParts | None = None
-    encrypted_content: None = None
+    encrypted_content: Annotated[
+        Any, ServedValues(("",), "send the content or the summary of the reasoning")
+    ] = None
 
 
 class CallItem(OldItem):
@@ -88,6 +96,7 @@ class CallItem(OldItem):
     call_id: CallId
     name: ToolName
     arguments: Text
+    namespace: NoEffect = None
 
 
 class CallOutputItem(OldItem):
@@ -118,6 +127,7 @@ class ResponseTool(Function):
     """A function that may be called."""
 
     type: Literal["function"]
+    defer_loading: NoEffect = None
 
 
 class ForcedFunction(FunctionName):
@@ -142,6 +152,33 @@ class TextConfig(Body):
     format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = (
         None
     )
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(Body):
+    """Effort of reasoning. Reasoning is returned as text, so there is no summary of it."""
+
+    effort: Effort | None = None
+    summary: NoEffect = None
+    generate_summary: NoEffect = None
+
+
+class ResponseStreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_obfuscation: NoEffect = None
+
+
+#: Additional output that a request may include; without hosted tools there is none of it.
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 
 
 class ResponseBody(Body):
@@ -179,6 +216,36 @@ class ResponseBody(Body):
     previous_response_id: (
         Annotated[str, Field(description="Refused: nothing is stored.")] | None
     ) = None
+    reasoning: Reasoning | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # Of the values for hosted tools none has an effect, as there are no hosted tools.
+    include: list[Included] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: Annotated[Any, ServedValues((0,), "use /v1/chat/completions")] = None
+    background: Annotated[Any, ServedValues((False,))] = None
+    conversation_state: Annotated[
+        Any, Field(alias="conversation"), ServedValues(fix="send the conversation as input")
+    ] = None
+    prompt: Annotated[Any, ServedValues(fix="send the text as input or instructions")] = None
+    user: NoEffect = None
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    max_tool_calls: NoEffect = None
+    context_management: NoEffect = None
+    client_metadata: NoEffect = None
+
+    @property
+    def template_hints(self) -> Mapping[str, tuple[str, Any]]:
+        """The effort and the verbosity."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        verbosity = None if self.text is None else self.text.verbosity
+        hints = {
+            "reasoning.effort": ("reasoning_effort", effort),
+            "text.verbosity": ("verbosity", verbosity),
+        }
+        return {path: hint for path, hint in hints.items() if hint[1] is not None}
 
     def conversation(self) -> Conversation:
         """Return the conversation. Raises ApiError if it is invalid."""
@@ -194,6 +261,7 @@ class ResponseBody(Body):
             forced_tool=forced_tool,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
+            hints=self.template_hints,
         )
 
     def _turns(self) -> list[Turn]:
@@ -233,6 +301,11 @@ class ResponseBody(Body):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "background": False,
+            "reasoning": request_json.get("reasoning") or {"effort": None, "summary": None},
+            "service_tier": "default",
+            "truncation": self.truncation or "disabled",
+            "user": self.user if isinstance(self.user, str) else None,
             "store": False,
             "temperature": self.temperature if self.temperature is not None else 1.0,
             "text": request_json.get("text") or {"format": {"type": "text"}},
@@ -254,7 +327,8 @@ def _turn(item: MessageItem | ReasoningItem | CallItem | CallOutputItem) -> Turn
     if isinstance(item, MessageItem):
         return Turn(role=item.role, text=_joined_text(item.content))
     if isinstance(item, ReasoningItem):
-        return Turn(role="assistant", text="", reasoning=_joined_text(item.content))
+        reasoning = _joined_text(item.content) or _joined_text(item.summary)
+        return Turn(role="assistant", text="", reasoning=reasoning)
     if isinstance(item, CallOutputItem):
         return Turn(role="tool", text=_joined_text(item.output), call_id=item.call_id)
     call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)

@@ -4,13 +4,13 @@
 from megatron.core.backend import LayerBuild
 from megatron.core.transformer.attention import (
     AttentionConfig,
+    CacheShapes,
     KeyValueCache,
     RopeConfig,
     RopeTable,
     RotaryEmbedding,
     SelfAttention,
 )
-from megatron.core.transformer.cache_shapes import CacheShapes
 from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
 from megatron.core.transformer.norm import Norm, NormConfig

@@ -29,8 +29,7 @@ from megatron.core.comm.conjugates import copy_to_group, gather_from_group
 from megatron.core.context_parallel import SequenceLayout, context_problems
 from megatron.core.ops.matmul.batch_invariant import tiled_bmm
 from megatron.core.tensor_parallel import ReplicatedLinear
-from megatron.core.transformer.attention import CoreAttention, KeyValueCache, RopeTable
-from megatron.core.transformer.cache_shapes import CacheShapes
+from megatron.core.transformer.attention import CacheShapes, CoreAttention, KeyValueCache, RopeTable
 from megatron.core.transformer.norm import Norm, NormConfig
 
 

@@ -22,7 +22,7 @@ from megatron.cli.megatron_names import (
 from megatron.cli.schema import Option, option_docs, options, section_titles
 from megatron.hf.convert import ExportConfig, ImportConfig
 from megatron.inference.bench import BenchConfig
-from megatron.inference.generate_config import GenerateConfig
+from megatron.inference.generate import GenerateConfig
 from megatron.inference.serve import ServeConfig
 from megatron.training.checkpointing.commands.options import (
     CompareConfig,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.inference.generate_config import Prompts, parse_arguments, read_prompts, split_prompts
+from megatron.inference.generate import Prompts, parse_arguments, read_prompts, split_prompts
 
 
 def parse(*words: str):

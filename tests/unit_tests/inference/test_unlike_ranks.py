@@ -23,7 +23,7 @@ from megatron.inference import config as inference_options
 from megatron.inference import generate, llm, rank_context, serve
 from megatron.inference.bench import BenchConfig
 from megatron.inference.config import start_facts
-from megatron.inference.generate_config import GenerateConfig
+from megatron.inference.generate import GenerateConfig
 from megatron.inference.serve import ServeConfig
 from tests.support.commands import Main, Outcome, refusal, run_rank
 from tests.support.gpt_checkpoint import make_model, save

@@ -37,7 +37,7 @@ from megatron.core.untrusted_files import open_regular
 from megatron.core.weight_gather import Storage
 from megatron.hf.folder import is_folder
 from megatron.inference.config import ModelSource
-from megatron.training.cpu_matmul import CpuMatmul
+from megatron.training.core_configs import CpuMatmul
 
 
 class RankContext:

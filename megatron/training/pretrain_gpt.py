@@ -186,10 +186,10 @@ def train(run: ResolvedRun, launch: Launch, stop: StopRequests) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
+    from megatron.training.data.data_sets import read_inputs
     from megatron.training.distributed_context import blaming_peers, join_run
     from megatron.training.fault_tolerance.restart import resume_own_checkpoint
     from megatron.training.pretraining import pretrain
-    from megatron.training.run_inputs import read_inputs
 
     torch.use_deterministic_algorithms(run.config.training.deterministic_mode)
     with blaming_peers(stop.watch):

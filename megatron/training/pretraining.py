@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.training.config.resolve import ResolvedRun
-from megatron.training.data.data_sets import build_data_sets
+from megatron.training.data.data_sets import RunInputs, build_data_sets
 from megatron.training.distributed_context import DistributedContext
 from megatron.training.failure_hooks import arm_stop, failure_hooks
 from megatron.training.fault_tolerance.faults import refuse_faulty_hosts
@@ -17,7 +17,6 @@ from megatron.training.hooks import Progress, TrainingHooks
 from megatron.training.loop import TrainingLoop
 from megatron.training.observation import Observation, observing
 from megatron.training.restore import restore
-from megatron.training.run_inputs import RunInputs
 from megatron.training.save_hooks import Saves, locked_save_folder, saving
 from megatron.training.session import Session, build_session
 from megatron.training.startup_report import GatheredBytes, start_lines

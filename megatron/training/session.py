@@ -27,6 +27,7 @@ from megatron.training.config.model_table import gpt_config, options_problem
 from megatron.training.config.resolve import ResolvedRun, padded_vocab_size
 from megatron.training.config.values import require_all
 from megatron.training.core_configs import (
+    CpuMatmul,
     backend,
     data_parallel_config,
     loss_scaler,
@@ -36,7 +37,6 @@ from megatron.training.core_configs import (
     split,
     weight_dtype,
 )
-from megatron.training.cpu_matmul import CpuMatmul
 from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.data.data_sets import DataSets
 from megatron.training.data.vocabulary import Vocabulary
@@ -46,8 +46,7 @@ from megatron.training.fault_tolerance.replay import RerunPolicy, StageChecksums
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.log_line import ModelLog, Speedometer, StepWindow, layer_name
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import ForwardBackward, StepRunner, TrainStep
+from megatron.training.step import ForwardBackward, PipelineForwardBackward, StepRunner, TrainStep
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

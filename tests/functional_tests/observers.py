@@ -27,7 +27,6 @@ from megatron.training import (
     distributed_context,
     failure_hooks,
     observation,
-    run_inputs,
     save_hooks,
     session,
 )
@@ -198,7 +197,7 @@ _CONSTRUCTORS = (
     (session, "TrainStep"),
     (observation, "open_display"),
     (observation, "scheduled_collection"),
-    (run_inputs, "read_vocabulary"),
+    (data_sets, "read_vocabulary"),
     (save_hooks, "Saves"),
     (data_sets, "PrefetchedBatches"),
     (torch, "use_deterministic_algorithms"),

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing import Solo, read_extra
 from megatron.core.ops import backend_choice
-from megatron.training.cpu_matmul import CpuMatmul
+from megatron.training.core_configs import CpuMatmul
 from tests.functional_tests.small_run import flags, run_in_process, timeless, write_tokens
 
 FLAG = "--cpu-matmul-dtype"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import latest_checkpoint
-from megatron.training import pipeline_step
+from megatron.training import step
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
 from tests.functional_tests.small_run import (
@@ -54,9 +54,9 @@ def measured(metrics: Path) -> dict[str, list[float]]:
 
 def print_executed_kinds(rank: int) -> None:
     """Print the kinds of actions that a stage has executed."""
-    run_schedule = pipeline_step.Executor.run
+    run_schedule = step.Executor.run
 
-    def run(self: pipeline_step.Executor) -> None:
+    def run(self: step.Executor) -> None:
         run_schedule(self)
         kinds = {a.kind.value for a in self.schedule.ranks[self.group.rank]}
         print(
@@ -64,7 +64,7 @@ def print_executed_kinds(rank: int) -> None:
             flush=True,
         )
 
-    pipeline_step.Executor.run = run
+    step.Executor.run = run
 
 
 @pytest.mark.parametrize(

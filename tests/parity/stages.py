@@ -14,7 +14,7 @@ from megatron.core.moe import MoE
 from megatron.core.pipeline_parallel import Action
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import MLP, LatentAttention, SelfAttention
-from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import PipelineForwardBackward
 from tests.support.covering_array import Row
 
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}

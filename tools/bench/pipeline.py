@@ -29,8 +29,7 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel import Schedule, Times, make_schedule, simulate, with_transfers
 from megatron.core.pipeline_parallel.runtime import Executor
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from tools.bench import gloo_ranks, shapes
 from tools.bench.gloo_ranks import LOSS, STEP, Measured
 from tools.bench.harness import run_rows

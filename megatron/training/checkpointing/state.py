@@ -44,7 +44,7 @@ from megatron.training.checkpointing.find import read_together
 from megatron.training.checkpointing.stored_model import stored_model
 from megatron.training.config import Config, EvaluationConfig, TrainingConfig
 from megatron.training.config.values import require_all
-from megatron.training.cpu_matmul import another_dtype
+from megatron.training.core_configs import another_dtype
 from megatron.training.data.data_sets import compare_identity
 from megatron.training.hooks import Progress
 from megatron.training.monitoring.log_line import StepWindow

@@ -2,8 +2,9 @@
 """Check combinations of options before any process group exists.
 
 The checks are pure functions of the config and the number of processes; they read no file. Checks
-within a help group are in its module, checks across groups in a module of the feature, and checks
-of the parallel layout (sizes, sharded weights, context parallelism) here.
+within a help group are in its module, checks across groups in a module of the feature. Checks of
+the parallel layout (sizes, sharded weights, context parallelism) and of the model's blocks on their
+ranks (attention, MLPs, recurrent mixers, experts) are here.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from megatron.core.models.layer_pattern import DENSE, EXPERTS
 from megatron.training.config import (
     Config,
-    block_checks,
     implementation_checks,
     layer_pattern_options,
     logging_options,
@@ -25,7 +26,13 @@ from megatron.training.config import (
 from megatron.training.config.checkpoint_options import failure_problems
 from megatron.training.config.data_options import vocabulary_problems
 from megatron.training.config.execution_options import recompute_problems
-from megatron.training.config.layer_pattern_options import has_attention
+from megatron.training.config.layer_pattern_options import (
+    FLAG,
+    blocks,
+    expert_layers,
+    has_attention,
+    mtp_blocks,
+)
 from megatron.training.config.model_options import rope_scaling_problems
 from megatron.training.config.parallel_options import sharding_problems
 
@@ -43,13 +50,13 @@ def check(config: Config, world_size: int) -> list[str]:
             data_parallel_problems(config, world_size),
             layer_pattern_options.problems(config),
             unused_options.missing_block_problems(config),
-            block_checks.recurrent_problems(config),
-            block_checks.head_problems(config),
-            block_checks.inner_feature_problems(config),
-            block_checks.latent_attention_problems(config),
-            block_checks.expert_problems(config, world_size),
+            recurrent_problems(config),
+            head_problems(config),
+            inner_feature_problems(config),
+            latent_attention_problems(config),
+            expert_problems(config, world_size),
             rope_scaling_problems(config.position),
-            block_checks.learned_position_problems(config),
+            learned_position_problems(config),
             implementation_checks.attention_kernel_problems(config),
             _recompute(config),
             stages.problems(config, world_size),
@@ -242,4 +249,242 @@ def _heads(config: Config) -> Iterator[str]:
     elif (groups_per_rank := max(1, groups // tp)) % cp and cp % groups_per_rank:
         yield (
             f"--cp-comm-type a2a: {groups_per_rank} query groups{per_rank} do not divide over {fix}"
+        )
+
+
+def head_problems(config: Config) -> Iterator[str]:
+    """Yield a message for each problem of the sizes of attention heads."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if not layer_pattern_options.has_attention(config):
+        return  # `missing_block_problems` reports attention options of a model without attention
+    if heads is None:
+        yield "missing --num-attention-heads: give it"
+        return
+    latent_heads = config.attention.multi_latent_attention
+    if heads % tp and not latent_heads:
+        yield (
+            f"--num-attention-heads {heads} is not a multiple of --tensor-model-parallel-size "
+            f"{tp}: change one"
+        )
+    if model.group_query_attention and groups is None:
+        yield "--group-query-attention needs --num-query-groups: give it"
+    if model.group_query_attention and groups is not None and groups > 0:
+        if heads % groups:
+            yield (
+                f"--num-attention-heads {heads} is not a multiple of --num-query-groups "
+                f"{groups}: change one"
+            )
+        if groups % tp and tp % groups:
+            yield (
+                f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must "
+                "divide the other"
+            )
+    if latent_heads:
+        channels, flag = config.attention.qk_pos_emb_head_dim, "--qk-pos-emb-head-dim"
+    else:
+        channels, flag = model.kv_channels or model.hidden_size // heads, "--kv-channels"
+    if not latent_heads and model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
+            f"{heads}: change one or give --kv-channels"
+        )
+    rotated = int(channels * config.position.rotary_percent)
+    if config.position.is_rotary and (rotated % 2 or rotated == 0):
+        yield (
+            f"{rotated} features per head would be rotated ({flag} {channels} x --rotary-percent "
+            f"{config.position.rotary_percent}): the number must be even and above 0"
+        )
+
+
+def inner_feature_problems(config: Config) -> Iterator[str]:
+    """Yield a message if the features of an MLP do not divide over the ranks."""
+    ffn, tp = config.model.ffn_hidden_size, config.parallel.tensor_model_parallel_size
+    if ffn is not None and ffn % tp:
+        yield (
+            f"--ffn-hidden-size {ffn} is not a multiple of --tensor-model-parallel-size {tp}: "
+            "change one"
+        )
+
+
+def latent_attention_problems(config: Config) -> Iterator[str]:
+    """Yield a message with a fix for each option that latent attention cannot be combined with."""
+    flag, model = "--multi-latent-attention", config.model
+    if not config.attention.multi_latent_attention or model.num_attention_heads is None:
+        return
+    refused = {
+        "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
+        "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
+        "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
+        "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
+        "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
+        "--softmax-type learnable": (
+            config.attention.softmax_type == "learnable",
+            "it has no sinks",
+        ),
+    }
+    for conflicting, (is_set, reason) in refused.items():
+        if is_set:
+            yield f"{conflicting} cannot be combined with {flag}: {reason}: drop one"
+    if not model.disable_bias_linear:
+        yield f"{flag} has no biases: add --disable-bias-linear (MLPs: --add-mlp-bias)"
+    if not config.position.is_rotary:
+        kind = config.position.position_embedding_type
+        yield f"--position-embedding-type {kind} cannot be combined with {flag}: use rope or yarn"
+    # Imported on demand: options of other models do not need to import torch.
+    from megatron.training.config.model_table import part_config
+
+    parallel = config.parallel
+    latent = part_config(config, "attention")
+    for problem in latent.problems(
+        parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        engine=parallel.cp_comm_type,
+    ):
+        yield f"{flag}: {problem}"
+
+
+def recurrent_problems(config: Config) -> Iterator[str]:
+    """Yield a message with a fix for each problem of the shapes of recurrent blocks."""
+    # Imported on demand: the model table imports this module's callers.
+    from megatron.training.config.model_table import recurrent_shapes
+
+    hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
+    shapes = recurrent_shapes(config)
+    if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
+        yield (
+            f"--mamba-head-dim {hybrid.mamba_head_dim} does not divide 2 x --hidden-size = "
+            f"{width}: change one or give --mamba-num-heads"
+        )
+        return
+    for name, shape in shapes.items():
+        for problem in shape.problems(
+            parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            mode=parallel.linear_cp_mode,
+        ):
+            yield f"{name}: {problem}"
+
+
+def learned_position_problems(config: Config) -> Iterator[str]:
+    """Yield a message if learned positions cannot be combined with the model."""
+    learned = config.position.position_embedding_type == "learned_absolute"
+    if learned and layer_pattern_options.mtp_num_layers(config):
+        yield (
+            "--position-embedding-type learned_absolute cannot be combined with multi-token "
+            "prediction, which embeds tokens without positions: use rope, yarn or none"
+        )
+
+
+def expert_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message with a fix for each problem of experts on `world_size` processes."""
+    yield from _layers(config)
+    if config.experts.num_experts is None:
+        return
+    yield from _layout(config, world_size)
+    yield from _switches(config)
+    # Imported on demand: options of dense models do not need to import torch.
+    from megatron.training.config.model_table import part_config
+
+    parallel = config.parallel
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    moe = part_config(config, "moe")
+    source = config.checkpoint
+    # A run that starts from existing weights keeps their router, normalised or not.
+    has_trained_router = (
+        source.load_hf or source.pretrained_checkpoint or source.use_checkpoint_args
+    )
+    if moe.router.topk == 1 and moe.router.normalize and not has_trained_router:
+        yield (
+            "--moe-router-topk 1 with normalized scores gives every token the weight 1 "
+            "whatever the router's logits, so the router gets no gradient: give "
+            "--moe-router-pre-softmax"
+        )
+    for problem in moe.problems(tp=tp, etp=parallel.expert_tensor_parallel_size or tp, ep=ep):
+        yield f"mixture of experts: {problem}"
+
+
+def _layers(config: Config) -> Iterator[str]:
+    """Yield a message if the options disagree about which layers have experts, or none has."""
+    experts, pattern = config.experts, config.hybrid.hybrid_layer_pattern
+    if experts.num_experts is None:
+        if EXPERTS in (pattern or ""):
+            yield f"{FLAG} {pattern} has layers with experts: give --num-experts"
+        return
+    try:
+        expert_layers(config)
+    except ValueError as error:
+        yield str(error)
+        return
+    kinds = set(blocks(config) + mtp_blocks(config))
+    if EXPERTS not in kinds:
+        yield f"--num-experts {experts.num_experts}: no layer has experts: change which layers do"
+    elif config.model.add_mlp_bias and config.model.disable_bias_linear and DENSE not in kinds:
+        yield "--add-mlp-bias has no effect where all layers have experts: drop it"
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message for each parallel size of experts that does not divide the processes."""
+    parallel, pp = config.parallel, config.pipeline.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    total = etp * ep * pp
+    product = (
+        f"--expert-tensor-parallel-size {etp} x --expert-model-parallel-size {ep} x "
+        f"--pipeline-model-parallel-size {pp} = {total}"
+    )
+    if world_size % total:
+        yield (
+            f"{product} does not divide the world of {world_size} processes: start a multiple of "
+            f"{total} processes or lower it"
+        )
+        return
+    shards = parallel.expert_tensor_parallel_num_weight_shards
+    flag = f"--expert-tensor-parallel-num-weight-shards {shards}"
+    if shards is not None and shards % etp:
+        yield (
+            f"{flag} is not a multiple of --expert-tensor-parallel-size {etp}: it counts the "
+            f"shards over etp and gtp, use {-(-shards // etp) * etp}, for example"
+        )
+    elif world_size % (total * parallel.expert_gtp_size):
+        yield (
+            f"{flag}: {world_size} processes leave {world_size // total} expert data parallel "
+            f"ranks, which do not divide by {shards} / {etp} = {parallel.expert_gtp_size}: use a "
+            "divisor"
+        )
+    instances, edp = config.data_parallel.num_distributed_optimizer_instances, world_size // total
+    if edp % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the expert data "
+            f"parallel size {world_size} / ({product}) = {edp}: use a divisor of {edp}"
+        )
+
+
+def _switches(config: Config) -> Iterator[str]:
+    """Yield a message for options that cannot be combined with experts, or with each other."""
+    chosen, graphs = config.experts, config.execution.cuda_graph_impl
+    if not config.model.disable_bias_linear:
+        yield (
+            "experts have no biases: add --disable-bias-linear (attention keeps its own with "
+            "--add-qkv-bias and --add-attention-output-bias, other MLPs with --add-mlp-bias)"
+        )
+    ep = config.parallel.expert_model_parallel_size
+    etp = config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
+    factor = config.parallel.moe_expert_rank_capacity_factor
+    if graphs != "none" and ep * etp > 1 and factor is None:
+        yield (
+            f"experts on {ep * etp} ranks with --cuda-graph-impl {graphs}: the host reads how many "
+            "tokens each rank gets, which a graph cannot capture: add "
+            "--moe-expert-rank-capacity-factor"
+        )
+    if factor is not None and ep * etp == 1:
+        yield (
+            f"--moe-expert-rank-capacity-factor {factor:g} has no effect: every rank has all "
+            "experts: drop it or give --expert-model-parallel-size"
+        )
+    kind, coefficient = chosen.moe_router_load_balancing_type, chosen.moe_aux_loss_coeff
+    if kind == "none" and coefficient:
+        yield (
+            f"--moe-aux-loss-coeff {coefficient} has no effect with "
+            "--moe-router-load-balancing-type none: drop one"
         )

@@ -13,7 +13,7 @@ from megatron.cli.errors import PeerLost, RunStopped
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_gather, all_reduce, all_to_all
 from megatron.core.comm.collectives import P2PMessage, exchange_async
-from megatron.training.fault_tolerance.collective_check import CollectiveCheck
+from megatron.training.distributed_context import CollectiveCheck
 from megatron.training.fault_tolerance.peers import PeerWatch
 from tests.support.ranks import run_ranks
 

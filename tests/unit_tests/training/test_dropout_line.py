@@ -10,7 +10,7 @@ import yaml
 
 from megatron.core.ops.attention import fused
 from megatron.training.config.model_table import gpt_config
-from megatron.training.startup_report.layers import attention_line, dropout_line
+from megatron.training.startup_report import attention_line, dropout_line
 from tests.unit_tests.training.small_config import small_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,7 +20,7 @@ from megatron.training.monitoring.flops import (
     training_flops,
 )
 from megatron.training.monitoring.log_line import Speedometer
-from megatron.training.startup_report.layers import capacity_line, expert_line, parameters
+from megatron.training.startup_report import capacity_line, expert_line, parameters
 from megatron.training.train_steps import squared_lengths
 from tests.unit_tests.training.small_config import small_config
 

@@ -28,7 +28,7 @@ from megatron.training.core_configs import backend, split
 from megatron.training.layouts import Layouts
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from megatron.training.startup_report.layers import parameters
+from megatron.training.startup_report import parameters
 from megatron.training.startup_report.parallelism import context_line, linear_lines
 from tests.support.arguments import last_wins
 

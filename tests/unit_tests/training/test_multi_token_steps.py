@@ -16,8 +16,7 @@ from megatron.core.models.gpt import MTPTargets, take_mean_mtp_losses
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.transformer import Recompute
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import ForwardBackward, Microbatch
+from megatron.training.step import ForwardBackward, Microbatch, PipelineForwardBackward
 from tests.support import inputs
 from tests.support.closeness import assert_piece_close
 from tests.support.inputs import one_thread

@@ -26,8 +26,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.training.layouts import Layouts, PackedCuts, agreement
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import TrainStep
+from megatron.training.step import PipelineForwardBackward, TrainStep
 from megatron.training.train_steps import take
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.inputs import generator, one_thread

@@ -15,7 +15,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
 from megatron.core.weight_gather import WgradQueue
-from megatron.training.pipeline_step import PipelineForwardBackward
+from megatron.training.step import PipelineForwardBackward
 from tests.support.inputs import microbatch
 from tests.support.ranks import run_ranks
 

@@ -14,8 +14,7 @@ from megatron.core.moe import MoEConfig
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.pipeline_parallel import ActionKind
 from megatron.core.transformer import AttentionConfig, MLPConfig
-from megatron.training.pipeline_step import PipelineForwardBackward, weight_traffic
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep, weight_traffic
 from tests.support.closeness import assert_all_close
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch, one_thread

@@ -12,7 +12,7 @@ from megatron.core.models import mamba2, nemotron_h, qwen3_next
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from megatron.training.startup_report.layers import parameters
+from megatron.training.startup_report import parameters
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
 PUBLISHED = [

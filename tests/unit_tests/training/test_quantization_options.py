@@ -12,7 +12,7 @@ from megatron.core.models import GPTModel
 from megatron.training.config.check import check
 from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import resolve
-from megatron.training.startup_report.layers import delayed_scaling_line, layers_line
+from megatron.training.startup_report import delayed_scaling_line, layers_line
 from tests.unit_tests.training.small_config import small_config
 
 TE = "--transformer-impl transformer_engine"

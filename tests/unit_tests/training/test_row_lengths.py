@@ -28,8 +28,7 @@ from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts, PackedCuts
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import TrainStep
+from megatron.training.step import PipelineForwardBackward, TrainStep
 from megatron.training.train_steps import take
 from tests.support.inputs import generator, one_thread
 from tests.support.ranks import run_ranks

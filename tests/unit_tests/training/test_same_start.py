@@ -19,8 +19,8 @@ from megatron.cli.rank_agreement import StartFacts, check_same_start
 from megatron.cli.schema import options
 from megatron.core.dist_checkpointing import StoreCoordinator
 from megatron.training.config import Config
+from megatron.training.data.data_sets import MAY_DIFFER, read_inputs
 from megatron.training.pretrain_gpt import read_run
-from megatron.training.run_inputs import MAY_DIFFER, read_inputs
 from tests.functional_tests.small_run import flags, write_tokens
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import all_reduce
-from megatron.training.fault_tolerance.stragglers import WaitClock, slow_ranks, straggler_text
+from megatron.training.failure_hooks import WaitClock, slow_ranks, straggler_text
 from tests.support.ranks import run_ranks
 
 

@@ -27,8 +27,7 @@ from megatron.core.moe.layer import ExpertMLPs
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from megatron.training.layouts import Layouts
-from megatron.training.pipeline_step import PipelineForwardBackward
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import Microbatch, PipelineForwardBackward, TrainStep
 from megatron.training.train_steps import take
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread

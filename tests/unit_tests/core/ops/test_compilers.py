@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.core.ops import backend_choice
-from megatron.training.startup_report.layers import kernels_line
+from megatron.training.startup_report import kernels_line
 
 
 @pytest.mark.parametrize(

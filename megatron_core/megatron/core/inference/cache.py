@@ -348,7 +348,10 @@ class PagedCache:
             )
             for entry in self.shapes.page_entries
         ]
-        self._kv_pages = [JointPages(pages) if pages.ndim == 4 else None for pages in self._pages]
+        self._kv_pages = [
+            JointPages(pages, self.shapes.cpu_dtype) if pages.ndim == 4 else None
+            for pages in self._pages
+        ]
         for name, (shape, dtype) in self.shapes.states.items():
             self.states.buffer(name, shape, dtype=dtype, device=self.device)
 

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import ProcessGroupCollection
 from megatron.core.backend import LOCAL, with_cpu_dtype
 from megatron.core.distributed import DataParallel
+from megatron.core.inference import EngineConfig
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import EngineRequest
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops import backend_choice
@@ -108,3 +111,30 @@ def test_every_matmul_of_a_model_uses_the_chosen_dtype(dtype):
     assert 3 * 2 <= experts <= 3 * 2 * 4
     routers = Counter({("product", FP32): 3})
     assert products.counts == forward + Counter({("product", dtype): dense + experts}) + routers
+
+
+class RecordBatchedProducts(TorchDispatchMode):
+    """Record the dtypes of batched matrix products and of fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Record the dtype of the operands and run the operation."""
+        name = func.overloadpacket.__name__
+        if name in ("bmm", "baddbmm") or "attention" in name:
+            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_decode_attends_in_the_chosen_dtype(dtype, num_sequences):
+    engine = Engine(model(dtype), EngineConfig(num_blocks=4, max_num_seqs=2))
+    for start in range(num_sequences):
+        engine.add(EngineRequest(prompt=(start, 2, 3), max_new_tokens=4))
+    engine.step()  # prefill
+    with RecordBatchedProducts() as products:
+        engine.step()
+    assert products.dtypes == {dtype}

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from megatron.core.ops.backend_choice import choose, matmul_dtype
+from megatron.core.ops.backend_choice import choose
 from megatron.core.ops.paged_attention import cpu
 from megatron.core.ops.paged_attention.cpu import JointPages, PagedBatch
 
@@ -219,7 +219,7 @@ class ReplayedAttention:
         self._options |= {"window": window, "sinks": sinks}
         self._batch, self._slots, self._scale = batch, slot_mapping, scale
         self._gather = pages.pages.shape[1], window, 1, query.dtype
-        plain = sinks is None and matmul_dtype(query, batch.cpu_dtype) == query.dtype
+        plain = sinks is None and pages.matmul_dtype == query.dtype
         self._is_row = plain and query.shape[0] == 1
         if self._is_row:
             shape = (pages.keys.shape[0], -1, query.shape[2])

@@ -143,8 +143,10 @@ class JointPages:
 
     Args:
         pages: [blocks, block_size, 2g, d], contiguous: the key heads, then the value heads.
+        cpu_dtype: as in the `PagedBatch`es that use the pages.
 
     Attributes:
+        matmul_dtype: dtype of matrix products with the pages on their device.
         slots: [blocks * block_size, 2g, d].
         keys, values: [g, blocks * block_size, d].
         transposed_keys: [g, d, blocks * block_size].
@@ -153,7 +155,7 @@ class JointPages:
         ValueError: another shape or strides.
     """
 
-    def __init__(self, pages: torch.Tensor) -> None:
+    def __init__(self, pages: torch.Tensor, cpu_dtype: torch.dtype | None = None) -> None:
         if pages.ndim != 4 or pages.shape[2] % 2 or not pages.is_contiguous():
             raise ValueError(
                 f"pages {tuple(pages.shape)} with strides {pages.stride()} must be contiguous "
@@ -162,6 +164,7 @@ class JointPages:
         self.pages, self.slots = pages, pages.flatten(0, 1)
         self.keys, self.values = self.slots.transpose(0, 1).chunk(2)
         self.transposed_keys = self.keys.mT
+        self.matmul_dtype = matmul_dtype(pages, cpu_dtype)
 
 
 def gather_indices(
@@ -335,7 +338,7 @@ def decode_step(
 
     See `ops.paged_attention.write_and_attend`.
     """
-    dtype = matmul_dtype(query, batch.cpu_dtype)
+    dtype = pages.matmul_dtype
     indices = gather_indices(batch, pages.pages.shape[1], window, query.shape[0], dtype)
     if indices.decoding != query.shape[0] or query.device.type != "cpu" or batch.recorded:
         return None

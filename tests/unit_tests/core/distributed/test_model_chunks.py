@@ -216,6 +216,28 @@ def test_a_prefetch_without_a_plan_gathers_the_first_bucket():
     run_ranks(check_unplanned_prefetch, 2)
 
 
+def check_reordered_segments(rank: int, world: int) -> None:
+    """Check that a segment's trace does not depend on the segment that ran before it."""
+    groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
+    model, engine = build_engine(groups, strategy="optim_grads_params")
+    # The head is the last weight of F30 and the first of B30, but not of the segment before B31.
+    steps = (
+        "F00 F10 F20 F30 B30 B20 B10 B00",
+        "F00 F10 F20 F30 F01 F11 F21 F31 B30 B20 B10 B00 B31 B21 B11 B01",
+    )
+    for microbatches, schedule in enumerate(steps, 1):
+        run_schedule(model, engine, schedule, range(microbatches))
+        update(engine)
+        engine.start_param_sync()
+    gatherer = gatherer_of(engine)
+    assert gatherer.counts.mismatches == 0
+    assert gatherer.current_plan is not None
+
+
+def test_segments_in_a_new_order_follow_their_plan():
+    run_ranks(check_reordered_segments, 2)
+
+
 def check_evaluations(rank: int, world: int) -> None:
     """Run forwards of several microbatches and chunks in one evaluation."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)

@@ -13,11 +13,6 @@ from tests.functional_tests.small_run import flags, refused, run_in_process, wri
 SHORT = "--eval-interval 0 --train-iters 2 --lr-warmup-iters 0"
 
 
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
-
-
 def test_first_rank_of_each_node_reports_a_local_error(prefix, capsys, monkeypatch):
     monkeypatch.setattr(error_reports, "PATIENCE_SECONDS", 0.01)
     address = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

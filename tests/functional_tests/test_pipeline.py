@@ -19,7 +19,6 @@ from tests.functional_tests.small_run import (
     losses,
     run_on,
     running,
-    write_tokens,
 )
 
 PP = "--pipeline-model-parallel-size 2"
@@ -29,12 +28,6 @@ SHORT = (
     "--log-params-norm --log-num-zeros-in-grad"
 )
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 7"
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory) -> Path:
-    """Write tokens and return their prefix."""
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

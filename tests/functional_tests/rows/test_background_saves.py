@@ -23,16 +23,10 @@ from tests.functional_tests.small_run import (
     run_in_process,
     run_on,
     timeless,
-    write_tokens,
 )
 
 LAYOUT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EIGHT_ITERS = f"{LAYOUT} --train-iters 8 --save-interval 2 --eval-interval 0"
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

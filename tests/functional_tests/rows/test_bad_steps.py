@@ -20,13 +20,7 @@ from tests.functional_tests.small_run import (
     run_in_process,
     run_on,
     timeless,
-    write_tokens,
 )
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 def _make_nan(batch):

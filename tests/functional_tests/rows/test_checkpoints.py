@@ -26,7 +26,6 @@ from tests.functional_tests.small_run import (
     run_on,
     running,
     timeless,
-    write_tokens,
 )
 from tests.support.ranks import start_ranks
 
@@ -34,11 +33,6 @@ PLAIN = "--train-iters 4 --eval-interval 0"
 FOUR_ITERS = f"{PLAIN} --save-interval 2"
 TENSOR = "--tensor-model-parallel-size 2"
 SHARDS = ("shard-00000.safetensors", "shard-00001.safetensors")
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

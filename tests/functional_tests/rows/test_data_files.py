@@ -18,14 +18,7 @@ import pytest
 
 from megatron.core.datasets import IndexedDataset
 from megatron.training.preprocess_data import PreprocessConfig, preprocess
-from tests.functional_tests.small_run import write_tokens
 from tests.support.ranks import start_ranks
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
-
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "ünd", "so", "weiter"]
 

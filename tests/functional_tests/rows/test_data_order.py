@@ -41,11 +41,6 @@ from tests.support.ranks import start_ranks
 PLAIN = "--attention-dropout 0 --hidden-dropout 0 --eval-interval 0"
 
 
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
-
-
 def run_of(argv: list[str], world: int = 1) -> ResolvedRun:
     """Return the run that `argv` describes."""
     return resolve(parse_command_line(Config, argv, prog="p", description="d").config, world)

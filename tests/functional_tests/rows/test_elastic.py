@@ -20,18 +20,12 @@ from tests.functional_tests.small_run import (
     losses,
     run_in_process,
     running,
-    write_tokens,
 )
 from tests.support.ranks import Outcome, start_ranks
 
 COMMON = "--train-iters 6 --eval-interval 3 --eval-iters 2"
 UNEVEN = "--allow-uneven-batch"
 TP_PAIRS = "--tensor-model-parallel-size 2 --sequence-parallel"
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 def _assert_same(resumed: Path, reference: Path) -> None:

@@ -20,16 +20,10 @@ from tests.functional_tests.small_run import (
     flags,
     run_on,
     running,
-    write_tokens,
 )
 
 #: Too many iterations to end before the test stops the run.
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0"
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 @pytest.mark.covers("hang diagnosis")

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import latest_checkpoint
 from megatron.core.dist_checkpointing.shard_format import ShardWriter
 from megatron.training import save_hooks, train_steps
 from tests.functional_tests.planted_faults import run_with, running_with
-from tests.functional_tests.small_run import digests, flags, run_on, running, timeless, write_tokens
+from tests.functional_tests.small_run import digests, flags, run_on, running, timeless
 
 STEPS = 6
 SIX_STEPS = (
@@ -25,11 +25,6 @@ SIX_STEPS = (
 )
 #: Length of the pauses within a save.
 PAUSE_SECONDS = 0.002
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,12 @@ import pytest
 
 from megatron.cli.errors import ExitCode
 from megatron.core.dist_checkpointing import latest_checkpoint, verify_checkpoint
-from tests.functional_tests.small_run import flags, launched_rank, run_on, write_tokens
+from tests.functional_tests.small_run import flags, launched_rank, run_on
 from tests.functional_tests.torchrun_job import RanksOf, torchrun, wait_for_iteration
 from tests.support.launchers import launched
 
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 0"
 LOST = int(ExitCode.LAUNCHER_LOST)
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 def _stopped_at(text: str) -> int:

@@ -26,7 +26,6 @@ from tests.functional_tests.small_run import (
     run_on,
     running,
     timeless,
-    write_tokens,
 )
 from tests.support.planting import plant_fault
 
@@ -34,11 +33,6 @@ SIX_STEPS = "--train-iters 6 --eval-interval 0"
 COMPARE_STEPS = "--rerun-mode report_determinism_stats"
 EXPERTS = "--num-experts 4 --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01"
 HOST = socket.gethostname()
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.training import train_steps
 from megatron.training.monitoring.metrics import read_metrics
 from tests.functional_tests.planted_faults import run_with
-from tests.functional_tests.small_run import flags, run_on, running, write_tokens
+from tests.functional_tests.small_run import flags, run_on, running
 
 INTERVAL = "--check-weight-hash-across-dp-replicas-interval"
 SHORT = "--train-iters 6 --lr-decay-iters 40 --eval-interval 0"
@@ -50,11 +50,6 @@ def plant_flip(rank: int, *, victim: int, name: str, step: int) -> None:
         return report
 
     train_steps.SessionSteps.take_step = faulty
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 def run_with_flip(argv, *, world, victim=1, name=NORM, step):

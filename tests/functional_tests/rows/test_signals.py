@@ -23,18 +23,12 @@ from tests.functional_tests.small_run import (
     run_on,
     running,
     timeless,
-    write_tokens,
 )
 from tests.functional_tests.torchrun_job import torchrun, wait_for_iteration
 from tests.support.ranks import start_ranks
 
 #: Too many iterations to end before the test stops the run.
 LONG = "--train-iters 3000 --lr-decay-iters 40 --eval-interval 7"
-
-
-@pytest.fixture
-def prefix(tmp_path):
-    return write_tokens(tmp_path / "tokens")
 
 
 def _stopped_at(text: str) -> int:

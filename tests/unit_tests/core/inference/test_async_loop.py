@@ -41,12 +41,6 @@ from tests.unit_tests.core.inference.test_speculation import flawed_proposer
 PENALIZED = replace(DRAWN, presence_penalty=1.0)
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
-
-
 class PacedModel(StubModel):
     """A counting model whose step ends only when the next step, if any, has been planned."""
 

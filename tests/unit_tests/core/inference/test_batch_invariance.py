@@ -30,7 +30,7 @@ from megatron.core.ops.matmul.batch_invariant import (
     check_tile_invariance,
 )
 from tests.support.closeness import assert_all_close
-from tests.support.inputs import generator, one_thread
+from tests.support.inputs import generator
 from tests.unit_tests.core.inference.test_engine import FAMILIES, VOCABULARY
 
 NEW = 5
@@ -82,12 +82,6 @@ def bits(completion: Completion) -> tuple:
 
 def generate_alone(model: GPTModel, target: EngineRequest = TARGET, **config) -> Completion:
     return generate(engine_of(model, **config), [target])[0][0]
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
 
 
 CASES = [(family, torch.float32) for family in FAMILIES]

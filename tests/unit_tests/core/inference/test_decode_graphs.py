@@ -31,12 +31,6 @@ from tests.unit_tests.core.inference.test_engine import (
 from tests.unit_tests.core.inference.test_speculation import flawed_proposer
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
-
-
 @pytest.fixture
 def gpu_expert_products():
     with products_of_a_gpu():

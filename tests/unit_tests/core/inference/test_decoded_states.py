@@ -39,12 +39,6 @@ from tests.unit_tests.core.inference.test_engine import (
 States = list[torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
-
-
 def decode_prompts(engine: Engine) -> tuple[list[Completion], list[States]]:
     """Generate for the usual prompts; return the completions and their hidden states."""
     states_by_prompt: dict[Sequence[int], States] = {}

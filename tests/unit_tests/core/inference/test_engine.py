@@ -98,12 +98,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
-
-
 def model_of(
     family: str, groups: ProcessGroupCollection | None = None, depths: int = 0, **layout
 ) -> GPTModel:

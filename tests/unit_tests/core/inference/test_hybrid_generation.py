@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,7 @@ from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
-from tests.support.inputs import generator, one_thread
+from tests.support.inputs import generator
 from tests.support.nan_memory import nan_memory
 from tests.support.one_batch import assert_same_completion, engine_of, generate
 from tests.support.paged_steps import PagedSteps
@@ -77,12 +77,6 @@ def recurrent_mixers(model: GPTModel) -> list[RecurrentMixer]:
     mixers = [b.mixer for b in model.decoder.blocks if isinstance(b.mixer, RecurrentMixer)]
     assert [type(m) for m in mixers] == [GatedDeltaNet, Mamba2]
     return mixers
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

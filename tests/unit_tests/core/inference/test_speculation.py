@@ -43,13 +43,6 @@ from tests.unit_tests.core.inference.test_engine import (
     requests,
 )
 
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    with one_thread():
-        yield
-
-
 # --- the distribution -----------------------------------------------------------------------------
 
 DRAWS, WORDS = 100_000, 6

@@ -15,9 +15,11 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
+from typing import Any
 
 from tests.support.source_text import definitions, source_of, span
 
@@ -132,3 +134,48 @@ def survey(verdicts: Sequence[Verdict]) -> str:
     killed = len(verdicts) - len(survivors)
     lines = [f"{killed} of {len(verdicts)} mutants noticed"]
     return "\n".join(lines + [f"survived: {mutation}" for mutation in survivors])
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """A row of a table of bugs: its edits (module of core, function, code, faulty code), and the
+    settings that show it."""
+
+    edits: tuple[tuple[str, str, str, str], ...]
+    settings: dict[str, Any]
+
+    def mutations(self) -> list[Mutation]:
+        """Return the mutations that plant the bug; see `planted`."""
+        return [planted(f"megatron.core.{module}", *edit) for module, *edit in self.edits]
+
+
+_ROW = re.compile(r"([^\[]+) \[(.*?)\] (.*)")
+_EDIT = re.compile(r"(\S+) (\S+): (.*) => (.*)")
+
+
+def bug_table(text: str, **configs: Mapping[str, object]) -> dict[str, PlantedBug]:
+    """Return the bugs of a table by name.
+
+    A row is `NAME [SETTINGS] MODULE FUNCTION: CODE => FAULTY CODE`, with further edits after `&&`;
+    an indented line continues it. A setting is `NAME=VALUE`, a name that is on, or one of
+    `configs`.
+    """
+    bugs = {}
+    for row in re.sub(r"\n +", " ", text.strip()).splitlines():
+        match = _ROW.fullmatch(row)
+        assert match is not None, row
+        settings: dict[str, Any] = {}
+        for word in match[2].split():
+            name, _, value = word.partition("=")
+            settings |= configs.get(word) or {name: _value(value)}
+        edits = [_EDIT.fullmatch(edit) for edit in match[3].split(" && ")]
+        assert all(edits), row
+        bugs[match[1]] = PlantedBug(tuple(edit.groups() for edit in edits if edit), settings)
+    return bugs
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text) if text else True
+    except (ValueError, SyntaxError):
+        return text

@@ -15,7 +15,7 @@ from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.weight_gather import EVALUATION, FORWARD, segment_name
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of
-from tests.support.mutants import Mutation, apply, planted
+from tests.support.mutants import Mutation, apply, bug_table
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Early, Late, simulated
@@ -300,72 +300,32 @@ def test_last_backward_before_an_earlier_microbatch_is_refused():
     engine.abort()
 
 
-#: Planted bugs of model chunks: (module, function, code, faulty code), the config that shows it.
-BUGS: dict[str, tuple[tuple[str, str, str, str], Config]] = {
-    "the last microbatch of one chunk counts for all": (
-        (
-            "megatron.core.distributed.data_parallel",
-            "DataParallel.begin_last_backward",
-            "if bucket.model_chunk == model_chunk:",
-            "if self._last_backward_chunks.update(self._model_chunks) or True:",
-        ),
-        {"strategy": "no_shard"},
-    ),
-    "a bucket spans model chunks": (
-        (
-            "megatron.core.weight_gather.bucket",
-            "bucket_plans",
-            "if tied or model_chunks[handle.name] != model_chunk:",
-            "if tied:",
-        ),
-        {"strategy": "optim", "bucket_bytes": 10**9},
-    ),
-    "a bucket is reduced before its last weight gradient": (
-        (
-            "megatron.core.distributed.data_parallel",
-            "DataParallel.post_backward",
-            "is_last = model_chunk in self._last_backward_chunks and",
-            "is_last =",
-        ),
-        {"strategy": "no_shard"},
-    ),
-    "sharded gradients of a microbatch are not reduced": (
-        (
-            "megatron.core.distributed.gradient_bucket",
-            "GradientBlock.grad_accumulated",
-            "self.num_unfinished == 0",
-            "self.num_unfinished < 0",
-        ),
-        {"strategy": "optim_grads"},
-    ),
-    "a segment without weights is never recorded": (
-        (
-            "megatron.core.weight_gather.gatherer",
-            "Gatherer._close_trace",
-            "or running.segment not in running.traces",
-            "or False",
-        ),
-        {"strategy": "optim_grads_params", "overlap_param_gather": True},
-    ),
-    "a segment without gathers clears its trace": (
-        (
-            "megatron.core.weight_gather.gatherer",
-            "Gatherer._close_trace",
-            "running.trace or running.segment not in running.traces",
-            "True",
-        ),
-        {"strategy": "optim", "overlap_param_gather": True},
-    ),
-    "unsharded weights are planned for the first segment only": (
-        (
-            "megatron.core.weight_gather.gatherer",
-            "Gatherer.begin",
-            "tuple(dict.fromkeys(program))",
-            "program[:1]",
-        ),
-        {"strategy": "optim", "overlap_param_gather": True},
-    ),
-}
+#: Planted bugs of model chunks, and the config that shows each.
+BUGS = bug_table(r"""
+the last microbatch of one chunk counts for all [strategy=no_shard]
+    distributed.data_parallel DataParallel.begin_last_backward: if bucket.model_chunk ==
+    model_chunk:
+    => if self._last_backward_chunks.update(self._model_chunks) or True:
+a bucket spans model chunks [strategy=optim bucket_bytes=1000000000]
+    weight_gather.bucket bucket_plans: if tied or model_chunks[handle.name] != model_chunk:
+    => if tied:
+a bucket is reduced before its last weight gradient [strategy=no_shard]
+    distributed.data_parallel DataParallel.post_backward: is_last = model_chunk in
+    self._last_backward_chunks and
+    => is_last =
+sharded gradients of a microbatch are not reduced [strategy=optim_grads]
+    distributed.gradient_bucket GradientBlock.grad_accumulated: self.num_unfinished == 0
+    => self.num_unfinished < 0
+a segment without weights is never recorded [strategy=optim_grads_params overlap_param_gather]
+    weight_gather.gatherer Gatherer._close_trace: or running.segment not in running.traces
+    => or False
+a segment without gathers clears its trace [strategy=optim overlap_param_gather]
+    weight_gather.gatherer Gatherer._close_trace: running.trace or running.segment not in
+    running.traces
+    => True
+unsharded weights are planned for the first segment only [strategy=optim overlap_param_gather]
+    weight_gather.gatherer Gatherer.begin: tuple(dict.fromkeys(program)) => program[:1]
+""")
 #: Errors that show a badly planted bug rather than a detected one.
 PLANTING_ERRORS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
 
@@ -384,13 +344,13 @@ def train_with_fault(
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_of_model_chunks_is_detected(name: str):
-    edit, config = BUGS[name]
+    (fault,), config = BUGS[name].mutations(), BUGS[name].settings
     with pytest.raises(RankFailure) as error:
-        run_ranks(train_with_fault, 2, [config], planted(*edit), timeout=20.0)
+        run_ranks(train_with_fault, 2, [config], fault, timeout=20.0)
     assert not any(word in str(error.value) for word in PLANTING_ERRORS), error.value
     print(str(error.value).strip().splitlines()[-1])
 
 
 def test_configs_of_planted_bugs_pass_without_the_bug():
-    different = {str(config): config for _, config in BUGS.values()}
+    different = {str(bug.settings): bug.settings for bug in BUGS.values()}
     run_ranks(train_with_fault, 2, list(different.values()), None)

@@ -8,14 +8,13 @@ is free before the next write. Each bug is planted into fresh ranks and must be 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from megatron.core import ProcessGroupCollection, RankGrid
 from tests.support.gatherers import gatherer_of
-from tests.support.mutants import Mutation, apply, planted
+from tests.support.mutants import Mutation, apply, bug_table
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
 from tests.unit_tests.core.distributed.engine_steps import (
@@ -26,9 +25,6 @@ from tests.unit_tests.core.distributed.engine_steps import (
 )
 from tests.unit_tests.core.distributed.small_model import tokens
 
-GATHERER = "megatron.core.weight_gather.gatherer"
-ENGINE = "megatron.core.distributed.data_parallel"
-GRADIENTS = "megatron.core.distributed.gradient_bucket"
 ZERO3 = {"strategy": "optim_grads_params", "overlap_param_gather": True}
 ZERO2 = {"strategy": "optim_grads", "overlap_param_gather": True}
 SINGLE_BUCKET = {"strategy": "optim_grads", "bucket_bytes": 10**9}
@@ -92,162 +88,74 @@ def _assert_settled(engine) -> None:
     assert engine.pool.live_bytes == gatherer_of(engine).pool.live_bytes == 0
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A planted bug: its edits (module, function, code, faulty code), and the config and number of
-    ranks that must detect it."""
-
-    edits: tuple[tuple[str, str, str, str], ...]
-    config: dict[str, object]
-    world: int = 2
-
-
-def single_edit_bug(
-    module: str, function: str, code: str, faulty: str, config, world: int = 2
-) -> Bug:
-    """Return a bug of a single edit."""
-    return Bug(((module, function, code, faulty),), config, world)
-
-
-BUGS = {
-    "a gathered weight is used without a wait": single_edit_bug(
-        GATHERER,
-        "Gatherer._finish_all_gather",
-        "gathered.pending.wait()",
-        "gathered.pending",
-        ZERO3,
-    ),
-    "an in-place gather is used without a wait": single_edit_bug(
-        GATHERER,
-        "Gatherer._finish_all_gather",
-        "gathered.pending.wait()",
-        "gathered.pending",
-        ZERO2,
-    ),
-    "weights are read from a released buffer": single_edit_bug(
-        "megatron.core.weight_gather.bucket",
-        "BucketBlock.reshard",
-        "self.ready, self.encoded = False, None",
-        "self.ready, self.encoded = True, None",
-        ZERO3,
-    ),
-    "a block's buffer is released while in use": single_edit_bug(
-        GATHERER,
-        "Gatherer.unshard",
-        "block.ready = True",
-        "block.ready = True; "
-        "self.reshards and self.pool.release(self._gathered[block.index].unsharded)",
-        ZERO3,
-    ),
-    "a prefetch writes into the buffer in use": single_edit_bug(
-        GATHERER,
-        "Gatherer._start_all_gather",
-        "unsharded = self.pool.acquire(*block.buffer_spec)",
-        "unsharded = next((g.unsharded for g in self._gathered.values() "
-        "if len(g.unsharded) == block.layout.numel), None); "
-        "unsharded = self.pool.acquire(*block.buffer_spec) if unsharded is None else unsharded",
-        ZERO3,
-    ),
-    "the buffer of a pending gather is released without a wait": single_edit_bug(
-        GATHERER, "Gatherer._reshard", "gathered.pending.wait()", "gathered.pending", ZERO3
-    ),
-    "unsharded weights are treated as current after the update": single_edit_bug(
-        GATHERER,
-        "Gatherer.invalidate",
-        "block.ready = False",
-        "block.ready = not self.reshards",
-        ZERO2,
-    ),
-    "the outer gather is skipped": single_edit_bug(
-        GATHERER, "Gatherer.invalidate", "self._outer_stale.add(bucket.index)", "pass", HYBRID, 4
-    ),
-    "the inner gather does not wait for the outer gather": single_edit_bug(
-        GATHERER,
-        "Gatherer._finish_outer_all_gather",
-        "self._outer.pop(bucket.index).wait()",
-        "self._outer.pop(bucket.index)",
-        HYBRID,
-        4,
-    ),
-    "the input of a reduction is released before the wait": Bug(
-        (
-            (
-                GRADIENTS,
-                "GradientBlock.start_grad_sync",
-                "self.num_reductions += 1",
-                "self.num_reductions += 1; self.bucket.pool.release(buffer)",
-            ),
-            (
-                GRADIENTS,
-                "MicrobatchGradients.finish_grad_sync",
-                "self.bucket.pool.release(self._reducing_buffer)",
-                "pass",
-            ),
-        ),
-        ZERO3,
-    ),
-    "a sum is added before the wait": single_edit_bug(
-        GRADIENTS,
-        "GradientBlock.finish_grad_sync",
-        "self._pending.wait()",
-        "self._pending.output",
-        ZERO3,
-    ),
-    "a second reduction overwrites the first": single_edit_bug(
-        GRADIENTS, "GradientBlock.start_grad_sync", "self.finish_grad_sync()", "pass", SINGLE_BUCKET
-    ),
-    "padding is not zeroed": single_edit_bug(
-        GRADIENTS,
-        "MicrobatchGradients.alloc_main_grads",
-        "buffer[start:stop].zero_()",
-        "pass",
-        ZERO3,
-    ),
-    "the first gradient is added to an uninitialised buffer": single_edit_bug(
-        GRADIENTS,
-        "GradientBlock._reset",
-        "handle.overwrite_main_grad = True",
-        "handle.overwrite_main_grad = False",
-        ZERO3,
-    ),
-    "a step adds to the previous step's shard": single_edit_bug(
-        GRADIENTS,
-        "GradientBucket.begin_step",
-        "self._received.clear()",
-        "pass",
-        ZERO3,
-    ),
-    "the outer reduction starts before the inner has finished": Bug(
-        (
-            (
-                ENGINE,
-                "DataParallel.finish",
-                "self._wait_for_reductions(0)",
-                "pass",
-            ),
-            (ENGINE, "DataParallel._start_outer_grad_sync", "block.finish_grad_sync()", "pass"),
-        ),
-        HYBRID,
-        4,
-    ),
-    "an aborted step keeps its buffers": single_edit_bug(
-        GRADIENTS,
-        "MicrobatchGradients.abort",
-        "self.bucket.pool.release(self._grad_buffer)",
-        "pass",
-        ZERO3,
-    ),
-    "blocks released by the plan are kept": single_edit_bug(
-        GATHERER, "Gatherer._follow", "for index in use.reshard", "for index in ()", ZERO3
-    ),
-    "gathers on demand never release other blocks": single_edit_bug(
-        GATHERER,
-        "Gatherer._all_gather_on_demand",
-        "if num_bytes + self.sizes[block.index] <= self.budget:",
-        "if True:",
-        {**ZERO3, "overlap_param_gather": False},
-    ),
-}
+BUGS = bug_table(
+    r"""
+a gathered weight is used without a wait [ZERO3]
+    weight_gather.gatherer Gatherer._finish_all_gather: gathered.pending.wait() => gathered.pending
+an in-place gather is used without a wait [ZERO2]
+    weight_gather.gatherer Gatherer._finish_all_gather: gathered.pending.wait() => gathered.pending
+weights are read from a released buffer [ZERO3]
+    weight_gather.bucket BucketBlock.reshard: self.ready, self.encoded = False, None
+    => self.ready, self.encoded = True, None
+a block's buffer is released while in use [ZERO3]
+    weight_gather.gatherer Gatherer.unshard: block.ready = True
+    => block.ready = True; self.reshards and
+    self.pool.release(self._gathered[block.index].unsharded)
+a prefetch writes into the buffer in use [ZERO3]
+    weight_gather.gatherer Gatherer._start_all_gather: unsharded =
+    self.pool.acquire(*block.buffer_spec)
+    => unsharded = next((g.unsharded for g in self._gathered.values() if len(g.unsharded) ==
+    block.layout.numel), None); unsharded = self.pool.acquire(*block.buffer_spec) if unsharded is
+    None else unsharded
+the buffer of a pending gather is released without a wait [ZERO3]
+    weight_gather.gatherer Gatherer._reshard: gathered.pending.wait() => gathered.pending
+unsharded weights are treated as current after the update [ZERO2]
+    weight_gather.gatherer Gatherer.invalidate: block.ready = False
+    => block.ready = not self.reshards
+the outer gather is skipped [HYBRID]
+    weight_gather.gatherer Gatherer.invalidate: self._outer_stale.add(bucket.index) => pass
+the inner gather does not wait for the outer gather [HYBRID]
+    weight_gather.gatherer Gatherer._finish_outer_all_gather: self._outer.pop(bucket.index).wait()
+    => self._outer.pop(bucket.index)
+the input of a reduction is released before the wait [ZERO3]
+    distributed.gradient_bucket GradientBlock.start_grad_sync: self.num_reductions += 1
+    => self.num_reductions += 1; self.bucket.pool.release(buffer)
+    && distributed.gradient_bucket MicrobatchGradients.finish_grad_sync:
+    self.bucket.pool.release(self._reducing_buffer)
+    => pass
+a sum is added before the wait [ZERO3]
+    distributed.gradient_bucket GradientBlock.finish_grad_sync: self._pending.wait()
+    => self._pending.output
+a second reduction overwrites the first [SINGLE_BUCKET]
+    distributed.gradient_bucket GradientBlock.start_grad_sync: self.finish_grad_sync() => pass
+padding is not zeroed [ZERO3]
+    distributed.gradient_bucket MicrobatchGradients.alloc_main_grads: buffer[start:stop].zero_()
+    => pass
+the first gradient is added to an uninitialised buffer [ZERO3]
+    distributed.gradient_bucket GradientBlock._reset: handle.overwrite_main_grad = True
+    => handle.overwrite_main_grad = False
+a step adds to the previous step's shard [ZERO3]
+    distributed.gradient_bucket GradientBucket.begin_step: self._received.clear() => pass
+the outer reduction starts before the inner has finished [HYBRID]
+    distributed.data_parallel DataParallel.finish: self._wait_for_reductions(0) => pass
+    && distributed.data_parallel DataParallel._start_outer_grad_sync: block.finish_grad_sync()
+    => pass
+an aborted step keeps its buffers [ZERO3]
+    distributed.gradient_bucket MicrobatchGradients.abort:
+    self.bucket.pool.release(self._grad_buffer)
+    => pass
+blocks released by the plan are kept [ZERO3]
+    weight_gather.gatherer Gatherer._follow: for index in use.reshard => for index in ()
+gathers on demand never release other blocks [ZERO3 overlap_param_gather=False]
+    weight_gather.gatherer Gatherer._all_gather_on_demand: if num_bytes + self.sizes[block.index] <=
+    self.budget:
+    => if True:
+""",
+    ZERO3=ZERO3,
+    ZERO2=ZERO2,
+    SINGLE_BUCKET=SINGLE_BUCKET,
+    HYBRID=HYBRID,
+)
 
 #: Errors that show a badly planted bug rather than a detected one.
 PLANTING_ERRORS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
@@ -264,9 +172,9 @@ def test_hybrid_training_passes_without_a_planted_bug():
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_detected(name: str):
-    bug_case = BUGS[name]
-    faults = [planted(*edit) for edit in bug_case.edits]
+    faults, config = BUGS[name].mutations(), BUGS[name].settings
+    world = 4 if "outer" in config else 2
     with pytest.raises(RankFailure) as error:
-        run_ranks(train_with_fault, bug_case.world, bug_case.config, faults, timeout=20.0)
+        run_ranks(train_with_fault, world, config, faults, timeout=20.0)
     assert not any(word in str(error.value) for word in PLANTING_ERRORS), error.value
     print(str(error.value).strip().splitlines()[-1])

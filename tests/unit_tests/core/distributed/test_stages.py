@@ -25,7 +25,7 @@ from tests.support.activation import assert_active
 from tests.support.closeness import assert_close_by_metric, assert_piece_close
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import generator
-from tests.support.mutants import Mutation, apply, planted
+from tests.support.mutants import Mutation, apply, bug_table
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
 
@@ -199,35 +199,24 @@ def test_tied_weights_stay_equal_under_hybrid_sharding(outer: str):
 
 
 #: Planted bugs of tied weights.
-TIED_BUGS = {
-    "a tied weight shares its bucket": (
-        "megatron.core.weight_gather.bucket",
-        "bucket_plans",
-        "tied = len(set(handle.sharding.stages)) > 1",
-        "tied = False",
-    ),
-    "tied weights are summed in the order of declaration": (
-        "megatron.core.distributed.data_parallel",
-        "ModelSums.__init__",
-        "sorted(named_views, key=lambda x: x[0])",
-        "named_views",
-    ),
-    "a tied weight is summed twice": (
-        "megatron.core.distributed.data_parallel",
-        "ModelSums.run",
-        "all_reduce(flat, group, out=flat)",
-        "all_reduce(flat, group, out=flat)\n            all_reduce(flat, group, out=flat)",
-    ),
-}
+TIED_BUGS = bug_table(r"""
+a tied weight shares its bucket []
+    weight_gather.bucket bucket_plans: tied = len(set(handle.sharding.stages)) > 1 => tied = False
+tied weights are summed in the order of declaration []
+    distributed.data_parallel ModelSums.__init__: sorted(named_views, key=lambda x: x[0])
+    => named_views
+a tied weight is summed twice []
+    distributed.data_parallel ModelSums.run: all_reduce(flat, group, out=flat)
+    => all_reduce(flat, group, out=flat); all_reduce(flat, group, out=flat)
+""")
 PLANTING_ERRORS = ("NameError", "TypeError", "AttributeError", "SyntaxError", "no live function")
 
 
 @pytest.mark.parametrize("name", TIED_BUGS)
 def test_planted_bug_of_tied_weights_is_detected(name: str):
+    (fault,) = TIED_BUGS[name].mutations()
     with pytest.raises(RankFailure) as error:
-        run_ranks(
-            train_tied_weights, 4, {"strategy": "optim"}, 1, planted(*TIED_BUGS[name]), timeout=20.0
-        )
+        run_ranks(train_tied_weights, 4, {"strategy": "optim"}, 1, fault, timeout=20.0)
     assert not any(word in str(error.value) for word in PLANTING_ERRORS), error.value
 
 

@@ -23,7 +23,7 @@ from megatron.core.weight_gather import WgradQueue
 from megatron.core.weight_sharding import STRATEGIES
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch, one_thread, perturbed
-from tests.support.mutants import Mutation, apply, planted
+from tests.support.mutants import Mutation, apply, bug_table
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.simulated_links import Late, simulated
@@ -317,35 +317,23 @@ def test_nested_defer_is_refused():
     assert store.queue is None
 
 
-BUGS = {
-    "a column layer uses its local input shard instead of the gathered input": (
-        "megatron.core.weight_gather.handle",
-        "WeightHandle.wgrad",
-        "x if gather_input is None else gather_input(x)",
-        "x if gather_input is None else x.repeat(2, 1, 1)",
-    ),
-    "the head ignores the scale of the incoming gradient": (
-        "megatron.core.tensor_parallel.vocab_parallel",
-        "_product",
-        "return d_weight if scale is None else d_weight * scale",
-        "return d_weight",
-    ),
-    "the head's chunks overwrite each other": (
-        "megatron.core.tensor_parallel.vocab_parallel",
-        "_product",
-        "start += len(dlogits)",
-        "start += 0",
-    ),
-    "inputs are gathered in the first half": (
-        "megatron.core.tensor_parallel.linear",
-        "_ColumnLinear.backward",
-        "if region.scatters and handle.defers:",
-        "if False:",
-    ),
-}
+BUGS = bug_table(r"""
+a column layer uses its local input shard instead of the gathered input []
+    weight_gather.handle WeightHandle.wgrad: x if gather_input is None else gather_input(x)
+    => x if gather_input is None else x.repeat(2, 1, 1)
+the head ignores the scale of the incoming gradient []
+    tensor_parallel.vocab_parallel _product: return d_weight if scale is None else d_weight * scale
+    => return d_weight
+the head's chunks overwrite each other []
+    tensor_parallel.vocab_parallel _product: start += len(dlogits) => start += 0
+inputs are gathered in the first half []
+    tensor_parallel.linear _ColumnLinear.backward: if region.scatters and handle.defers:
+    => if False:
+""")
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_in_split_backward_is_detected(name: str):
+    (fault,) = BUGS[name].mutations()
     with pytest.raises(RankFailure, match="AssertionError"):
-        run_ranks(check_over_tp, 2, planted(*BUGS[name]), timeout=30.0)
+        run_ranks(check_over_tp, 2, fault, timeout=30.0)

@@ -9,16 +9,9 @@ from typing import Any
 import torch
 
 from megatron.core.ops.attention import Mask, triton
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
-TYPES = {
-    "lse_ptr": "*fp32",
-    "delta_ptr": "*fp32",
-    "documents_ptr": "*i32",
-    "query_documents_ptr": "*i32",
-    "bounds_ptr": "*i32",
-    "scale": "fp32",
-}
+TYPES = typed("*fp32 lse delta; *i32 documents query_documents bounds; fp32 scale")
 FORWARD, QUERY, KEY = (
     (triton.attention_forward_kernel, triton.FORWARD),
     (triton.query_gradient_kernel, triton.QUERY_GRADIENT),
@@ -44,8 +37,8 @@ def describe(
     if dtype == torch.float32:
         types |= {n: "*fp32" for n in kernel.arg_names if n.endswith("_ptr") and n not in types}
     return Description(
-        kernel=kernel,
-        launch={
+        kernel,
+        {
             "CAUSAL": True,
             "HAS_WINDOW": masked,
             "HAS_DOCUMENTS": masked,
@@ -53,8 +46,8 @@ def describe(
             **triton.tile_shape(shapes, features, dtype, mask),
             **launch,
         },
-        types=types,
-        divisible=("queries", "keys"),
+        types,
+        divisible="queries keys",
         label=" ".join(filter(None, (label, str(features)))),
         quick=quick,
     )
@@ -93,8 +86,8 @@ KERNELS = (
     describe(KEY, 128, **KEYS_AND_VALUES, **FP32),
     describe(KEY, 256, **KEYS_AND_VALUES, **FP32),
     Description(
-        kernel=triton.document_bounds_kernel,
-        launch={
+        triton.document_bounds_kernel,
+        {
             "OF_KEYS": True,
             "CAUSAL": True,
             "HAS_WINDOW": True,
@@ -102,15 +95,13 @@ KERNELS = (
             "BLOCK_K": 128,
             "TILES": triton.TILES_PER_STEP,
         },
-        types={name: "*i32" for name in ("documents_ptr", "other_documents_ptr", "bounds_ptr")},
-        divisible=("queries", "keys"),
-        quick=(),
+        {name: "*i32" for name in ("documents_ptr", "other_documents_ptr", "bounds_ptr")},
+        divisible="queries keys",
     ),
     Description(
-        kernel=triton.row_dots_kernel,
-        launch={"FEATURES": 128, **triton.ROW_DOTS.default},
-        types={"lse_ptr": "*fp32", "dots_ptr": "*fp32", "log2_ptr": "*fp32"},
-        divisible=("queries", "features"),
-        quick=(),
+        triton.row_dots_kernel,
+        {"FEATURES": 128, **triton.ROW_DOTS.default},
+        typed("*fp32 lse dots log2"),
+        divisible="queries features",
     ),
 )

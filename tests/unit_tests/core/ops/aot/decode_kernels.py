@@ -10,12 +10,12 @@ from megatron.core.ops.recurrence.decode.triton import (
     constants_of,
     recurrence_decode_kernel,
 )
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
 FP32_POINTERS = ("a_log_ptr", "dt_bias_ptr", "skip_ptr", "norm_ptr", "state_ptr")
 FP32_SCALARS = ("scale", "dt_min", "dt_max", "eps")
 TYPES = {name: "*fp32" for name in FP32_POINTERS} | {name: "fp32" for name in FP32_SCALARS}
-TYPES |= {"slots_ptr": "*i64", "arrival_counts_ptr": "*i32"}
+TYPES |= typed("*i64 slots; *i32 arrival_counts")
 
 DELTA_RULE = constants_of(UnitLayout.delta(2, 128, 128), 4) | {
     "HAS_BIAS": False,
@@ -36,26 +36,25 @@ STATE_SPACE = constants_of(UnitLayout.state_space(16, 128, 64, (0.0, 1.0)), 4) |
 
 KERNELS = (
     Description(
-        kernel=recurrence_decode_kernel,
-        launch=DELTA_RULE | DECODE.default,
-        types=TYPES,
-        divisible=("channels",),
+        recurrence_decode_kernel,
+        DELTA_RULE | DECODE.default,
+        TYPES,
+        divisible="channels",
         label="delta",
+        quick=(90,),
     ),
     Description(
-        kernel=recurrence_decode_kernel,
-        launch=DELTA_RULE | DECODE.default,
-        types=TYPES | {"state_ptr": "*bf16"},
-        divisible=("channels",),
+        recurrence_decode_kernel,
+        DELTA_RULE | DECODE.default,
+        TYPES | typed("*bf16 state"),
+        divisible="channels",
         label="delta bf16",
-        quick=(),
     ),
     Description(
-        kernel=recurrence_decode_kernel,
-        launch=STATE_SPACE | DECODE.default,
-        types=TYPES,
-        divisible=("channels",),
+        recurrence_decode_kernel,
+        STATE_SPACE | DECODE.default,
+        TYPES,
+        divisible="channels",
         label="state space",
-        quick=(),
     ),
 )

@@ -6,10 +6,10 @@ Each part of the ops has a file `<part>_kernels.py` here, whose `KERNELS` is a t
 
     KERNELS = (
         Description(
-            kernel=sweep_kernel,
-            launch={"DELTA_RULE": True, "BLOCK_K": 128, **SWEEP.default},
-            types={"cumsum_ptr": "*fp32", "scale": "fp32", "chunk_starts_ptr": "*i64"},
-            divisible=("key_size", "value_size"),
+            sweep_kernel,
+            {"DELTA_RULE": True, "BLOCK_K": 128, **SWEEP.default},
+            typed("*fp32 cumsum; *i64 chunk_starts; fp32 scale"),
+            divisible="key_size value_size",
             label="128",
             quick=(90, 100),
         ),
@@ -31,7 +31,13 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages")
 DEFAULT_OPTIONS = {"num_warps": 4, "num_stages": 3}  # the defaults of Triton's launcher
 
 
-@dataclass(frozen=True, kw_only=True)
+def typed(text: str) -> dict[str, str]:
+    """Return the types of arguments: "*fp32 sum" is the pointer sum_ptr, "fp32 eps" is eps."""
+    groups = (group.split() for group in text.split("; "))
+    return {f"{x}_ptr" if kind[0] == "*" else x: kind for kind, *names in groups for x in names}
+
+
+@dataclass(frozen=True)
 class Description:
     """One kernel at the sizes of a real model, in bf16.
 
@@ -41,7 +47,7 @@ class Description:
             them; accepts `**NAME.default` of a `Launches`.
         types: the types of arguments that are not bf16 pointers (names that end in `_ptr`) or
             32-bit integers (all others): "*fp32", "*i64", "i64", "fp32".
-        divisible: integer arguments that are multiples of 16 in any real model. Pointers and
+        divisible: names of integers that are multiples of 16 in any real model. Pointers and
             arguments named `..._stride_...` count as multiples of 16 without being listed.
         label: distinguishes descriptions of the same kernel.
         quick: the architectures that `make test` compiles, 30 compilations in total; the nightly
@@ -53,9 +59,9 @@ class Description:
     kernel: Any
     launch: Mapping[str, Any]
     types: Mapping[str, str] = field(default_factory=dict)
-    divisible: tuple[str, ...] = ()
+    divisible: str = ""
     label: str = ""
-    quick: tuple[int, ...] = (90,)
+    quick: tuple[int, ...] = ()
     architectures: tuple[int, ...] = ARCHITECTURES
 
     @property
@@ -80,7 +86,7 @@ class Description:
             ValueError: the kernel has no argument of a name, or a constant is missing.
         """
         names, constants = self.kernel.arg_names, self.constants
-        unknown = {*constants, *self.types, *self.divisible} - {*names}
+        unknown = {*constants, *self.types, *self.divisible.split()} - {*names}
         missing = {p.name for p in self.kernel.params if p.is_constexpr} - {*constants}
         if unknown or missing:
             raise ValueError(
@@ -99,5 +105,5 @@ class Description:
             (index,): [["tt.divisibility", 16]]
             for index, (name, kind) in enumerate(self.signature().items())
             if kind != "constexpr"
-            and (kind.startswith("*") or name in self.divisible or "_stride_" in name)
+            and (kind.startswith("*") or name in self.divisible.split() or "_stride_" in name)
         }

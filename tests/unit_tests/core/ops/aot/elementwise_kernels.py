@@ -8,23 +8,19 @@ from megatron.core.ops.layernorm import triton as layernorm
 from megatron.core.ops.rmsnorm import triton as rmsnorm
 from megatron.core.ops.rope import triton as rope
 from megatron.core.ops.swiglu import triton as swiglu
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
-RMS_TYPES = {"rstd_ptr": "*fp32", "offset": "fp32"}
+RMS_TYPES = typed("*fp32 rstd; fp32 offset")
 DENSE = {"group_size": 1}  # the launcher specializes on 1, for rows of a dense tensor
-LAYER_TYPES = {"statistics_ptr": "*fp32", "offset": "fp32"}
+LAYER_TYPES = typed("*fp32 statistics; fp32 offset")
 
 KERNELS = (
     *(
         Description(
-            kernel=rmsnorm.rms_norm_forward_kernel,
-            launch={
-                "HAS_RESIDUAL": True,
-                **rmsnorm.row_tile(rmsnorm.FORWARD.default, features),
-                **inner,
-            },
-            types=RMS_TYPES | {"eps": "fp32"},
-            divisible=("features",),
+            rmsnorm.rms_norm_forward_kernel,
+            {"HAS_RESIDUAL": True, **rmsnorm.row_tile(rmsnorm.FORWARD.default, features), **inner},
+            RMS_TYPES | typed("fp32 eps"),
+            divisible="features",
             label=str(features),
             quick=quick,
         )
@@ -32,40 +28,40 @@ KERNELS = (
     ),
     *(
         Description(
-            kernel=rmsnorm.rms_norm_backward_kernel,
-            launch={
+            rmsnorm.rms_norm_backward_kernel,
+            {
                 "HAS_GRAD_TOTAL": True,
                 **rmsnorm.row_tile(rmsnorm.BACKWARD.default, features),
                 **inner,
             },
-            types=RMS_TYPES | {"partial_ptr": "*fp32"},
-            divisible=("features",),
+            RMS_TYPES | typed("*fp32 partial"),
+            divisible="features",
             label=str(features),
             quick=quick,
         )
         for features, inner, quick in ((4096, DENSE, (90,)), (128, {}, ()))
     ),
     Description(
-        kernel=layernorm.layer_norm_forward_kernel,
-        launch={
+        layernorm.layer_norm_forward_kernel,
+        {
             "HAS_RESIDUAL": True,
             "HAS_BIAS": True,
             **rmsnorm.row_tile(layernorm.FORWARD.default, 4096),
         },
-        types=LAYER_TYPES | {"eps": "fp32"},
-        divisible=("features",),
-        quick=(),
+        LAYER_TYPES | typed("fp32 eps"),
+        divisible="features",
     ),
     Description(
-        kernel=layernorm.layer_norm_backward_kernel,
-        launch={"HAS_GRAD_TOTAL": True, **rmsnorm.row_tile(layernorm.BACKWARD.default, 4096)},
-        types=LAYER_TYPES | {"partial_ptr": "*fp32"},
-        divisible=("features",),
+        layernorm.layer_norm_backward_kernel,
+        {"HAS_GRAD_TOTAL": True, **rmsnorm.row_tile(layernorm.BACKWARD.default, 4096)},
+        LAYER_TYPES | typed("*fp32 partial"),
+        divisible="features",
+        quick=(90,),
     ),
     *(
         Description(
-            kernel=rope.rope_kernel,
-            launch={
+            rope.rope_kernel,
+            {
                 "PER_SAMPLE": False,
                 "INTERLEAVED": interleaved,
                 **rope.head_tile(
@@ -73,8 +69,8 @@ KERNELS = (
                 ),
                 "num_warps": rope.ROTATE.default["num_warps"],
             },
-            types={"cos_ptr": "*fp32", "sin_ptr": "*fp32", "sign": "fp32"},
-            divisible=("features", "pairs"),
+            typed("*fp32 cos sin; fp32 sign"),
+            divisible="features pairs",
             label=label,
             quick=quick,
         )
@@ -86,8 +82,8 @@ KERNELS = (
     ),
     *(
         Description(
-            kernel=rope.join_heads_kernel,
-            launch={
+            rope.join_heads_kernel,
+            {
                 "ROTATES": rotates,
                 "PER_SAMPLE": False,
                 "INTERLEAVED": False,
@@ -95,29 +91,25 @@ KERNELS = (
                 **rope.head_tile(rope.ROTATE.default["TILE"], heads, 128, 64 if rotates else 0),
                 "num_warps": rope.ROTATE.default["num_warps"],
             },
-            types={"cos_ptr": "*fp32", "sin_ptr": "*fp32"},
-            divisible=("row", "features", "pairs"),
+            typed("*fp32 cos sin"),
+            divisible="row features pairs",
             label=label,
-            quick=(),
         )
         for label, heads, rotates in (("16 heads", 16, True), ("64 heads, copied", 64, False))
     ),
     Description(
-        kernel=swiglu.gated_forward_kernel,
-        launch={"GELU": False, **swiglu.FORWARD.default},
-        divisible=("width",),
-        quick=(),
+        swiglu.gated_forward_kernel, {"GELU": False, **swiglu.FORWARD.default}, divisible="width"
     ),
     Description(
-        kernel=swiglu.gated_backward_kernel,
-        launch={"GELU": False, **swiglu.BACKWARD.default},
-        divisible=("width",),
+        swiglu.gated_backward_kernel,
+        {"GELU": False, **swiglu.BACKWARD.default},
+        divisible="width",
+        quick=(90,),
     ),
     Description(
-        kernel=dropout.dropout_kernel,
-        launch={"GROUP": dropout.COLUMNS_PER_HASH, **dropout.DROP.default},
-        types={"rows_ptr": "*i64", "columns_ptr": "*i64", "mix": "i64", "scale": "fp32"},
-        divisible=("features", "offset_in_group"),
-        quick=(),
+        dropout.dropout_kernel,
+        {"GROUP": dropout.COLUMNS_PER_HASH, **dropout.DROP.default},
+        typed("*i64 rows columns; i64 mix; fp32 scale"),
+        divisible="features offset_in_group",
     ),
 )

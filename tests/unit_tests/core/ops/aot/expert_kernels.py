@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron.core.ops.grouped_mm import triton as grouped
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
 SHAPE = {"TRANSPOSED": True, "RUNS": 64}
 
@@ -15,36 +15,29 @@ def in_fp32(kernel: object) -> dict[str, str]:
 
 
 PRODUCT, WGRAD = grouped.grouped_mm_kernel, grouped.grouped_wgrad_kernel
-ENDS = {"ends_ptr": "*i32"}
+ENDS = typed("*i32 ends")
 
 KERNELS = (
+    Description(PRODUCT, SHAPE | grouped.PRODUCT.default, ENDS, divisible="inner columns"),
     Description(
-        kernel=PRODUCT,
-        launch=SHAPE | grouped.PRODUCT.default,
-        types=ENDS,
-        divisible=("inner", "columns"),
-        quick=(),
-    ),
-    Description(
-        kernel=PRODUCT,
-        launch=SHAPE | grouped.PRODUCT_FP32.default,
-        types=in_fp32(PRODUCT) | ENDS,
-        divisible=("inner", "columns"),
+        PRODUCT,
+        SHAPE | grouped.PRODUCT_FP32.default,
+        in_fp32(PRODUCT) | ENDS,
+        divisible="inner columns",
         label="fp32",
-        quick=(),
     ),
     Description(
-        kernel=WGRAD,
-        launch=grouped.WGRAD.default,
-        types=ENDS | {"total_ptr": "*fp32"},
-        divisible=("outputs", "features"),
+        WGRAD,
+        grouped.WGRAD.default,
+        ENDS | typed("*fp32 total"),
+        divisible="outputs features",
+        quick=(90,),
     ),
     Description(
-        kernel=WGRAD,
-        launch=grouped.WGRAD_FP32.default,
-        types=in_fp32(WGRAD) | ENDS,
-        divisible=("outputs", "features"),
+        WGRAD,
+        grouped.WGRAD_FP32.default,
+        in_fp32(WGRAD) | ENDS,
+        divisible="outputs features",
         label="fp32",
-        quick=(),
     ),
 )

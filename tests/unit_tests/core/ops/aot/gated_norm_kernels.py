@@ -6,7 +6,7 @@ import torch
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence.gated_norm import triton as gated
 from megatron.core.ops.strided_rows import row_tile
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
 
 def launch_of(launches: Launches, features: int) -> dict[str, int]:
@@ -17,21 +17,21 @@ def launch_of(launches: Launches, features: int) -> dict[str, int]:
 def gated_norms(features: int, *, gate_first: bool, quick: tuple[int, ...]):
     """Describe both kernels of a gated norm."""
     constants = {"X_STEP": 16, "GATE_STEP": 4, "GATE_FIRST": gate_first, "HAS_INDEX": True}
-    types = {"index_ptr": "*i64", "rstd_ptr": "*fp32", "weight_ptr": "*fp32"}
+    types = typed("*i64 index; *fp32 rstd weight")
     return (
         Description(
-            kernel=gated.gated_norm_forward_kernel,
-            launch=constants | launch_of(gated.FORWARD, features),
-            types=types | {"eps": "fp32"},
-            divisible=("features",),
+            gated.gated_norm_forward_kernel,
+            constants | launch_of(gated.FORWARD, features),
+            types | typed("fp32 eps"),
+            divisible="features",
             label=str(features),
             quick=quick,
         ),
         Description(
-            kernel=gated.gated_norm_backward_kernel,
-            launch=constants | {"JOINT": True} | launch_of(gated.BACKWARD, features),
-            types=types | {"partial_ptr": "*fp32"},
-            divisible=("features",),
+            gated.gated_norm_backward_kernel,
+            constants | {"JOINT": True} | launch_of(gated.BACKWARD, features),
+            types | typed("*fp32 partial"),
+            divisible="features",
             label=str(features),
             quick=quick,
         ),

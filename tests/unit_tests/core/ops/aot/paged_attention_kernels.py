@@ -11,11 +11,11 @@ import torch
 
 from megatron.core.ops.paged_attention import triton
 from megatron.core.ops.paged_attention.triton import MERGE, WRITE, latent_tile, tile_shape
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
 RATIO = 8
-BATCH_TYPES = {"table_ptr": "*i32", "bounds_ptr": "*i32", "contexts_ptr": "*i32", "scale": "fp32"}
-SPLIT_OUTPUTS = {"out_ptr": "*fp32", "lse_ptr": "*fp32"}
+BATCH_TYPES = typed("*i32 table bounds contexts; fp32 scale")
+SPLIT_OUTPUTS = typed("*fp32 out lse")
 
 
 def operands(names: tuple[str, ...], dtype: torch.dtype) -> dict[str, str]:
@@ -36,8 +36,8 @@ def attention(
     query = torch.empty((1, RATIO, features), dtype=dtype, device="meta")
     split = max_query == 1
     return Description(
-        kernel=triton.paged_attention_kernel,
-        launch={
+        triton.paged_attention_kernel,
+        {
             "HAS_SINKS": window,
             "HAS_WINDOW": window,
             "SPLIT": split,
@@ -45,10 +45,10 @@ def attention(
             "PAGE": page,
             **tile_shape(query, ratio=RATIO, max_query=max_query),
         },
-        types=BATCH_TYPES
+        BATCH_TYPES
         | operands(("q_ptr", "k_ptr", "v_ptr", "sinks_ptr", "out_ptr"), dtype)
-        | (SPLIT_OUTPUTS if split else {"lse_ptr": "*fp32"}),
-        divisible=("features",),
+        | (SPLIT_OUTPUTS if split else typed("*fp32 lse")),
+        divisible="features",
         label=f"{label} {features}",
         quick=quick,
     )
@@ -66,16 +66,10 @@ def latent(
     query = torch.empty((1, 128, 512 + 64), dtype=dtype, device="meta")
     launch = {} if architectures == (90,) else triton.LATENT_16_ROWS.default
     return Description(
-        kernel=triton.paged_latent_attention_kernel,
-        launch={
-            "SPLIT": True,
-            "IS_WHOLE": True,
-            "PAGE": page,
-            **latent_tile(query, 512),
-            **launch,
-        },
-        types=BATCH_TYPES | operands(("q_ptr", "c_ptr"), dtype) | SPLIT_OUTPUTS,
-        divisible=("rank", "rotated"),
+        triton.paged_latent_attention_kernel,
+        {"SPLIT": True, "IS_WHOLE": True, "PAGE": page, **latent_tile(query, 512), **launch},
+        BATCH_TYPES | operands(("q_ptr", "c_ptr"), dtype) | SPLIT_OUTPUTS,
+        divisible="rank rotated",
         label=label,
         quick=quick,
         architectures=architectures,
@@ -98,16 +92,16 @@ KERNELS = (
     latent("latents in small tiles", 64, (), architectures=(100,)),
     latent("fp32 latents", 64, (), dtype=torch.float32),
     Description(
-        kernel=triton.merge_pieces_kernel,
-        launch={"FEATURES": 128, **MERGE.default},
-        types={"split_ptr": "*fp32", "split_lse_ptr": "*fp32", "lse_ptr": "*fp32"},
-        divisible=("features",),
+        triton.merge_pieces_kernel,
+        {"FEATURES": 128, **MERGE.default},
+        typed("*fp32 split split_lse lse"),
+        divisible="features",
+        quick=(90,),
     ),
     Description(
-        kernel=triton.write_to_pages_kernel,
-        launch={"HAS_VALUE": True, "PAGE": 256, **WRITE.default},
-        types={"slots_ptr": "*i64"},
-        divisible=("width", "features"),
-        quick=(),
+        triton.write_to_pages_kernel,
+        {"HAS_VALUE": True, "PAGE": 256, **WRITE.default},
+        typed("*i64 slots"),
+        divisible="width features",
     ),
 )

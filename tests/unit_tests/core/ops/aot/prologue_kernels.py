@@ -10,19 +10,12 @@ from megatron.core.ops.recurrence.prologue.kernels import (
     prologue_backward_kernel,
     prologue_forward_kernel,
 )
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
-INDEX_TYPES = {"rows_ptr": "*i64", "positions_ptr": "*i32", "sequence_ids_ptr": "*i32"}
-GATE_PARAMETERS = {"a_log_ptr": "*fp32", "dt_bias_ptr": "*fp32"} | dict.fromkeys(
-    ("eps", "low", "high"), "fp32"
-)
-GATES = {"decay_ptr": "*fp32", "beta_ptr": "*fp32"}
-GRADIENTS = {
-    "d_decay_ptr": "*fp32",
-    "d_beta_ptr": "*fp32",
-    "tap_partial_ptr": "*fp32",
-    "gate_partial_ptr": "*fp32",
-}
+INDEX_TYPES = typed("*i64 rows; *i32 positions sequence_ids")
+GATE_PARAMETERS = typed("*fp32 a_log dt_bias") | dict.fromkeys(("eps", "low", "high"), "fp32")
+GATES = typed("*fp32 decay beta")
+GRADIENTS = typed("*fp32 d_decay d_beta tap_partial gate_partial")
 DELTA = triton.constants_of(UnitLayout.delta(2, 128, 128), conv_width=4, align=4, has_index=True)
 STATE_SPACE = triton.constants_of(
     UnitLayout.state_space(16, 128, 64, (0.0, 1.0)),
@@ -40,25 +33,22 @@ def describe(constants: dict, label: str, quick: tuple[int, ...]) -> tuple[Descr
     gate_tile = {"GATE_T": min(constants["GATE_T"], FORWARD["BLOCK_T"])}
     return (
         Description(
-            kernel=prologue_forward_kernel,
-            launch=constants | FORWARD | gate_tile,
-            types=INDEX_TYPES | GATE_PARAMETERS | GATES,
-            divisible=("row_stride",),
+            prologue_forward_kernel,
+            constants | FORWARD | gate_tile,
+            INDEX_TYPES | GATE_PARAMETERS | GATES,
+            divisible="row_stride",
             label=label,
             quick=quick,
         ),
         Description(
-            kernel=prologue_backward_kernel,
-            launch=constants | {"JOINT": True} | BACKWARD,
-            types=INDEX_TYPES | GATE_PARAMETERS | GRADIENTS,
-            divisible=("row_stride",),
+            prologue_backward_kernel,
+            constants | {"JOINT": True} | BACKWARD,
+            INDEX_TYPES | GATE_PARAMETERS | GRADIENTS,
+            divisible="row_stride",
             label=label,
             quick=quick,
         ),
     )
 
 
-KERNELS = (
-    *describe(DELTA, "delta", (90,)),
-    *describe(STATE_SPACE, "state space", ()),
-)
+KERNELS = (*describe(DELTA, "delta", (90,)), *describe(STATE_SPACE, "state space", ()))

@@ -12,7 +12,7 @@ from megatron.core.ops.recurrence.sweep.kernels import (
     seen_kernel,
     sum_units_kernel,
 )
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 from tests.unit_tests.core.ops.aot.recurrence_kernels import (
     CHUNK_TYPES,
     DELTA,
@@ -22,10 +22,10 @@ from tests.unit_tests.core.ops.aot.recurrence_kernels import (
     strides,
 )
 
-TYPES = CHUNK_TYPES | {"chunk_offsets_ptr": "*i64", "scale": "fp32"}
-REVERSE_TYPES = TYPES | {"d_final_ptr": "*fp32", "d_initial_ptr": "*fp32"}
-GRADIENT_TYPES = TYPES | {"d_decay_ptr": "*fp32"}
-GRADIENT_TYPES |= {"d_beta_ptr": "*fp32"}
+TYPES = CHUNK_TYPES | typed("*i64 chunk_offsets; fp32 scale")
+REVERSE_TYPES = TYPES | typed("*fp32 d_final d_initial")
+GRADIENT_TYPES = TYPES | typed("*fp32 d_decay")
+GRADIENT_TYPES |= typed("*fp32 d_beta")
 
 
 def shared_constants(sizes: dict[str, int]) -> dict[str, object]:
@@ -83,8 +83,8 @@ def describe_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, s
     is_sweep = kernel is reverse_sweep_kernel
     pointers = (name for name in kernel.arg_names if name.endswith("_ptr"))
     return Description(
-        kernel=kernel,
-        launch=shared_constants(sizes)
+        kernel,
+        shared_constants(sizes)
         | {"CHUNK": chunk, "PRECISION": "tf32x3"}
         | (
             {"HAS_SCORES": True, "HAS_D_FINAL": True, "STORE_GRADS": True}
@@ -93,9 +93,8 @@ def describe_fp32(kernel: JITFunction, sizes: dict[str, int], types: dict[str, s
             else {"VALUES": sizes["values"], "ROWS": chunk * (2 if sizes is DELTA else 1)}
             | {"HEADS": 1, **recurrence.GRADIENTS_FP32.default}
         ),
-        types=dict.fromkeys(pointers, "*fp32") | types,
+        dict.fromkeys(pointers, "*fp32") | types,
         label=f"{'delta' if sizes is DELTA else 'ssd'} fp32",
-        quick=(),
     )
 
 
@@ -113,20 +112,14 @@ KERNELS = (
     describe_gradients("ssd 16 heads", DUAL, 16, quick=(), **HOPPER),
     describe_gradients("ssd 256", TALL, 24, quick=(), **HOPPER),
     Description(
-        kernel=seen_kernel,
-        launch={
+        seen_kernel,
+        {
             **{
                 x: size for x, size in shared_constants(DELTA).items() if x in seen_kernel.arg_names
             },
             **recurrence.SCORES.default,
         },
-        types={name: kind for name, kind in TYPES.items() if name in seen_kernel.arg_names},
-        quick=(),
+        {name: kind for name, kind in TYPES.items() if name in seen_kernel.arg_names},
     ),
-    Description(
-        kernel=sum_units_kernel,
-        launch={"UNITS": 2, "BLOCK": 128, "num_warps": 1},
-        divisible=("width",),
-        quick=(),
-    ),
+    Description(sum_units_kernel, {"UNITS": 2, "BLOCK": 128, "num_warps": 1}, divisible="width"),
 )

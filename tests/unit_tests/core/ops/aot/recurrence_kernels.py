@@ -17,25 +17,16 @@ from megatron.core.ops.recurrence.ssd.triton import (
 from megatron.core.ops.recurrence.sweep import triton as recurrence
 from megatron.core.ops.recurrence.sweep.kernels import sweep_kernel
 from megatron.core.ops.strided_rows import row_tile
-from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description
+from tests.unit_tests.core.ops.aot.description import ARCHITECTURES, Description, typed
 
 #: The delta rule of Qwen3-Next, SSD of Nemotron-H, and SSD with the largest key size.
 DELTA = {"heads": 32, "group_heads": 2, "keys": 128, "values": 128}
 DUAL = {"heads": 128, "group_heads": 16, "keys": 128, "values": 64}
 TALL = {"heads": 24, "group_heads": 24, "keys": 256, "values": 64}
-CHUNK_TYPES = {
-    "beta_ptr": "*fp32",
-    "cumsum_ptr": "*fp32",
-    "chunk_starts_ptr": "*i64",
-    "chunk_ends_ptr": "*i64",
-}
-SWEEP_TYPES = CHUNK_TYPES | {
-    "chunk_offsets_ptr": "*i64",
-    "initial_state_ptr": "*fp32",
-    "final_state_ptr": "*fp32",
-    "total_decay_ptr": "*fp32",
-    "scale": "fp32",
-}
+CHUNK_TYPES = typed("*fp32 beta cumsum; *i64 chunk_starts chunk_ends")
+SWEEP_TYPES = CHUNK_TYPES | typed(
+    "*i64 chunk_offsets; *fp32 initial_state final_state total_decay; fp32 scale"
+)
 
 
 POINTERS = tuple(name for name in sweep_kernel.arg_names if name.endswith("_ptr"))
@@ -80,9 +71,9 @@ def describe_sweep(
     }
     architectures = ARCHITECTURES if sizes["keys"] <= 128 else (90,)
     return Description(
-        kernel=sweep_kernel,
-        launch=launch,
-        types=(dict.fromkeys(POINTERS, "*fp32") if fp32 else {}) | SWEEP_TYPES,
+        sweep_kernel,
+        launch,
+        (dict.fromkeys(POINTERS, "*fp32") if fp32 else {}) | SWEEP_TYPES,
         label=label,
         quick=quick,
         architectures=architectures,
@@ -113,8 +104,8 @@ KERNELS = (
     ),
     describe_sweep("ssd summary", (), DUAL, value=True, final=True, total=True),
     Description(
-        kernel=solve_kernel,
-        launch={
+        solve_kernel,
+        {
             **SOLVE_CONSTANTS,
             "decay_stride_t": DELTA["heads"],
             "decay_stride_h": 1,
@@ -123,28 +114,26 @@ KERNELS = (
             "PRECISION": "tf32",
             **SOLVE.default,
         },
-        types=CHUNK_TYPES | {"decay_ptr": "*fp32", "lowest": "fp32", "scale": "fp32"},
+        CHUNK_TYPES | typed("*fp32 decay; fp32 lowest scale"),
         quick=(90, 100),
     ),
     Description(
-        kernel=decay_sums_kernel,
-        launch={"CHUNK": 64, **SUMS.default},
-        types={x: kind for x, kind in CHUNK_TYPES.items() if x != "beta_ptr"}
-        | {"decay_ptr": "*fp32", "lowest": "fp32"},
-        divisible=("heads",),
-        quick=(),
+        decay_sums_kernel,
+        {"CHUNK": 64, **SUMS.default},
+        {x: kind for x, kind in CHUNK_TYPES.items() if x != "beta_ptr"}
+        | typed("*fp32 decay; fp32 lowest"),
+        divisible="heads",
     ),
     *(
         Description(
-            kernel=kernel,
-            launch=row_tile(launches, torch.empty(0, dtype=torch.bfloat16), DUAL["values"]),
-            types={"skip_ptr": "*fp32"} | types,
-            divisible=("heads", "features"),
-            quick=(),
+            kernel,
+            row_tile(launches, torch.empty(0, dtype=torch.bfloat16), DUAL["values"]),
+            typed("*fp32 skip") | types,
+            divisible="heads features",
         )
         for kernel, launches, types in (
             (add_skip_kernel, SKIP, {}),
-            (add_skip_backward_kernel, SKIP_BACKWARD, {"partials_ptr": "*fp32"}),
+            (add_skip_backward_kernel, SKIP_BACKWARD, typed("*fp32 partials")),
         )
     ),
 )

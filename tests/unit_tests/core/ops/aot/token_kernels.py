@@ -5,45 +5,36 @@ from __future__ import annotations
 
 from megatron.core.ops.linear_cross_entropy import triton as loss
 from megatron.core.ops.permutation import triton as permutation
-from tests.unit_tests.core.ops.aot.description import Description
+from tests.unit_tests.core.ops.aot.description import Description, typed
 
-SLOTS = {"slots_ptr": "*i64", "weights_ptr": "*fp32"}
+SLOTS = typed("*i64 slots; *fp32 weights")
 
 KERNELS = (
     Description(
-        kernel=loss.chunk_statistics_kernel,
-        launch=loss.STATISTICS.default,
-        types={
-            "maximum_ptr": "*fp32",
-            "sum_ptr": "*fp32",
-            "target_ptr": "*fp32",
-            "targets_ptr": "*i64",
-        },
-        divisible=("row_stride", "columns_total"),
+        loss.chunk_statistics_kernel,
+        loss.STATISTICS.default,
+        typed("*fp32 maximum sum target; *i64 targets"),
+        divisible="row_stride columns_total",
+        quick=(90,),
     ),
     Description(
-        kernel=loss.chunk_gradient_kernel,
-        launch=loss.GRADIENT.default,
-        types={"targets_ptr": "*i64", "lse_ptr": "*fp32", "weights_ptr": "*fp32"},
-        divisible=("row_stride", "columns_total"),
-        quick=(),
+        loss.chunk_gradient_kernel,
+        loss.GRADIENT.default,
+        typed("*i64 targets; *fp32 lse weights"),
+        divisible="row_stride columns_total",
     ),
     Description(
-        kernel=permutation.take_rows_kernel,
-        launch=permutation.TAKE.default,
-        types={"sources_ptr": "*i64"},
-        divisible=("features",),
-        quick=(),
+        permutation.take_rows_kernel,
+        permutation.TAKE.default,
+        typed("*i64 sources"),
+        divisible="features",
     ),
     *(
         Description(
-            kernel=permutation.sum_rows_kernel,
-            launch={
-                "HAS_WEIGHTS": True,
-                **permutation.tile_shape(permutation.SUM.default, 2048, copies),
-            },
-            types=SLOTS,
-            divisible=("features",),
+            permutation.sum_rows_kernel,
+            {"HAS_WEIGHTS": True, **permutation.tile_shape(permutation.SUM.default, 2048, copies)},
+            SLOTS,
+            divisible="features",
             label=str(copies),
             quick=quick,
         )
@@ -51,12 +42,11 @@ KERNELS = (
     ),
     *(
         Description(
-            kernel=permutation.sum_rows_backward_kernel,
-            launch=permutation.tile_shape(permutation.SUM_BACKWARD.default, 2048, copies),
-            types=SLOTS | {"d_weights_ptr": "*fp32"},
-            divisible=("features",),
+            permutation.sum_rows_backward_kernel,
+            permutation.tile_shape(permutation.SUM_BACKWARD.default, 2048, copies),
+            SLOTS | typed("*fp32 d_weights"),
+            divisible="features",
             label=str(copies),
-            quick=(),
         )
         for copies in (8, 10)
     ),

@@ -36,6 +36,7 @@ from tests.functional_tests.upstream_folder import (
     upstream_ends,
     upstream_layer,
 )
+from tests.support.closeness import assert_all_equal
 from tests.support.inputs import generator
 from tests.support.ranks import run_ranks
 
@@ -217,8 +218,7 @@ def test_folder_with_recognized_weight_names_is_converted(names, modern, tmp_pat
     assert code == 0
     assert "left out 1 tensors, of an optimizer or derived: optim.exp_avg" in out
     converted = stored(tmp_path / "out" / "iter_0000000")
-    assert converted.keys() == native.keys()
-    assert all(torch.equal(converted[name], value) for name, value in native.items())
+    assert_all_equal(converted, native)
     # A tensor without a place is an optimizer's only if its name says so.
     state["model"] = {**weights, "more.weight": torch.zeros(3)}
     dcp.save(state, checkpoint_id=tmp_path / "more", no_dist=True)
@@ -242,8 +242,7 @@ def test_experts_and_biases_convert_from_native_names(tmp_path, capsys):
     code, _, err = command(capsys, words)
     assert (code, err) == (0, "")
     converted = stored(tmp_path / "out" / "iter_0000000")
-    assert converted.keys() == native.keys()
-    assert all(torch.equal(converted[name], value) for name, value in native.items())
+    assert_all_equal(converted, native)
 
 
 def test_single_file_holds_whole_tensors_by_source_name(modern, tmp_path, capsys):

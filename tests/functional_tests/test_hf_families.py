@@ -14,6 +14,7 @@ import torch
 from megatron.inference.generate import main as generate
 from tests.functional_tests.small_run import VOCABULARY as TRAINED_VOCABULARY
 from tests.functional_tests.small_run import losses, run_on, write_tokens
+from tests.support.closeness import assert_all_equal
 from tests.support.hf_converter import (
     checkpoint_model,
     checkpoint_weights,
@@ -144,10 +145,7 @@ def test_weights_arrive_in_model_and_masters_on_two_ranks(
     )
     convert("export", "--load", tmp_path / "a", "--save", tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype, name
-        assert torch.equal(tensor, after[name]), name
+    assert_all_equal(after, before)
     assert configs_are_equal(folder, tmp_path / "out")
 
 

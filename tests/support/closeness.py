@@ -206,3 +206,11 @@ def _worst_place(got: torch.Tensor, ref: torch.Tensor) -> str:
         f"worst at {index}: got {got64.flatten()[flat]:.9g}, reference {ref64.flatten()[flat]:.9g} "
         f"({wrong} of {ref.numel()} elements differ)"
     )
+
+
+def assert_all_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]):
+    """Assert that both have the same names, and each tensor the same dtype and bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name

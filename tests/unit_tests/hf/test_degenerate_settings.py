@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.closeness import assert_close_by_metric
+from tests.support.closeness import assert_all_equal, assert_close_by_metric
 from tests.support.hf_converter import checkpoint_model, convert, imported, tensors
 from tests.support.hf_folders import VOCABULARY, load_folder, make_model, save_folder
 from tests.support.inputs import generator, one_thread
@@ -39,8 +39,7 @@ def test_degenerate_folder_survives_import_and_export(case: str, tmp_path: Path)
     shutil.rmtree(tmp_path / "checkpoint/hugging_face")  # config.json is written, not copied
     convert("export", "--load", checkpoint.parent, "--save", tmp_path / "out")
     before, after = tensors(folder), tensors(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert_all_equal(after, before)
     with one_thread(), torch.no_grad():
         expected = load_folder(folder)(TOKENS, use_cache=False).logits
         exported_logits = load_folder(tmp_path / "out")(TOKENS, use_cache=False).logits

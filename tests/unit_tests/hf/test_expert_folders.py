@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.transformer import RotaryEmbedding
 from megatron.hf import open_folder
-from tests.support.closeness import assert_close_by_metric
+from tests.support.closeness import assert_all_equal, assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_model,
     checkpoint_weights,
@@ -56,8 +56,7 @@ def test_fused_expert_tensors_are_read(case: str, tmp_path: Path) -> None:
     assert not any(name.endswith("experts.gate_up_proj") for name in tensors(single))
     before = checkpoint_weights(imported(single, tmp_path / "a"))
     after = checkpoint_weights(imported(fused, tmp_path / "b"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert_all_equal(after, before)
 
 
 def read_rank(rank: int, world: int, path: Path, checkpoint: Path) -> dict[str, Any]:
@@ -112,8 +111,7 @@ def test_mtp_layers_survive_export_and_main_model_loads(tied: bool, tmp_path: Pa
         checkpoint_weights(reimported),
     )
     assert sum(name.startswith("mtp.1.") for name in before) > 10
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert_all_equal(after, before)
     with one_thread(), torch.no_grad():
         expected = load_folder(folder)(TOKENS, use_cache=False).logits
         logits = checkpoint_model(reimported).full_logits(TOKENS).transpose(0, 1)
@@ -213,5 +211,4 @@ def test_expert_biases_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
     assert "verified" in convert("export", *words, "--verify")
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert after[f"model.layers.2.{bias}"].dtype == torch.float32
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert_all_equal(after, before)

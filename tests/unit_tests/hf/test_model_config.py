@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of dense models: every unsupported value is an error that names its field."""
+"""config.json of dense models: read as transformers reads it, written, and read back."""
 
 from __future__ import annotations
 
@@ -119,97 +119,7 @@ def test_window_matches_transformers(base: dict[str, Any], changes: dict[str, An
     assert read_model(fields, where="x").config.attention.window == window
 
 
-WRONG_WINDOWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
-    (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
-    (MISTRAL, {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "layer_types is"),
-    *(
-        (base, {"use_sliding_window": True, **fields}, text)
-        for base in (QWEN2, QWEN3)
-        for fields, text in (
-            ({"max_window_layers": 1}, "max_window_layers is 1: supported is one window"),
-            ({"max_window_layers": -1}, "max_window_layers is -1"),
-            ({"max_window_layers": 0, "sliding_window": "9"}, "sliding_window is '9'"),
-            ({"use_sliding_window": 1}, "use_sliding_window is 1"),
-            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-            ({"layer_types": ["sliding_attention"]}, "layer_types is"),
-            ({"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
-            (
-                {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
-                "layer_types is .*: there is no window",
-            ),
-        )
-    ),
-    (SEED_OSS, {"attention_out_bias": 1}, "attention_out_bias is 1: expected true or false"),
-    (SEED_OSS, {"sliding_window": 9}, "sliding_window is 9"),
-    (SEED_OSS, {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
-    (SEED_OSS, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    (QWEN2, {"attention_bias": True}, "attention_bias is True: with Qwen2ForCausalLM"),
-    (QWEN2, {"mlp_bias": True}, "mlp_bias is True: Qwen2ForCausalLM has none"),
-    (QWEN3, {"mlp_bias": True}, "mlp_bias is True: Qwen3ForCausalLM has none"),
-    (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    (QWEN2, {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'"),
-    (MISTRAL, {"attention_bias": True}, "attention_bias is True: with MistralForCausalLM"),
-    (MISTRAL, {"head_dim": 0}, "head_dim is 0"),
-]
-
-
-@pytest.mark.parametrize(("base", "changes", "text"), WRONG_WINDOWS)
-def test_unsupported_field_of_a_dense_family_is_named(
-    base: dict[str, Any], changes: dict[str, Any], text: str
-) -> None:
-    fields = {**base, "num_key_value_heads": 6}
-    assert read_model(fields, where="x").config.mlp is not None
-    with pytest.raises(ValueError, match=text) as error:
-        read_model({**fields, **changes}, where="dir/config.json")
-    assert "dir/config.json" in str(error.value)
-
-
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "gemma"}, "model_type is 'gemma': supported are llama, mistral, qwen2"),
-    ({"model_type": None}, "model_type is None"),
-    ({"model_type": ["llama"]}, "model_type is"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu': supported is 'silu'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is"),
-    ({"num_experts": 4}, "num_experts is 4: this changes the model"),
-    ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22: this changes the model"),
-    ({"foo_scale": 2.0}, "foo_scale is 2.0: this changes the model"),
-    ({"sliding_window": 16}, "sliding_window is 16"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-    ({"layer_types": ["full_attention"]}, "layer_types is"),
-    ({"hidden_size": "48"}, "hidden_size is '48': expected a positive integer"),
-    ({"hidden_size": True}, "hidden_size is True"),
-    ({"hidden_size": 0}, "hidden_size is 0"),
-    ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
-    ({"hidden_size": 50}, "head_dim is absent"),
-    ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-    ({"num_key_value_heads": 4}, "num-query-groups 4 must divide"),
-    ({"head_dim": 7}, "7 per head is 7|of 7 features per head"),
-    ({"rms_norm_eps": 0}, "rms_norm_eps is 0: expected a positive number"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
-    ({"torch_dtype": "int8"}, "torch_dtype is 'int8'"),
-    ({"dtype": ["float32"]}, "dtype is"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ({"rope_parameters": 3}, "rope_parameters is 3: expected an object"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
-    ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is absent"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is absent"),
-    ({"rope_parameters": {**SCALED, "truncate": False}}, "rope_parameters.truncate is False"),
-    ({"rope_parameters": {**SCALED, "beta_slow": 99.0}}, "beta_slow=99.0 must not be above"),
-    ({"rope_parameters": {**SCALED, "factor": 0.5}}, "factor=0.5 must be at least 1"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-]
-
-
-@pytest.mark.parametrize(("changes", "text"), WRONG)
-def test_unsupported_value_is_named(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text) as error:
-        read_model({**LLAMA, **changes}, where="dir/config.json")
-    assert "dir/config.json" in str(error.value)
 
 
 def test_qwen3_ignores_a_disabled_window() -> None:

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import TensorChunk
 from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.hf import HuggingFaceModel, open_folder, read_folder
 from megatron.hf.tensor_map import tensor_map
-from tests.support.closeness import assert_close_by_metric
+from tests.support.closeness import assert_all_equal, assert_close_by_metric
 from tests.support.hf_converter import (
     checkpoint_weights,
     convert,
@@ -97,8 +97,7 @@ def test_ranks_read_only_their_blocks_and_match_transformers(
     exact = checkpoint_weights(imported(values, tmp_path / "a"))
     convert("import", "--hf", folder, "--save", tmp_path / "b", "--dtype", "float32")
     read = checkpoint_weights(tmp_path / "b" / "iter_0000000")
-    assert exact.keys() == read.keys()
-    assert all(torch.equal(tensor, read[name]) for name, tensor in exact.items())
+    assert_all_equal(read, exact)
 
 
 @pytest.mark.parametrize(

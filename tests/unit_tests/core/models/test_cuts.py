@@ -16,7 +16,7 @@ from megatron.core.models.gpt import logical_weights
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.transformer import Recompute
 from megatron.core.weight_gather import WeightStore
-from tests.support.closeness import relative_error
+from tests.support.closeness import assert_all_equal, relative_error
 from tests.support.inputs import one_thread
 from tests.unit_tests.core.models.chunk_steps import (
     LAYERS,
@@ -191,5 +191,4 @@ def test_chunk_inputs_and_end_layers_are_checked():
 def test_split_does_not_change_initial_values():
     expected = weight_values(GPTModel(UNTIED, SINGLE, seed=5))
     actual = weight_values(GPTModel(UNTIED, SINGLE, seed=5, split=split_at(1, 1, 4)))
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert_all_equal(actual, expected)

@@ -11,7 +11,7 @@ import torch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.range_state import CUT_QUANTUM, split_range
-from tests.support.closeness import assert_all_close
+from tests.support.closeness import assert_all_close, assert_all_equal
 from tests.support.nan_memory import nan_memory
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.optimizer.gradient_steps import Training, random_gradients
@@ -64,8 +64,7 @@ def test_host_updates_are_bit_equal_to_device_updates(kind: str, dtype: torch.dt
     for name, weight in on_device.logical().items():
         assert torch.equal(offloaded.logical()[name], weight), name
     expected, actual = state_of(on_device), state_of(offloaded)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert_all_equal(actual, expected)
     optimizer = offloaded.optimizer
     elements = sum(bucket.numel for bucket in offloaded.store.buckets)
     moments = {"adam": 8, "bf16_moments": 4, "momentum": 4, "sgd": 0}[kind]

@@ -200,23 +200,16 @@ UNSAFE = [
     (TOOL, "import torch.distributed as dist\ndist.broadcast_object_list([])\n"),
 ]
 PLAIN_FILES = [
-    "f = open('a', 'w')\n",
-    "f = open('a')\n",
-    "with path.open('a') as f:\n    f.write('x')\n",
-    "f = path.open(encoding='utf-8')\n",
-    "path.write_text('x')\n",
-    "path.write_bytes(b'x')\n",
-    "f = path.read_text(encoding='utf-8')\n",
-    "f = path.read_bytes().decode()\n",
-    "import io\nf = io.open('a')\n",
-    "import os\nf = os.open('a', os.O_RDWR | os.O_CREAT)\n",
+    "f = open('a', 'w')\n", "f = open('a')\n", "with path.open('a') as f:\n    f.write('x')\n",
+    "f = path.open(encoding='utf-8')\n", "path.write_text('x')\n", "path.write_bytes(b'x')\n",
+    "f = path.read_text(encoding='utf-8')\n", "f = path.read_bytes().decode()\n",
+    "import io\nf = io.open('a')\n", "import os\nf = os.open('a', os.O_RDWR | os.O_CREAT)\n",
     "from os import open as get, O_RDWR\nf = get('a', O_RDWR)\n",
-    "import os\nos.truncate('a', 0)\n",
-    "import json\nf = json.load(f)\n",
+    "import os\nos.truncate('a', 0)\n", "import json\nf = json.load(f)\n",
     "import shutil\nshutil.copyfile('a', 'b')\n",
     "import numpy as np\nnp.save('a', 1, allow_pickle=False)\n",
     "import numpy as np\nX = np.memmap('a', mode='w+')\n",
-]
+]  # fmt: skip
 NO_PLAIN_FILES = [
     "import os\nf = os.open('a', os.O_RDONLY | os.O_DIRECTORY)\nmodel.open()\ndoor.open('wide')\n",
     "import numpy as np\nX = np.memmap('a', mode='r')\nfile.read_bytes(X, 3)\n",

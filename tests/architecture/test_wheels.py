@@ -36,21 +36,10 @@ ENTRY_POINTS = (
 )
 #: Packages of extras: a module that imports one of them may fail to import without it.
 EXTRAS = (
-    "fastapi",
-    "starlette",
-    "pydantic",
-    "uvicorn",
-    "prometheus_client",
-    "llguidance",
-    "triton",
-    "transformer_engine",
-    "tensorboard",
-    "matplotlib",
-    "pyarrow",
-    "sentencepiece",
-    "tiktoken",
+    "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance", "triton",
+    "transformer_engine", "tensorboard", "matplotlib", "pyarrow", "sentencepiece", "tiktoken",
     "jinja2",
-)
+)  # fmt: skip
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
 for package in map(importlib.import_module, sys.argv[1:]):

@@ -30,19 +30,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 WORDS = [
-    "red",
-    "blue",
-    "green",
-    "one",
-    "two",
-    "three",
-    "up",
-    "down",
-    "left",
-    "right",
-    "north",
-    "south",
-]
+    "red", "blue", "green", "one", "two", "three", "up", "down", "left", "right", "north", "south",
+]  # fmt: skip
 LEAVE_OUT = "tokenizer-hf-no-include-special-tokens"
 PROMPTS = ["user: red blue\nassistant: ", "user: one\nassistant: ", "left"]
 

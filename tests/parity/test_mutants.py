@@ -57,20 +57,10 @@ def test_planted_fault_is_detected(name):
 
 #: Modules of random mutants: they move, shard and reduce tensors.
 MOVERS = (
-    "comm",
-    "moe.dispatch",
-    "moe.layer",
-    "moe.router",
-    "ops.grouped_mm",
-    "ops.permutation",
-    "weight_sharding",
-    "distributed",
-    "weight_gather.store",
-    "weight_gather.bucket",
-    "weight_gather.gatherer",
-    "weight_gather.handle",
-    "tensor_parallel",
-)
+    "comm", "moe.dispatch", "moe.layer", "moe.router", "ops.grouped_mm", "ops.permutation",
+    "weight_sharding", "distributed", "weight_gather.store", "weight_gather.bucket",
+    "weight_gather.gatherer", "weight_gather.handle", "tensor_parallel",
+)  # fmt: skip
 
 #: Functions that only validate arguments or fill memory for tests; they have separate tests.
 CHECKS = ("check", "_shard_problems", "poison_")

@@ -26,15 +26,9 @@ from tests.support.ranks import DEVICES
 #: or C shifts writes or reads of all tokens equally: the terms were 50 and 200 times their sum in
 #: later steps of eight ranks, with errors of 5e-8 of the terms.
 CANCELLING = (
-    "query_norm.bias",
-    "key_norm.bias",
-    "key.bias",
-    "A_log",
-    "mamba.dt_bias",
-    "mamba.dt.bias",
-    "mamba.B.bias",
-    "mamba.C.bias",
-)
+    "query_norm.bias", "key_norm.bias", "key.bias", "A_log", "mamba.dt_bias", "mamba.dt.bias",
+    "mamba.B.bias", "mamba.C.bias",
+)  # fmt: skip
 
 #: Gradients that are products with small factors, and so may be 1e-6 without cancellation:
 #: exp(-decay), or B with C and the last MTP depth's loss factor. The bias of dt's projection has

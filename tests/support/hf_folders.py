@@ -69,25 +69,12 @@ DENSE_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 #: The same of models with experts.
 DEEPSEEK: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 18,
-    "qk_nope_head_dim": 7,
-    "qk_rope_head_dim": 10,
-    "v_head_dim": 9,
-    "n_routed_experts": 9,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 22,
-    "first_k_dense_replace": 1,
-    "n_group": 3,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 1.7,
-    "num_mtp_layers": 1,
-}
+    "rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "q_lora_rank": 14, "kv_lora_rank": 18, "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 10, "v_head_dim": 9, "n_routed_experts": 9, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 22, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.7, "num_mtp_layers": 1,
+}  # fmt: skip
 MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 #: As in Kimi-K2: a step, no ramp, between features that are stretched and those that are not.
 KIMI_YARN = {**MSCALE, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0}
@@ -149,19 +136,12 @@ CASES = {**DENSE_CASES, **EXPERT_CASES}
 
 #: The same of hybrids: two value heads a key head, a quarter of 16 features that rotate.
 QWEN3_NEXT: dict[str, Any] = {
-    "rms_norm_eps": 1e-2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 6,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 22,
+    "rms_norm_eps": 1e-2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 6, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 14,
-}
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {"n_groups": 3, "layer_norm_epsilon": 1e-3}
 _NEMOTRON: dict[str, Any] = {
     **_MAMBA,

@@ -21,31 +21,14 @@ _ARITHMETIC: dict[type, type] = {
     ast.Mod: ast.FloorDiv,
 }
 _COMPARISONS: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
 _WORDS = {
-    "sum": "max",
-    "max": "sum",
-    "partial": "identical",
-    "identical": "partial",
-    "SUM": "MAX",
-    "MAX": "SUM",
-    "min": "max",
-    "dense_dp": "tp",
-    "tp": "dense_dp",
-    "PARTIAL": "REPLICATED",
-    "REPLICATED": "PARTIAL",
-    "SHARDED": "REPLICATED",
-}
+    "sum": "max", "max": "sum", "partial": "identical", "identical": "partial", "SUM": "MAX",
+    "MAX": "SUM", "min": "max", "dense_dp": "tp", "tp": "dense_dp", "PARTIAL": "REPLICATED",
+    "REPLICATED": "PARTIAL", "SHARDED": "REPLICATED",
+}  # fmt: skip
 _COLLECTIVES = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "copy_to_group", "reduce_from_group"}
 )

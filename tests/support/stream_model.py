@@ -57,15 +57,9 @@ aten = torch.ops.aten
 
 #: Ops whose result the host needs, in value or in shape: CUDA waits for the stream.
 READS = {
-    aten._local_scalar_dense,
-    aten.equal,
-    aten.nonzero,
-    aten.masked_select,
-    aten._unique2,
-    aten.unique_consecutive,
-    aten.bincount,
-    aten.repeat_interleave,
-}
+    aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2,
+    aten.unique_consecutive, aten.bincount, aten.repeat_interleave,
+}  # fmt: skip
 #: Ops that change what a tensor is, not what its memory holds.
 METADATA = {aten.resize_, aten.set_, aten.detach_, aten.as_strided_, aten.t_, aten.transpose_}
 EMPTY = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided}

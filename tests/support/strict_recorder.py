@@ -28,16 +28,8 @@ from tests.support.op_tape import OpTape, TapeRecorder
 
 #: Methods of a tensor that make the host of a GPU wait.
 READS = (
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "nonzero",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-)
+    "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__",
+)  # fmt: skip
 
 
 class HostRead(Exception):

@@ -19,28 +19,17 @@ from tests.unit_tests.training.small_config import ARGUMENTS, small_config
 
 #: Flags that a section requires in addition to the option that is the key.
 NEEDS = {
-    "save-interval": "--save folder",
-    "async-save": "--save folder --save-interval 5",
-    "on-failed-save": "--save folder --save-interval 5",
-    "save-keep-last": "--save folder",
-    "save-retain-interval": "--save folder",
-    "load-fallback": "--load folder",
-    "min-lr": "--lr 1.0",
-    "rampup-batch-size": "--global-batch-size 14",
-    "exp-avg-sq-dtype": "--adam-beta2 0.5",
-    "manual-gc-interval": "--manual-gc",
-    "use-checkpoint-args": "--load folder",
-    "wandb-exp-name": "--wandb-project p",
-    "wandb-entity": "--wandb-project p",
-    "wandb-save-dir": "--wandb-project p",
-    "mlflow-run-name": "--mlflow-experiment e",
-    "mlflow-tracking-uri": "--mlflow-experiment e",
-    "use-pytorch-profiler": "--profile",
-    "memory-snapshot-path": "--record-memory-history",
-    "mtp-num-layers": "--seq-length 8",
-    "profile-step-end": "--profile-step-start 1",
-    "experiment-option": "--experiment some_name",
-}
+    "save-interval": "--save folder", "async-save": "--save folder --save-interval 5",
+    "on-failed-save": "--save folder --save-interval 5", "save-keep-last": "--save folder",
+    "save-retain-interval": "--save folder", "load-fallback": "--load folder", "min-lr": "--lr 1.0",
+    "rampup-batch-size": "--global-batch-size 14", "exp-avg-sq-dtype": "--adam-beta2 0.5",
+    "manual-gc-interval": "--manual-gc", "use-checkpoint-args": "--load folder",
+    "wandb-exp-name": "--wandb-project p", "wandb-entity": "--wandb-project p",
+    "wandb-save-dir": "--wandb-project p", "mlflow-run-name": "--mlflow-experiment e",
+    "mlflow-tracking-uri": "--mlflow-experiment e", "use-pytorch-profiler": "--profile",
+    "memory-snapshot-path": "--record-memory-history", "mtp-num-layers": "--seq-length 8",
+    "profile-step-end": "--profile-step-start 1", "experiment-option": "--experiment some_name",
+}  # fmt: skip
 
 
 def parse(text: str) -> Config:

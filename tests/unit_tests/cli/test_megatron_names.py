@@ -163,24 +163,6 @@ def test_flag_tables_shadow_no_option_and_suggest_real_options():
         assert not {"\n", ";"} & set(advice.reason), name
 
 
-#: Megatron's defaults that change results, by flag.
-DEFAULTS = {
-    "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8, "sgd-momentum": 0.9,
-    "muon-momentum": 0.9, "muon-use-nesterov": False, "muon-num-ns-steps": 5,
-    "muon-scale-mode": "spectral", "muon-extra-scale-factor": 1.0, "muon-split-qkv": True,
-    "weight-decay": 0.01, "clip-grad": 1.0, "lr-decay-style": "linear", "seed": 1234,
-    "init-method-std": 0.02, "norm-epsilon": 1e-5, "attention-dropout": 0.1,
-    "hidden-dropout": 0.1, "rotary-base": 10000, "rotary-percent": 1.0, "moe-router-topk": 2,
-    "moe-aux-loss-coeff": 0.0, "moe-router-bias-update-rate": 1e-3, "mtp-loss-scaling-factor": 0.1,
-    "tokenizer-hf-no-include-special-tokens": False, "split": "969,30,1",
-}  # fmt: skip
-
-
-def test_defaults_that_change_results_match_megatron():
-    defaults = {option.name: option.default for option in options(Config)}
-    assert {name: defaults[name] for name in DEFAULTS} == DEFAULTS
-
-
 def test_unknown_flag_may_be_near_a_flag_with_advice():
     assert answer("inference-whatever") is not None
     assert answer("whatever") is None

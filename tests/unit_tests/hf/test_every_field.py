@@ -23,19 +23,10 @@ from tests.support.hf_folders import CASES, HYBRID_CASES, make_model
 
 #: For each family, the case with the most fields that matter.
 FAMILIES = (
-    "llama-tied-llama3",
-    "mistral-window-yarn",
-    "qwen2-window",
-    "qwen3-window",
-    "seedoss-biases",
-    "mixtral",
-    "qwen2moe-mixed-unbiased",
-    "qwen3moe-mixed-biases",
-    "deepseek-direct-yarn",
-    "qwen3next-mixed-biases",
-    "mamba2",
-    "nemotronh",
-)
+    "llama-tied-llama3", "mistral-window-yarn", "qwen2-window", "qwen3-window", "seedoss-biases",
+    "mixtral", "qwen2moe-mixed-unbiased", "qwen3moe-mixed-biases", "deepseek-direct-yarn",
+    "qwen3next-mixed-biases", "mamba2", "nemotronh",
+)  # fmt: skip
 
 #: Ignored for every model: outputs of the library's programs, and the file's author.
 _PROGRAM = "of the library's programs, not of the model"

@@ -42,21 +42,11 @@ QWEN2_MOE = {
 }
 QWEN3_MOE = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24}
 DEEPSEEK: dict[str, Any] = {
-    **SHAPE,
-    "model_type": "deepseek_v3",
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 10,
-}
+    **SHAPE, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 2.5, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
 
 KIMI_K2 = {**DEEPSEEK, "model_type": "kimi_k2"}
 

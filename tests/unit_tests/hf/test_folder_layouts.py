@@ -138,18 +138,10 @@ DENSE_SHAPE: dict[str, Any] = {
 }
 #: A shape with 32 experts of three 0.27 MB matrices: smaller than a block of a checkpoint.
 EXPERT_SHAPE: dict[str, Any] = {
-    "hidden_size": 512,
-    "moe_intermediate_size": 131,
-    "n_routed_experts": 32,
-    "n_group": 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "qk_nope_head_dim": 48,
-    "qk_head_dim": 58,
-    "v_head_dim": 40,
-    "kv_lora_rank": 256,
-    "num_hidden_layers": 5,
-}
+    "hidden_size": 512, "moe_intermediate_size": 131, "n_routed_experts": 32, "n_group": 4,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "qk_nope_head_dim": 48, "qk_head_dim": 58,
+    "v_head_dim": 40, "kv_lora_rank": 256, "num_hidden_layers": 5,
+}  # fmt: skip
 
 
 def convert_both_ways(rank: int, world: int, path: Path, out: Path) -> list[int]:

@@ -80,7 +80,8 @@ def test_logits_match_and_import_then_export_is_identity(case: str, tmp_path: Pa
         assert torch.equal(loaded(TOKENS, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("case", [*CASES, *HYBRID_CASES])
+# Training cannot rank groups of experts as nemotronh-groups does.
+@pytest.mark.parametrize("case", [*CASES, *sorted(HYBRID_CASES.keys() - {"nemotronh-groups"})])
 def test_flags_of_a_folder_describe_its_model(case: str) -> None:
     config = make_model(case).config.to_dict()
     model = read_model(config, where="config.json")

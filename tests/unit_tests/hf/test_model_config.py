@@ -21,16 +21,10 @@ from tests.unit_tests.hf.test_expert_config import deepseek_models, plain_models
 from tests.unit_tests.hf.test_hybrid_config import hybrids
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100,
+    "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 SEED_OSS = {**LLAMA, "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}

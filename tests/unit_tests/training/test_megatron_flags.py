@@ -268,22 +268,12 @@ def test_absent_library_fails_a_run_but_not_print_config(capsys):
 
 #: Unknown flags and the flag to suggest, whose spelling is not similar; None for no suggestion.
 ADVICE = {
-    "qk-rope-heads": None,
-    "num-shared-experts": "moe-shared-expert-intermediate-size",
-    "moe-loss-weight": "moe-aux-loss-coeff",
-    "deepspeed": "data-parallel-sharding-strategy",
-    "fake-process-group": "print-config",
-    "use-legacy-models": None,
-    "embed-layernorm": None,
-    "kv-head-dim": None,
-    "qk-lora-rank": None,
-    "scaling-factor": None,
-    "rope-head-dim": None,
-    "layernorm": None,
-    "attention-gate": None,
-    "moe-topk": None,
-    "glu": None,
-}
+    "qk-rope-heads": None, "num-shared-experts": "moe-shared-expert-intermediate-size",
+    "moe-loss-weight": "moe-aux-loss-coeff", "deepspeed": "data-parallel-sharding-strategy",
+    "fake-process-group": "print-config", "use-legacy-models": None, "embed-layernorm": None,
+    "kv-head-dim": None, "qk-lora-rank": None, "scaling-factor": None, "rope-head-dim": None,
+    "layernorm": None, "attention-gate": None, "moe-topk": None, "glu": None,
+}  # fmt: skip
 
 
 def test_advice_names_the_equivalent_flag_or_none():

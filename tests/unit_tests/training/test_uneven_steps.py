@@ -129,21 +129,12 @@ class Case:
 #: Padding microbatches on one or several ranks, a smaller last microbatch, and both; the last cases
 #: have context-parallel or pipeline ranks that share the samples of a data-parallel rank.
 CASES = (
-    Case(3, 10),
-    Case(3, 7),
-    Case(3, 7, per_token=True),
-    Case(3, 8, strategy="optim_grads_params"),
-    Case(3, 10, model="experts"),
-    Case(3, 10, model="dropless", etp=3),
-    Case(4, 13),
-    Case(4, 10, per_token=True),
-    Case(4, 10, model="experts"),
-    Case(4, 10, model="experts", ep=2),
-    Case(4, 10, model="top3", ep=2),
-    Case(4, 9, cp=2),
-    Case(4, 9, pp=2),
+    Case(3, 10), Case(3, 7), Case(3, 7, per_token=True), Case(3, 8, strategy="optim_grads_params"),
+    Case(3, 10, model="experts"), Case(3, 10, model="dropless", etp=3), Case(4, 13),
+    Case(4, 10, per_token=True), Case(4, 10, model="experts"), Case(4, 10, model="experts", ep=2),
+    Case(4, 10, model="top3", ep=2), Case(4, 9, cp=2), Case(4, 9, pp=2),
     Case(4, 10, pp=2, schedule="zb-h1"),
-)
+)  # fmt: skip
 
 
 def build_step(groups: ProcessGroupCollection, case: Case) -> TrainStep:

@@ -99,3 +99,4 @@ def test_defaults_match_megatron_except_listed_options():
     assert len(upstream) > 170
     differing = {name for name, value in upstream.items() if not _same(defaults[name], value)}
     assert differing == DIFFERENT.keys()
+    assert defaults["split"] == "969,30,1"

@@ -40,19 +40,12 @@ ZERO3_OUTER_OPTIM = {**ZERO3, "outer": "optim"}
 
 #: Grids of four ranks: degrees, sizes of dense_dp and of expert_dp.
 GRIDS = (
-    ({"ep": 4}, 4, 1),
-    ({"ep": 2}, 4, 2),
-    ({"tp": 2, "etp": 1, "ep": 2}, 2, 2),
-    ({"tp": 2, "etp": 2, "ep": 2}, 2, 1),
-    ({"tp": 4, "etp": 1}, 1, 4),
-    ({"tp": 4, "etp": 1, "ep": 2}, 1, 2),
-    ({"tp": 2, "etp": 1}, 2, 4),
-    ({"etp": 2, "ep": 2}, 4, 1),
-    ({"etp": 2}, 4, 2),
-    ({"tp": 2, "etp": 4}, 2, 1),
-    ({"cp": 2, "ep": 2}, 4, 2),
+    ({"ep": 4}, 4, 1), ({"ep": 2}, 4, 2), ({"tp": 2, "etp": 1, "ep": 2}, 2, 2),
+    ({"tp": 2, "etp": 2, "ep": 2}, 2, 1), ({"tp": 4, "etp": 1}, 1, 4),
+    ({"tp": 4, "etp": 1, "ep": 2}, 1, 2), ({"tp": 2, "etp": 1}, 2, 4), ({"etp": 2, "ep": 2}, 4, 1),
+    ({"etp": 2}, 4, 2), ({"tp": 2, "etp": 4}, 2, 1), ({"cp": 2, "ep": 2}, 4, 2),
     ({"tp": 4, "etp": 2, "ep": 2}, 1, 1),
-)
+)  # fmt: skip
 #: Engine settings, dealt to the grids in turn.
 CONFIGS = (
     NO_SHARD,

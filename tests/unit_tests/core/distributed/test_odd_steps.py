@@ -356,18 +356,9 @@ def bf16_weights(groups: Groups, config: Config) -> None:
 
 
 CASES: tuple[Callable[[Groups, Config], None], ...] = (
-    unused_weight,
-    frozen_weights,
-    evaluations,
-    failed_steps,
-    parameter_sync,
-    reordered_layers,
-    two_models,
-    deferred_wgrads,
-    too_many_uses,
-    bf16_gradients,
-    bf16_weights,
-)
+    unused_weight, frozen_weights, evaluations, failed_steps, parameter_sync, reordered_layers,
+    two_models, deferred_wgrads, too_many_uses, bf16_gradients, bf16_weights,
+)  # fmt: skip
 
 
 def run_on_dp_ranks(rank: int, world: int, case: Callable[[Groups, Config], None]) -> None:

@@ -12,22 +12,11 @@ from tests.unit_tests.core.distributed.stream_programs import PROGRAMS, run
 
 #: Interleavings of each program before every merge, 30 in all; the slow tests run more.
 NUM_INTERLEAVINGS = {
-    "no_shard hybrid bf16": 2,
-    "optim": 2,
-    "optim_grads hybrid": 2,
-    "optim_grads_params by weight": 2,
-    "optim_grads_params outer": 2,
-    "optim gtp mxfp8": 2,
-    "optim_grads gtp late sync": 2,
-    "1f1b": 2,
-    "zb-h1": 2,
-    "pipelined forward": 2,
-    "async save": 3,
-    "host updates": 2,
-    "host updates bf16": 2,
-    "fp32 sum": 1,
-    "generation": 2,
-}
+    "no_shard hybrid bf16": 2, "optim": 2, "optim_grads hybrid": 2,
+    "optim_grads_params by weight": 2, "optim_grads_params outer": 2, "optim gtp mxfp8": 2,
+    "optim_grads gtp late sync": 2, "1f1b": 2, "zb-h1": 2, "pipelined forward": 2, "async save": 3,
+    "host updates": 2, "host updates bf16": 2, "fp32 sum": 1, "generation": 2,
+}  # fmt: skip
 NUM_SLOW_INTERLEAVINGS = 1000
 #: Interleavings within which an omitted wait must show.
 MAX_TRIALS = 30

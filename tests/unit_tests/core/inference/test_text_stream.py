@@ -26,17 +26,8 @@ from tests.support.continuation import continuation
 TEXTS = ["the theory of the thing", "a def is a def of a thing", "naïve 漢字 café"] * 20
 # ASCII with blanks, combining marks, CJK, emoji with joiners and flags, the replacement character.
 ALPHABET = [
-    *"the of ad  \n",
-    "é",
-    "e\u0301",
-    "漢",
-    "字",
-    "한",
-    "😀",
-    "👩\u200d🚀",
-    "🇩🇪",
-    REPLACEMENT,
-]
+    *"the of ad  \n", "é", "e\u0301", "漢", "字", "한", "😀", "👩\u200d🚀", "🇩🇪", REPLACEMENT,
+]  # fmt: skip
 # More tokens than any decoder needs at once.
 FEW = 64
 

@@ -90,23 +90,14 @@ CASES = {
 }
 
 MODULE_NAMES = {
-    "model.embed_tokens": "embedding",
-    "model.norm": "decoder.final_norm",
-    "lm_head": "head",
-    "input_layernorm": (0, "norm"),
-    "self_attn.q_proj": (0, "attention.query"),
-    "self_attn.k_proj": (0, "attention.key"),
-    "self_attn.v_proj": (0, "attention.value"),
-    "self_attn.o_proj": (0, "attention.output"),
-    "self_attn.q_norm": (0, "attention.query_norm"),
-    "self_attn.k_norm": (0, "attention.key_norm"),
-    "post_attention_layernorm": (1, "norm"),
-    "mlp.gate_proj": (1, "mlp.gate"),
-    "mlp.up_proj": (1, "mlp.up"),
-    "mlp.down_proj": (1, "mlp.down"),
-    "mlp.c_fc": (1, "mlp.up"),
-    "mlp.c_proj": (1, "mlp.down"),
-}
+    "model.embed_tokens": "embedding", "model.norm": "decoder.final_norm", "lm_head": "head",
+    "input_layernorm": (0, "norm"), "self_attn.q_proj": (0, "attention.query"),
+    "self_attn.k_proj": (0, "attention.key"), "self_attn.v_proj": (0, "attention.value"),
+    "self_attn.o_proj": (0, "attention.output"), "self_attn.q_norm": (0, "attention.query_norm"),
+    "self_attn.k_norm": (0, "attention.key_norm"), "post_attention_layernorm": (1, "norm"),
+    "mlp.gate_proj": (1, "mlp.gate"), "mlp.up_proj": (1, "mlp.up"),
+    "mlp.down_proj": (1, "mlp.down"), "mlp.c_fc": (1, "mlp.up"), "mlp.c_proj": (1, "mlp.down"),
+}  # fmt: skip
 
 
 def mcore_name(hf_name: str) -> str:

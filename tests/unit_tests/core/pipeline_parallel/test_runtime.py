@@ -32,18 +32,10 @@ TRANSFERS = {
 
 #: schedule, stages, chunks, microbatches
 CASES = [
-    ("1f1b", 1, 1, 3),
-    ("1f1b", 2, 1, 1),
-    ("1f1b", 4, 1, 3),
-    ("1f1b", 4, 1, 8),
-    ("interleaved", 2, 2, 4),
-    ("interleaved", 2, 3, 6),
-    ("interleaved", 4, 2, 8),
-    ("zb-h1", 2, 1, 3),
-    ("zb-h1", 4, 1, 2),
-    ("zb-h1", 4, 1, 8),
-    ("forward", 4, 2, 5),
-]
+    ("1f1b", 1, 1, 3), ("1f1b", 2, 1, 1), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 8),
+    ("interleaved", 2, 2, 4), ("interleaved", 2, 3, 6), ("interleaved", 4, 2, 8),
+    ("zb-h1", 2, 1, 3), ("zb-h1", 4, 1, 2), ("zb-h1", 4, 1, 8), ("forward", 4, 2, 5),
+]  # fmt: skip
 
 
 def run_pipeline(rank: int, world: int, case: tuple[str, int, int, int], late: bool):

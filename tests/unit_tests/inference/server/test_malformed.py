@@ -50,48 +50,20 @@ UNUSUAL_NUMBERS += [float("nan"), float("inf")]
 UNUSUAL_VALUES = [*UNUSUAL_TEXTS, *UNUSUAL_NUMBERS, None, True, False, [], {}, [[]], [{}]]
 UNUSUAL_VALUES += [{"": 1}, [None], "1"]
 UNUSUAL_HEADERS = [
-    b"content-type: text/plain",
-    b"content-type: application/json; charset=utf-16",
-    b"content-type: \xff\xfe",
-    b"content-encoding: gzip",
-    b"accept: " + b"a" * 5000,
-    b"accept-encoding: \x80",
-    b"authorization: Bearer \xff",
-    b"x-request-id: a" + b"\xc3\xa9" * 40,
-    b"expect: 100-continue",
-    b"host: [",
-    b"host: a/v1/messages?",
-    b"host: \xff",
-    b"cookie: a=\x01",
-    b"origin: null",
-    b"connection: upgrade",
-    b"upgrade: websocket",
-    b"content-length: 5",
-    b"content-length: -5",
-    b"content-length: " + b"9" * 5000,
-    b"transfer-encoding: chunked",
-    b"transfer-encoding: gzip",
-    b"no colon",
-    b"name with spaces: a",
-    b": empty",
-]
+    b"content-type: text/plain", b"content-type: application/json; charset=utf-16",
+    b"content-type: \xff\xfe", b"content-encoding: gzip", b"accept: " + b"a" * 5000,
+    b"accept-encoding: \x80", b"authorization: Bearer \xff", b"x-request-id: a" + b"\xc3\xa9" * 40,
+    b"expect: 100-continue", b"host: [", b"host: a/v1/messages?", b"host: \xff", b"cookie: a=\x01",
+    b"origin: null", b"connection: upgrade", b"upgrade: websocket", b"content-length: 5",
+    b"content-length: -5", b"content-length: " + b"9" * 5000, b"transfer-encoding: chunked",
+    b"transfer-encoding: gzip", b"no colon", b"name with spaces: a", b": empty",
+]  # fmt: skip
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "A" * 40]
 UNUSUAL_PATHS = [
-    "/nowhere",
-    "//",
-    "/%00",
-    "/%ff%fe",
-    "/v1",
-    "/v1/completions/",
-    "/v1/messages/nothing",
-    "/v1/messages%2fcount_tokens",
-    "/v1/models/%ed%a0%80",
-    "/v1/models/" + "a/" * 200,
-    "/v1/responses/%0a/cancel",
-    "/../etc/passwd",
-    "/tokenize?a=%",
-    "/%2e%2e/",
-]
+    "/nowhere", "//", "/%00", "/%ff%fe", "/v1", "/v1/completions/", "/v1/messages/nothing",
+    "/v1/messages%2fcount_tokens", "/v1/models/%ed%a0%80", "/v1/models/" + "a/" * 200,
+    "/v1/responses/%0a/cancel", "/../etc/passwd", "/tokenize?a=%", "/%2e%2e/",
+]  # fmt: skip
 
 
 class ValidBodies:

@@ -65,12 +65,7 @@ PARSED = [
     OutputSegment("end"),
 ]
 NO_CALLS = (
-    "a <tool_call> b\n",
-    "",
-    "  <thin",
-    "x < y <think",
-    "<tool_call>\n",
-    '{"a": 1}',
+    "a <tool_call> b\n", "", "  <thin", "x < y <think", "<tool_call>\n", '{"a": 1}',
     ' {"name": "other", "parameters": {}} \n',
     '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
     '<tool_call>{"arguments": {}, "name": "other"}</tool_call>',
@@ -78,14 +73,10 @@ NO_CALLS = (
     '<tool_call>{"name": "now", "arguments": {"a": 1]}</tool_call>'.replace("now", "other"),
     '<TOOLCALL>[{"name": "other", "arguments": {}}, {"name": "now"}]</TOOLCALL>',
     '{"name": "other", "parameters": {}}; {"result": 3}',
-    "<tool_call><function=other></function></tool_call>",
-    "<TOOLCALL>[3]</TOOLCALL>",
-    '<|python_tag|>{"name": "now"}',
-    "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-    "<" * 40,
-    '{"name": "' + "n" * 300,
-    "\n \t\n",
-)
+    "<tool_call><function=other></function></tool_call>", "<TOOLCALL>[3]</TOOLCALL>",
+    '<|python_tag|>{"name": "now"}', "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<" * 40,
+    '{"name": "' + "n" * 300, "\n \t\n",
+)  # fmt: skip
 
 
 def parse(
@@ -153,32 +144,16 @@ CALL_TEMPLATES = {
 #: Values of a parameter and the types of its schema. JSON writes a value as JSON, XML as Python
 #: prints it.
 VALUES: list[tuple[Any, Any]] = [
-    ("Bern", "string"),
-    ("", "string"),
-    ('Zür"i}ch{', "string"),
-    ("two\nlines\n", "string"),
-    ("  padded\t", "string"),
-    ("C:\\new\\u0041", "string"),
-    ("日本 🦙", "string"),
-    ("True", "string"),
-    ("None", "string"),
-    ("[1]", "string"),
+    ("Bern", "string"), ("", "string"), ('Zür"i}ch{', "string"), ("two\nlines\n", "string"),
+    ("  padded\t", "string"), ("C:\\new\\u0041", "string"), ("日本 🦙", "string"),
+    ("True", "string"), ("None", "string"), ("[1]", "string"),
     ("a < b </param> </function> c", "string"),
-    ("<tool_call> and <parameter=x>", "string"),
-    (True, "boolean"),
-    (False, ["boolean", "null"]),
-    (None, "null"),
-    (None, ["integer", "null"]),
-    (7, "integer"),
-    (-10, "int"),
-    (2.5, "number"),
-    (1e-05, "number"),
-    ([1, "it's", None, [True]], "array"),
-    ([], "list"),
+    ("<tool_call> and <parameter=x>", "string"), (True, "boolean"), (False, ["boolean", "null"]),
+    (None, "null"), (None, ["integer", "null"]), (7, "integer"), (-10, "int"), (2.5, "number"),
+    (1e-05, "number"), ([1, "it's", None, [True]], "array"), ([], "list"),
     ({"a": {"b": [False, 'say "no"']}, "c": 1.5}, "object"),
-    ({"k": "tab\t, é, back\\slash"}, "dict"),
-    ({}, None),
-]
+    ({"k": "tab\t, é, back\\slash"}, "dict"), ({}, None),
+]  # fmt: skip
 ORDERS = (("first", "value", "last"), ("value", "last", "first"), ("last", "first", "value"))
 OTHER_ARGUMENTS = {"first": 1, "last": "x y"}
 

@@ -83,38 +83,14 @@ UNSERVED: Table = {
 
 #: Values of `/v1/completions` outside their range, which the message names.
 OUT_OF_RANGE: list[tuple[str, Any]] = [
-    ("n", 5_000_000),
-    ("n", 0),
-    ("logprobs", 10**9),
-    ("logprobs", -1),
-    ("max_tokens", 10**12),
-    ("max_tokens", 0),
-    ("max_tokens", -5),
-    ("temperature", -1),
-    ("temperature", "1"),
-    ("top_p", 0),
-    ("top_p", 1.5),
-    ("top_k", -2),
-    ("min_p", 2),
-    ("presence_penalty", 3),
-    ("repetition_penalty", 0),
-    ("seed", 1 << 70),
-    ("stop", [""]),
-    ("stop", ["a"] * 17),
-    ("stop", "a" * 257),
-    ("stop_token_ids", [-1]),
-    ("logit_bias", {"97": 200}),
-    ("logit_bias", {"a": 1}),
-    ("prompt", []),
-    ("prompt", [[]]),
-    ("prompt", ["a"] * 65),
-    ("prompt", {"a": 1}),
-    ("prompt", [1, "a"]),
-    ("prompt", [1 << 40]),
-    ("prompt", [-1]),
-    ("priority", 1 << 40),
-    ("stream", 1),
-]
+    ("n", 5_000_000), ("n", 0), ("logprobs", 10**9), ("logprobs", -1), ("max_tokens", 10**12),
+    ("max_tokens", 0), ("max_tokens", -5), ("temperature", -1), ("temperature", "1"), ("top_p", 0),
+    ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("repetition_penalty", 0),
+    ("seed", 1 << 70), ("stop", [""]), ("stop", ["a"] * 17), ("stop", "a" * 257),
+    ("stop_token_ids", [-1]), ("logit_bias", {"97": 200}), ("logit_bias", {"a": 1}), ("prompt", []),
+    ("prompt", [[]]), ("prompt", ["a"] * 65), ("prompt", {"a": 1}), ("prompt", [1, "a"]),
+    ("prompt", [1 << 40]), ("prompt", [-1]), ("priority", 1 << 40), ("stream", 1),
+]  # fmt: skip
 
 #: JSON Schema keywords that are not annotations and cannot be enforced.
 UNSUPPORTED = (

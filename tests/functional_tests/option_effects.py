@@ -3,7 +3,7 @@
 
 A row is `OBSERVER FLAGS: OPTION VALUE -> VALUE; OPTION`. Both runs have the flags; a switch without
 values is compared with itself off, and `none` leaves the option out. After `without` come flags of
-the small run that both runs leave out, after `replaces` those that the second value replaces, after
+the small run that both runs leave out, after `replaces` flags that the second value replaces, after
 `world` the number of processes. A word in capitals is short for flags.
 
 Observers, from the cheapest: `plan` is everything derived from the options without a run,

@@ -2,7 +2,7 @@
 """config.json: every unsupported value is an error that names its field and the value.
 
 A row of FIELDS is `FAMILIES {CHANGES} {CHANGES}`: the error names the last of the changed fields. A
-row of OTHERS is `FAMILY {CHANGES} -> WORDS`, a regular expression in the error about another field.
+row of CONFLICTS is `FAMILY {CHANGES} -> WORDS`, a regular expression in the error.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NEMOTRON_H {"moe_latent_size": 16} {"hybrid_override_pattern": "ME|*"} {"num_hid
     {"sliding_window": 64}
 """
 
-OTHERS = r"""
+CONFLICTS = r"""
 LLAMA {"quantization_config": {"bits": 4}} -> quantization_config.quant_method is
 LLAMA {"hidden_size": 50} -> head_dim is absent
 LLAMA {"num_key_value_heads": 4} -> num-query-groups 4 must divide
@@ -133,7 +133,7 @@ def test_fields_of_every_family_are_valid_otherwise(family: str) -> None:
     read(FAMILIES[family])
 
 
-@pytest.mark.parametrize(("family", "changes", "words"), rows(FIELDS) + rows(OTHERS))
+@pytest.mark.parametrize(("family", "changes", "words"), rows(FIELDS) + rows(CONFLICTS))
 def test_unsupported_field_and_value_are_named(
     family: str, changes: dict[str, Any], words: str
 ) -> None:

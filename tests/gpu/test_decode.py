@@ -10,10 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron.core import InitSpec, ProcessGroupCollection
-from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import ContextParallel, SequenceLayout
-from megatron.core.distributed import DataParallelConfig
+from megatron.core.context_parallel import SequenceLayout
 from megatron.core.ops.launches import Launches
 from megatron.core.ops.recurrence import (
     GATE_FIRST,
@@ -27,11 +24,7 @@ from megatron.core.ops.recurrence import (
 )
 from megatron.core.ops.recurrence import decode as recurrence_decode_op
 from megatron.core.ops.sequences import Sequences
-from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
-from megatron.core.ssm.mixer import RecurrentMixer
-from megatron.core.tensor_parallel import TensorParallelRegion
-from megatron.core.transformer import LayerBuild, NormConfig
-from megatron.core.weight_gather import WeightStore
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from tests.support.closeness import assert_close_by_metric, relative_error
 from tests.support.gpu_agreement import (
     BOUND,
@@ -43,6 +36,7 @@ from tests.support.gpu_agreement import (
 )
 from tests.support.inputs import generator
 from tests.support.launch_kernels import assert_launches
+from tests.support.layers import make_mixer
 from tests.support.nan_memory import nan_memory
 from tests.support.paged_steps import PagedSteps
 
@@ -516,40 +510,14 @@ HIDDEN, PROMPT = 8, 4
 #: The rows with a token in each decode step after the prompt.
 TOKENS = ((1, 1, 1), (1, 0, 1), (0, 1, 0))
 MIXERS = {
-    "delta": (
-        GatedDeltaNet,
-        GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_channels=5, value_channels=3),
+    "delta": GatedDeltaNetConfig(
+        num_key_heads=2, num_value_heads=4, key_channels=5, value_channels=3
     ),
-    "mamba": (
-        Mamba2,
-        Mamba2Config(num_heads=4, head_channels=3, state_channels=5, num_groups=2),
-    ),
-    "mamba with one norm group": (
-        Mamba2,
-        Mamba2Config(
-            num_heads=2, head_channels=3, state_channels=5, num_groups=2, norm_groups=1, bias=True
-        ),
+    "mamba": Mamba2Config(num_heads=4, head_channels=3, state_channels=5, num_groups=2),
+    "mamba with one norm group": Mamba2Config(
+        num_heads=2, head_channels=3, state_channels=5, num_groups=2, norm_groups=1, bias=True
     ),
 }
-
-
-def layer_of(kind: str) -> RecurrentMixer:
-    groups = ProcessGroupCollection.single()
-    layer_class, config = MIXERS[kind]
-    store = WeightStore(groups, seed=2, dtype=torch.float32)
-    build = LayerBuild(
-        store=store,
-        region=TensorParallelRegion(groups["tp"], False),
-        backend=LOCAL,
-        hidden_size=HIDDEN,
-        init=InitSpec.normal(0.5),
-        output_init=InitSpec.normal(0.4),
-        context=ContextParallel(group=groups["cp"]),
-    )
-    with store.unit("m"):
-        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
-    store.materialize(DataParallelConfig().storage())
-    return layer
 
 
 @KERNELS
@@ -557,7 +525,8 @@ def layer_of(kind: str) -> RecurrentMixer:
 @pytest.mark.parametrize("kind", MIXERS)
 @torch.no_grad()
 def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
-    layer, count = layer_of(kind), PROMPT + len(TOKENS)
+    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
+    count = PROMPT + len(TOKENS)
     hidden = torch.randn(count, 3, HIDDEN, generator=generator(4))
     expected = layer(hidden, SequenceLayout.of_rows(count))
     paged_steps = PagedSteps(layer.cache_shapes(torch.float32), rows=3, length=count)
@@ -589,7 +558,7 @@ def test_prefill_and_decode_of_layer_match_whole_sequence(kind, monkeypatch):
 @torch.no_grad()
 def test_decode_launches_one_kernel_between_projections(kind, monkeypatch):
     monkeypatch.setattr(recurrence_decode_op, "_implementation", lambda *_: "triton")
-    layer = layer_of(kind)
+    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
     paged_steps = PagedSteps(layer.cache_shapes(torch.float32), rows=2, length=9)
     layout = paged_steps.layout([1, 1])
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.core import InitSpec, ProcessGroupCollection
-from megatron.core.backend import LOCAL
-from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.ops import recurrence
 from megatron.core.ops.launches import Launches
@@ -25,18 +22,14 @@ from megatron.core.ops.recurrence import interface
 from megatron.core.ops.recurrence import prologue as recurrence_prologue
 from megatron.core.ops.recurrence.prologue import triton as kernels
 from megatron.core.ssm import (
-    GatedDeltaNet,
     GatedDeltaNetConfig,
-    Mamba2,
     Mamba2Config,
     gated_delta_net,
     mamba2,
 )
-from megatron.core.tensor_parallel import TensorParallelRegion
-from megatron.core.transformer import LayerBuild, NormConfig
-from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator
+from tests.support.layers import make_mixer
 from tests.support.nan_memory import nan_memory
 
 HIDDEN = 12
@@ -44,7 +37,7 @@ DELTA = GatedDeltaNetConfig(
     num_key_heads=1, num_value_heads=2, key_channels=5, value_channels=3, conv_width=4
 )
 MAMBA = Mamba2Config(num_heads=4, head_channels=3, state_channels=6, num_groups=2)
-MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
+MIXERS = {"delta": DELTA, "mamba": MAMBA}
 #: Ops of a mixer that choose an implementation.
 OPS = {
     "recurrence_prologue": recurrence_prologue,
@@ -63,22 +56,8 @@ def layouts() -> dict[str, SequenceLayout]:
 
 def run_layer(kind: str, layout: SequenceLayout, rows: int) -> dict[str, torch.Tensor]:
     """Return the output and all gradients of a layer by name."""
-    groups = ProcessGroupCollection.single()
-    layer_class, config = MIXERS[kind]
-    store = WeightStore(groups, seed=2, dtype=torch.float32)
-    build = LayerBuild(
-        store=store,
-        region=TensorParallelRegion(groups["tp"], False),
-        backend=LOCAL,
-        hidden_size=HIDDEN,
-        init=InitSpec.normal(0.5),
-        output_init=InitSpec.normal(0.4),
-        context=ContextParallel(group=groups["cp"]),
-    )
-    with store.unit("m"):
-        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
-    store.materialize(DataParallelConfig(strategy="no_shard").storage())
-    engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
+    layer, store = make_mixer(MIXERS[kind], HIDDEN)
+    engine = DataParallel(store, store.groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     hidden = torch.randn(len(layout.positions), rows, HIDDEN, generator=generator(4))
     hidden.requires_grad_()

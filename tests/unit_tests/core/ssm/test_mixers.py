@@ -13,21 +13,19 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core import InitSpec, ProcessGroupCollection, RankGrid
-from megatron.core.backend import LOCAL
+from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.comm import trace
-from megatron.core.context_parallel import ContextParallel, SequenceLayout, SequenceSharding
+from megatron.core.context_parallel import SequenceLayout, SequenceSharding
 from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.optimizer import ConstantLossScaler, Optimizer, OptimizerConfig
-from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config, mixer
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, mixer
 from megatron.core.ssm.mixer_config import choose_mode
-from megatron.core.tensor_parallel import TensorParallelRegion
-from megatron.core.transformer import LayerBuild, NormConfig
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import generator
+from tests.support.layers import make_mixer
 from tests.support.ranks import run_ranks
 
 HIDDEN = 20
@@ -35,39 +33,12 @@ DELTA = GatedDeltaNetConfig(
     num_key_heads=4, num_value_heads=8, key_channels=6, value_channels=5, conv_width=4
 )
 MAMBA = Mamba2Config(num_heads=8, head_channels=5, state_channels=6, num_groups=2)
-MIXERS: dict[str, tuple[type, Any]] = {"delta": (GatedDeltaNet, DELTA), "mamba": (Mamba2, MAMBA)}
-
-
-def make_mixer(
-    kind: str,
-    groups: ProcessGroupCollection | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    strategy: str = "no_shard",
-    **context: Any,
-) -> tuple[torch.nn.Module, WeightStore]:
-    """Return a mixer named "m" and its store."""
-    groups = groups or ProcessGroupCollection.single()
-    layer_class, config = MIXERS[kind]
-    store = WeightStore(groups, seed=2, dtype=dtype)
-    build = LayerBuild(
-        store=store,
-        region=TensorParallelRegion(groups["tp"], False),
-        backend=LOCAL,
-        hidden_size=HIDDEN,
-        init=InitSpec.normal(0.5),
-        output_init=InitSpec.normal(0.4),
-        context=ContextParallel(group=groups["cp"], **context),
-    )
-    with store.unit("m"):
-        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
-    store.materialize(DataParallelConfig(strategy=strategy).storage())
-    return layer, store
+MIXERS = {"delta": DELTA, "mamba": MAMBA}
 
 
 def _collectives(rank: int, world: int, kind: str, sequences: int, has_bounds: bool) -> Counter:
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layer, store = make_mixer(kind, groups, linear_mode="headwise")
+    layer, store = make_mixer(MIXERS[kind], HIDDEN, groups, linear_mode="headwise")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     length = 64 * 2 * world
@@ -101,7 +72,8 @@ def _count_mode_choices(rank: int, world: int) -> list[int]:
     """
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
     layers = [
-        make_mixer(kind, groups, linear_mode="auto")[0] for kind in ("delta", "delta", "mamba")
+        make_mixer(MIXERS[kind], HIDDEN, groups, linear_mode="auto")[0]
+        for kind in ("delta", "delta", "mamba")
     ]
     layouts = [SequenceLayout.make(SequenceSharding.of(16, world), rank, rows=2) for _ in range(2)]
     counts = []
@@ -120,7 +92,7 @@ def test_mode_is_chosen_once_per_layout_and_shape():
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
-    layer, _ = make_mixer(kind)
+    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
     layout = SequenceLayout.of_rows(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(torch.zeros(8, 1, HIDDEN), layout)
@@ -129,7 +101,7 @@ def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
 def _train_a_step(rank: int, world: int, kind: str, strategy: str) -> dict[str, torch.Tensor]:
     """Train a bf16 layer for one tiny step; return its fp32 weights before and after."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world), rank=rank)
-    layer, store = make_mixer(kind, groups, dtype=torch.bfloat16, strategy=strategy)
+    layer, store = make_mixer(MIXERS[kind], HIDDEN, groups, dtype=torch.bfloat16, strategy=strategy)
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy=strategy))
     optimizer = Optimizer(
         engine.owned(),
@@ -177,7 +149,7 @@ def test_decay_rates_stay_fp32_in_bf16_model(kind: str, strategy: str) -> None:
 def _run_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
     """Return the output for two tokens that both lie on rank 0, and padding."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layer, store = make_mixer(kind, groups, linear_mode="segments")
+    layer, store = make_mixer(MIXERS[kind], HIDDEN, groups, linear_mode="segments")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     sharding = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
@@ -191,7 +163,7 @@ def _run_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_rank_without_tokens_joins_collectives(kind: str) -> None:
-    layer, _ = make_mixer(kind)
+    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
     expected = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
     with_tokens, without = run_ranks(_run_two_tokens, 2, kind)
@@ -228,7 +200,7 @@ class _SingleTokenCache:
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_padding_row_outputs_zeros(kind: str) -> None:
-    layer, _ = make_mixer(kind)
+    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     expected = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
     hidden[1] = torch.nan

@@ -9,23 +9,19 @@ import math
 import pytest
 import torch
 
-from megatron.core import InitSpec, ProcessGroupCollection
-from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import (
     LatentAttention,
     LatentAttentionConfig,
-    LayerBuild,
     NormConfig,
     RopeConfig,
     RotaryEmbedding,
 )
-from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator, one_thread, perturbed
+from tests.support.layers import make_layer_build
 from tests.support.nan_memory import nan_memory
 from tests.unit_tests.core.transformer.test_layers import logical_tensors
 
@@ -61,19 +57,6 @@ CASES = {
     "large values": (LARGE_VALUES, True, False, False),
     "equal sizes": (EQUAL, True, False, False),
 }
-
-
-def make_layer_build() -> LayerBuild:
-    """Return the build context of a single process, with a new weight store."""
-    groups = ProcessGroupCollection.single()
-    return LayerBuild(
-        store=WeightStore(groups, seed=1),
-        region=TensorParallelRegion(groups["tp"]),
-        backend=LOCAL,
-        hidden_size=H,
-        init=InitSpec.normal(0.4),
-        output_init=InitSpec.normal(0.3),
-    )
 
 
 def hf_layer(config: LatentAttentionConfig, interleaved: bool, yarn: bool):
@@ -170,7 +153,7 @@ def test_latent_attention_matches_transformers(case: str):
         expected = layer(x, position_embeddings=positions, attention_mask=mask)[0].transpose(0, 1)
         (expected * factors).sum().backward()
 
-        build = make_layer_build()
+        build = make_layer_build(H)
         attention = LatentAttention(
             "a", 3, config=config, norm=NormConfig(epsilon=0.5), build=build
         )
@@ -197,7 +180,7 @@ def test_latent_attention_matches_transformers(case: str):
 
 
 def test_weight_shapes_match_the_paper():
-    build = make_layer_build()
+    build = make_layer_build(H)
     LatentAttention("a", 0, config=PLAIN, norm=NormConfig(), build=build)
     handles = build.store.handles.values()
     shapes = {
@@ -216,7 +199,7 @@ def test_weight_shapes_match_the_paper():
         "value_up.weight": (3 * 7, 11),
         "output.weight": (H, 3 * 7),
     }
-    direct = make_layer_build()
+    direct = make_layer_build(H)
     LatentAttention("a", 0, config=DIRECT, norm=NormConfig(), build=direct)
     assert direct.store.handles["a.query.weight"].shape == (3 * (5 + 6), H)
     assert not any("query_down" in name for name in direct.store.handles)
@@ -238,4 +221,4 @@ def test_invalid_latent_config_is_refused():
     assert "use auto, p2p" in problems(cp=2, engine="ring")[0]
     invalid = dataclasses.replace(PLAIN, num_attention_heads=0)
     with pytest.raises(ValueError, match="use >= 1"):
-        LatentAttention("a", 0, config=invalid, norm=NormConfig(), build=make_layer_build())
+        LatentAttention("a", 0, config=invalid, norm=NormConfig(), build=make_layer_build(H))

@@ -9,11 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core import InitSpec, ProcessGroupCollection
-from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.distributed import DataParallel
-from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import (
     MLP,
     AttentionConfig,
@@ -28,23 +25,10 @@ from megatron.core.transformer import (
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator
+from tests.support.layers import make_layer_build
 from tests.support.nan_memory import nan_memory
 
 S, B, H = 5, 2, 12
-
-
-def make_layer_build() -> LayerBuild:
-    """Return the build context of a single process, with a new weight store."""
-    groups = ProcessGroupCollection.single()
-    return LayerBuild(
-        store=WeightStore(groups, seed=1),
-        region=TensorParallelRegion(groups["tp"]),
-        backend=LOCAL,
-        hidden_size=H,
-        init=InitSpec.normal(0.4),
-        output_init=InitSpec.normal(0.3),
-        seed=3,
-    )
 
 
 def logical_tensors(store: WeightStore, flat_of) -> dict[str, torch.Tensor]:
@@ -113,7 +97,7 @@ def reference_norm(config: NormConfig, weights, x: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_norm_matches_formula(kind: str, zero_centered: bool, residual: bool):
     config = NormConfig(kind=kind, epsilon=0.1, zero_centered=zero_centered)
-    build = make_layer_build()
+    build = make_layer_build(H, seed=3)
     norm = Norm("n", H, config=config, build=build)
 
     def formula(weights, x, stream=None):
@@ -127,7 +111,7 @@ def test_norm_matches_formula(kind: str, zero_centered: bool, residual: bool):
 
 def test_initial_norm_has_unit_scale():
     for zero_centered in (False, True):
-        build = make_layer_build()
+        build = make_layer_build(H, seed=3)
         norm = Norm("n", H, config=NormConfig(zero_centered=zero_centered), build=build)
         build.store.materialize()
         x = values(S, B, H)
@@ -151,7 +135,7 @@ FORMULAS = {
     [(True, "silu"), (True, "gelu")] + [(False, name) for name in FORMULAS],
 )
 def test_mlp_matches_formula(gated: bool, activation: str, bias: bool):
-    build = make_layer_build()
+    build = make_layer_build(H, seed=3)
     config = MLPConfig(ffn_hidden_size=10, gated=gated, activation=activation, bias=bias)
     mlp = MLP("m", config=config, build=build)
     layout = SequenceLayout.of_rows(S)
@@ -199,7 +183,7 @@ def test_attention_matches_formula(
     groups, qk_norm, percent, window, sinks, gated, interleaved: bool
 ):
     n, d = 4, 8
-    build = make_layer_build()
+    build = make_layer_build(H, seed=3)
     config = AttentionConfig(
         num_attention_heads=n,
         num_query_groups=groups,
@@ -253,7 +237,11 @@ def test_invalid_layer_config_is_refused():
     shape = {"num_attention_heads": 4, "num_query_groups": 3, "kv_channels": 8}
     with pytest.raises(ValueError, match="num-query-groups 3 must divide num-attention-heads 4"):
         SelfAttention(
-            "a", 0, config=AttentionConfig(**shape), norm=NormConfig(), build=make_layer_build()
+            "a",
+            0,
+            config=AttentionConfig(**shape),
+            norm=NormConfig(),
+            build=make_layer_build(H, seed=3),
         )
     with pytest.raises(ValueError, match="use >= 1"):
         SelfAttention(
@@ -261,10 +249,14 @@ def test_invalid_layer_config_is_refused():
             0,
             config=AttentionConfig(**{**shape, "num_query_groups": 0}),
             norm=NormConfig(),
-            build=make_layer_build(),
+            build=make_layer_build(H, seed=3),
         )
     with pytest.raises(ValueError, match="'swish'"):
-        MLP("m", config=MLPConfig(ffn_hidden_size=8, activation="swish"), build=make_layer_build())
+        MLP(
+            "m",
+            config=MLPConfig(ffn_hidden_size=8, activation="swish"),
+            build=make_layer_build(H, seed=3),
+        )
     with pytest.raises(ValueError, match=r"'BatchNorm'.*RMSNorm"):
         NormConfig(kind="BatchNorm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"norm epsilon is 0.0: use a positive number"):

@@ -34,50 +34,30 @@ _TOKENS = "ids of the tokenizer"
 _TRAINING = "dropout and losses of training, which are options of a run"
 _LIBRARY = "how transformers computes, not what it computes"
 IGNORED: Mapping[str, str] = {
-    **dict.fromkeys(
+    name: reason
+    for names, reason in (
         (
-            "transformers_version",
-            "_name_or_path",
-            "output_hidden_states",
-            "output_attentions",
-            "return_dict",
-            "chunk_size_feed_forward",
-            "is_encoder_decoder",
-            "id2label",
-            "label2id",
-            "problem_type",
+            "transformers_version _name_or_path output_hidden_states output_attentions return_dict "
+            "chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type",
+            _PROGRAM,
         ),
-        _PROGRAM,
-    ),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
-    **dict.fromkeys(
+        ("bos_token_id eos_token_id pad_token_id", _TOKENS),
         (
-            "attention_dropout",
-            "hidden_dropout",
-            "residual_dropout",
-            "output_router_logits",
-            "router_aux_loss_coef",
-            "router_jitter_noise",
+            "attention_dropout hidden_dropout residual_dropout output_router_logits "
+            "router_aux_loss_coef router_jitter_noise",
+            _TRAINING,
         ),
-        _TRAINING,
-    ),
-    **dict.fromkeys(
         (
-            "use_cache",
-            "pretraining_tp",
-            "use_mamba_kernels",
-            "chunk_size",
-            "mamba_ssm_cache_dtype",
-            "num_logits_to_keep",
-            "moe_shared_expert_overlap",
-            "residual_in_fp32",
+            "use_cache pretraining_tp use_mamba_kernels chunk_size mamba_ssm_cache_dtype "
+            "num_logits_to_keep moe_shared_expert_overlap residual_in_fp32",
+            _LIBRARY,
         ),
-        _LIBRARY,
-    ),
-    **dict.fromkeys(
-        ("time_step_rank", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
-        "initial values, replaced by loaded weights",
-    ),
+        (
+            "time_step_rank time_step_max time_step_floor rescale_prenorm_residual",
+            "initial values, replaced by loaded weights",
+        ),
+    )
+    for name in names.split()
 }
 _TYPED = "layer_types, which is present, says for each layer whether it has a window"
 _MTP = "multi-token prediction layers are read if the files contain them"

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from tools.bench.passes import LaunchTape, launches_of
+from tests.support.passes import LaunchTape, launches_of
 from tools.bench.shapes import Shape
 
 

@@ -19,7 +19,7 @@ from megatron.training.config.model_table import gpt_config
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from tools.upstream_flags import FOLDER
+from tests.support.upstream_flags import FOLDER
 
 SCRIPTS_FOLDER = FOLDER / "launch_scripts"
 

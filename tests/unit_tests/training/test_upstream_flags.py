@@ -11,7 +11,7 @@ from megatron.cli.megatron_names import ALIASES, answered
 from megatron.cli.schema import options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT
-from tools.upstream_flags import FOLDER, figures, is_accepted
+from tests.support.upstream_flags import FOLDER, figures, is_accepted
 from tools.write_flag_docs import PAGE, page
 
 DOCS = Path(__file__).parents[3] / "docs"

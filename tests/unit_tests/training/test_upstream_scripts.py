@@ -11,7 +11,7 @@ from megatron.cli.launch import Launch
 from megatron.training.config.model_table import gpt_config
 from megatron.training.pretrain_gpt import PRETRAIN_GPT, read_run
 from megatron.training.pretrain_hybrid import PRETRAIN_HYBRID
-from tools.upstream_flags import FOLDER
+from tests.support.upstream_flags import FOLDER
 
 #: Refused flags of each script, and a part of each error message.
 REFUSED: dict[str, dict[str, str]] = {

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.support import te_wheel
-from tools import te_contract
+from tests.support import te_contract, te_wheel
 
 CHANGES = {
     "renamed argument": ("module/linear.py", "fuse_wgrad_accumulation: bool", "fuse_wgrad: bool"),

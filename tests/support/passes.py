@@ -40,7 +40,7 @@ _PRODUCT_KERNELS = re.compile(
     r"attention_forward|query_gradient|key_gradient|solve|\w*sweep|recurrence_gradients"
 )
 #: Kernels that write tensors that they have read.
-_IN_PLACE_KERNELS = {"chunk_gradient_kernel": ("logits_ptr",)}
+_INPLACE_KERNELS = {"chunk_gradient_kernel": ("logits_ptr",)}
 #: Operations that write tensors without reading them, and those that read nothing at all.
 _OVERWRITES = re.compile(r"copy_|zero_|fill_|_foreach_copy_|_foreach_zero_")
 _CREATES = re.compile(r"(new_)?(full|zeros|ones)(_like)?|arange")
@@ -91,7 +91,7 @@ class LaunchTape(TorchDispatchMode):
         tensors = [x for x in named.values() if torch.is_tensor(x)]
         tensors = [x for x in tensors if x.device.type == "meta"]
         traffic = sum(_distinct(tensors).values())
-        traffic += sum(_bytes(named[again]) for again in _IN_PLACE_KERNELS.get(name, ()))
+        traffic += sum(_bytes(named[again]) for again in _INPLACE_KERNELS.get(name, ()))
         if _PRODUCT_KERNELS.fullmatch(name.removesuffix("_kernel")):
             traffic = 0
         self.launches.append(Launch(name, traffic))

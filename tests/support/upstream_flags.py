@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tell how many of Megatron-LM's flags, as its functional tests give them, are accepted here.
 
-python -m tools.upstream_flags [--refused N] [--as-if FLAG ...]
+python -m tests.support.upstream_flags [--refused N] [--as-if FLAG ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.cli.schema import options
 from megatron.training.config import Config
 from megatron.training.config.megatron_flags import NO_EFFECT, TRANSLATED
 
-FOLDER = Path(__file__).resolve().parents[1] / "tests" / "support" / "upstream"
+FOLDER = Path(__file__).with_name("upstream")
 
 _OPTION_NAMES = [*options(Config), *TRANSLATED]
 _HARMLESS = [flag.option for flag in NO_EFFECT]

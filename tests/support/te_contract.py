@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check this package's uses of TransformerEngine against the source of a release.
 
-    python -m tools.te_contract build/transformer-engine/2.20.2 transformer_engine-2.19.0.whl
+    python -m tests.support.te_contract build/transformer-engine/2.20.2 te-2.19.0.whl
 
 reads folders or wheels without importing them, prints one table for all releases, one line per
 drift, and exits with 1 if there is one. The table below is the whole contract: what
@@ -123,14 +123,14 @@ CONTRACT: tuple[Use, ...] = (
     ),
     *(
         Use(f"tensor/{kind.lower()}_tensor.py", f"{kind}{name}", arguments, positions)
-        for kind, dtype, more in (
+        for kind, dtype, extra_fields in (
             ("MXFP8", "fp8_dtype", ()),
             ("NVFP4", "fp4_dtype", ("amax_rowwise", "amax_columnwise")),
         )
         for name, arguments, positions in (
             ("Quantizer.__init__", ("rowwise", "columnwise", "with_2d_quantization"), 1),
             ("Quantizer.get_scale_shape", ("columnwise",), 1),
-            ("Tensor.__new__", (*_TENSOR_DATA, dtype, *more), 0),
+            ("Tensor.__new__", (*_TENSOR_DATA, dtype, *extra_fields), 0),
         )
     ),
     Use("quantized_tensor.py", "QuantizedTensor.__new__", _TENSOR, 0),
@@ -230,9 +230,9 @@ def _problems(arguments: ast.arguments, use: Use) -> Iterator[str]:
         yield f"{use.name} has no argument {', '.join(missing)}"
     required = positional[: len(positional) - len(arguments.defaults)]
     least = len([name for name in required if name not in use.arguments])
-    most_positional = len(positional) if arguments.vararg is None else use.positions
-    if not least <= use.positions <= most_positional:
-        counts = f"{least} to {most_positional} arguments by position"
+    max_positional = len(positional) if arguments.vararg is None else use.positions
+    if not least <= use.positions <= max_positional:
+        counts = f"{least} to {max_positional} arguments by position"
         yield f"{use.name} takes {counts}, not {use.positions}"
 
 

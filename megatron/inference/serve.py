@@ -36,6 +36,11 @@ from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
 from megatron.core.untrusted_files import read_named
 from megatron.inference.config import Inference, ModelSource, Speculation, check, start_facts
+from megatron.inference.server.tool_parsers.formats import (
+    ReasoningParserName,
+    ToolParserName,
+    check_parsers,
+)
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
@@ -70,14 +75,12 @@ class Service:
     chat_template: str | None = None
     """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
     tokenizer's folder. Without a template there are no chat routes."""
-    tool_call_parser: (
-        Literal["hermes", "qwen3_coder", "llama3_json", "deepseek_v3", "nemotron"] | None
-    ) = None
+    tool_call_parser: ToolParserName | None = None
     """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
-    is XML, also for Nemotron 3; derived: requests with tools are refused."""
-    reasoning_parser: Literal["qwen3", "deepseek_r1", "nemotron", "mistral"] | None = None
-    """Tags around reasoning: [THINK] for mistral, <think> for the other values; derived: reasoning
-    is part of the text."""
+    is XML, also for Qwen3.5 and Nemotron 3; derived: requests with tools are refused."""
+    reasoning_parser: ReasoningParserName | None = None
+    """Marks around reasoning: [THINK] for mistral, channels for gpt_oss, sentences for granite,
+    <think> for the other values; derived: reasoning is part of the text."""
     chat_template_kwargs: tuple[str, ...] | None = None
     """Variables of the chat template that requests may set, such as enable_thinking."""
     max_queue: int = 64
@@ -122,6 +125,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check(self.source, self.inference, self.speculation)
         service = self.service
+        check_parsers(service.tool_call_parser, service.reasoning_parser)
         for variable in service.chat_template_kwargs or ():
             if not variable.isidentifier() or variable in TEMPLATE_ARGUMENTS:
                 raise ValueError(

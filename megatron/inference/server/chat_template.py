@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -162,7 +164,7 @@ class Conversations:
         self._check(conversation, self._template.source)
         # With tool_choice "none" the prompt does not list the tools.
         listed_tools = [] if conversation.choice == "none" else conversation.tools
-        messages = [self._message(turn) for turn in conversation.turns]
+        messages = self._messages(conversation.turns)
         hints = {name: value for name, value in conversation.hints.values() if self.reads(name)}
         tools = [_tool_json(tool) for tool in listed_tools]
         _check_marks(messages, "messages")
@@ -224,20 +226,34 @@ class Conversations:
                 400, "tool_calls: the chat template does not render them", param="messages"
             )
 
-    def _message(self, turn: Turn) -> dict[str, Any]:
-        """Return the message of a turn for chat templates."""
-        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
-        if turn.reasoning is not None:
-            message["reasoning_content"] = turn.reasoning
-        if turn.name is not None:
-            message["name"] = turn.name
-        if turn.call_id is not None:
-            message["tool_call_id"] = turn.call_id
-        if turn.calls:
-            message["tool_calls"] = [self._call(call) for call in turn.calls]
-        return message
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return the messages of turns for chat templates."""
+        tool_format, reasoning_format = self._formats.tools, self._formats.reasoning
+        kind = None if tool_format is None else tool_format.call_ids
+        key = "reasoning_content" if reasoning_format is None else reasoning_format.message_key
+        messages: list[dict[str, Any]] = []
+        ids: dict[str, str] = {}  # template's id of a call, by the id for clients
+        num_calls = 0
+        for turn in turns:
+            message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+            if turn.reasoning is not None:
+                message[key] = turn.reasoning
+            if self._formats.channels and turn.calls and turn.reasoning and turn.text:
+                # gpt-oss's template accepts one text before a call, and renders it as reasoning.
+                message |= {"content": "", key: f"{turn.reasoning}\n{turn.text}"}
+            if turn.name is not None:
+                message["name"] = turn.name
+            if turn.call_id is not None:
+                message["tool_call_id"] = ids.get(turn.call_id, turn.call_id)
+            for call in turn.calls:
+                ids[call.id] = _template_id(call, num_calls, kind)
+                num_calls += 1
+            if turn.calls:
+                message["tool_calls"] = [self._call(call, ids[call.id]) for call in turn.calls]
+            messages.append(message)
+        return messages
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall, call_id: str) -> dict[str, Any]:
         try:
             arguments = json.loads(call.arguments)
         except (ValueError, RecursionError):
@@ -248,7 +264,7 @@ class Conversations:
             )
         as_text = self._formats.tools is not None and self._formats.tools.text_arguments
         function = {"name": call.name, "arguments": call.arguments if as_text else arguments}
-        return {"id": call.id, "type": "function", "function": function}
+        return {"id": call_id, "type": "function", "function": function}
 
     def _tokens(self, text: str) -> list[int]:
         """Return the token ids of a rendered text, which already contains its special tokens."""
@@ -260,6 +276,21 @@ class Conversations:
                 tokens.append(self._tokenizer.eod)
             tokens += self._tokenizer.tokenize(segment, add_special_tokens=False) if segment else []
         return tokens
+
+
+def _template_id(call: ToolCall, index: int, kind: str | None) -> str:
+    """Return the id of a call in the form that the chat template requires.
+
+    Args:
+        call: the call.
+        index: index of the call in its conversation.
+        kind: see `ToolFormat.call_ids`.
+    """
+    if kind == "indexed":
+        return f"functions.{call.name}:{index}"
+    if kind == "alphanumeric" and not re.fullmatch("[a-zA-Z0-9]{9}", call.id):
+        return hashlib.sha256(call.id.encode()).hexdigest()[:9]
+    return call.id
 
 
 def _tool_json(tool: Tool) -> dict[str, Any]:

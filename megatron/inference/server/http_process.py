@@ -60,6 +60,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
     tokenizer = choose_tokenizer(**settings["tokenizer"])
     template, card = settings["template"], settings["card"]
     formats = formats_of(**settings["formats"], tokenizer=tokenizer)
+    stop_tokens = tuple(sorted({*card["stop_tokens"], *formats.stop_tokens}))
     return Server(
         client=client,
         tokenizer=tokenizer,
@@ -71,7 +72,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         ),
         formats=formats,
         no_embeddings=settings["no_embeddings"],
-        card=ModelCard(**{**card, "stop_tokens": tuple(card["stop_tokens"])}),
+        card=ModelCard(**{**card, "stop_tokens": stop_tokens}),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
         strict_fields=settings["strict_fields"],

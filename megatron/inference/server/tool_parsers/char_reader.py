@@ -28,11 +28,13 @@ class CharReader:
         consumed: characters since the head of a call.
         finished: whether the answer has ended.
         cut_off: whether the answer ended at a limit.
+        after_call: whether a call has begun; characters that are pushed back at the end of an
+            answer that was cut off are dropped then, as they are an incomplete mark.
     """
 
     def __init__(self) -> None:
         self.char, self.consumed = "", list[str]()
-        self.finished = self.cut_off = False
+        self.finished = self.cut_off = self.after_call = False
         self._pushback: deque[str] = deque()  # characters to parse again
 
     def begin(self) -> Step:
@@ -51,7 +53,9 @@ class CharReader:
 
     def unread(self, text: Sequence[str]) -> None:
         """Push characters back, before the current character."""
-        if text:
+        if text and self.after_call and self.cut_off and not self.char:
+            self.consumed.clear()
+        elif text:
             current_char = [self.char] if self.char else []
             self._pushback.extendleft(reversed([*text, *current_char]))
             self.char = self._pushback.popleft()
@@ -100,15 +104,31 @@ class CharReader:
         yield from self.blank()
         return True
 
-    def until(self, end: str) -> Generator[None, str, str | None]:
-        """Parse a name up to `end`; None if `end` is missing."""
+    def until(self, end: str, stops: Sequence[str] = ()) -> Generator[None, str, str | None]:
+        """Parse a name up to `end`; None if `end` is missing.
+
+        Args:
+            end: text that ends the name, and is consumed. One of `stops` ends the name as well if
+                `end` is white space or empty.
+            stops: texts that cannot be part of the name; they are not consumed.
+        """
         name = ""
         while self.char and len(name) <= _MAX_NAME_CHARS:
-            if self.char == end[0] and (yield from self.match(end)):
+            if end and self.char == end[0] and (yield from self.match(end)):
                 return name.strip()
+            if (yield from self.at_any(stops)):
+                return None if end.strip() else name.strip()
             name += self.char
             yield from self.advance()
         return None
+
+    def at_any(self, texts: Sequence[str]) -> Reads:
+        """Return whether one of the texts is next; consume nothing."""
+        for text in texts:
+            if self.char == text[0] and (yield from self.match(text)):
+                self.unread(text)
+                return True
+        return False
 
     def key(self) -> Generator[None, str, str | None]:
         """Parse a key and its colon; None on a mismatch."""

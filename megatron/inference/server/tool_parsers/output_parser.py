@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.inference.server.tool_parsers.char_reader import CharReader, Reads, Step
 from megatron.inference.server.tool_parsers.formats import AnswerFormats
+from megatron.inference.server.tool_parsers.harmony import HarmonyParser
 from megatron.inference.server.tool_parsers.tool_calls import (
     OutputSegment,
     Segments,
@@ -37,18 +38,26 @@ class OutputParser:
         in_reasoning: bool = False,
     ) -> None:
         self._reader, self._segments = CharReader(), Segments()
-        self._tool_calls: ToolCallParser | None = None
+        self._tool_calls: list[ToolCallParser] = []
         if formats.tools is not None and tools:
-            self._tool_calls = ToolCallParser(self._reader, self._segments, formats.tools, tools)
+            self._tool_calls = [
+                ToolCallParser(self._reader, self._segments, tool_format, tools)
+                for tool_format in (formats.tools, *formats.tools.variants)
+            ]
         self._reasoning, self._in_reasoning = formats.reasoning, in_reasoning
-        self._space, self._after_mark = "", in_reasoning
-        self._machine = self._answer()
+        self._space, self._after_mark = list[str](), in_reasoning
+        if formats.channels:
+            tool_calls = next(iter(self._tool_calls), None)
+            messages = HarmonyParser(self._reader, self._segments, tool_calls)
+            self._machine = messages.answer(in_reasoning=in_reasoning)
+        else:
+            self._machine = self._answer()
         next(self._machine)
 
     @property
     def has_calls(self) -> bool:
         """Whether a tool was called."""
-        return self._tool_calls is not None and self._tool_calls.has_calls
+        return any(tool_calls.has_calls for tool_calls in self._tool_calls)
 
     def push(
         self, text: str, *, finished: bool = False, cut_off: bool = False
@@ -61,7 +70,7 @@ class OutputParser:
             cut_off: whether the answer ended at a limit; incomplete arguments then stay open.
         """
         reader = self._reader
-        if self._tool_calls is None and self._reasoning is None:
+        if not self._tool_calls and self._reasoning is None:
             return [OutputSegment("text", text)] if text else []
         for char in text:
             self._machine.send(char)
@@ -75,15 +84,16 @@ class OutputParser:
         """Emit the current character; white space is buffered until the next character."""
         reader = self._reader
         if reader.char.isspace():
-            self._space += reader.char
+            self._space.append(reader.char)
         else:
-            self._segments.add(kind, reader.char if self._after_mark else self._space + reader.char)
-            self._space, self._after_mark = "", False
+            space = "" if self._after_mark else "".join(self._space)
+            self._segments.add(kind, space + reader.char)
+            self._space, self._after_mark = [], False
         yield from reader.advance()
 
     def _mark(self) -> None:
         """Record that a mark was parsed."""
-        self._space, self._after_mark = "", True
+        self._space, self._after_mark = [], True
 
     def _answer(self) -> Step:
         reader = self._reader
@@ -96,15 +106,16 @@ class OutputParser:
                 yield from self._reason()
             else:
                 reader.unread(reader.consumed[:])
-        if self._tool_calls is not None and self._tool_calls.format.bare:
+        if self._tool_calls and self._tool_calls[0].format.bare:
             yield from reader.blank()
-            if not (yield from self._section(marked=False)):
+            if not (yield from self._section(self._tool_calls[0], marked=False)):
                 reader.unread(reader.consumed[:])
-        marks = [] if self._reasoning is None else [self._reasoning.begin]
-        if self._tool_calls is not None:
-            tool_format = self._tool_calls.format
-            marks.append(tool_format.begin[0].strip())
-            marks += [tool_format.head[0]] if tool_format.head_begins else []
+        marks = []
+        if self._reasoning is not None and self._reasoning.anywhere:
+            marks.append(self._reasoning.begin)
+        for tool_calls in self._tool_calls:
+            marks.append(tool_calls.format.begin[0].strip())
+            marks += tool_calls.format.head[:1] if tool_calls.format.head_begins else []
         first_chars = {mark[0] for mark in marks}
         while reader.char:
             if reader.char in first_chars and (yield from self._marked()):
@@ -112,41 +123,50 @@ class OutputParser:
             yield from self._emit_char("text")
             reader.consumed.clear()
         if not self._after_mark and self._space:
-            self._segments.add("text", self._space)
+            self._segments.add("text", "".join(self._space))
 
     def _marked(self) -> Reads:
         """Parse a marked section; return whether there was one, else consume nothing."""
         reader = self._reader
-        if self._reasoning is not None and (yield from reader.match(self._reasoning.begin)):
+        reasoning_format = self._reasoning
+        begin = reasoning_format.begin if reasoning_format and reasoning_format.anywhere else ""
+        if begin and (yield from reader.match(begin)):
             yield from self._reason()
             return True
-        if self._tool_calls is None:
-            return False
-        tool_format = self._tool_calls.format
-        if (yield from reader.match_all(tool_format.begin)) and (yield from self._section()):
-            return True
-        reader.unread(reader.consumed[:])
-        if tool_format.head_begins and (yield from self._section()):
-            return True
-        reader.unread(reader.consumed[:])
+        return (yield from self._marked_calls())
+
+    def _marked_calls(self) -> Reads:
+        """Parse a section of tool calls; return whether there was one, else consume nothing."""
+        reader = self._reader
+        for tool_calls in self._tool_calls:
+            tool_format = tool_calls.format
+            begins = yield from reader.match_all(tool_format.begin)
+            if begins and (yield from self._section(tool_calls)):
+                return True
+            reader.unread(reader.consumed[:])
+            if tool_format.head_begins and (yield from self._section(tool_calls)):
+                return True
+            reader.unread(reader.consumed[:])
         return False
 
-    def _section(self, *, marked: bool = True) -> Reads:
+    def _section(self, tool_calls: ToolCallParser, *, marked: bool = True) -> Reads:
         """Parse the calls of a section; return whether there was a call."""
-        assert self._tool_calls is not None
-        has_call = yield from self._tool_calls.section(marked=marked)
+        has_call = yield from tool_calls.section(marked=marked)
         if has_call:
             self._mark()
         return has_call
 
     def _reason(self) -> Step:
-        """Parse reasoning and its end mark."""
+        """Parse reasoning and its end mark, or a section of tool calls that ends it."""
         reader = self._reader
         assert self._reasoning is not None
         self._mark()
+        calls_end = bool(self._tool_calls) and self._tool_calls[0].format.ends_reasoning
         while reader.char:
             may_end = reader.char == self._reasoning.end[0]
             if may_end and (yield from reader.match(self._reasoning.end)):
+                break
+            if calls_end and reader.char == "<" and (yield from self._marked_calls()):
                 break
             yield from self._emit_char("reasoning")
             reader.consumed.clear()

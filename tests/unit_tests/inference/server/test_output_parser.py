@@ -17,14 +17,17 @@ from megatron.cli.tokenizers import ByteTokenizer
 from megatron.inference.serve import Service
 from megatron.inference.server.tool_parsers.char_reader import CharReader
 from megatron.inference.server.tool_parsers.formats import (
+    ALIASES,
     REASONING_FORMATS,
     TOOL_FORMATS,
     AnswerFormats,
+    check_parsers,
     decode_with_marks,
     formats_of,
 )
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
+from tests.support.call_templates import render
 
 TOOLS = {
     "weather": {
@@ -101,7 +104,7 @@ def parse(
     return merged
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_every_split_of_an_answer_parses_the_same(name: str) -> None:
     text = ANSWERS[name]
     assert parse(name, [text]) == PARSED
@@ -154,6 +157,16 @@ VALUES: list[tuple[Any, Any]] = [
     ({"a": {"b": [False, 'say "no"']}, "c": 1.5}, "object"),
     ({"k": "tab\t, é, back\\slash"}, "dict"), ({}, None),
 ]  # fmt: skip
+#: Templates that write the calls of other formats.
+TEMPLATES = {
+    "mistral": "mistral_v3",
+    "kimi_k2": "kimi_k2",
+    "glm45": "glm45",
+    "glm47": "glm47",
+    "minimax": "minimax_m1",
+    "minimax_m2": "minimax_m2",
+    "deepseek_v31": "deepseek_v31",
+}
 ORDERS = (("first", "value", "last"), ("value", "last", "first"), ("last", "first", "value"))
 OTHER_ARGUMENTS = {"first": 1, "last": "x y"}
 
@@ -168,6 +181,9 @@ def call_text(name: str, arguments: dict[str, Any], order: int) -> str:
     """Return a call of "take" as a model family writes it.
 
     If the call is a JSON object, `order` also selects the order of its members."""
+    if name in TEMPLATES:
+        text = render(TEMPLATES[name], [("take", arguments)]).text
+        return text.rpartition("</think>")[2].strip("\n")
     if name == "qwen3_coder":
         parameters = "".join(
             f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
@@ -192,15 +208,15 @@ def call_text(name: str, arguments: dict[str, Any], order: int) -> str:
     )
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", [*ANSWERS, *TEMPLATES])
 def test_arguments_keep_their_values_and_types(name: str) -> None:
-    """Parse every value in every order: whole, by character, and in 20 random splits."""
+    """Parse every value in every order: whole, by character, and in 6 random splits."""
     source = random.Random(name)
     for (value, types), order in itertools.product(VALUES, range(3)):
         arguments = {key: OTHER_ARGUMENTS.get(key, value) for key in ORDERS[order]}
         text = "So.\n" + call_text(name, arguments, order)
         splits: list[Sequence[str]] = [[text], text]
-        for _ in range(20):
+        for _ in range(6):
             cuts = sorted(source.sample(range(len(text)), source.randint(1, 6)))
             splits.append([text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])])
         for split in splits:
@@ -293,7 +309,7 @@ def test_next_parameter_ends_a_parameter_without_end_mark() -> None:
     }
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", [*ANSWERS, *TEMPLATES])
 def test_truncated_call_leaves_no_text(name: str) -> None:
     """Wherever the answer ends, the marks of a call that has begun are not text."""
     text = call_text(name, {"first": 1, "value": "é", "last": "x"}, 0)
@@ -456,4 +472,15 @@ def test_parser_options_match_the_format_tables() -> None:
         ("reasoning_parser", REASONING_FORMATS),
     ):
         names = {n for choices in get_args(hints[field]) for n in get_args(choices)}
-        assert names == set(table)
+        aliases = {alias for alias in names if ALIASES.get(alias) in table}
+        assert names - aliases == set(table)
+    assert set(ALIASES.values()) <= {*TOOL_FORMATS, *REASONING_FORMATS}
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), [("openai", "qwen3"), ("hermes", "openai_gptoss")])
+def test_harmony_is_not_combined_with_another_parser(tools: str, reasoning: str) -> None:
+    with pytest.raises(ValueError, match=f"{tools}.*{reasoning}"):
+        check_parsers(tools, reasoning)
+    check_parsers("openai", "gpt_oss")
+    check_parsers("hermes", reasoning="deepseek_r1")
+    assert formats_of("openai", None, ByteTokenizer()).channels

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.cli.tokenizers import ByteTokenizer
+from megatron.cli.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron.inference.server.chat_template import Conversation, Tool
 from megatron.inference.server.guided_decoding.grammars import BadGrammar, Grammars
 from megatron.inference.server.guided_decoding.tool_grammar import (
@@ -18,9 +21,12 @@ from megatron.inference.server.guided_decoding.tool_grammar import (
     tool_grammar,
 )
 from megatron.inference.server.tool_parsers.formats import (
+    HARMONY_MARKS,
     REASONING_FORMATS,
     TOOL_FORMATS,
     AnswerFormats,
+    decode_with_marks,
+    formats_of,
 )
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
@@ -47,8 +53,29 @@ BOOK = Tool(
     strict=True,
 )
 NOW = Tool(name="now")
-#: Tokens that close open values.
-CLOSING_TOKENS = {*b'"}],<>/', END}
+CLOSING_CHARS = '"}],<>/'
+#: The reasoning of each tool format's models; "qwen3" for the formats that are not listed.
+REASONING = {"mistral": "mistral", "gpt_oss": "gpt_oss"}
+#: Every mark of every format, as special tokens.
+MARKS = {
+    text.strip()
+    for name in TOOL_FORMATS
+    for text in [
+        *TOOL_FORMATS[name].literals,
+        *HARMONY_MARKS,
+        *(mark for f in REASONING_FORMATS.values() for mark in (f.begin, f.end)),
+    ]
+    if re.fullmatch(r"<[^<>]+>|\[\w+\]", text.strip())
+}
+
+
+class Model(NamedTuple):
+    """A tokenizer, its grammars, its stop token, and the tokens that close open values."""
+
+    tokenizer: Any
+    grammars: Grammars
+    end: int
+    closing: set[int]
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +83,54 @@ def grammars() -> Grammars:
     return Grammars(ByteTokenizer(), [END], END + 1)
 
 
-def random_answer(grammars: Grammars, grammar: str, begin: str = "", seed: int = 0) -> str:
-    """Return a random text of a grammar with a given beginning."""
-    mask, source = grammars.mask(grammar), random.Random(seed)
-    tokens = list(begin.encode())
+@pytest.fixture(scope="module", params=["bytes", "special tokens"])
+def model(
+    request: pytest.FixtureRequest, grammars: Grammars, tmp_path_factory: pytest.TempPathFactory
+) -> Model:
+    """A model whose tokenizer has a token per byte, without or with special tokens for marks."""
+    if request.param == "bytes":
+        return Model(ByteTokenizer(), grammars, END, {*CLOSING_CHARS.encode(), END})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<end>", *sorted(MARKS)])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    bpe.save(str(path))
+    vocabulary = bpe.get_vocab()
+    closing = {vocabulary[text] for text in [*CLOSING_CHARS, "<end>", *MARKS]}
+    end, tokenizer = vocabulary["<end>"], HuggingFaceTokenizer(path)
+    return Model(tokenizer, Grammars(tokenizer, [end], len(vocabulary)), end, closing)
+
+
+def answer_of(
+    model: Model,
+    formats: AnswerFormats,
+    grammar: str,
+    begin: str = "",
+    seed: int = 0,
+    *,
+    haste: float = 0.6,
+) -> str:
+    """Return a random answer of a grammar with a given beginning; `haste` is the share of tokens
+    that close a value if one may close."""
+    mask, source = model.grammars.mask(grammar), random.Random(seed)
+    tokens = model.tokenizer.tokenize(begin, add_special_tokens=False)
     while len(tokens) < 4000:
         allowed_tokens = mask(tokens).nonzero().flatten().tolist()
-        assert allowed_tokens, bytes(tokens)
-        closing = [token for token in allowed_tokens if token in CLOSING_TOKENS]
-        token = source.choice(closing if closing and source.random() < 0.6 else allowed_tokens)
-        if token == END:
-            return bytes(tokens).decode()
+        assert allowed_tokens, decode_with_marks(model.tokenizer, formats.marks, tokens)
+        closing = [token for token in allowed_tokens if token in model.closing]
+        token = source.choice(closing if closing and source.random() < haste else allowed_tokens)
+        if token == model.end:
+            return decode_with_marks(model.tokenizer, formats.marks, tokens)
         tokens.append(token)
-    raise AssertionError(f"never ends: {bytes(tokens[:200])!r}")
+    raise AssertionError(f"never ends: {tokens[:200]!r}")
+
+
+def random_answer(grammars: Grammars, grammar: str, begin: str = "", seed: int = 0) -> str:
+    """Return a random answer in bytes."""
+    model = Model(ByteTokenizer(), grammars, END, {*CLOSING_CHARS.encode(), END})
+    return answer_of(model, AnswerFormats(), grammar, begin, seed)
 
 
 def calls(segments: list[OutputSegment]) -> list[tuple[str, Any]]:
@@ -98,47 +160,78 @@ def calls(segments: list[OutputSegment]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_required_calls_validate_against_their_schemas(grammars: Grammars, name: str) -> None:
-    formats = AnswerFormats(tools=TOOL_FORMATS[name])
+def test_required_calls_validate_against_their_schemas(model: Model, name: str) -> None:
+    formats = formats_of(name, None, model.tokenizer)
+    assert bool(formats.marks) == isinstance(model.tokenizer, HuggingFaceTokenizer)
     names: set[str] = set()
-    counts = set()
     for restriction in ({}, {"forced_tool": "now"}, {"parallel": False}):
         conversation = Conversation(turns=[], tools=[BOOK, NOW], choice="required", **restriction)
         grammar = tool_grammar(conversation, formats)
-        for seed in range(4 if restriction else 10):
+        for seed in range(3 if restriction else 8):
             parser = OutputParser(
                 formats, {t.name: t.parameters for t in conversation.callable_tools}
             )
-            segments = parser.push(random_answer(grammars, grammar, seed=seed), finished=True)
+            begin = ""
+            if formats.channels:
+                begin = ("<|channel|>commentary to=", " to=functions.")[seed % 2]
+            text = answer_of(model, formats, grammar, begin, seed)
+            segments = parser.push(text, finished=True)
             assert {segment.kind for segment in segments} <= {"call", "arguments", "end"}
             answer_calls = calls(segments)
             assert len(answer_calls) == 1 if restriction else answer_calls
             assert not conversation.forced_tool or answer_calls[0][0] == "now"
             names |= {name for name, _ in answer_calls}
-            counts.add(len(answer_calls))
     assert names == {"book", "now"}
-    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_required_answers_may_have_several_calls(model: Model, name: str) -> None:
+    formats = formats_of(name, None, model.tokenizer)
+    begin = "<|channel|>commentary to=" if formats.channels else ""
+    for parallel in (True, False):
+        conversation = Conversation(turns=[], tools=[NOW], choice="required", parallel=parallel)
+        grammar = tool_grammar(conversation, formats)
+        counts = set()
+        for seed in range(10):
+            text = answer_of(model, formats, grammar, begin, seed, haste=0.2)
+            segments = OutputParser(formats, {"now": {}}).push(text, finished=True)
+            counts.add([segment.kind for segment in segments].count("call"))
+        # A message of gpt-oss has one call.
+        assert 0 not in counts
+        assert (max(counts) > 1) == (parallel and not formats.channels)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.parametrize("in_reasoning", [False, True])
 def test_strict_calls_follow_text_and_reasoning(
-    grammars: Grammars, name: str, in_reasoning: bool
+    model: Model, name: str, in_reasoning: bool
 ) -> None:
-    formats = AnswerFormats(tools=TOOL_FORMATS[name], reasoning=REASONING_FORMATS["qwen3"])
+    formats = formats_of(name, REASONING.get(name, "qwen3"), model.tokenizer)
+    assert formats.tools is not None
+    assert formats.reasoning is not None
     conversation = Conversation(turns=[], tools=[BOOK])
     grammar = tool_grammar(conversation, formats, in_reasoning=in_reasoning)
-    bare = TOOL_FORMATS[name].bare
-    opens = "{" if bare else "So " + TOOL_FORMATS[name].begin[0].strip()
-    begin = ("" if in_reasoning else "<think>") + f"Hm</think>\n{opens}"
+    bare = formats.tools.bare
+    reasoning = ("" if in_reasoning else formats.reasoning.begin) + f"Hm{formats.reasoning.end}"
+    if formats.channels:
+        reasoning += "<|start|>assistant<|channel|>"
+        opens = "commentary<|message|>So<|end|><|start|>assistant<|channel|>commentary to="
+        plain_text = "final<|message|>No."
+    else:
+        reasoning += "\n"
+        opens = "{" if bare else "So " + formats.tools.begin[0].strip()
+        plain_text = "No."
     parser = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
-    segments = parser.push(random_answer(grammars, grammar, begin), finished=True)
+    text = answer_of(model, formats, grammar, reasoning + opens)
+    segments = parser.push(text, finished=True)
     assert segments[0] == OutputSegment("reasoning", "Hm")
     assert segments[1] == (OutputSegment("call", "book") if bare else OutputSegment("text", "So"))
     assert calls(segments)
     plain = OutputParser(formats, {"book": BOOK.parameters}, in_reasoning=in_reasoning)
-    text = random_answer(grammars, grammar, begin.removesuffix(opens) + "No.")
-    assert plain.push(text, finished=True)[0] == OutputSegment("reasoning", "Hm")
+    text = answer_of(model, formats, grammar, reasoning + plain_text)
+    segments = plain.push(text, finished=True)
+    assert segments[0] == OutputSegment("reasoning", "Hm")
+    assert segments[1].text.startswith("No.")
 
 
 def test_grammar_refers_to_special_tokens_by_id() -> None:
@@ -151,6 +244,21 @@ def test_grammar_refers_to_special_tokens_by_id() -> None:
         for number, mark in marks.items():
             assert f"<[{number}]>" in text
             assert mark not in text.split("start:")[1]
+
+
+def test_json_follows_the_reasoning_of_harmony(model: Model) -> None:
+    formats = formats_of(None, "gpt_oss", model.tokenizer)
+    header = "<|channel|>final <|constrain|>json<|message|>"
+    for begin, in_reasoning in (
+        (f"<|channel|>analysis<|message|>Hm<|end|><|start|>assistant{header}", False),
+        (f"Hm<|end|><|start|>assistant{header}", True),
+        (header, False),
+    ):
+        grammar = json_after_reasoning(BOOK.parameters, formats, in_reasoning=in_reasoning)
+        parser = OutputParser(formats, {}, in_reasoning=in_reasoning)
+        segments = parser.push(answer_of(model, formats, grammar, begin), finished=True)
+        assert [segment.text for segment in segments[:-1]] == ["Hm"] * (begin != header)
+        assert calls([OutputSegment("call", "book"), OutputSegment("arguments", segments[-1].text)])
 
 
 def test_json_may_follow_reasoning(grammars: Grammars) -> None:

@@ -37,7 +37,6 @@ from megatron.training.core_configs import (
     split,
     weight_dtype,
 )
-from megatron.training.cuda_graphs import FullIterationGraph
 from megatron.training.data.data_sets import DataSets
 from megatron.training.data.vocabulary import Vocabulary
 from megatron.training.distributed_context import DistributedContext
@@ -46,7 +45,13 @@ from megatron.training.fault_tolerance.replay import RerunPolicy, StageChecksums
 from megatron.training.hooks import TrainingHooks
 from megatron.training.monitoring.flops import peak_flops
 from megatron.training.monitoring.log_line import ModelLog, Speedometer, StepWindow, layer_name
-from megatron.training.step import ForwardBackward, PipelineForwardBackward, StepRunner, TrainStep
+from megatron.training.step import (
+    ForwardBackward,
+    FullIterationGraph,
+    PipelineForwardBackward,
+    StepRunner,
+    TrainStep,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -45,8 +45,7 @@ from megatron.core.moe import CapacityCheck, MoEConfig, RouterConfig, capacities
 from megatron.core.optimizer import Optimizer, OptimizerConfig
 from megatron.core.process_groups import ProcessGroupCollection, RankGrid
 from megatron.core.transformer import LatentAttentionConfig
-from megatron.training.cuda_graphs import FullIterationGraph
-from megatron.training.step import ForwardBackward, Microbatch, TrainStep
+from megatron.training.step import ForwardBackward, FullIterationGraph, Microbatch, TrainStep
 from tools.bench import gpu_engine, mcore_step, shapes
 from tools.bench.gpu_engine import GREEDY, SAMPLED, SMALL, Way
 from tools.bench.gpu_train import LLAMA_1_3B, hybrid_config

@@ -24,8 +24,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, Recompute
-from megatron.training.cuda_graphs import FullIterationGraph
-from megatron.training.step import ForwardBackward, Microbatch, TrainStep
+from megatron.training.step import ForwardBackward, FullIterationGraph, Microbatch, TrainStep
 from tests.support.capture_rules import CaptureRules
 from tests.support.gatherers import gatherer_of
 from tests.support.inputs import microbatch

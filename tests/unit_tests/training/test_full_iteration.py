@@ -17,9 +17,8 @@ from megatron.core.distributed import DataParallelConfig
 from megatron.core.distributed.data_parallel import StepRecording
 from megatron.core.models.gpt import MTPTargets, shift_targets
 from megatron.core.moe import routers_of
-from megatron.training.cuda_graphs import PATIENCE, StepInputs
 from megatron.training.fault_tolerance.replay import Replayer, RerunPolicy
-from megatron.training.step import Microbatch, TrainStep
+from megatron.training.step import PATIENCE, Microbatch, StepInputs, TrainStep
 from tests.support.capture_rules import CaptureError, CaptureRules
 from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread

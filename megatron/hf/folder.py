@@ -4,6 +4,8 @@
 Only files directly in the folder are read: no paths, no links that leave the folder, no pickles. No
 code is run, whatever config.json requests. Links are followed where the hub's cache creates them,
 from `snapshots/REVISION/name` to `blobs/DIGEST` of the same model.
+
+A GGUF file counts as a folder with the config.json that its metadata describe.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from typing import Any
 
 import torch
 
+from megatron.cli.gguf_file import GGUFFile, gguf_path
+from megatron.cli.tokenizers.gguf_metadata import has_tokenizer
 from megatron.core.boxes import Box, row_boxes
 from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
 from megatron.core.untrusted_files import link_target, read_json
+from megatron.hf.gguf import GGUFTensors, gguf_config
 from megatron.hf.quantization_config import quantization_of
-from megatron.hf.quantized import Quantization, QuantizedTensor
+from megatron.hf.quantized import Quantization, QuantizedTensor, TensorFile
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -48,26 +53,34 @@ class HuggingFaceFolder:
     """A folder whose config.json and index have been read, but no weights.
 
     Args:
-        path: path of the folder.
+        path: path of the folder, or of the GGUF file.
         config: fields of config.json.
         files: file name of each tensor.
         follow_links: whether links that leave the folder are followed.
+        is_gguf: whether the path is a GGUF file.
+        has_gguf_tokenizer: whether the GGUF file contains a supported tokenizer.
     """
 
     path: Path
     config: Mapping[str, Any]
     files: Mapping[str, str]
     follow_links: bool = False
+    is_gguf: bool = False
+    has_gguf_tokenizer: bool = False
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file in the folder, None if absent. Raises ValueError if it is
-        outside."""
+        """Return the path of a file in the folder, None if absent or for a GGUF file. Raises
+        ValueError if it is outside."""
+        if self.is_gguf:
+            return None
         return inside(self.path, name, follow_links=self.follow_links)
 
     @property
     def tokenizer(self) -> Path | None:
         """The first of tokenizer.json, tokenizer.model (SentencePiece) and vocab.json with
-        merges.txt that exists; None without any."""
+        merges.txt that exists; the GGUF file if it contains a tokenizer; None without any."""
+        if self.is_gguf:
+            return self.path if self.has_gguf_tokenizer else None
         path = self.file("tokenizer.json") or self.file("tokenizer.model")
         return path or (self.file("merges.txt") and self.file("vocab.json"))
 
@@ -79,6 +92,11 @@ class HuggingFaceFolder:
             ValueError: a file is corrupt, or lacks a tensor that the index assigns to it.
         """
         with contextlib.ExitStack() as stack:
+            if self.is_gguf:
+                file = stack.enter_context(GGUFFile(self.path, follow_links=True))
+                tensors = GGUFTensors(file, self.config)
+                yield OpenTensors(dict.fromkeys(tensors.tensors, tensors))
+                return
             opened = {}
             for name in sorted(set(self.files.values())):
                 path = self.file(name)
@@ -112,7 +130,10 @@ class OpenTensors:
     """
 
     def __init__(
-        self, files: Mapping[str, SafetensorsFile], *, quantization: Quantization | None = None
+        self,
+        files: Mapping[str, TensorFile],
+        *,
+        quantization: Quantization | None = None,
     ) -> None:
         self._files, self._quantization = files, quantization
         self._tensors = {name: file.tensors[name] for name, file in files.items()}
@@ -186,8 +207,11 @@ def end_tokens(path: Path) -> tuple[int, ...]:
         ValueError: eos_token_id is neither an id nor a list of ids.
     """
     for name in (GENERATION_CONFIG, CONFIG):
-        file = inside(path, name)
-        eos_token_id = read_object(file).get("eos_token_id") if file is not None else None
+        if gguf_path(path) is not None:
+            eos_token_id, file = open_folder(path).config.get("eos_token_id"), path
+        else:
+            file = inside(path, name)
+            eos_token_id = read_object(file).get("eos_token_id") if file is not None else None
         if eos_token_id is None:
             continue
         ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
@@ -198,9 +222,11 @@ def end_tokens(path: Path) -> tuple[int, ...]:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether a path is a Hugging Face folder rather than one of our checkpoints."""
+    """Return whether a path is a Hugging Face folder or a GGUF file rather than one of our
+    checkpoints."""
     path = Path(path)
-    return (path / CONFIG).is_file() and not any(path.glob("iter_*"))
+    has_config = (path / CONFIG).is_file() and not any(path.glob("iter_*"))
+    return has_config or gguf_path(path) is not None
 
 
 def open_folder(
@@ -217,10 +243,12 @@ def open_folder(
         ValueError: this is not a Hugging Face folder, or it requests something unsafe.
     """
     path = Path(path)
+    if (gguf := gguf_path(path)) is not None:
+        return _open_gguf(gguf)
     if path.is_file():
         raise ValueError(
-            f"{path} is a file: name a folder with {CONFIG} and safetensors; archives are not "
-            "opened, unpack it first"
+            f"{path} is a file: name a folder with {CONFIG} and safetensors, or a .gguf file; "
+            "archives are not opened, unpack it first"
         )
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; models are not downloaded")
@@ -241,6 +269,19 @@ def open_folder(
         files=MappingProxyType(files),
         follow_links=follow_links,
     )
+
+
+def _open_gguf(path: Path) -> HuggingFaceFolder:
+    """Read the header of a GGUF file. Raises ValueError."""
+    with GGUFFile(path, follow_links=True) as file:
+        config = gguf_config(file)
+        return HuggingFaceFolder(
+            path=path,
+            config=MappingProxyType(config),
+            files=MappingProxyType(dict.fromkeys(GGUFTensors(file, config).tensors, path.name)),
+            is_gguf=True,
+            has_gguf_tokenizer=has_tokenizer(file.metadata),
+        )
 
 
 def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path | None:

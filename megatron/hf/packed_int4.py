@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.boxes import Box, row_boxes
-from megatron.core.dist_checkpointing.safetensors_file import SafetensorsFile, TensorInfo
+from megatron.core.dist_checkpointing.safetensors_file import TensorInfo
 from megatron.hf.quantized import (
     SCALE_DTYPES,
     Quantization,
     QuantizedTensor,
+    TensorFile,
     dequantized_info,
 )
 
@@ -190,7 +191,7 @@ class PackedInt4(Quantization):
             yield Box(box.offsets[::-1], box.sizes[::-1])
 
     def dequantize(
-        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return a box of a matrix in fp32. Raises ValueError for a group that does not exist."""
         layout = self.layout
@@ -229,7 +230,7 @@ class PackedInt4(Quantization):
         return weights if input_dim == 1 else weights.T
 
     def _zero_points(
-        self, tensor: QuantizedTensor, stored: torch.Tensor, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, stored: torch.Tensor, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return zero points from their stored values.
 
@@ -248,7 +249,7 @@ class PackedInt4(Quantization):
         return (stored + self.zero_offset) & 15
 
     def _groups(
-        self, tensor: QuantizedTensor, stored_box: Box, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, stored_box: Box, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return the group of each input channel of a box."""
         dim = self.layout.input_dim
@@ -269,7 +270,7 @@ class PackedInt4(Quantization):
 
 
 def _read_packed(
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, TensorFile],
     name: str,
     box: Box,
     *,

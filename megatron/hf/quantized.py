@@ -15,16 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from megatron.core.boxes import Box, row_boxes
-from megatron.core.dist_checkpointing.safetensors_file import (
-    DTYPES,
-    SafetensorsFile,
-    TensorInfo,
-)
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES, TensorInfo
 
 FP8, INT8 = "F8_E4M3", "I8"
 
@@ -39,6 +36,26 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: Exponent bias of E8M0: a code c stands for 2^(c - 127).
 _E8M0_BIAS = 127
+
+
+class TensorFile(Protocol):
+    """An open file of tensors.
+
+    Attributes:
+        path: path of the file.
+        tensors: dtype and shape of each tensor.
+    """
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, header included."""
+        ...
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Read only the elements of a box of a tensor into `target` [*box.sizes]."""
 
 
 class QuantizedTensor(NamedTuple):
@@ -97,7 +114,7 @@ class Quantization(ABC):
 
     @abstractmethod
     def dequantize(
-        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return a box of a weight [*box.sizes] in fp32."""
 
@@ -111,7 +128,7 @@ class Quantization(ABC):
         box: Box,
         target: torch.Tensor,
         *,
-        files: Mapping[str, SafetensorsFile],
+        files: Mapping[str, TensorFile],
     ) -> None:
         """Read a box of a weight, dequantized, into `target`.
 
@@ -229,7 +246,7 @@ class ScaledMatrices(Quantization):
         return []
 
     def dequantize(
-        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return a box of a matrix in fp32. Raises ValueError for a scale that is not positive."""
         stored_shape = files[tensor.scales].tensors[tensor.scales].shape
@@ -348,7 +365,7 @@ class MXFP4(Quantization):
         return problems
 
     def dequantize(
-        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, SafetensorsFile]
+        self, tensor: QuantizedTensor, box: Box, files: Mapping[str, TensorFile]
     ) -> torch.Tensor:
         """Return a box of a tensor in fp32, from the groups of 32 elements that contain it."""
         begin, size = box.offsets[-1], box.sizes[-1]

@@ -175,7 +175,8 @@ def _folder_digest(folder: Path) -> str:
         with open_regular(path, follow_links=True) as file:
             while block := file.read(1 << 22):
                 digest.update(block)
-    for path in sorted(folder.glob("*.safetensors")) if is_folder(folder) else ():
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    for path in paths if is_folder(folder) else ():
         with open_regular(path, follow_links=True) as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(f"{path.name} {size}".encode())

@@ -23,12 +23,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.cli.gguf_file import SUFFIX
 from megatron.cli.tokenizers.base import (
     END_NAMES,
     END_OF_DOCUMENT,
     SpecialTokens,
     config_field,
 )
+from megatron.cli.tokenizers.gguf_metadata import gguf_chat_fields, gguf_tokenizer_json
 from megatron.cli.tokenizers.tiktoken import is_tiktoken
 from megatron.core.untrusted_files import MAX_TOKENIZER_BYTES, parse_json, read_regular
 
@@ -239,6 +241,8 @@ class HuggingFaceTokenizer:
     `tokenizer_class` in `tokenizer_config.json`. Without this file, a `path` to the vocabulary
     itself selects GPT-2.
 
+    A GGUF file is accepted if it contains a tokenizer.
+
     `eos_token` in a `tokenizer_config.json` in the same folder is the end-of-document token; the
     default is the first of the common names that the vocabulary contains. The post-processor of the
     file specifies the special tokens around a text, as in `transformers`.
@@ -259,7 +263,10 @@ class HuggingFaceTokenizer:
         path = path if is_file_path else _in_folder(path)
         merges = None
         try:
-            content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=is_file_path)
+            if path.suffix == SUFFIX:
+                content = gguf_tokenizer_json(path)
+            else:
+                content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=is_file_path)
             if (merges_path := merges_of(path)) is not None:
                 merges = read_regular(merges_path, MAX_TOKENIZER_BYTES)
         except OSError as error:
@@ -322,7 +329,10 @@ class HuggingFaceTokenizer:
         )
 
     def _end(self, path: Path) -> int | None:
-        eos_token = _eos_token_of(path.with_name("tokenizer_config.json"))
+        if path.suffix == SUFFIX:
+            eos_token = gguf_chat_fields(path).get("eos_token")
+        else:
+            eos_token = _eos_token_of(path.with_name("tokenizer_config.json"))
         if eos_token is not None:
             eos_id: int | None = self._tokenizer.token_to_id(eos_token)
             if eos_id is None:

@@ -8,6 +8,7 @@ and generation_config.json for a later export.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import partial, reduce
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.cli.tokenizers import build_tokenizer, guess_type
+from megatron.cli.tokenizers.gguf_metadata import gguf_chat_fields, gguf_tokenizer_json
 from megatron.core.boxes import row_boxes
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -84,6 +86,8 @@ def import_folder(
         )
         try:
             _copy_files(carried, root / CARRIED_FOLDER, follow_links=folder.follow_links)
+            for name, content in _gguf_files(folder).items():
+                replace_file(root / CARRIED_FOLDER / name, content, sync=True)
             return save_checkpoint(root, 0, chunks, extra, coordinator=Solo())
         except (CheckpointError, OSError) as error:
             raise ValueError(f"--save {save}: {error}") from error
@@ -96,6 +100,19 @@ def _copy_files(files: Mapping[str, Path | None], target: Path, *, follow_links:
         if path is not None:
             content = read_regular(path, MAX_TOKENIZER_BYTES, follow_links=follow_links)
             replace_file(target / name, content, sync=True)
+
+
+def _gguf_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
+    """Return the files of a Hugging Face folder that stand for the metadata of a GGUF file; none
+    for any other folder."""
+    if not folder.is_gguf:
+        return {}
+    files = {CONFIG: json.dumps(dict(folder.config), indent=1).encode()}
+    if folder.tokenizer is not None:
+        fields = json.dumps(gguf_chat_fields(folder.path), indent=1)
+        files["tokenizer_config.json"] = fields.encode()
+        files["tokenizer.json"] = gguf_tokenizer_json(folder.path)
+    return files
 
 
 def _chunk(opened: OpenTensors, tensor: MappedTensor, dtype: torch.dtype | None) -> TensorChunk:
@@ -151,7 +168,7 @@ def _tokenizer(folder: HuggingFaceFolder, target: Path, vocab_size: int) -> dict
     return {
         **tokenizer,
         "type": guess_type(path),
-        "model": str(target.absolute() / path.name),
+        "model": str(target.absolute() / ("tokenizer.json" if folder.is_gguf else path.name)),
         "fingerprint": built.fingerprint,
         "eod": built.eod,
         "special_tokens": built.special_tokens.to_json(),

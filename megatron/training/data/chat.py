@@ -34,7 +34,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+from megatron.cli.gguf_file import SUFFIX
 from megatron.cli.tokenizers import Tokenizer
+from megatron.cli.tokenizers.gguf_metadata import gguf_chat_fields
 from megatron.core.untrusted_files import read_json, read_text
 from megatron.training.data import template_process
 from megatron.training.data.template_process import (
@@ -453,11 +455,7 @@ def read_chat_template(
     Raises:
         ValueError: there is no such template, or the file is not a template.
     """
-    folder = None
-    if tokenizer_model is not None:
-        folder = Path(tokenizer_model)
-        folder = folder if folder.is_dir() else folder.parent
-    tokenizer_config = _read_tokenizer_config(folder)
+    folder, tokenizer_config = _tokenizer_folder(tokenizer_model)
     tokens = _special_tokens(tokenizer_config)
     if name_or_file is None:
         source = _folder_template(folder, tokenizer_config)
@@ -466,7 +464,9 @@ def read_chat_template(
                 f"{tokenizer_model or 'the tokenizer'} has no chat template: give --chat-template "
                 f"a file or one of {', '.join(BUILT_IN)}"
             )
-        return _checked(ChatTemplate(source, tokens, name=f"the chat template of {folder}"))
+        return _checked(
+            ChatTemplate(source, tokens, name=f"the chat template of {folder or tokenizer_model}")
+        )
     if name_or_file in BUILT_IN:
         name = f"the chat template {name_or_file}"
         return ChatTemplate(BUILT_IN[name_or_file], tokens, name=name)
@@ -483,11 +483,21 @@ def read_chat_template(
 
 def has_chat_template(tokenizer_model: str | Path | None) -> bool:
     """Return whether a tokenizer's folder contains a chat template."""
+    return _folder_template(*_tokenizer_folder(tokenizer_model)) is not None
+
+
+def _tokenizer_folder(
+    tokenizer_model: str | Path | None,
+) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the folder of a tokenizer and its `tokenizer_config.json`. A GGUF file has no folder;
+    its metadata contain these fields."""
     if tokenizer_model is None:
-        return False
-    folder = Path(tokenizer_model)
-    folder = folder if folder.is_dir() else folder.parent
-    return _folder_template(folder, _read_tokenizer_config(folder)) is not None
+        return None, {}
+    path = Path(tokenizer_model)
+    if path.suffix == SUFFIX:
+        return None, gguf_chat_fields(path)
+    folder = path if path.is_dir() else path.parent
+    return folder, _read_tokenizer_config(folder)
 
 
 def _checked(template: ChatTemplate) -> ChatTemplate:

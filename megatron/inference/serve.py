@@ -40,6 +40,7 @@ from megatron.inference.server.tool_parsers.formats import (
     ReasoningParserName,
     ToolParserName,
     check_parsers,
+    select_parsers,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ PROG = "python -m megatron.inference.serve"
 _REQUIRED_MODULES = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "jinja2")
 _HTTP_PROCESS = "megatron.inference.server.http_process"
 _MAX_KEY_BYTES = 4096
+_PARSER_FLAGS = ("--tool-call-parser", "--reasoning-parser")
 # How long the HTTP process may take to exit after its link is closed.
 _EXIT_SECONDS = 60.0
 
@@ -77,10 +79,12 @@ class Service:
     tokenizer's folder. Without a template there are no chat routes."""
     tool_call_parser: ToolParserName | None = None
     """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
-    is XML, also for Qwen3.5 and Nemotron 3; derived: requests with tools are refused."""
+    is XML, also for Qwen3.5 and Nemotron 3; auto selects by the chat template; derived: requests
+    with tools are refused."""
     reasoning_parser: ReasoningParserName | None = None
     """Marks around reasoning: [THINK] for mistral, channels for gpt_oss, sentences for granite,
-    <think> for the other values; derived: reasoning is part of the text."""
+    <think> for the other values; auto selects by the chat template; derived: reasoning is part of
+    the text."""
     chat_template_kwargs: tuple[str, ...] | None = None
     """Variables of the chat template that requests may set, such as enable_thinking."""
     max_queue: int = 64
@@ -330,6 +334,13 @@ def http_settings(
                 "name": chat_template.name,
             }
             check_template(service, chat_template.source, chat_template.name)
+    options = (service.tool_call_parser, service.reasoning_parser)
+    parsers = select_parsers(*options, None if template is None else template["source"])
+    if "auto" in options:
+        names = " ".join(
+            f"{flag} {name}" for flag, name in zip(_PARSER_FLAGS, parsers, strict=True) if name
+        )
+        print(f"selected parsers: {names}", file=sys.stderr, flush=True)
     return {
         "kind": "settings",
         "key": keys[0],
@@ -338,7 +349,7 @@ def http_settings(
         "template": template,
         "template_variables": list(service.chat_template_kwargs or ()),
         "no_embeddings": pooling if isinstance(pooling, str) else None,
-        "formats": {"tools": service.tool_call_parser, "reasoning": service.reasoning_parser},
+        "formats": dict(zip(("tools", "reasoning"), parsers, strict=True)),
         "card": {
             "name": service.served_model_name or Path(config.source.load).resolve().name,
             "vocab_size": loaded.vocab_size,

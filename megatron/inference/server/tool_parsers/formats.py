@@ -283,8 +283,32 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: The parser that "auto" selects: the first whose texts the chat template contains.
+_TOOL_PARSER_TEXTS: Sequence[tuple[str, Sequence[str]]] = (
+    ("gpt_oss", ["<|channel|>", "functions."]),
+    ("kimi_k2", ["<|tool_calls_section_begin|>"]),
+    ("deepseek_v3", ["<｜tool▁calls▁begin｜>", "```json"]),
+    ("deepseek_v31", ["<｜tool▁calls▁begin｜>"]),
+    ("minimax_m2", ["<minimax:tool_call>"]),
+    ("mistral", ["[TOOL_CALLS]"]),
+    ("nemotron", ["<TOOLCALL>"]),
+    ("glm47", ["</arg_key><arg_value>"]),
+    ("glm45", ["<arg_key>"]),
+    ("qwen3_coder", ["<function="]),
+    ("minimax", ["<tool_calls>"]),
+    ("llama3_json", ["<|python_tag|>"]),
+    ("hermes", ["<tool_call>"]),
+)
+_REASONING_PARSER_TEXTS: Sequence[tuple[str, Sequence[str]]] = (
+    ("gpt_oss", ["<|channel|>analysis"]),
+    ("mistral", ["[THINK]"]),
+    ("granite", ["Here is my thought process:"]),
+    ("qwen3", ["<think>"]),
+)
+
 #: Values of `--tool-call-parser` and `--reasoning-parser`; a test compares them with the tables.
 ToolParserName = Literal[
+    "auto",
     "hermes",
     "qwen3_coder",
     "qwen3_xml",
@@ -303,6 +327,7 @@ ToolParserName = Literal[
     "minimax_m2",
 ]
 ReasoningParserName = Literal[
+    "auto",
     "qwen3",
     "deepseek_r1",
     "deepseek_v3",
@@ -346,11 +371,44 @@ class AnswerFormats:
 def check_parsers(tools: str | None, reasoning: str | None) -> None:
     """Raise ValueError for parsers of two formats that exclude each other."""
     names = {ALIASES.get(name, name) for name in (tools, reasoning) if name is not None}
+    names.discard("auto")
     if len(names) > 1 and "gpt_oss" in names:
         raise ValueError(
             f"--tool-call-parser {tools} and --reasoning-parser {reasoning}: gpt_oss parses the "
             "whole answer: give it for both, or leave the other one out"
         )
+
+
+def select_parsers(
+    tools: str | None, reasoning: str | None, source: str | None
+) -> tuple[str | None, str | None]:
+    """Return the names of parsers, with "auto" replaced by the parser of the chat template.
+
+    Args:
+        tools, reasoning: values of `--tool-call-parser` and `--reasoning-parser`.
+        source: Jinja text of the chat template; None without a template.
+
+    Raises:
+        ValueError: the template has the texts of no parser, or the parsers exclude each other.
+    """
+    names = []
+    for flag, name, table in (
+        ("--tool-call-parser", tools, _TOOL_PARSER_TEXTS),
+        ("--reasoning-parser", reasoning, _REASONING_PARSER_TEXTS),
+    ):
+        selected = name
+        if name == "auto":
+            text = source or ""
+            matches = (parser for parser, texts in table if all(t in text for t in texts))
+            selected = next(matches, None)
+            if selected is None:
+                raise ValueError(
+                    f"{flag} auto: the chat template has the marks of no known format: give the "
+                    "parser's name, or leave the option out"
+                )
+        names.append(selected)
+    check_parsers(*names)
+    return names[0], names[1]
 
 
 def formats_of(tools: str | None, reasoning: str | None, tokenizer: Tokenizer) -> AnswerFormats:

@@ -17,7 +17,11 @@ import pytest
 from megatron.cli.tokenizers import ByteTokenizer
 from megatron.inference.server.chat_template import Conversation, Conversations, ToolCall, Turn
 from megatron.inference.server.tool_parsers.char_reader import CharReader
-from megatron.inference.server.tool_parsers.formats import HARMONY_MARKS, formats_of
+from megatron.inference.server.tool_parsers.formats import (
+    HARMONY_MARKS,
+    formats_of,
+    select_parsers,
+)
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 from megatron.training.data.chat import ChatTemplate
@@ -236,6 +240,10 @@ HARMONY: list[tuple[str, Parsed]] = [
     ),
     ("No header <|at|> all\n", Parsed([], "No header <|at|> all\n", "")),
     ("<|channel|>final<|message|>a <|start|> b", Parsed([], "a <|start|> b", "")),
+    (
+        "<|channel|>final<|message|>a<|start|>b<|end|>c<|message|>d",
+        Parsed([], "a<|start|>b\nc<|message|>d", ""),
+    ),
     ("<|channel|>final<|message|>", Parsed([], "", "")),
     (
         "<|channel|>commentary to=functions.now<|message|>now!",
@@ -262,6 +270,21 @@ def test_answers_without_tools_of_the_request_have_no_calls() -> None:
         parsed = parse(template, answer.text, in_reasoning=answer.in_reasoning, tools={})
         assert parsed.calls == []
         assert parsed.reasoning == "Hm"
+
+
+def test_parsers_are_selected_by_the_texts_of_the_template() -> None:
+    for template, names in PARSERS.items():
+        file = FOLDER / f"{template.removesuffix('_role')}.jinja"
+        selected = select_parsers("auto", "auto", file.read_text(encoding="utf-8"))
+        expected = formats_of(*names, tokenizer=ByteTokenizer())
+        assert formats_of(*selected, tokenizer=ByteTokenizer()) == expected, template
+    assert select_parsers("hermes", None, "<function=") == ("hermes", None)
+    assert select_parsers(None, "auto", "<think>") == (None, "qwen3")
+    for source in (None, "{{ messages }}"):
+        with pytest.raises(ValueError, match="--tool-call-parser auto"):
+            select_parsers("auto", None, source)
+    with pytest.raises(ValueError, match=r"hermes.*gpt_oss"):
+        select_parsers("hermes", "auto", "<|channel|>analysis")
 
 
 def test_answer_type_is_the_one_of_the_template() -> None:

@@ -121,6 +121,7 @@ def test_http_process_survives_a_full_log() -> None:
         ("--port 70000", "70000"),
         ("--max-queue -1", "--max-queue"),
         ("--tool-call-parser mine", "mine"),
+        ("--tool-call-parser openai --reasoning-parser qwen3", "openai"),
         ("--chat-template-kwargs enable_thinking messages", "messages"),
         ("--max-body-mb 0", "--max-body-mb"),
         ("--inference-block-size 17", "17"),
@@ -131,10 +132,12 @@ def test_invalid_options_are_one_line_before_loading(words: str, text: str) -> N
     assert text in refusal(run(serve.main, ["--load", "/nowhere", *words.split()]))
 
 
-def test_answer_options_reach_the_http_process(tmp_path: Path) -> None:
+def test_answer_options_reach_the_http_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text("{{ tools }}{{ enable_thinking }}{{ thinking }}")
-    words = f"--load x --chat-template {template} --tool-call-parser hermes"
+    template.write_text("{{ tools }}{{ enable_thinking }}{{ thinking }}<arg_key>")
+    words = f"--load x --chat-template {template} --tool-call-parser auto"
     words += " --reasoning-parser qwen3 --chat-template-kwargs enable_thinking thinking"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     loaded: Any = SimpleNamespace(
@@ -148,7 +151,8 @@ def test_answer_options_reach_the_http_process(tmp_path: Path) -> None:
     )
     settings = serve.http_settings(loaded, line.config, [None, None])
     assert settings["client"]["max_outputs"] == 3 * 16 + 64
-    assert settings["formats"] == {"tools": "hermes", "reasoning": "qwen3"}
+    assert settings["formats"] == {"tools": "glm45", "reasoning": "qwen3"}
+    assert "--tool-call-parser glm45" in capsys.readouterr().err
     assert "modules.json" in settings["no_embeddings"]
     assert settings["template_variables"] == ["enable_thinking", "thinking"]
 

@@ -30,6 +30,7 @@ from megatron.inference.server.tool_parsers.formats import (
 )
 from megatron.inference.server.tool_parsers.output_parser import OutputParser
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
+from tests.support.call_templates import PARSERS, render
 from tests.support.http_server import END
 
 BOOK = Tool(
@@ -343,3 +344,14 @@ def test_text_cannot_contain_an_unenforced_call(grammars: Grammars, choice: Any)
     parser = OutputParser(formats, {"book": unbounded.parameters})
     arguments = [p.text for p in parser.push(text, finished=True) if p.kind == "arguments"]
     assert json.loads("".join(arguments)) == {"who": "a </function> b <tool_call> c </function>"}
+
+
+@pytest.mark.parametrize("template", sorted(set(PARSERS) - {"mistral_v3"}))
+def test_calls_of_templates_are_in_the_grammar(grammars: Grammars, template: str) -> None:
+    """A model may write calls as its template does, white space included."""
+    formats = formats_of(PARSERS[template][0], None, ByteTokenizer())
+    calls_of_answer = [("now", {})] * (1 if formats.channels else 2)
+    text = render(template, calls_of_answer).text.rpartition("</think>")[2].lstrip("\n")
+    conversation = Conversation(turns=[], tools=[BOOK, NOW], choice="required")
+    grammar = tool_grammar(conversation, formats)
+    assert allowed_length(grammars, grammar, text) == len(text.encode())

@@ -72,6 +72,14 @@ class Turn:
     name: str | None = None
 
 
+#: Where the answer begins: in a new turn of the assistant, as the continuation of the last turn, or
+#: after the turns without a mark.
+AnswerStart = Literal["new turn", "last turn", "none"]
+
+#: Marks the end of the last turn in a rendered text, for its continuation.
+CONTINUE_MARK = "\ue0f3"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """The turns of a conversation, and constraints on the answer.
@@ -85,6 +93,7 @@ class Conversation:
         variables: variables of the chat template.
         hints: template variables by the field that sets them, as (variable, value); they apply if
             the template reads them.
+        answer_start: where the answer begins.
     """
 
     turns: Sequence[Turn]
@@ -94,6 +103,7 @@ class Conversation:
     parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    answer_start: AnswerStart = "new turn"
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
@@ -169,12 +179,15 @@ class Conversations:
         tools = [_tool_json(tool) for tool in listed_tools]
         _check_marks(messages, "messages")
         _check_marks([tools, conversation.variables], "tools")
+        continues = conversation.answer_start == "last turn"
+        if continues:
+            messages[-1]["content"] += CONTINUE_MARK
         try:
             # A separate process renders the template, with limits on time and memory.
             text = await asyncio.to_thread(
                 self._template.render,
                 messages,
-                add_generation_prompt=True,
+                add_generation_prompt=conversation.answer_start == "new turn",
                 tools=tools,
                 variables={**hints, **conversation.variables},
             )
@@ -187,11 +200,24 @@ class Conversations:
             raise ApiError(
                 400, "the chat template takes too long to render these messages", param="messages"
             ) from None
-        tokens = await asyncio.to_thread(self._tokens, text)
         reasoning_format = self._formats.reasoning
-        in_reasoning = reasoning_format is not None and text.rstrip().endswith(
-            reasoning_format.begin
-        )
+        if continues:
+            text, mark, _ = text.partition(CONTINUE_MARK)
+            if not mark:
+                raise ApiError(
+                    400,
+                    "the chat template does not render the last message, so it cannot be continued",
+                    param="messages",
+                )
+            written = conversation.turns[-1].text
+            in_reasoning = reasoning_format is not None and written.rfind(
+                reasoning_format.begin
+            ) > written.rfind(reasoning_format.end)
+        else:
+            in_reasoning = reasoning_format is not None and text.rstrip().endswith(
+                reasoning_format.begin
+            )
+        tokens = await asyncio.to_thread(self._tokens, text)
         return Prompt(tokens=tokens, in_reasoning=in_reasoning)
 
     def reads(self, variable: str) -> bool:
@@ -309,9 +335,9 @@ def _check_marks(value: Any, param: str) -> None:
             text = json.dumps(entry, ensure_ascii=False)
         except RecursionError:
             raise ApiError(400, f"{param}.{index}: nested too deep", param=param) from None
-        if any(mark in text for mark in (END_MARK, *GENERATION_MARKS)):
+        if any(mark in text for mark in (END_MARK, CONTINUE_MARK, *GENERATION_MARKS)):
             raise ApiError(
                 400,
-                f"{param}.{index}: U+E0F0 to U+E0F2 are reserved: leave them out",
+                f"{param}.{index}: U+E0F0 to U+E0F3 are reserved: leave them out",
                 param=param,
             )

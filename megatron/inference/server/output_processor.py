@@ -50,12 +50,19 @@ class GenerationRequest:
         requests: one request per output, in the order of the prompts.
         n: number of outputs per prompt.
         stop: strings that end an output; the engine handles tokens only.
+        include_stop: the text of an output includes the stop string or stop token that ended it.
+        skip_special_tokens: the text of an output leaves out special tokens.
+        prompt_only: report the prompt's log-probabilities and no new token. The engine still
+            samples one token.
         names: the API's names of fields of `EngineRequest`, where they differ.
     """
 
     requests: Sequence[EngineRequest]
     n: int = 1
     stop: Sequence[str] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    prompt_only: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, engine_field: str) -> str | None:
@@ -158,7 +165,13 @@ class Generation:
         ids, self._outputs = client.add_requests(request.requests)
         self._output_index = {request_id: index for index, request_id in enumerate(ids)}
         self._streams = [
-            TextStream(decode, context=engine_request.prompt, stop=request.stop)
+            TextStream(
+                decode,
+                context=engine_request.prompt,
+                stop=request.stop,
+                include_stop=request.include_stop,
+                min_tokens=engine_request.min_new_tokens,
+            )
             for engine_request in request.requests
         ]
         # Requests with prompt log-probabilities compute the whole prompt.
@@ -201,8 +214,14 @@ class Generation:
     def _delta(self, engine_delta: OutputDelta) -> Delta:
         index = self._output_index[engine_delta.request_id]
         stream, reason = self._streams[index], engine_delta.finish_reason
+        if self.request.prompt_only:
+            engine_delta = engine_delta._replace(
+                tokens=(), logprobs=(), top_logprobs=(), epochs=(), finish_reason="length"
+            )
+            reason = "length"
         # The token that ends a document has no text.
-        num_text_tokens = len(engine_delta.tokens) - (reason == "stop")
+        hides_stop = reason == "stop" and not self.request.include_stop
+        num_text_tokens = len(engine_delta.tokens) - hides_stop
         text = stream.push(engine_delta.tokens[:num_text_tokens], finished=bool(reason))
         if stream.stopped is not None:
             reason = "stop"

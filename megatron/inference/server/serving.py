@@ -36,6 +36,7 @@ from megatron.inference.server.protocol.body import (
     parse_body,
 )
 from megatron.inference.server.protocol.generation import GenerationBody
+from megatron.inference.server.protocol.token_text import decode_with_special_tokens
 from megatron.inference.server.tool_parsers.formats import (
     AnswerFormats,
     decode_with_marks,
@@ -90,7 +91,9 @@ class Server:
             self._check(engine_request, request)
         with admission():
             decode = self.tokenizer.detokenize
-            if parsers and self.formats.marks:
+            if not request.skip_special_tokens:
+                decode = partial(decode_with_special_tokens, self.tokenizer)
+            elif parsers and self.formats.marks:
                 decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
             return Generation(self.client, decode, self.metrics, request, parsers=parsers)
 
@@ -167,12 +170,22 @@ def engine_lost() -> ApiError:
     return ApiError(503, "the engine has stopped: the server is shutting down", retry_seconds=10)
 
 
-async def text_tokens(server: Server, prompts: Prompts) -> list[list[int]]:
-    """Return the token ids of each prompt; prompts may be texts or token ids."""
+async def text_tokens(
+    server: Server, prompts: Prompts, *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return the token ids of each prompt; prompts may be texts or token ids.
+
+    Args:
+        server: the server.
+        prompts: one prompt or several.
+        add_special_tokens: whether texts get the special tokens of the tokenizer.
+    """
     texts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
 
     def tokens(text: Any) -> list[int]:
-        return server.tokenizer.tokenize(text) if isinstance(text, str) else list(text)
+        if not isinstance(text, str):
+            return list(text)
+        return server.tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
 
     if sum(len(text) for text in texts if isinstance(text, str)) <= SHORT_TEXTS:
         return [tokens(text) for text in texts]
@@ -208,8 +221,9 @@ async def begin_answer(
     if thinking_budget is not None:
         _check_budget(server)
     prompt = await server.conversations.prompt(conversation)
+    prompt_tokens = body.truncate(prompt.tokens, server.card.max_length, max_new_tokens)
     if max_new_tokens is None:
-        max_new_tokens = _remaining_tokens(server, len(prompt.tokens), names)
+        max_new_tokens = _remaining_tokens(server, len(prompt_tokens), names)
     makers = chat_grammar_makers(
         body,
         [(names.get(name, name), make) for name, make in grammar_makers(body)],
@@ -224,13 +238,14 @@ async def begin_answer(
             server.formats, server.tokenizer, thinking_budget, in_reasoning=prompt.in_reasoning
         )
     generation_request = body.generation_request(
-        [prompt.tokens],
+        [prompt_tokens],
         default_stop_tokens=server.card.stop_tokens,
         max_new_tokens=max_new_tokens,
         logprobs=logprobs,
         names=names,
         grammar=grammar,
         reasoning_limit=limit,
+        **body.token_constraints(server.tokenizer),
     )
     tools = {tool.name: tool.parameters for tool in conversation.callable_tools}
     parsers = [

@@ -18,7 +18,7 @@ async def chat(server: Server, request: Request) -> Response:
     """Answer `POST /v1/chat/completions`."""
     body = await server.read(request, ChatBody)
     server.check_model(body.model)
-    body.check_stream_options()
+    body.check_stream()
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     generation = await begin_answer(
@@ -37,6 +37,7 @@ async def chat(server: Server, request: Request) -> Response:
         generation.usage,
         model=server.card.name,
         tokenizer=server.tokenizer,
+        prompt=generation.request.requests[0].prompt,
         request_id=request.state.request_id,
     )
     return await respond(request, generation, formatter, server.limits, stream=bool(body.stream))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ async def completions(server: Server, request: Request) -> Response:
     """Answer `POST /v1/completions`."""
     body = await server.read(request, CompletionBody)
     server.check_model(body.model)
-    body.check_stream_options()
+    body.check_stream()
     if body.best_of not in (None, body.n or 1):
         raise ApiError(
             400,
@@ -35,19 +36,27 @@ async def completions(server: Server, request: Request) -> Response:
     eod = server.tokenizer.eod
     # An empty text becomes the end-of-document token, as in training.
     empty_prompt = [] if eod is None else [eod]
-    prompts = [tokens or empty_prompt for tokens in await text_tokens(server, body.prompt)]
+    max_new_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    texts = await text_tokens(server, body.prompt, add_special_tokens=body.add_special_tokens)
+    prompts = [
+        body.truncate(tokens or empty_prompt, server.card.max_length, max_new_tokens)
+        for tokens in texts
+    ]
     grammar = None
     if body.constrains_output:
         grammar = await compiled_grammar(server.grammars, body, grammar_makers(body))
     generation_request = body.generation_request(
         prompts,
         default_stop_tokens=server.card.stop_tokens,
-        max_new_tokens=body.max_tokens or COMPLETION_TOKENS,
+        max_new_tokens=max(max_new_tokens, 1),
         logprobs=body.logprobs,
         names={"max_new_tokens": "max_tokens"},
         prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         grammar=grammar,
+        **body.token_constraints(server.tokenizer),
     )
+    if max_new_tokens == 0:
+        generation_request = dataclasses.replace(generation_request, prompt_only=True)
     generation = server.generate(generation_request)
     formatter = CompletionFormatter(
         body,

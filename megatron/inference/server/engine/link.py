@@ -60,10 +60,14 @@ def from_message(cls: type[T], message: Mapping[str, Any]) -> T:
         cls: the dataclass.
         message: return value of `to_message`.
     """
+
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
     types, values = _field_types(cls), {}
     for name, value in message.items():
         if isinstance(value, list):
-            values[name] = tuple(value)
+            values[name] = tuples(value)
         elif dataclasses.is_dataclass(types[name]):
             values[name] = from_message(types[name], value)
         else:

@@ -25,8 +25,9 @@ from megatron.cli.tokenizers import ByteTable, HuggingFaceTokenizer, Tokenizer
 #: Size of the cache of compiled grammars (least recently used are evicted).
 MAX_CACHED_GRAMMARS = 64
 
-#: White space between JSON tokens: enough to indent, but bounded.
-WHITE_SPACE = r"[ \n\t]{0,16}"
+#: White space between JSON tokens: at most one blank, so that a model cannot fill its answer with
+#: white space.
+WHITE_SPACE = r" ?"
 _MAX_REASON_CHARS = 300
 
 
@@ -34,10 +35,15 @@ class BadGrammar(ValueError):
     """An invalid grammar; the text is one line for the user."""
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON that follows a schema."""
+def json_grammar(schema: Mapping[str, Any], *, whitespace: str | None = None) -> str:
+    """Return the grammar of JSON that follows a schema.
+
+    Args:
+        schema: the JSON schema.
+        whitespace: regular expression of white space between tokens; None for `WHITE_SPACE`.
+    """
     return llguidance.LLMatcher.grammar_from_json_schema(
-        dict(schema), overrides={"whitespace_pattern": WHITE_SPACE}
+        dict(schema), overrides={"whitespace_pattern": whitespace or WHITE_SPACE}
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from megatron.inference.server.chat_template import Conversation
 from megatron.inference.server.guided_decoding.grammars import (
@@ -46,8 +47,11 @@ def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
         schema = response_format.json_schema.json_schema
         all_makers.append(("response_format", partial(json_grammar, schema)))
     if structured is not None:
-        makers = (
-            (structured.json_schema, json_grammar),
+        makers: tuple[tuple[Any, Callable[..., str]], ...] = (
+            (
+                structured.json_schema,
+                partial(json_grammar, whitespace=structured.whitespace_pattern),
+            ),
             (structured.regex, regex_grammar),
             (structured.choice, choice_grammar),
             (structured.grammar, lark_grammar),

@@ -12,6 +12,7 @@ from pydantic import Field
 from megatron.cli.tokenizers import Tokenizer
 from megatron.inference.server.chat_template import (
     NO_PARAMETERS,
+    AnswerStart,
     Conversation,
     Tool,
     ToolCall,
@@ -38,7 +39,11 @@ from megatron.inference.server.protocol.body import (
 )
 from megatron.inference.server.protocol.completions import ChoicesFormatter, ending
 from megatron.inference.server.protocol.generation import GenerationBody
-from megatron.inference.server.protocol.token_text import token_bytes, token_text
+from megatron.inference.server.protocol.token_text import (
+    prompt_logprobs,
+    token_bytes,
+    token_text,
+)
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 
@@ -173,6 +178,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: Annotated[Any, ServedValues((False,), "write them in the template")] = None
+    echo: Annotated[Any, ServedValues((False,), "use /v1/completions")] = None
+    include_reasoning: Annotated[Any, ServedValues((True,))] = None
+    chat_template: Annotated[Any, ServedValues(fix="start the server with --chat-template")] = None
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     modalities: Annotated[Any, ServedValues((["text"],))] = None
@@ -215,7 +226,26 @@ class ChatBody(GenerationBody):
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
             hints=self.template_hints,
+            answer_start=self._answer_start(),
         )
+
+    def _answer_start(self) -> AnswerStart:
+        """Return how the prompt ends. Raises ApiError for contradicting fields."""
+        if not self.continue_final_message:
+            return "new turn" if self.add_generation_prompt else "none"
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise ApiError(
+                400,
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+        if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+            raise ApiError(
+                400,
+                "continue_final_message needs a text of the assistant as the last message",
+                param="continue_final_message",
+            )
+        return "last turn"
 
 
 class ChatFormatter(ChoicesFormatter):
@@ -226,6 +256,7 @@ class ChatFormatter(ChoicesFormatter):
         usage: token counts of the request, which grow with each delta.
         model: name of the model.
         tokenizer: tokenizer of the model.
+        prompt: token ids of the prompt.
         request_id: id of the request, for errors.
     """
 
@@ -236,6 +267,7 @@ class ChatFormatter(ChoicesFormatter):
         *,
         model: str,
         tokenizer: Tokenizer,
+        prompt: Sequence[int],
         request_id: str,
     ) -> None:
         super().__init__(
@@ -245,13 +277,27 @@ class ChatFormatter(ChoicesFormatter):
             chunk_kind="chat.completion.chunk",
             id_prefix="chatcmpl",
             model=model,
-            include_usage=body.include_usage,
+            usage_chunks=body.usage_chunks,
             request_id=request_id,
         )
         self._tokenizer, self._logprobs = tokenizer, bool(body.logprobs)
+        self._num_top, self._prompt_logprobs = body.top_logprobs or 0, body.prompt_logprobs
+        self._prompt = prompt if body.return_token_ids else None
         self._started: set[int] = set()
         self._epochs: dict[int, list[int]] = {}
         self._calls = [-1] * self.outputs  # index of the newest call
+
+    def complete(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the complete response, with the prompt's tokens and scores if requested."""
+        response = super().complete(deltas)
+        if self._prompt is not None:
+            response["prompt_token_ids"] = list(self._prompt)
+        if self._prompt_logprobs is not None:
+            scores = deltas[0].prompt_scores or ()
+            response["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, scores, self._prompt_logprobs
+            )
+        return response
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the choice of a complete output from all of its deltas."""
@@ -280,6 +326,7 @@ class ChatFormatter(ChoicesFormatter):
             "message": message,
             "logprobs": self._scores(scores),
             "weight_epochs": [epoch for delta in deltas for epoch in delta.epochs],
+            **self._token_ids(scores),
             **ending(deltas[-1]),
         }
 
@@ -289,18 +336,22 @@ class ChatFormatter(ChoicesFormatter):
         choices = []
         if delta.index not in self._started:
             self._started.add(delta.index)
-            choices.append(self._chunk_choice(delta.index, {"role": "assistant", "content": ""}))
+            prompt = {} if self._prompt is None else {"prompt_token_ids": list(self._prompt)}
+            role = {"role": "assistant", "content": ""}
+            choices.append(self._chunk_choice(delta.index, role, **prompt))
         # The epochs of tokens without text yet are sent with the next chunk.
         epochs = [*self._epochs.pop(delta.index, ()), *delta.epochs]
         chunk_fields = [
             fields for segment in delta.segments if (fields := self._fields(delta.index, segment))
         ]
-        if not chunk_fields and self._logprobs and delta.scores:
+        reports_tokens = self._logprobs or self._prompt is not None
+        if not chunk_fields and reports_tokens and delta.scores:
             chunk_fields.append({"content": ""})
         for fields in chunk_fields:
             choices.append(self._chunk_choice(delta.index, fields))
         if chunk_fields:  # only one chunk of a step reports its tokens
             token_fields = {"logprobs": self._scores(delta.scores), "weight_epochs": epochs}
+            token_fields |= self._token_ids(delta.scores)
             choices[-len(chunk_fields)] |= token_fields
             epochs = []
         if delta.finish_reason:
@@ -332,6 +383,10 @@ class ChatFormatter(ChoicesFormatter):
     def _chunk_choice(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
+    def _token_ids(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
+        """Return the field `token_ids` if it is requested."""
+        return {} if self._prompt is None else {"token_ids": [score.id for score in scores]}
+
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
@@ -344,7 +399,7 @@ class ChatFormatter(ChoicesFormatter):
             "content": [
                 {
                     **token_score(score.id, score.logprob),
-                    "top_logprobs": [token_score(*top) for top in score.top],
+                    "top_logprobs": [token_score(*top) for top in score.top[: self._num_top]],
                 }
                 for score in scores
             ],

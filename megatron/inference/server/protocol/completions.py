@@ -16,9 +16,13 @@ from pydantic import Field
 from megatron.cli.tokenizers import Tokenizer
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
 from megatron.inference.server.protocol.api_error import ApiError
-from megatron.inference.server.protocol.body import MAX_LOGPROBS, Prompts, ServedValues
-from megatron.inference.server.protocol.generation import GenerationBody
-from megatron.inference.server.protocol.token_text import TextOffsets, token_text
+from megatron.inference.server.protocol.body import MAX_LOGPROBS, MAX_TOKENS, Prompts, ServedValues
+from megatron.inference.server.protocol.generation import GenerationBody, UsageChunks
+from megatron.inference.server.protocol.token_text import (
+    TextOffsets,
+    prompt_logprobs,
+    token_text,
+)
 
 # Size of the cache of token texts of a response.
 _CACHED_TEXTS = 4096
@@ -36,7 +40,7 @@ class ChoicesFormatter(ABC):
         kind, chunk_kind: `object` of a complete response and of a chunk.
         id_prefix: prefix of the response's id.
         model: name of the model.
-        include_usage: report the usage in the last chunk.
+        usage_chunks: chunks of a stream that report the usage so far.
         request_id: id of the request, for errors.
     """
 
@@ -49,12 +53,12 @@ class ChoicesFormatter(ABC):
         chunk_kind: str,
         id_prefix: str,
         model: str,
-        include_usage: bool,
+        usage_chunks: UsageChunks,
         request_id: str,
     ) -> None:
         self.outputs, self._usage = outputs, usage
         self._kind, self._chunk_kind = kind, chunk_kind
-        self._include_usage, self._request_id = include_usage, request_id
+        self._usage_chunks, self._request_id = usage_chunks, request_id
         self._id, self._created = f"{id_prefix}-{secrets.token_hex(12)}", int(time.time())
         self._model = model
 
@@ -76,11 +80,14 @@ class ChoicesFormatter(ABC):
 
     def events(self, delta: Delta) -> list[str]:
         """Return the chunks of a delta."""
-        return [self._chunk([choice], usage=None) for choice in self.chunk_choices(delta)]
+        usage = self._usage.to_json() if self._usage_chunks == "all" else None
+        return [self._chunk([choice], usage=usage) for choice in self.chunk_choices(delta)]
 
     def closing_events(self) -> list[str]:
         """Return the chunk with the usage, if it is requested, and the end of the stream."""
-        usage = [self._chunk([], usage=self._usage.to_json())] if self._include_usage else []
+        usage = (
+            [self._chunk([], usage=self._usage.to_json())] if self._usage_chunks != "none" else []
+        )
         return [*usage, STREAM_END]
 
     def error(self, error: ApiError) -> str:
@@ -92,7 +99,7 @@ class ChoicesFormatter(ABC):
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunk(self, choices: Sequence[dict[str, Any]], *, usage: dict[str, Any] | None) -> str:
-        usage_field = {"usage": usage} if self._include_usage else {}
+        usage_field = {"usage": usage} if self._usage_chunks != "none" else {}
         return json.dumps({**self._head(self._chunk_kind), "choices": choices, **usage_field})
 
 
@@ -105,6 +112,8 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    add_special_tokens: bool = True
     echo: bool | None = None
     best_of: int | None = None
     suffix: Annotated[Any, ServedValues(("",))] = None
@@ -140,11 +149,13 @@ class CompletionFormatter(ChoicesFormatter):
             chunk_kind="text_completion",
             id_prefix="cmpl",
             model=model,
-            include_usage=body.include_usage,
+            usage_chunks=body.usage_chunks,
             request_id=request_id,
         )
         self._tokenizer, self._prompts = tokenizer, prompts
-        self._logprobs = body.logprobs is not None
+        self._logprobs, self._num_top = body.logprobs is not None, body.logprobs or 0
+        self._echo, self._prompt_logprobs = bool(body.echo), body.prompt_logprobs
+        self._return_token_ids = body.return_token_ids
         self._prefixes = [tokenizer.detokenize(prompt) if body.echo else "" for prompt in prompts]
         self._started: set[int] = set()
         self._offsets: dict[int, TextOffsets] = {}
@@ -157,6 +168,9 @@ class CompletionFormatter(ChoicesFormatter):
         choices = [choice for delta in deltas for choice in self.chunk_choices(delta)]
         merged = {**choices[-1], "text": "".join(choice["text"] for choice in choices)}
         merged["weight_epochs"] = [epoch for choice in choices for epoch in choice["weight_epochs"]]
+        merged |= {name: value for name, value in choices[0].items() if name not in merged}
+        if self._return_token_ids:
+            merged["token_ids"] = [token for choice in choices for token in choice["token_ids"]]
         if self._logprobs:
             names = merged["logprobs"]
             merged["logprobs"] = {
@@ -168,8 +182,17 @@ class CompletionFormatter(ChoicesFormatter):
         """Return the choice of a delta."""
         text = delta.text
         prompt_index = delta.index * len(self._prompts) // self.outputs
+        fields: dict[str, Any] = {}
+        if self._return_token_ids:
+            fields["token_ids"] = [score.id for score in delta.scores]
         if delta.index not in self._started:
             self._started.add(delta.index)
+            if self._return_token_ids:
+                fields["prompt_token_ids"] = list(self._prompts[prompt_index])
+            if self._prompt_logprobs is not None:
+                fields["prompt_logprobs"] = prompt_logprobs(
+                    self._tokenizer, delta.prompt_scores or (), self._prompt_logprobs
+                )
             text = self._prefixes[prompt_index] + text
             if self._logprobs:
                 prompt, start = self._prompts[prompt_index], len(self._prefixes[prompt_index])
@@ -178,12 +201,12 @@ class CompletionFormatter(ChoicesFormatter):
         logprobs = None
         if self._logprobs:
             logprobs = self._scores(delta.scores, self._offsets[delta.index])
-        if logprobs is not None and delta.prompt_scores is not None:
+        if logprobs is not None and self._echo and delta.prompt_scores is not None:
             offsets = TextOffsets(self._tokenizer, (), start=0)
             prompt_columns = self._scores(delta.prompt_scores, offsets)
             logprobs = {name: prompt_columns[name] + logprobs[name] for name in logprobs}
         choice = {"index": delta.index, "text": text, "logprobs": logprobs, **ending(delta)}
-        return [{**choice, "weight_epochs": list(delta.epochs)}]
+        return [{**choice, "weight_epochs": list(delta.epochs), **fields}]
 
     def _scores(self, scores: Sequence[TokenScore], offsets: TextOffsets) -> dict[str, list[Any]]:
         """Return log-probabilities as columns."""
@@ -213,7 +236,7 @@ class CompletionFormatter(ChoicesFormatter):
         if score.logprob is None:
             return None
         alternatives: dict[str, float] = {}
-        for token, logprob in score.top:
+        for token, logprob in score.top[: self._num_top]:
             name = text if token == score.id else self._text(token)
             if name in alternatives or (name == text and token != score.id):
                 name = f"token_id:{token}"

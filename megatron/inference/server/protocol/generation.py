@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.requests import EngineRequest
 from megatron.core.inference.sampling import SamplingParams
 from megatron.inference.server.output_processor import GenerationRequest
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
+    MAX_LOGPROBS,
     MAX_OUTPUTS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -23,14 +26,24 @@ from megatron.inference.server.protocol.body import (
     Body,
     NoEffect,
     ServedValues,
+    Text,
     Token,
 )
 
 MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 64
 MAX_BIASES = 1024
 #: Most characters of a grammar or a regular expression.
 MAX_GRAMMAR = 64 << 10
 MAX_CHOICES = 1024
+
+UsageChunks = Literal["none", "last", "all"]
+#: The names of fields of `EngineRequest` in all APIs, where they differ.
+ENGINE_FIELD_NAMES: Mapping[str, str] = {
+    "min_new_tokens": "min_tokens",
+    "allowed_tokens": "allowed_token_ids",
+    "banned_sequences": "bad_words",
+}
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
@@ -77,7 +90,8 @@ def schema_format(schema: dict[str, Any]) -> JsonSchemaFormat:
 
 
 class StructuredOutputs(Body):
-    """The constraint on an output: exactly one field is set."""
+    """The constraint on an output: exactly one of `json`, `regex`, `choice` and `grammar` is set;
+    `whitespace_pattern` is the regular expression of white space between JSON tokens."""
 
     json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
@@ -89,6 +103,7 @@ class StructuredOutputs(Body):
         | None
     ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class ForeignFields(Body):
@@ -107,6 +122,7 @@ class ForeignFields(Body):
     max_length: Annotated[Any, ServedValues(fix="use max_tokens")] = None
     n_predict: Annotated[Any, ServedValues(fix="use max_tokens")] = None
     min_new_tokens: Annotated[Any, ServedValues((0,), "use min_tokens")] = None
+    min_length: Annotated[Any, ServedValues((0,), "use min_tokens")] = None
     repeat_penalty: Annotated[Any, ServedValues((1,), "use repetition_penalty")] = None
     temp: Annotated[Any, ServedValues(fix="use temperature")] = None
     stop_sequences: Annotated[Any, ServedValues(([],), "use stop")] = None
@@ -148,6 +164,27 @@ class GenerationBody(ForeignFields):
         Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
     structured_outputs: StructuredOutputs | None = None
+    # Earlier names of the fields of `structured_outputs`.
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: NoEffect = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[_Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: NoEffect = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: Annotated[Any, ServedValues((False,), "use return_token_ids")] = (
+        None
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: NoEffect = None
     user: NoEffect = None
     metadata: NoEffect = None
     service_tier: NoEffect = None
@@ -157,14 +194,82 @@ class GenerationBody(ForeignFields):
     prediction: NoEffect = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether the last chunk of a stream reports the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_chunks(self) -> UsageChunks:
+        """The chunks of a stream that report the usage."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "all" if options.continuous_usage_stats else "last"
 
-    def check_stream_options(self) -> None:
-        """Raise ApiError for stream options without `stream`."""
+    def check_stream(self) -> None:
+        """Raise ApiError for options of streams without `stream`, and the reverse."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_guided_fields(cls, fields: Any) -> Any:
+        """Move the fields `guided_*` to `structured_outputs`."""
+        if not isinstance(fields, dict):
+            return fields
+        guided = {
+            name: fields[f"guided_{name}"]
+            for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+            if fields.get(f"guided_{name}") is not None
+        }
+        if not guided:
+            return fields
+        name = f"guided_{next(iter(guided))}"
+        if fields.get("structured_outputs") is not None:
+            raise ApiError(400, f"{name}: give structured_outputs or this field", param=name)
+        if isinstance(guided.get("json"), str):
+            try:
+                guided["json"] = json.loads(guided["json"])
+            except (ValueError, RecursionError):
+                raise ApiError(400, "guided_json is not valid JSON", param=name) from None
+        return {**fields, "structured_outputs": guided}
+
+    def token_constraints(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the fields of `EngineRequest` that restrict the tokens of an output.
+
+        A bad word is banned as the tokens of the word, and of the word after a blank.
+        """
+        banned = []
+        for word in self.bad_words or ():
+            for text in dict.fromkeys((word, f" {word.lstrip()}")):
+                tokens = tokenizer.tokenize(text, add_special_tokens=False)
+                if tokens and tokens not in banned:
+                    banned.append(tokens)
+        return {
+            "min_new_tokens": self.min_tokens or 0,
+            "allowed_tokens": tuple(self.allowed_token_ids or ()),
+            "banned_sequences": tuple(map(tuple, banned)),
+        }
+
+    def truncate(
+        self, tokens: Sequence[int], max_length: int | None, max_new_tokens: int | None
+    ) -> Sequence[int]:
+        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens`.
+
+        Args:
+            tokens: token ids of the prompt.
+            max_length: longest sequence of the model; -1 leaves room for the new tokens in it.
+            max_new_tokens: most new tokens; None reserves one token.
+        """
+        count = self.truncate_prompt_tokens
+        if count == -1 and max_length is not None:
+            count = max(1, max_length - (max_new_tokens or 1))
+        if count is None or count < 0:
+            return tokens
+        if count == 0:
+            raise ApiError(
+                400,
+                "truncate_prompt_tokens is 0: give a positive number, or -1",
+                param="truncate_prompt_tokens",
+            )
+        return tokens[-count:]
 
     @property
     def constrains_output(self) -> bool:
@@ -193,8 +298,10 @@ class GenerationBody(ForeignFields):
             fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.seed is None:
             fields["seed"] = secrets.randbits(63)
-        # Each API has its own field for the number of alternatives.
+        # Each API has its own field for the number of alternatives. The prompt may need more.
         fields["logprobs"] = logprobs
+        if self.prompt_logprobs is not None:
+            fields["logprobs"] = max(self.prompt_logprobs, logprobs or 0)
         return SamplingParams(**{k: value for k, value in fields.items() if value is not None})
 
     def generation_request(
@@ -227,7 +334,12 @@ class GenerationBody(ForeignFields):
             sampling=self.sampling(logprobs=logprobs),
             stop_tokens=tuple(sorted(stop_tokens)),
             priority=self.priority or 0,
-            **engine_fields,
+            cache_salt=self.cache_salt or "",
+            **{
+                **engine_fields,
+                "prompt_logprobs": self.prompt_logprobs is not None
+                or engine_fields.get("prompt_logprobs", False),
+            },
         )
         n = self.n or 1
         outputs = [tuple(prompt) for prompt in prompts for _ in range(n)]
@@ -238,5 +350,7 @@ class GenerationBody(ForeignFields):
             ],
             n=n,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            names=names,
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            names={**ENGINE_FIELD_NAMES, **names},
         )

@@ -222,11 +222,12 @@ class CountBody(Body):
         """
         turns = [] if self.system is None else [Turn(role="system", text=_joined_text(self.system))]
         turns += [turn for message in self.messages for turn in message.turns()]
-        if turns[-1].role == "assistant":
+        continues = turns[-1].role == "assistant"
+        if continues and (turns[-1].calls or self.tools):
             raise ApiError(
                 400,
-                "messages: the last message is the assistant's: this server does not "
-                "continue responses",
+                "messages: the last message is the assistant's: it can be continued only if it is "
+                "a text and there are no tools",
             )
         tools = [
             Tool(
@@ -257,6 +258,7 @@ class CountBody(Body):
             parallel=not use.disable_parallel_tool_use,
             variables=variables,
             hints=self.template_hints,
+            answer_start="last turn" if continues else "new turn",
         )
 
 

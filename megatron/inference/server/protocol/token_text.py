@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.core.inference.text_stream import REPLACEMENT, TextStream
+from megatron.inference.server.output_processor import TokenScore
 
 
 def token_text(tokenizer: Tokenizer, token: int, *, mark: str = "") -> str:
@@ -25,6 +27,47 @@ def token_text(tokenizer: Tokenizer, token: int, *, mark: str = "") -> str:
         return raw.decode() or f"token_id:{token}"
     except UnicodeDecodeError:
         return mark + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def decode_with_special_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of token ids, with the names of special tokens in it."""
+    texts: list[str] = []
+    start = 0
+    for index, token in enumerate(tokens):
+        if tokenizer.bytes_of(token) is None and not tokenizer.detokenize([token]):
+            texts += [tokenizer.detokenize(tokens[start:index]), tokenizer.name_of(token) or ""]
+            start = index + 1
+    return "".join([*texts, tokenizer.detokenize(tokens[start:])])
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, scores: Sequence[TokenScore], num_top: int
+) -> list[dict[str, Any] | None]:
+    """Return log-probabilities of a prompt in vLLM's format, None for its first token.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        scores: score of each prompt token.
+        num_top: alternatives per token.
+    """
+    entries: list[dict[str, Any] | None] = []
+    for score in scores:
+        if score.logprob is None:
+            entries.append(None)
+            continue
+        ranks = {token: rank for rank, (token, _) in enumerate(score.top, 1)}
+        logprobs = {score.id: score.logprob, **dict(score.top[:num_top])}
+        entries.append(
+            {
+                str(token): {
+                    "logprob": logprob,
+                    "rank": ranks.get(token),
+                    "decoded_token": token_text(tokenizer, token),
+                }
+                for token, logprob in logprobs.items()
+            }
+        )
+    return entries
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:

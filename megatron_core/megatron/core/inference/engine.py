@@ -60,6 +60,7 @@ from megatron.core.inference.requests import (
 )
 from megatron.core.inference.scheduler import Scheduler
 from megatron.core.inference.stages import PipelineGroups, StageLink
+from megatron.core.inference.token_constraints import constrained
 from megatron.core.process_groups import Group
 
 
@@ -179,6 +180,7 @@ class Engine:
         """
         self.check(request)
         request, request_id = request.with_id(self._next_id, self._num_unfinished)
+        request = constrained(request, self.vocab_size)
         # Only the first output computes the prompt's log-probabilities; the others share them.
         outputs, prompt_scores = [], PromptScores.begin(request)
         for index in range(request.n):
@@ -188,6 +190,7 @@ class Engine:
                 max_length=len(request.prompt) + request.max_new_tokens,
                 priority=request.priority,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
+                cache_salt=request.cache_salt,
                 needs_output_tokens=request.mask is not None or request.sampling.penalizes,
                 draft_length=DraftLength(max_drafts=self.config.num_speculative_tokens),
             )

@@ -36,7 +36,11 @@ SNAPSHOTS_PER_PROMPT = 10
 
 
 def hash_blocks(
-    tokens: Sequence[int], block_size: int, *, prefix_hashes: Sequence[bytes] = ()
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    prefix_hashes: Sequence[bytes] = (),
+    salt: str = "",
 ) -> list[bytes]:
     """Return the hash of each full block of a sequence.
 
@@ -47,13 +51,16 @@ def hash_blocks(
         tokens: token ids of the sequence.
         block_size: tokens per block.
         prefix_hashes: hashes of the first blocks, to avoid computing them again.
+        salt: separates the hashes of equal sequences; see `EngineRequest.cache_salt`.
     """
+    # The salt takes the place of the parent of the first block, so it is part of every hash.
+    salt_hash = hashlib.sha256(salt.encode()).digest() if salt else b""
     hashes = list(prefix_hashes)
     for index in range(len(hashes), len(tokens) // block_size):
         block_tokens = np.asarray(
             tokens[index * block_size : (index + 1) * block_size], dtype=np.int64
         )
-        parent_hash = hashes[-1] if hashes else b""
+        parent_hash = hashes[-1] if hashes else salt_hash
         hashes.append(hashlib.sha256(parent_hash + block_tokens.tobytes()).digest())
     return hashes
 
@@ -259,7 +266,9 @@ class KVCacheManager:
         another sequence is about to compute its next block."""
         if not self.prefix_caching:
             return CachedPrefix([], None, 0)
-        seq.block_hashes = hash_blocks(seq.tokens, self.block_size, prefix_hashes=seq.block_hashes)
+        seq.block_hashes = hash_blocks(
+            seq.tokens, self.block_size, prefix_hashes=seq.block_hashes, salt=seq.cache_salt
+        )
         # Cached tokens have no logits, so such a prompt is computed completely.
         if seq.needs_prompt_logits:
             return CachedPrefix([], None, 0)
@@ -381,7 +390,10 @@ class KVCacheManager:
         size = self.block_size
         start, end = num_before // size, seq.num_computed_tokens // size
         seq.block_hashes = hash_blocks(
-            seq.tokens[: end * size], size, prefix_hashes=seq.block_hashes
+            seq.tokens[: end * size],
+            size,
+            prefix_hashes=seq.block_hashes,
+            salt=seq.cache_salt,
         )
         for block in range(start, end):
             block_hash = seq.block_hashes[block]

@@ -103,6 +103,7 @@ class SequenceState:
         priority: sequences with a lower number are served first and preempted last.
         needs_prompt_logits: the request asks for prompt log-probabilities, so the prompt is
             computed completely and never read from the prefix cache.
+        cache_salt: separates the cached prefixes of requests; see `EngineRequest.cache_salt`.
         needs_output_tokens: sampling depends on the output tokens on the host (penalties, masks),
             so no step is scheduled while another step samples a token of the sequence.
 
@@ -135,6 +136,7 @@ class SequenceState:
     max_length: int
     priority: int = 0
     needs_prompt_logits: bool = False
+    cache_salt: str = ""
     needs_output_tokens: bool = False
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0

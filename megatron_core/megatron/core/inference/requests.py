@@ -45,6 +45,10 @@ class EngineRequest:
         sequence: sequence number in the key of random draws; output i uses `sequence` + i.
         n: number of outputs.
         prompt_logprobs: report the log-probability of each prompt token.
+        min_new_tokens: no stop token ends an output before this number of new tokens.
+        allowed_tokens: the only token ids of an output; () allows all.
+        banned_sequences: token sequences that an output must not contain.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
         priority: requests with a lower number are served first when memory or batch slots are
             short; equal numbers in the order of arrival.
         grammar: text of the grammar of the output. The engine reads only `mask` and `forced`: a
@@ -66,6 +70,10 @@ class EngineRequest:
     sequence: int = 0
     n: int = 1
     prompt_logprobs: bool = False
+    min_new_tokens: int = 0
+    allowed_tokens: Sequence[int] = ()
+    banned_sequences: Sequence[Sequence[int]] = ()
+    cache_salt: str = ""
     priority: int = 0
     grammar: str | None = None
     reasoning_limit: Mapping[str, Any] | None = None
@@ -210,6 +218,12 @@ def check_request(request: EngineRequest, *, max_length: int | None, vocab_size:
             f"max-new-tokens is {request.max_new_tokens}: use a positive number",
             field="max_new_tokens",
         )
+    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise RequestError(
+            f"min-new-tokens is {request.min_new_tokens}: use 0 to max-new-tokens, "
+            f"{request.max_new_tokens}",
+            field="min_new_tokens",
+        )
     if request.n < 1:
         raise RequestError(f"n is {request.n}: request at least one output", field="n")
     if length == 0:
@@ -227,6 +241,20 @@ def check_request(request: EngineRequest, *, max_length: int | None, vocab_size:
             f"the prompt has token id {invalid[0]}, outside the vocabulary of {vocab_size}: use "
             "the tokenizer that the model was trained with",
             field="prompt",
+        )
+    sequences = {"allowed_tokens": [request.allowed_tokens]}
+    sequences["banned_sequences"] = list(request.banned_sequences)
+    for field_name, token_lists in sequences.items():
+        outside = [t for tokens in token_lists for t in tokens if not 0 <= t < vocab_size]
+        if outside:
+            raise RequestError(
+                f"{field_name.replace('_', '-')} has token id {outside[0]}, outside the vocabulary "
+                f"of {vocab_size}: use ids of the model's own tokenizer",
+                field=field_name,
+            )
+    if not all(request.banned_sequences):
+        raise RequestError(
+            "banned-sequences has an empty sequence: leave it out", field="banned_sequences"
         )
     try:
         request.sampling.check_vocabulary(vocab_size)

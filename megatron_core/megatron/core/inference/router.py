@@ -107,7 +107,11 @@ class RequestRouter:
 
     def assign(self, request: EngineRequest) -> int:
         """Choose the replica of a request and count the request as sent to it."""
-        hashes = hash_blocks(request.prompt, self._block_size) if self._num_blocks else []
+        hashes = (
+            hash_blocks(request.prompt, self._block_size, salt=request.cache_salt)
+            if self._num_blocks
+            else []
+        )
         replicas = range(len(self._num_seqs))
         free = [r for r in replicas if self._num_seqs[r] + request.n <= self._max_num_seqs]
         shared = [self._num_shared_blocks(sent, hashes) for sent in self._sent]

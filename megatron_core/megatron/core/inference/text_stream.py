@@ -138,6 +138,8 @@ class TextStream:
         stop: strings that end the text. The stop string that is complete first ends it; among stop
             strings that end at the same character the longest wins. The stop string and the text
             after it are not returned.
+        include_stop: return the stop string as well.
+        min_tokens: stop strings in the text of the first `min_tokens` tokens do not end the text.
 
     Raises:
         ValueError: a stop string is empty.
@@ -149,11 +151,14 @@ class TextStream:
         context: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop is {stop!r}: use a list of non-empty strings")
         self._decoder = _Decoder(decode, context)
-        self._stop = tuple(stop)
+        self._stop, self._include_stop = tuple(stop), include_stop
+        self._num_free_tokens = min_tokens
         self._withheld = ""
         self._ended = False
         self._stopped: str | None = None
@@ -174,7 +179,13 @@ class TextStream:
             return ""
         deltas = []
         for token in new_tokens:
-            deltas.append(self._until_stop(self._decoder.push(token)))
+            new_text = self._decoder.push(token)
+            # Text of these tokens is never withheld, as no stop string can begin in it.
+            if self._num_free_tokens > 0:
+                self._num_free_tokens -= 1
+                deltas.append(new_text)
+                continue
+            deltas.append(self._until_stop(new_text))
             if self._ended:
                 return "".join(deltas)
         if finished:
@@ -195,7 +206,7 @@ class TextStream:
             end, _, self._stopped = min(matches)
             self._withheld = ""
             self._ended = True
-            return text[: end - len(self._stopped)]
+            return text[: end if self._include_stop else end - len(self._stopped)]
         longest = max(map(len, self._stop)) - 1
         suffixes = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
         self._withheld = next((t for t in suffixes if any(s.startswith(t) for s in self._stop)), "")

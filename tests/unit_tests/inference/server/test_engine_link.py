@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.tokenizers import ByteTokenizer
 from megatron.core.inference import EngineRequest, SamplingParams
 from megatron.inference.server.engine.client import EngineClient
 from megatron.inference.server.engine.link import (
@@ -50,7 +51,13 @@ def test_every_field_of_a_body_reaches_the_engine() -> None:
     }
     bias, names = {"5": 1.0}, {field.name for field in dataclasses.fields(SamplingParams)}
     assert names == {*sampling, "logit_bias", "logprobs"}
-    body = GenerationBody(**sampling, logit_bias=bias, stop_token_ids=[9, 8], priority=-2, n=2)
+    constraints = {"min_tokens": 1, "allowed_token_ids": [3, 5], "bad_words": ["b"]}
+    body = GenerationBody(
+        **{**sampling, **constraints, "logit_bias": bias, "stop_token_ids": [9, 8]},
+        priority=-2,
+        n=2,
+        cache_salt="s",
+    )
     requests = body.generation_request(
         [[1, 2], [3]],
         default_stop_tokens=[4],
@@ -60,6 +67,7 @@ def test_every_field_of_a_body_reaches_the_engine() -> None:
         prompt_logprobs=True,
         grammar="start: /a/",
         reasoning_limit={"begin": "", "end": "x", "end_tokens": [7], "after": 3},
+        **body.token_constraints(ByteTokenizer()),
     ).requests
     params = SamplingParams(**sampling, logit_bias={5: 1.0}, logprobs=2)
     assert requests[0].sampling == params

@@ -64,7 +64,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 def completion_formatter(
     tokenizer: Tokenizer, prompt: Sequence[int], *, echo: bool = False
 ) -> CompletionFormatter:
-    body = CompletionBody(prompt="", logprobs=1, echo=echo)
+    body = CompletionBody(prompt="", logprobs=3, echo=echo)
     return CompletionFormatter(
         body, Usage(), prompts=[prompt], model="m", tokenizer=tokenizer, request_id=""
     )

@@ -84,7 +84,7 @@ UNSERVED: Table = {
 #: Values of `/v1/completions` outside their range, which the message names.
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("n", 5_000_000), ("n", 0), ("logprobs", 10**9), ("logprobs", -1), ("max_tokens", 10**12),
-    ("max_tokens", 0), ("max_tokens", -5), ("temperature", -1), ("temperature", "1"), ("top_p", 0),
+    ("max_tokens", -5), ("temperature", -1), ("temperature", "1"), ("top_p", 0),
     ("top_p", 1.5), ("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("repetition_penalty", 0),
     ("seed", 1 << 70), ("stop", [""]), ("stop", ["a"] * 17), ("stop", "a" * 257),
     ("stop_token_ids", [-1]), ("logit_bias", {"97": 200}), ("logit_bias", {"a": 1}), ("prompt", []),
@@ -199,7 +199,18 @@ NAMED_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": say([{"type": "image"}])}, "messages.0.content.0.type"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"other": 1}}, "other"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "messages"),
-    ("/v1/messages", {"messages": [*USER, *say("I", "assistant")]}, "assistant"),
+    (
+        "/v1/messages",
+        {"messages": [*USER, *say("I", "assistant")], "tools": [ANTHROPIC_TOOL]},
+        "assistant",
+    ),
+    ("/v1/completions", {"allowed_token_ids": [257]}, "257"),
+    ("/v1/completions", {"min_tokens": 17}, "17"),
+    ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "stream"),
+    ("/v1/completions", {"truncate_prompt_tokens": 0}, "0"),
+    ("/v1/completions", {"guided_json": "{"}, "guided_json"),
+    ("/v1/completions", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "give"),
+    ("/v1/chat/completions", {"continue_final_message": True}, "assistant"),
     ("/detokenize", {"tokens": [257]}, "257"),
     ("/v1/embeddings", {"input": [9999]}, "9999"),
     ("/v1/embeddings", {"input": "a" * 5001}, "5001"),

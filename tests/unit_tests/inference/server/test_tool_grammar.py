@@ -168,7 +168,7 @@ def test_required_calls_validate_against_their_schemas(model: Model, name: str) 
     for restriction in ({}, {"forced_tool": "now"}, {"parallel": False}):
         conversation = Conversation(turns=[], tools=[BOOK, NOW], choice="required", **restriction)
         grammar = tool_grammar(conversation, formats)
-        for seed in range(3 if restriction else 8):
+        for seed in range(3 if restriction else 20):
             parser = OutputParser(
                 formats, {t.name: t.parameters for t in conversation.callable_tools}
             )

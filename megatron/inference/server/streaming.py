@@ -140,6 +140,13 @@ async def _checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
     except Refused as error:
         raise ApiError(400, str(error), param=generation.request.name(error.field)) from None
     except NotFinite:
+        request = generation.request.requests[0]
+        if request.allowed_tokens or request.banned_sequences or request.min_new_tokens:
+            raise ApiError(
+                400,
+                "allowed_token_ids, bad_words, min_tokens and the grammar together allow no token",
+                param="allowed_token_ids" if request.allowed_tokens else "bad_words",
+            ) from None
         raise ApiError(
             500,
             "the model's logits are not finite, or the grammar allows no token",

@@ -193,7 +193,7 @@ def test_required_answers_may_have_several_calls(model: Model, name: str) -> Non
         conversation = Conversation(turns=[], tools=[NOW], choice="required", parallel=parallel)
         grammar = tool_grammar(conversation, formats)
         counts = set()
-        for seed in range(10):
+        for seed in range(20):
             text = answer_of(model, formats, grammar, begin, seed, haste=0.2)
             segments = OutputParser(formats, {"now": {}}).push(text, finished=True)
             counts.add([segment.kind for segment in segments].count("call"))

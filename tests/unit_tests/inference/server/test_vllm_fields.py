@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.http_server import END, Served, prompt_of, served
+from tests.support.http_server import END, Served, error_of, prompt_of, served
 from tests.support.scripted_model import TEMPLATE, Scripted
 
 CHAT = "/v1/chat/completions"
@@ -52,6 +52,12 @@ def test_allowed_tokens_and_bad_words(server: Served) -> None:
     # Of a sequence only the last token is banned, after the others.
     assert completion(server, "c", bad_words=["de"], max_tokens=1)["text"] == "d"
     assert "de" not in completion(server, "c", bad_words=["de"])["text"]
+
+
+def test_constraints_that_allow_no_token_are_refused(server: Served) -> None:
+    fields = {"allowed_token_ids": [97], "bad_words": ["a"], "max_tokens": 2}
+    error = error_of(server.post("/v1/completions", prompt="a", **fields))
+    assert error["param"] == "allowed_token_ids"
 
 
 def test_stop_string_in_the_output(server: Served) -> None:

@@ -72,8 +72,12 @@ class Service:
     """Port to listen on; 0 selects a free port and logs it."""
     api_key_file: str | None = None
     """File with the API key, which every route except / and /health requires."""
-    served_model_name: str | None = None
-    """Name of the model for clients; derived: the name of the folder of --load."""
+    served_model_name: tuple[str, ...] | None = None
+    """Names of the model for clients; responses have the first; derived: the name of the folder of
+    --load."""
+    allowed_origins: tuple[str, ...] | None = None
+    """Origins of web pages that may send requests, such as https://chat.example.org, or * for all;
+    derived: only the server's own page."""
     chat_template: str | None = None
     """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
     tokenizer's folder. Without a template there are no chat routes."""
@@ -341,6 +345,7 @@ def http_settings(
             f"{flag} {name}" for flag, name in zip(_PARSER_FLAGS, parsers, strict=True) if name
         )
         print(f"selected parsers: {names}", file=sys.stderr, flush=True)
+    names = service.served_model_name or (Path(config.source.load).resolve().name,)
     return {
         "kind": "settings",
         "key": keys[0],
@@ -351,7 +356,8 @@ def http_settings(
         "no_embeddings": pooling if isinstance(pooling, str) else None,
         "formats": dict(zip(("tools", "reasoning"), parsers, strict=True)),
         "card": {
-            "name": service.served_model_name or Path(config.source.load).resolve().name,
+            "name": names[0],
+            "aliases": names[1:],
             "vocab_size": loaded.vocab_size,
             "max_length": loaded.max_length,
             "stop_tokens": sorted(loaded.stop_tokens),
@@ -371,6 +377,7 @@ def http_settings(
         "log_format": service.log_format,
         "log_level": service.log_level,
         "strict_fields": service.strict_fields,
+        "allowed_origins": list(service.allowed_origins or ()),
     }
 
 

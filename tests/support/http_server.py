@@ -194,6 +194,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "formats": {"tools": None, "reasoning": None},
         "card": {
             "name": "next-byte",
+            "aliases": [],
             "vocab_size": END + 1,
             "max_length": 5000,
             "stop_tokens": [END],
@@ -205,6 +206,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "log_format": "text",
         "log_level": "info",
         "strict_fields": False,
+        "allowed_origins": [],
     }
     for name, value in changes.items():
         group = next(p for p in (options, *options.values()) if isinstance(p, dict) and name in p)

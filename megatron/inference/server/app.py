@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -30,7 +31,26 @@ from megatron.inference.server.serving import Handler, Route, Server
 #: Template of schema references in the OpenAPI document.
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
+
+async def invocations(server: Server, request: Request) -> Response:
+    """Answer `POST /invocations`: the route whose main field the body has."""
+    handlers = {
+        "messages": chat_completions.chat,
+        "prompt": completions.completions,
+        "input": embeddings.embeddings,
+    }
+    try:
+        fields = await request.json()
+    except (ValueError, RecursionError):
+        fields = None
+    for name, handler in handlers.items():
+        if isinstance(fields, dict) and fields.get(name) is not None:
+            return await handler(server, request)
+    raise ApiError(400, "give messages, prompt or input", param="messages")
+
+
 API_ROUTES: Sequence[Route] = (
+    ("POST", "/invocations", invocations, None),
     *completions.ROUTES,
     *operations.ROUTES,
     *chat_completions.ROUTES,
@@ -100,4 +120,14 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
         return api_error.response(request.state.request_id, request.url.path)
 
     app.add_exception_handler(HTTPException, no_route)
-    return RequestGuard(app, server.limits, key, server.metrics.note_answer)
+    guarded = RequestGuard(app, server.limits, key, server.metrics.note_answer)
+    if not server.allowed_origins:
+        return guarded
+    # Outermost: the browser's preflight requests have no key.
+    return CORSMiddleware(
+        guarded,
+        allow_origins=server.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-ignored-fields"],
+    )

@@ -72,9 +72,12 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         ),
         formats=formats,
         no_embeddings=settings["no_embeddings"],
-        card=ModelCard(**{**card, "stop_tokens": stop_tokens}),
+        card=ModelCard(
+            **{**card, "aliases": tuple(card.get("aliases", ())), "stop_tokens": stop_tokens}
+        ),
         limits=Limits(**settings["limits"]),
         metrics=ServerMetrics(lambda: client.stats),
+        allowed_origins=settings["allowed_origins"],
         strict_fields=settings["strict_fields"],
         grammars=grammars_of(tokenizer, card["stop_tokens"], card["vocab_size"]),
     )

@@ -36,9 +36,9 @@ MAX_HEADER_BYTES = 16 << 10
 #: Most fields that the header `x-ignored-fields` names.
 MAX_HEADER_FIELDS = 16
 #: Routes without authentication.
-OPEN_ROUTES = frozenset({"/", "/health"})
+OPEN_ROUTES = frozenset({"/", "/health", "/ping"})
 #: Routes that are polled and therefore not logged.
-POLLED_ROUTES = frozenset({"/health", "/metrics"})
+POLLED_ROUTES = frozenset({"/health", "/metrics", "/ping", "/load"})
 
 
 @dataclass(frozen=True, kw_only=True)

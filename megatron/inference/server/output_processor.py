@@ -29,6 +29,7 @@ class ModelCard:
 
     Args:
         name: name of the model for clients.
+        aliases: other names that requests may use.
         vocab_size: size of the vocabulary; every token id is below it.
         max_length: longest sequence in tokens; None for no limit.
         stop_tokens: ids of the tokens that end a text.
@@ -36,6 +37,7 @@ class ModelCard:
     """
 
     name: str
+    aliases: tuple[str, ...] = ()
     vocab_size: int
     max_length: int | None
     stop_tokens: tuple[int, ...]

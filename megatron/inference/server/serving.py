@@ -65,6 +65,8 @@ class Server:
     limits: Limits
     metrics: ServerMetrics
     grammars: Grammars | None = None
+    allowed_origins: Sequence[str] = ()
+    """Origins of web pages that may send requests (CORS)."""
     strict_fields: bool = False
     """Refuse unknown fields instead of ignoring them."""
 
@@ -119,7 +121,7 @@ class Server:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that this server does not serve."""
-        if name is not None and name != self.card.name:
+        if name is not None and name not in (self.card.name, *self.card.aliases):
             raise ApiError(
                 404,
                 f"there is no model {name[:100]!r}: this server serves {self.card.name!r}",

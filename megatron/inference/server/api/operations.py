@@ -7,6 +7,7 @@ import asyncio
 import base64
 import functools
 import hashlib
+import importlib.metadata
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -33,19 +34,22 @@ MAX_SENDERS = 1 << 16
 
 async def models(server: Server, request: Request) -> Response:
     """Answer `GET /v1/models`."""
-    return JSONResponse({"object": "list", "data": [_model_object(server.card)]})
+    names = (server.card.name, *server.card.aliases)
+    models = [_model_object(server.card, name) for name in names]
+    return JSONResponse({"object": "list", "data": models})
 
 
 async def model(server: Server, request: Request) -> Response:
     """Answer `GET /v1/models/{model}`."""
-    server.check_model(request.path_params["model"])
-    return JSONResponse(_model_object(server.card))
+    name = request.path_params["model"]
+    server.check_model(name)
+    return JSONResponse(_model_object(server.card, name))
 
 
-def _model_object(card: ModelCard) -> dict[str, Any]:
-    """Return OpenAI's description of a model."""
+def _model_object(card: ModelCard, name: str) -> dict[str, Any]:
+    """Return OpenAI's description of a model under one of its names."""
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "megatron",
@@ -172,6 +176,21 @@ async def health(server: Server, request: Request) -> Response:
     return JSONResponse(status, 200 if ready else 503)
 
 
+async def ping(server: Server, request: Request) -> Response:
+    """Answer `GET /ping` and `POST /ping`: the status of `/health` without a body."""
+    return Response(status_code=(await health(server, request)).status_code)
+
+
+async def version(server: Server, request: Request) -> Response:
+    """Answer `GET /version`."""
+    return JSONResponse({"version": importlib.metadata.version("megatron-lm")})
+
+
+async def load(server: Server, request: Request) -> Response:
+    """Answer `GET /load`: the number of unfinished outputs."""
+    return JSONResponse({"server_load": server.client.active})
+
+
 async def metrics(server: Server, request: Request) -> Response:
     """Answer `GET /metrics`."""
     return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -269,6 +288,10 @@ ROUTES: Sequence[Route] = (
     ("POST", "/detokenize", detokenize, DetokenizeBody),
     ("GET", "/", chat_page, None),
     ("GET", "/health", health, None),
+    ("GET", "/ping", ping, None),
+    ("POST", "/ping", ping, None),
+    ("GET", "/version", version, None),
+    ("GET", "/load", load, None),
     ("GET", "/metrics", metrics, None),
 )
 #: On a separate address, with a separate key.

@@ -121,12 +121,15 @@ def create_app(server: Server, key: str | None, *, routes: Sequence[Route]) -> A
 
     app.add_exception_handler(HTTPException, no_route)
     guarded = RequestGuard(app, server.limits, key, server.metrics.note_answer)
-    if not server.allowed_origins:
-        return guarded
+    return with_origins(guarded, server.allowed_origins) if server.allowed_origins else guarded
+
+
+def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application with CORS headers for web pages of some origins."""
     # Outermost: the browser's preflight requests have no key.
     return CORSMiddleware(
-        guarded,
-        allow_origins=server.allowed_origins,
+        app,
+        allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-ignored-fields"],

@@ -27,6 +27,43 @@ BODIES: dict[str, dict[str, Any]] = {
 
 #: Fields as official clients and other servers' clients send them, which leave the answer as it is.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    # The shape of Codex's requests.
+    (
+        RESPONSES,
+        {
+            "instructions": "You are a coding agent.",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "shell",
+                    "description": "Run a command.",
+                    "strict": False,
+                    "parameters": CITY,
+                }
+            ],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "store": False,
+            "reasoning": {"effort": "medium", "summary": "auto"},
+            "stream": False,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "k",
+        },
+    ),
+    # The shape of Claude Code's requests.
+    (
+        MESSAGES,
+        {
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "tools": [{"name": "Bash", "description": "d", "input_schema": CITY}],
+            "metadata": {"user_id": "user_1_account__session_2"},
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
+            "stream": False,
+            "temperature": 1,
+        },
+    ),
     ("/v1/completions", {"suffix": None, "best_of": 1, "user": "u", "logit_bias": None}),
     ("/v1/completions", {"typical_p": 1.0, "mirostat": 0, "do_sample": True, "min_new_tokens": 0}),
     (CHAT, {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}),

@@ -19,7 +19,7 @@ async def messages(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     generation = await begin_answer(
         server,
-        body.conversation(server.conversations.variables, body.max_tokens),
+        body.conversation(body.max_tokens),
         body.generation(),
         max_new_tokens=body.max_tokens,
         thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
@@ -37,7 +37,7 @@ async def count_tokens(server: Server, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`."""
     body = await server.read(request, CountBody)
     server.check_model(body.model)
-    prompt = await server.conversations.prompt(body.conversation(server.conversations.variables))
+    prompt = await server.conversations.prompt(body.conversation())
     return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 

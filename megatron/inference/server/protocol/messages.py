@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -206,18 +206,14 @@ class CountBody(Body):
         hints: dict[str, tuple[str, Any]] = {}
         if self.output_config is not None and self.output_config.effort is not None:
             hints["output_config.effort"] = ("reasoning_effort", self.output_config.effort)
-        if self.thinking is not None and self.thinking.type != "enabled":
+        if self.thinking is not None:
             hints["thinking.type"] = (THINKING_VARIABLE, self.thinking.type != "disabled")
         return hints
 
-    def conversation(
-        self, template_variables: Collection[str], max_tokens: int | None = None
-    ) -> Conversation:
+    def conversation(self, max_tokens: int | None = None) -> Conversation:
         """Return the conversation. Raises ApiError if it is invalid.
 
         Args:
-            template_variables: template variables that requests may set. A thinking budget does
-                not need `THINKING_VARIABLE` among them.
             max_tokens: most tokens of the answer; None without an answer.
         """
         turns = [] if self.system is None else [Turn(role="system", text=_joined_text(self.system))]
@@ -245,18 +241,14 @@ class CountBody(Body):
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
         choice = choices[use.type]
         check_tools(tools, forced_tool=use.name, required=choice == "required")
-        variables = {}
         if self.thinking is not None:
             self.thinking.check(max_tokens)
-            if self.thinking.type == "enabled" and THINKING_VARIABLE in template_variables:
-                variables[THINKING_VARIABLE] = True
         return Conversation(
             turns=turns,
             tools=tools,
             choice=choice,
             forced_tool=use.name,
             parallel=not use.disable_parallel_tool_use,
-            variables=variables,
             hints=self.template_hints,
             answer_start="last turn" if continues else "new turn",
         )

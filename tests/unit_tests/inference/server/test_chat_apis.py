@@ -471,10 +471,10 @@ def test_reasoning_ends_at_its_budget(begun_by_prompt: bool) -> None:
     script = ("" if begun_by_prompt else "<think>") + "abcdefg é" + "#" * len(end) + '\n{"a": 1}'
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     shape = MESSAGES.schema({**schema, "additionalProperties": False})
+    source = TEMPLATE if begun_by_prompt else TEMPLATE.replace("enable_thinking", "false")
     with served(
         Scripted(),
-        template={"source": TEMPLATE, "name": "shows all"},
-        template_variables=["enable_thinking"] if begun_by_prompt else [],
+        template={"source": source, "name": "shows all"},
         formats={"tools": None, "reasoning": "qwen3"},
     ) as server:
         for fields in ({}, shape):

@@ -149,6 +149,16 @@ class Body(BaseModel):
         return {}
 
 
+class AccountFields(Body):
+    """OpenAI's fields about the user, billing and caching, which do not change the answer."""
+
+    user: NoEffect = None
+    service_tier: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+
+
 def parse_body(body: type[B], data: bytes, *, strict_fields: bool = False) -> tuple[B, list[str]]:
     """Return the validated body of a request, and the paths of the fields that are ignored.
 

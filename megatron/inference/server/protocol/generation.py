@@ -23,6 +23,7 @@ from megatron.inference.server.protocol.body import (
     MAX_STOP_STRINGS,
     MAX_TEXT,
     MAX_TOKENS,
+    AccountFields,
     Body,
     NoEffect,
     ServedValues,
@@ -130,7 +131,7 @@ class ForeignFields(Body):
     do_sample: Annotated[Any, ServedValues((True,), "use temperature: 0 for greedy")] = None
 
 
-class GenerationBody(ForeignFields):
+class GenerationBody(ForeignFields, AccountFields):
     """The common fields of all routes that generate."""
 
     model: str | None = None
@@ -185,12 +186,7 @@ class GenerationBody(ForeignFields):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: NoEffect = None
-    user: NoEffect = None
     metadata: NoEffect = None
-    service_tier: NoEffect = None
-    safety_identifier: NoEffect = None
-    prompt_cache_key: NoEffect = None
-    prompt_cache_retention: NoEffect = None
     prediction: NoEffect = None
 
     @property
@@ -312,6 +308,7 @@ class GenerationBody(ForeignFields):
         max_new_tokens: int,
         logprobs: int | None,
         names: Mapping[str, str],
+        prompt_logprobs: bool = False,
         **engine_fields: Any,
     ) -> GenerationRequest:
         """Return the engine's requests, one for each output.
@@ -322,6 +319,8 @@ class GenerationBody(ForeignFields):
             max_new_tokens: most tokens of each output.
             logprobs: number of alternatives to report per token.
             names: see `GenerationRequest`.
+            prompt_logprobs: report the prompt's log-probabilities even if the field of this name
+                does not ask for them.
             engine_fields: other fields of `EngineRequest`.
         """
         stop_tokens = {
@@ -335,11 +334,8 @@ class GenerationBody(ForeignFields):
             stop_tokens=tuple(sorted(stop_tokens)),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
-            **{
-                **engine_fields,
-                "prompt_logprobs": self.prompt_logprobs is not None
-                or engine_fields.get("prompt_logprobs", False),
-            },
+            prompt_logprobs=prompt_logprobs or self.prompt_logprobs is not None,
+            **engine_fields,
         )
         n = self.n or 1
         outputs = [tuple(prompt) for prompt in prompts for _ in range(n)]

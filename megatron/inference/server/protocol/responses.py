@@ -26,6 +26,7 @@ from megatron.inference.server.protocol.body import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
+    AccountFields,
     Body,
     CallId,
     Effort,
@@ -181,7 +182,7 @@ Included = Literal[
 ]
 
 
-class ResponseBody(Body):
+class ResponseBody(AccountFields):
     """`POST /v1/responses`."""
 
     model: str | None = None
@@ -227,11 +228,6 @@ class ResponseBody(Body):
         Any, Field(alias="conversation"), ServedValues(fix="send the conversation as input")
     ] = None
     prompt: Annotated[Any, ServedValues(fix="send the text as input or instructions")] = None
-    user: NoEffect = None
-    service_tier: NoEffect = None
-    safety_identifier: NoEffect = None
-    prompt_cache_key: NoEffect = None
-    prompt_cache_retention: NoEffect = None
     max_tool_calls: NoEffect = None
     context_management: NoEffect = None
     client_metadata: NoEffect = None

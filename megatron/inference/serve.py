@@ -114,7 +114,7 @@ class Service:
     log_format: Literal["text", "json"] = "text"
     """Format of the HTTP process's log on stderr, one line per response: text, or a JSON object
     with the request id."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["info", "warning", "error"] = "info"
     """Least severe messages of the HTTP process's log; warning drops the line per response."""
     strict_fields: bool = False
     """Refuse requests with a field that the server does not know, instead of ignoring the field

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron.inference.server.protocol.api_error import ApiError
 
 LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevel = Literal["info", "warning", "error"]
 
 #: Id of the request in progress, for its log lines; "" outside of a request.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")

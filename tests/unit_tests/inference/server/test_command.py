@@ -139,6 +139,7 @@ def test_answer_options_reach_the_http_process(
     template.write_text("{{ tools }}{{ enable_thinking }}{{ thinking }}<arg_key>")
     words = f"--load x --chat-template {template} --tool-call-parser auto"
     words += " --reasoning-parser qwen3 --chat-template-kwargs enable_thinking thinking"
+    words += " --served-model-name a b --strict-fields --log-level warning --allowed-origins *"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     loaded: Any = SimpleNamespace(
         folder=tmp_path,
@@ -153,6 +154,9 @@ def test_answer_options_reach_the_http_process(
     assert settings["client"]["max_outputs"] == 3 * 16 + 64
     assert settings["formats"] == {"tools": "glm45", "reasoning": "qwen3"}
     assert "--tool-call-parser glm45" in capsys.readouterr().err
+    assert (settings["card"]["name"], settings["card"]["aliases"]) == ("a", ("b",))
+    assert settings["strict_fields"]
+    assert (settings["log_level"], settings["allowed_origins"]) == ("warning", ["*"])
     assert "modules.json" in settings["no_embeddings"]
     assert settings["template_variables"] == ["enable_thinking", "thinking"]
 

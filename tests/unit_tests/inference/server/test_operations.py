@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import io
 import itertools
 import json
@@ -19,7 +20,7 @@ import pytest
 from megatron.core.inference import EngineConfig
 from megatron.core.inference.model_runner import EngineFeatures
 from megatron.core.inference.speculation import NGramLookup
-from megatron.inference.server.middleware import LOG, JsonFormatter
+from megatron.inference.server.middleware import LOG, JsonFormatter, LogLevel, set_up
 from tests.support.http_server import Served, served, until
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -42,6 +43,19 @@ def test_health_reports_the_engine(server: Served) -> None:
     assert health["engine"]["cache_blocks"] == 64
     assert health["engine"]["max_requests"] == 1
     assert health["engine"]["drafts_of_a_step"] == 2
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_log_level_decides_on_the_line_per_response(
+    level: LogLevel, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(functools.partial(LOG.setLevel, LOG.level))
+    set_up("text", level)
+    with served() as server:
+        server.post("/v1/completions", **TEXT)
+    LOG.warning("the server is slow")
+    assert any("answered 200" in line for line in caplog.messages) == (level == "info")
+    assert "the server is slow" in caplog.messages
 
 
 def test_accepted_drafts_are_counted(server: Served) -> None:

@@ -117,8 +117,10 @@ def _kind(fields: Fields) -> Architecture:
         fields.refuse("model_type", f"supported are {', '.join(ARCHITECTURES)}")
     kind = ARCHITECTURES[model_type]
     classes = fields.raw.get("architectures")
-    if classes is not None and classes != [kind.class_name]:
-        fields.refuse("architectures", f"supported is [{kind.class_name!r}]")
+    supported = [kind.class_name, kind.classifier_class]
+    if classes is not None and classes not in [[name] for name in supported if name]:
+        names = " or ".join(f"[{name!r}]" for name in supported if name)
+        fields.refuse("architectures", f"supported is {names}")
     return kind
 
 
@@ -222,7 +224,12 @@ def _dense_architecture(config: GPTConfig, attention: AttentionConfig) -> Archit
 
 def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
     """Return the fields of config.json that describe a model as a given architecture."""
-    return {"model_type": kind.model_type, **_nested(describe(TABLES[kind.model_type], config))}
+    class_name = kind.class_name if config.num_labels is None else kind.classifier_class
+    return {
+        "model_type": kind.model_type,
+        "architectures": [class_name],
+        **_nested(describe(TABLES[kind.model_type], config)),
+    }
 
 
 def _expands(config: GPTConfig) -> bool:
@@ -347,7 +354,6 @@ def write_config(
         return {**base_fields, key: name}
     kind = architecture_of(config, base)
     fields: dict[str, Any] = {
-        "architectures": [kind.class_name],
         "max_position_embeddings": max_length,
         "torch_dtype": name,
         "bos_token_id": None,

@@ -48,6 +48,7 @@ from megatron.hf.block_types import (
     mixer_types,
     read_blocks,
 )
+from megatron.hf.classifier import default_label, read_labels
 from megatron.hf.entries import Architecture
 from megatron.hf.fields import Fields
 
@@ -85,6 +86,13 @@ class ModelFields(Fields):
         self.kind, self.has_mtp = kind, with_mtp and bool(kind.mtp_entries)
         self.max_length = self.count("max_position_embeddings", 0) or None
         self.blocks = read_blocks(kind, self)
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of labels of a classification head; None without one. Raises ValueError."""
+        if self.raw.get("architectures") != [self.kind.classifier_class]:
+            return None
+        return len(read_labels(self))
 
     @property
     def scaling(self) -> Fields:
@@ -143,6 +151,23 @@ def _mtp_num_layers(fields: ModelFields, name: str) -> int:
     if num_layers > MAX_MTP_LAYERS:
         fields.refuse(name, f"more than {MAX_MTP_LAYERS}")
     return num_layers
+
+
+def _tied(fields: ModelFields, name: str) -> bool:
+    # Classes with a classification head ignore the field.
+    return fields.flag(name, False) and fields.num_labels is None
+
+
+def _label_names(num_labels: int | None, _: GPTConfig) -> Any:
+    if num_labels is None:
+        return OMITTED
+    return {str(label): default_label(label) for label in range(num_labels)}
+
+
+def _label_ids(config: GPTConfig, _: GPTConfig) -> Any:
+    if config.num_labels is None:
+        return OMITTED
+    return {default_label(label): label for label in range(config.num_labels)}
 
 
 def _is_null(fields: ModelFields, name: str) -> bool:
@@ -370,7 +395,9 @@ _SECTIONS = {
 _MODEL = (
     Row("hidden_size", "hidden_size", _count),
     Row("vocab_size", "vocab_size", _count),
-    Row("tie_word_embeddings", "tied", _flag(False)),
+    Row("tie_word_embeddings", "tied", _tied),
+    Row("id2label", "num_labels", lambda fields, _: fields.num_labels, _label_names),
+    Row("label2id", "", _unread, _label_ids),
     Row("initializer_range", "init_std", _number(0.02)),
     Row("num_layers", "num_layers", _of_blocks, _unwritten),
     Row("pattern", "pattern", _of_blocks, _unwritten),

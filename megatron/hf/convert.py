@@ -52,7 +52,7 @@ ROWS, MAX_TOKENS = 2, 64
 def compare_logits(
     checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None
 ) -> LogitDifference:
-    """Compare the fp32 logits of a checkpoint and of a Hugging Face folder.
+    """Compare the fp32 logits, or class outputs, of a checkpoint and of a Hugging Face folder.
 
     Both models are in memory at once.
 
@@ -90,8 +90,13 @@ def compare_logits(
         weights = [chunk.tensor for chunk in chunks if chunk.name not in model.store.states]
         for weight in (*weights, *hf_model.parameters()):
             weight.copy_(weight.to(dtype or weight.dtype))
-        expected = hf_model(tokens, use_cache=False).logits  # [b, s, v]
-        logits = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
+        if model.classifier is not None:
+            rows = tokens.split(1)  # without a padding token, transformers takes one row at a time
+            expected = torch.cat([hf_model(row, use_cache=False).logits for row in rows])
+            logits = model.classifier(model(tokens)[-1])  # [b, labels]
+        else:
+            expected = hf_model(tokens, use_cache=False).logits  # [b, s, v]
+            logits = model.full_logits(tokens).transpose(0, 1)  # [b, s, v]
     difference = LogitDifference(
         float((logits - expected).abs().max()), float(expected.abs().max())
     )
@@ -124,7 +129,11 @@ def _load_with_transformers(folder: Path) -> torch.nn.Module:
     if hf_config.model_type == NEMOTRON_H.model_type:
         # Up to 5.23, transformers clamps dt to this value instead of the lower time_step_limit.
         hf_config.time_step_min = hf_config.time_step_limit[0]
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model_class = transformers.AutoModelForCausalLM
+    if "ForSequenceClassification" in str(fields.get("architectures")):
+        model_class = transformers.AutoModelForSequenceClassification
+        hf_config.pad_token_id = None  # the last token is the last token of the row
+    return model_class.from_pretrained(
         str(folder),
         config=hf_config,
         dtype=torch.float32,

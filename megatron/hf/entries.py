@@ -101,6 +101,13 @@ class Architecture:
     skipped_prefix: str | None = None
 
     @property
+    def classifier_class(self) -> str | None:
+        """The class with a classification head; None if `transformers` has none."""
+        if self.blocks_per_layer == 1:  # Mamba-2 and Nemotron-H
+            return None
+        return self.class_name.replace("ForCausalLM", "ForSequenceClassification")
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether models of this class may have recurrent mixers."""
         return any(symbol in self.blocks for symbol in RECURRENT)
@@ -113,6 +120,8 @@ EMBEDDING = Entry("model.embed_tokens.weight", "embedding.weight", "Vh")
 FINAL_NORM = Entry("model.norm.weight", "decoder.final_norm.weight", "h")
 HEAD = Entry("lm_head.weight", "head.weight", "Vh")
 ENDS = (EMBEDDING, FINAL_NORM, HEAD)
+#: The head of a class `...ForSequenceClassification`, in place of HEAD.
+CLASSIFIER = Entry("score.weight", "score.weight", "Lh")
 
 #: Norms of a layer's mixer and of its MLP or experts, and the entries of an MLP.
 MIXER_NORM = Entry(f"{LAYER}.input_layernorm.weight", "{block}.norm.weight", "h")

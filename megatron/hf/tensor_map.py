@@ -18,6 +18,7 @@ from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.hf.architectures import MTP_COPIES
 from megatron.hf.entries import (
+    CLASSIFIER,
     EMBEDDING,
     AnyEntry,
     Architecture,
@@ -183,9 +184,11 @@ def tensor_map(
     names = tuple(names)
     prefix = _other_prefix(kind, names)
     mapping = _Mapping(sizes_of(config), features_of(config), prefix, TensorMap(max_tensors))
-    mapping.add_all(kind.ends[:2] if config.tied else kind.ends, {})
-    head = kind.ends[2]
-    if config.tied and isinstance(head, Entry) and head.hf_name in names:  # as some tools write it
+    embedding, final_norm, head = kind.ends
+    if config.num_labels is not None:
+        head = CLASSIFIER
+    mapping.add_all((embedding, final_norm) if config.tied else (embedding, final_norm, head), {})
+    if config.tied and head.hf_name in names:  # as some tools write it
         mapping.map.add_copy(head.hf_name, EMBEDDING.mcore_name)
     blocks = {**kind.blocks, **(kind.fused if has_fused_experts(names) else {})}
     for block, symbol in enumerate(config.blocks):
@@ -231,7 +234,7 @@ def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry,
 def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     """Return the size that each letter of the tables stands for.
 
-    Model: V vocabulary size, h hidden size, H 2h.
+    Model: V vocabulary size, h hidden size, H 2h, L labels.
     Attention: a query heads, d channels per head, n = a·d, g = key heads · d, o channels of the
     output of all heads.
     MLP: f FFN hidden size, e FFN hidden size of an expert, s of the shared expert, E experts.
@@ -241,6 +244,8 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     """
     attention, moe = config.attention, config.moe
     sizes = {"1": 1, "V": config.vocab_size, "h": config.hidden_size, "H": 2 * config.hidden_size}
+    if config.num_labels is not None:
+        sizes["L"] = config.num_labels
     if config.mlp is not None:
         sizes["f"] = config.mlp.ffn_hidden_size
     if isinstance(attention, LatentAttentionConfig):

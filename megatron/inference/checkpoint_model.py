@@ -42,6 +42,8 @@ class CheckpointModel:
         device: device of the weights.
         folder: the `iter_` or Hugging Face folder that was loaded.
         stop_tokens: ids of the tokens that end a text.
+        hf_folder: the Hugging Face folder of the model, or the one that it was imported from; None
+            without one.
         chat_folder: the tokenizer's folder, which may hold a chat template; None without a folder.
         token_multiple: the number of tokens of a step is padded to a multiple of this.
         optimized: run `InferenceOptimizedModel` instead of the layers that train.
@@ -62,6 +64,7 @@ class CheckpointModel:
     device: torch.device
     folder: Path
     stop_tokens: frozenset[int]
+    hf_folder: Path | None = None
     chat_folder: str | Path | None = None
     token_multiple: int = 1
     optimized: bool = False

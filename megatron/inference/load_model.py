@@ -44,6 +44,7 @@ def load_checkpoint_model(
     speculation: Speculation | None = None,
     facts: StartFacts | None = None,
     reports: ErrorReports | None = None,
+    allow_classifier: bool = False,
 ) -> Iterator[CheckpointModel]:
     """Build the model of a checkpoint or a Hugging Face folder and load its weights, sharded over
     the processes.
@@ -54,6 +55,7 @@ def load_checkpoint_model(
         speculation: options of speculative decoding; None for no drafts.
         facts: values that must be equal on all ranks, besides the model; None for `source` alone.
         reports: agrees with the other ranks on errors, once the store exists.
+        allow_classifier: accept a model with a classification head, which cannot generate.
 
     Raises:
         ValueError: the checkpoint is missing or corrupt, there is no tokenizer, the layout is
@@ -65,10 +67,13 @@ def load_checkpoint_model(
     with join_ranks(source, launch, device, keep_mtp=keep_mtp, reports=reports) as context:
         check_same_start(context.coordinator, facts)
         loaded = dataclasses.replace(_from_source(source, context), speculation=speculation)
+        if not allow_classifier or speculation.speculative_method is not None:
+            _check_generates(loaded, f"--load {source.load}")
         if speculation.speculative_draft_model is not None:
             draft_name = speculation.speculative_draft_model
             draft_source = dataclasses.replace(context.single_stage_source, load=draft_name)
             draft = _from_source(draft_source, context.single_stage_context())
+            _check_generates(draft, f"--speculative-draft-model {draft_name}")
             _check_draft(loaded, draft, draft_name)
             if loaded.model.groups["pp"].rank == 0:  # it sends the drafts to the other stages
                 loaded = dataclasses.replace(loaded, draft=draft)
@@ -80,6 +85,15 @@ def load_checkpoint_model(
 
 def _from_source(source: ModelSource, context: RankContext) -> CheckpointModel:
     return (_from_folder if is_folder(source.load) else _from_checkpoint)(source, context)
+
+
+def _check_generates(loaded: CheckpointModel, name: str) -> None:
+    """Raise ValueError for a model with a classification head."""
+    if loaded.model.config.num_labels is not None:
+        raise ValueError(
+            f"{name} has a classification head, not a language-model head: it cannot generate; "
+            "megatron.inference.serve serves its scores, without --speculative-method"
+        )
 
 
 def _check_draft(loaded: CheckpointModel, draft: CheckpointModel, name: str) -> None:
@@ -138,6 +152,7 @@ def _from_folder(source: ModelSource, context: RankContext) -> CheckpointModel:
         device=context.device,
         folder=folder.path,
         stop_tokens=frozenset(stop_tokens),
+        hf_folder=None if folder.is_gguf else folder.path,
         chat_folder=folder.path if source.tokenizer_model is None else source.tokenizer_model,
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",
@@ -196,6 +211,7 @@ def _load(folder: Path, source: ModelSource, context: RankContext) -> Checkpoint
         device=context.device,
         folder=folder,
         stop_tokens=frozenset(stop_tokens),
+        hf_folder=hf_folder,
         chat_folder=source.tokenizer_model or hf_folder or recorded.get("model"),
         token_multiple=_token_multiple(source),
         optimized=source.transformer_impl == "inference_optimized",

@@ -16,6 +16,7 @@ It needs the extra `serve`: pip install 'megatron-lm[serve]'.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import ipaddress
 import os
@@ -34,6 +35,7 @@ from megatron.cli.errors import ExitCode, RunStopped, run_entry_point
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
 from megatron.cli.standard_streams import run_command
+from megatron.cli.tokenizers import pair_tokens
 from megatron.core.untrusted_files import read_named
 from megatron.inference.config import Inference, ModelSource, Speculation, check, start_facts
 from megatron.inference.server.tool_parsers.formats import (
@@ -45,6 +47,7 @@ from megatron.inference.server.tool_parsers.formats import (
 
 if TYPE_CHECKING:
     from megatron.core.inference.router import Replicas
+    from megatron.hf.classifier import Classifier
     from megatron.inference.checkpoint_model import CheckpointModel
     from megatron.inference.server.engine.embedder import Embedder, Pooling
 
@@ -269,19 +272,48 @@ def http_process(listeners: Sequence[socket.socket]) -> Iterator[tuple[socket.so
 
 
 def pooling_of(loaded: CheckpointModel) -> Pooling | str:
-    """Return the pooling of the model's embeddings, or why the model has none."""
-    from megatron.inference.server.engine.embedder import NoPooling, read_pooling
+    """Return the pooling of the model's embeddings or of its classification head, or why the model
+    has no pooling. Raises ValueError for an invalid field of config.json."""
+    from megatron.inference.server.engine.embedder import NoPooling, Pooling, read_pooling
 
+    if (classifier := classifier_of(loaded)) is not None:
+        return Pooling(tokens="last", normalize=False, padding_token=classifier.padding_token)
     try:
         return read_pooling(loaded.folder)
     except NoPooling as error:
         return str(error)
 
 
+def no_embeddings(loaded: CheckpointModel) -> str | None:
+    """Return why the model has no embeddings; None if it has them."""
+    if classifier_of(loaded) is not None:
+        return "it has a classification head: use /score, /rerank or /classify"
+    pooling = pooling_of(loaded)
+    return pooling if isinstance(pooling, str) else None
+
+
+def classifier_of(loaded: CheckpointModel) -> Classifier | None:
+    """Return how to read the outputs of the classification head; None without one. Raises
+    ValueError for an invalid field of config.json."""
+    from megatron.hf.classifier import read_classifier
+
+    num_labels = loaded.model.config.num_labels
+    return None if num_labels is None else read_classifier(loaded.hf_folder, num_labels)
+
+
+def classifier_settings(loaded: CheckpointModel) -> dict[str, Any] | None:
+    """Return the settings of the HTTP process about the classification head; None without one."""
+    classifier = classifier_of(loaded)
+    if classifier is None:
+        return None
+    pair = pair_tokens(loaded.tokenizer)
+    return {"head": dataclasses.asdict(classifier), "pair_tokens": dataclasses.asdict(pair)}
+
+
 def make_embedder(
     loaded: CheckpointModel, config: ServeConfig, replicas: Replicas
 ) -> Embedder | None:
-    """Return the embedder of the model; None if the model has no pooling."""
+    """Return the embedder, which also computes class outputs; None if the model has no pooling."""
     from megatron.inference.server.engine.embedder import Embedder
 
     pooling = pooling_of(loaded)
@@ -326,8 +358,7 @@ def http_settings(
     """
     from megatron.training.data.chat import has_chat_template, read_chat_template
 
-    service, pooling = config.service, pooling_of(loaded)
-    template = None
+    service, template = config.service, None
     if service.chat_template is not None or has_chat_template(loaded.chat_folder):
         with contextlib.closing(
             read_chat_template(service.chat_template, tokenizer_model=loaded.chat_folder)
@@ -353,7 +384,8 @@ def http_settings(
         "tokenizer": loaded.tokenizer_choice,
         "template": template,
         "template_variables": list(service.chat_template_kwargs or ()),
-        "no_embeddings": pooling if isinstance(pooling, str) else None,
+        "no_embeddings": no_embeddings(loaded),
+        "classifier": classifier_settings(loaded),
         "formats": dict(zip(("tools", "reasoning"), parsers, strict=True)),
         "card": {
             "name": names[0],
@@ -461,6 +493,7 @@ def serve(
         speculation=config.speculation,
         facts=start_facts(config),
         reports=reports,
+        allow_classifier=True,
     ) as loaded:
         if link is not None:
             link.sendall(frame(http_settings(loaded, config, keys)))

@@ -255,6 +255,20 @@ def make_model(case: str, **changes: Any) -> Any:
     return model
 
 
+def make_classifier(case: str, num_labels: int, **changes: Any) -> Any:
+    """Build the model of transformers with a random classification head."""
+    transformers = pytest.importorskip("transformers")
+    causal = make_model(case, **changes)
+    kind, config = {**CASES, **HYBRID_CASES}[case][0], causal.config
+    config.num_labels = num_labels
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    model.model.load_state_dict(causal.model.state_dict())
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        model.score.weight.copy_(0.3 * torch.randn(model.score.weight.shape, generator=generator))
+    return model
+
+
 def save_folder(model: Any, folder: Path, **options: Any) -> Path:
     """Save a model as transformers does, quietly."""
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
@@ -262,13 +276,17 @@ def save_folder(model: Any, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def load_folder(folder: Path) -> Any:
+def load_folder(folder: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
     """Load a model as transformers does, in the dtype it has, quietly."""
     transformers = pytest.importorskip("transformers")
     with contextlib.redirect_stderr(io.StringIO()):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), attn_implementation="eager", experts_implementation="eager"
-        ).eval()
+        return (
+            getattr(transformers, auto_class)
+            .from_pretrained(
+                str(folder), attn_implementation="eager", experts_implementation="eager"
+            )
+            .eval()
+        )
 
 
 def change_json(path: Path, **changes: Any) -> None:

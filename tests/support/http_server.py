@@ -191,6 +191,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "template": {"source": CHATML, "name": "chatml"},
         "template_variables": [],
         "no_embeddings": "it is made for a test",
+        "classifier": None,
         "formats": {"tools": None, "reasoning": None},
         "card": {
             "name": "next-byte",

@@ -20,8 +20,10 @@ from megatron.cli.tokenizers.base import (
     ByteTable,
     ByteTokenizer,
     NullTokenizer,
+    PairTokens,
     SpecialTokens,
     Tokenizer,
+    pair_tokens,
 )
 from megatron.cli.tokenizers.huggingface import (
     HuggingFaceTokenizer,
@@ -46,6 +48,7 @@ __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "NullTokenizer",
+    "PairTokens",
     "SentencePieceTokenizer",
     "SpecialTokens",
     "TiktokenOptions",
@@ -58,6 +61,7 @@ __all__ = [
     "guess_type",
     "is_tiktoken_file",
     "merge_file_problem",
+    "pair_tokens",
     "tiktoken_record",
     "train_bpe",
 ]

@@ -139,6 +139,59 @@ class ByteTable(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairTokens:
+    """The special tokens around and between the two texts of a pair."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def join(
+        self, text_1: Sequence[int], text_2: Sequence[int], *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the ids of a pair.
+
+        Args:
+            text_1, text_2: ids of the texts, without special tokens.
+            max_tokens: most ids; the end of the longer text is removed until both texts have the
+                same length, then the end of both, as transformers truncates pairs by default.
+        """
+        if max_tokens is not None:
+            space = max(0, max_tokens - len(self.before) - len(self.between) - len(self.after))
+            if len(text_1) + len(text_2) > space:
+                short = min(len(text_1), len(text_2), space // 2)
+                sizes = short, space - short
+                if len(text_1) > len(text_2):
+                    sizes = space - short, short
+                text_1, text_2 = text_1[: sizes[0]], text_2[: sizes[1]]
+        return [*self.before, *text_1, *self.between, *text_2, *self.after]
+
+
+@runtime_checkable
+class PairTokenizer(Protocol):
+    """A tokenizer with its own special tokens for pairs of texts."""
+
+    @property
+    def pair_tokens(self) -> PairTokens:
+        """The special tokens of a pair of texts. Raises ValueError."""
+        ...
+
+
+def pair_tokens(tokenizer: Tokenizer) -> PairTokens:
+    """Return the special tokens of a pair of texts; by default each text has its own.
+
+    Raises:
+        ValueError: the tokenizer's file is damaged.
+    """
+    if isinstance(tokenizer, PairTokenizer):
+        return tokenizer.pair_tokens
+    special = tokenizer.special_tokens
+    return PairTokens(
+        before=special.before, between=special.after + special.before, after=special.after
+    )
+
+
 def config_field(path: Path, name: str) -> Any:
     """Return a field of a `tokenizer_config.json`; None without the file or the field.
 

@@ -27,6 +27,7 @@ from megatron.cli.gguf_file import SUFFIX
 from megatron.cli.tokenizers.base import (
     END_NAMES,
     END_OF_DOCUMENT,
+    PairTokens,
     SpecialTokens,
     config_field,
 )
@@ -327,6 +328,21 @@ class HuggingFaceTokenizer:
         return SpecialTokens(
             before=tuple(encoding.ids[:text_begin]), after=tuple(encoding.ids[text_end:])
         )
+
+    @property
+    def pair_tokens(self) -> PairTokens:
+        """Return the special tokens that the post-processor adds to a pair of texts."""
+        if not self._special:
+            return PairTokens(before=(), between=(), after=())
+        with self._library_errors(), quiet_panics():
+            encoding = self._tokenizer.encode(_PROBE, _PROBE)
+        texts = encoding.sequence_ids  # 0, 1, or None for a special token
+        ids, starts = encoding.ids, [texts.index(text) for text in (0, 1) if text in texts]
+        ends = [len(texts) - texts[::-1].index(text) for text in (0, 1) if text in texts]
+        if len(starts) < 2 or ends[0] > starts[1]:
+            raise ValueError("the tokenizer's post-processor drops or exchanges a text of a pair")
+        before, between, after = ids[: starts[0]], ids[ends[0] : starts[1]], ids[ends[1] :]
+        return PairTokens(before=tuple(before), between=tuple(between), after=tuple(after))
 
     def _end(self, path: Path) -> int | None:
         if path.suffix == SUFFIX:

@@ -22,6 +22,7 @@ from megatron.inference.server.api import (
     messages,
     operations,
     responses,
+    scores,
 )
 from megatron.inference.server.middleware import LOG, RequestGuard
 from megatron.inference.server.protocol.api_error import ApiError, internal_error
@@ -37,7 +38,10 @@ async def invocations(server: Server, request: Request) -> Response:
     handlers = {
         "messages": chat_completions.chat,
         "prompt": completions.completions,
-        "input": embeddings.embeddings,
+        "input": embeddings.embeddings if server.classifier is None else scores.classify,
+        "text_1": scores.score,
+        "queries": scores.score,
+        "query": scores.rerank,
     }
     try:
         fields = await request.json()
@@ -46,7 +50,7 @@ async def invocations(server: Server, request: Request) -> Response:
     for name, handler in handlers.items():
         if isinstance(fields, dict) and fields.get(name) is not None:
             return await handler(server, request)
-    raise ApiError(400, "give messages, prompt or input", param="messages")
+    raise ApiError(400, f"give one of {', '.join(handlers)}", param="messages")
 
 
 API_ROUTES: Sequence[Route] = (
@@ -55,6 +59,7 @@ API_ROUTES: Sequence[Route] = (
     *operations.ROUTES,
     *chat_completions.ROUTES,
     *embeddings.ROUTES,
+    *scores.ROUTES,
     *responses.ROUTES,
     *messages.ROUTES,
 )

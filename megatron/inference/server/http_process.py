@@ -22,7 +22,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from megatron.cli.standard_streams import go_on_without_streams
-from megatron.cli.tokenizers import choose_tokenizer
+from megatron.cli.tokenizers import PairTokens, choose_tokenizer
+from megatron.hf.classifier import Classifier
 from megatron.inference.server.app import ADMIN_ROUTES, API_ROUTES, create_app
 from megatron.inference.server.chat_template import Conversations
 from megatron.inference.server.engine.client import EngineClient
@@ -72,6 +73,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         ),
         formats=formats,
         no_embeddings=settings["no_embeddings"],
+        **_classification(settings["classifier"]),
         card=ModelCard(
             **{**card, "aliases": tuple(card.get("aliases", ())), "stop_tokens": stop_tokens}
         ),
@@ -81,6 +83,17 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         strict_fields=settings["strict_fields"],
         grammars=grammars_of(tokenizer, card["stop_tokens"], card["vocab_size"]),
     )
+
+
+def _classification(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of `Server` about a classification head."""
+    if settings is None:
+        return {}
+    pair_tokens = {name: tuple(tokens) for name, tokens in settings["pair_tokens"].items()}
+    return {
+        "classifier": Classifier(**settings["head"]),
+        "pair_tokens": PairTokens(**pair_tokens),
+    }
 
 
 def _http_server(server: Server, app: ASGIApp) -> _HttpServer:

@@ -14,8 +14,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron.cli.tokenizers import Tokenizer
+from megatron.cli.tokenizers import PairTokens, Tokenizer
 from megatron.core.inference.requests import EngineRequest, RequestError, check_request
+from megatron.hf.classifier import Classifier
 from megatron.inference.server.chat_template import Conversation, Conversations
 from megatron.inference.server.engine.client import Draining, EngineClient, EngineLost, QueueFull
 from megatron.inference.server.guided_decoding.grammars import Grammars
@@ -59,6 +60,10 @@ class Server:
     formats: AnswerFormats
     no_embeddings: str | None = None
     """Why the model has no embeddings; None if it has them."""
+    classifier: Classifier | None = None
+    """The classification head; None for a language model."""
+    pair_tokens: PairTokens | None = None
+    """Special tokens of a pair of texts, for the classification head."""
     running: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     """By response id: a function that cancels the running response and returns it."""
     card: ModelCard
@@ -133,8 +138,14 @@ class Server:
         """Return the validated body of a request, and report the fields that are ignored.
 
         Raises:
-            ApiError: a field is invalid or cannot be served.
+            ApiError: a field is invalid or cannot be served, or the model cannot generate.
         """
+        if body.needs_language_model and self.classifier is not None:
+            raise ApiError(
+                400,
+                "this model has a classification head, not a language-model head: use /score, "
+                "/rerank or /classify",
+            )
         parsed, ignored = parse_body(body, await request.body(), strict_fields=self.strict_fields)
         for path, (variable, _) in parsed.template_hints.items():
             if not self.conversations.reads(variable):

@@ -106,6 +106,8 @@ def options_problem(config: GPTConfig) -> str | None:
     rank a group of experts: Megatron-LM derives that number from two options, and transformers uses
     2.
     """
+    if config.num_labels is not None:
+        return "a classification head is not supported in training: the model can be served"
     router = None if config.moe is None else config.moe.router
     if router is None or router.num_groups is None or router.group_topk is None:
         return None

@@ -234,8 +234,9 @@ def test_every_model_option_has_a_row() -> None:
 
 
 #: Fields of the core without a row: fields that a kind of RoPE scaling does not use, and an
-#: epsilon that only Hugging Face folders set.
+#: epsilon and a classification head, which only Hugging Face folders have.
 WITHOUT_ROW = {
+    "": {"num_labels"},
     "linear": {
         *("original_max_position", "beta_fast", "beta_slow"),
         *("low_freq_factor", "high_freq_factor", "attention_factor"),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.engine.client import EngineLost, Refused
@@ -36,18 +36,10 @@ async def embeddings(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     if server.no_embeddings is not None:
         raise ApiError(400, f"this model does not compute embeddings: {server.no_embeddings}")
-    server.check_awake()
     texts = await text_tokens(server, body.input)
-    for tokens in texts:
-        _check(server, tokens)
-    with admission():
-        embeddings = server.client.embed(texts)
+    vectors = await pooled_vectors(server, request, texts, param="input")
     num_tokens = sum(map(len, texts))
-    server.metrics.note_prompts(num_tokens)
-    vectors = await run_until_disconnect(request, _collected(embeddings), server.limits)
-    if vectors is None:
-        return Response(status_code=499)  # the client has disconnected
-    data = [
+    entries = [
         {
             "object": "embedding",
             "index": index,
@@ -56,34 +48,78 @@ async def embeddings(server: Server, request: Request) -> Response:
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return JSONResponse({"object": "list", "data": data, "model": server.card.name, "usage": usage})
+    return JSONResponse(
+        {"object": "list", "data": entries, "model": server.card.name, "usage": usage}
+    )
 
 
-def _check(server: Server, tokens: Sequence[int]) -> None:
+#: Most texts of a request that the engine has at a time; one request must not fill the queue.
+MAX_TEXTS_IN_FLIGHT = 32
+
+
+async def pooled_vectors(
+    server: Server, request: Request, texts: Sequence[Sequence[int]], *, param: str
+) -> list[list[float]]:
+    """Return the vectors of texts: embeddings, or outputs of the classification head.
+
+    Args:
+        server: the server.
+        request: the HTTP request.
+        texts: token ids of each text.
+        param: field that errors name.
+
+    Raises:
+        ApiError: a text is invalid for the model, or the engine does not admit it.
+        ClientDisconnect: the client has disconnected.
+    """
+    server.check_awake()
+    for tokens in texts:
+        _check(server, tokens, param)
+
+    async def in_batches() -> list[list[float]]:
+        size = min(MAX_TEXTS_IN_FLIGHT, server.client.max_outputs)
+        vectors: list[list[float]] = []
+        for start in range(0, len(texts), size):
+            batch = texts[start : start + size]
+            with admission():
+                embeddings = server.client.embed(batch)
+            server.metrics.note_prompts(sum(map(len, batch)))
+            vectors += await _collected(embeddings, param)
+        return vectors
+
+    vectors = await run_until_disconnect(request, in_batches(), server.limits)
+    if vectors is None:
+        raise ClientDisconnect
+    return vectors
+
+
+def _check(server: Server, tokens: Sequence[int], param: str) -> None:
     """Raise ApiError for a text that is invalid for the model."""
     max_length, size = server.card.max_length, server.card.vocab_size
     invalid = [token for token in tokens if token >= size]
     if not tokens:
-        raise ApiError(400, "input: a text has no tokens", param="input")
+        raise ApiError(400, f"{param}: a text has no tokens", param=param)
     if invalid:
         raise ApiError(
-            400, f"token id {invalid[0]} is outside the vocabulary of {size}", param="input"
+            400, f"token id {invalid[0]} is outside the vocabulary of {size}", param=param
         )
     if max_length is not None and len(tokens) > max_length:
         raise ApiError(
             400,
             f"a text has {len(tokens)} tokens, but the model takes at most {max_length}",
-            param="input",
+            param=param,
             code="context_length_exceeded",
         )
 
 
-async def _collected(embeddings: Sequence[asyncio.Future[list[float]]]) -> list[list[float]]:
+async def _collected(
+    embeddings: Sequence[asyncio.Future[list[float]]], param: str
+) -> list[list[float]]:
     """Return the vectors of all texts. Raises ApiError if the engine rejects a text."""
     try:
         return await asyncio.gather(*embeddings)
     except Refused as error:
-        raise ApiError(400, str(error), param="input") from None
+        raise ApiError(400, str(error), param=param) from None
     except EngineLost:
         raise engine_lost() from None
     finally:

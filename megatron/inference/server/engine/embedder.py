@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of texts: the final hidden states of a model, pooled by its sentence-transformers
-configuration."""
+"""Embeddings and class outputs of texts: the final hidden states of a model, pooled by its
+sentence-transformers configuration, or pooled at the last token and multiplied by the model's
+classification head."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ class Pooling:
     Args:
         tokens: pool by the mean over all tokens, or take the last token.
         normalize: whether to normalize the vector to length 1.
+        padding_token: id of a token that is skipped at the end of a text; None for none.
     """
 
     tokens: Literal["mean", "last"]
     normalize: bool
+    padding_token: int | None = None
+
+    def index_of(self, text: Sequence[int]) -> int:
+        """Return the index of the last token that is not padding; 0 if there is none."""
+        return max((i for i, token in enumerate(text) if token != self.padding_token), default=0)
 
 
 class NoPooling(Exception):
@@ -118,7 +125,7 @@ class Embedder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the vector of each text.
+        """Return the vector of each text: its embedding, or the outputs of the classification head.
 
         Rows are padded at the end; with causal attention no token of the text attends to padding.
 
@@ -135,23 +142,29 @@ class Embedder:
             stage_inputs["hidden_states"] = link.receive_hidden(self._model.boundary_shape(tokens))
         hidden = self._model(tokens, layout=layout, **stage_inputs)  # [s, b, h], or [s/tp, b, h]
         if link.is_last:
-            vectors = self._pooled(hidden, lengths)
+            vectors = self._pooled(hidden, texts)
             sends = link.send_results(vectors.flatten()) if link.count > 1 else ()
         else:
-            count = len(texts) * self._model.config.hidden_size
+            config = self._model.config
+            count = len(texts) * (config.num_labels or config.hidden_size)
             results, sends = link.expect_results(count), link.send_hidden(hidden)
             vectors = link.wait(results).view(len(texts), -1)
         for pending in sends:
             link.wait(pending)
         return vectors.tolist()
 
-    def _pooled(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Return the pooled vector of each row of final hidden states, fp64 [b, h]."""
-        hidden = self._model.head.gathered(hidden).float()  # [s, b, h]
+    def _pooled(self, hidden: torch.Tensor, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the vector of each row of final hidden states, fp64 [b, h], or [b, labels] with a
+        classification head."""
+        hidden = self._model.region.gathered(hidden)  # [s, b, h]
+        if (classifier := self._model.classifier) is not None:
+            rows = [hidden[self._pooling.index_of(text), row] for row, text in enumerate(texts)]
+            return classifier(torch.stack(rows)).double()
         vectors = []
-        for row, length in enumerate(lengths):
-            states = hidden[:length, row]  # [length, h]
-            vector = states.mean(0) if self._pooling.tokens == "mean" else states[-1]
+        for row, text in enumerate(texts):
+            states = hidden[: len(text), row].float()  # [length, h]
+            is_mean = self._pooling.tokens == "mean"
+            vector = states.mean(0) if is_mean else states[self._pooling.index_of(text)]
             if self._pooling.normalize:
                 vector = torch.nn.functional.normalize(vector, dim=0)
             vectors.append(vector)

@@ -206,7 +206,7 @@ class EngineLoop:
         max_tokens = self._embedder.max_tokens
         if len(text) > max_tokens:
             error = (
-                f"a text has {len(text)} tokens, but embeddings take at most "
+                f"a text has {len(text)} tokens, but a forward pass takes at most "
                 f"{max_tokens} (--inference-max-tokens)"
             )
             self._reply(request_id, error=error)

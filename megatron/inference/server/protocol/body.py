@@ -129,11 +129,15 @@ class Body(BaseModel):
 
     Attributes:
         ignores_unknown_fields: whether an unknown field can be ignored at all.
+        needs_language_model: whether the route generates text.
     """
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     ignores_unknown_fields: ClassVar[bool] = True
+    needs_language_model: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -201,11 +205,12 @@ def _unknown_fields(body: Body, prefix: str) -> Iterator[tuple[type[Body], str, 
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)
         bodies = value if isinstance(value, list) else [value]
-        # Lists of token ids and of texts are long and have no fields.
-        if not bodies or not isinstance(bodies[0], Body):
+        # Lists of token ids are long and have no fields.
+        if not bodies or isinstance(bodies[0], int):
             continue
         for nested in bodies:
-            yield from _unknown_fields(nested, f"{prefix}{field.alias or name}.")
+            if isinstance(nested, Body):
+                yield from _unknown_fields(nested, f"{prefix}{field.alias or name}.")
 
 
 def printable(name: str) -> str:
@@ -257,7 +262,7 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     path = [
         str(component)
         for component in deepest["loc"]
-        if re.fullmatch(r"\d+|[a-z_]+", str(component))
+        if re.fullmatch(r"\d+|[a-z][a-z0-9_]*", str(component))
     ]
     name = path[0] if path else None
     dotted_path = ".".join(path)

@@ -134,6 +134,8 @@ class ForeignFields(Body):
 class GenerationBody(ForeignFields, AccountFields):
     """The common fields of all routes that generate."""
 
+    needs_language_model = True
+
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None

@@ -257,6 +257,8 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
+    needs_language_model = True
+
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stop_sequences: (
         Annotated[

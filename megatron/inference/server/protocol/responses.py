@@ -185,6 +185,8 @@ Included = Literal[
 class ResponseBody(AccountFields):
     """`POST /v1/responses`."""
 
+    needs_language_model = True
+
     model: str | None = None
     input: (
         Text

@@ -46,6 +46,7 @@ from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group, ProcessGroupCollection
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.tensor_parallel import (
+    ReplicatedLinear,
     TensorParallelRegion,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -139,6 +140,8 @@ class GPTModel(StoreModule):
         max_sequence_length: number of learned positions; None without them.
         multi_token: the multi-token prediction layers, after the head; None if there are none
             or they are elsewhere.
+        classifier: the classification head; None if the model has a vocabulary head or it is
+            elsewhere.
         step_state: what of its layers changes once a step; None if nothing does.
     """
 
@@ -195,6 +198,7 @@ class GPTModel(StoreModule):
         self.embedding_dropout: HiddenDropout | None = None
         self._head: VocabParallelHead | None = None
         self.multi_token: MultiTokenPrediction | None = None
+        self.classifier: ReplicatedLinear | None = None
         self.decoders = nn.ModuleList()
         for chunk in range(split.chunks):
             with self.store.model_chunk(chunk):
@@ -230,7 +234,11 @@ class GPTModel(StoreModule):
             normed=is_last_chunk,
         )
         self.decoders.append(decoder)
-        if is_last_chunk:
+        if is_last_chunk and config.num_labels is not None:
+            self.classifier = ReplicatedLinear(
+                "score", (("score", config.num_labels),), input_size=config.hidden_size, **ends
+            )
+        elif is_last_chunk:
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
             self._head = VocabParallelHead(top, **ends)
@@ -261,7 +269,10 @@ class GPTModel(StoreModule):
 
     @property
     def head(self) -> VocabParallelHead:
-        """The head. Raises ValueError if it is on another pipeline stage."""
+        """The head. Raises ValueError if it is on another pipeline stage, or the model has a
+        classification head."""
+        if self.config.num_labels is not None:
+            raise ValueError("the model has a classification head, not a vocabulary head")
         return self._module_of_chunk(self._head, "head")
 
     @property
@@ -438,8 +449,7 @@ class GPTModel(StoreModule):
         final = self(
             tokens, layout=layout, chunk=chunk, hidden_states=hidden_states, aux_factor=aux_factor
         )
-        assert self._head is not None
-        loss, nll = self._head.loss(final, labels.t(), token_weights.t())
+        loss, nll = self.head.loss(final, labels.t(), token_weights.t())
         if mtp_targets is None:
             return loss, nll.t()
         if self.multi_token is None:

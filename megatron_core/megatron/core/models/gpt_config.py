@@ -57,6 +57,8 @@ class GPTConfig:
         pattern: blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty for a GPT.
         delta_net, mamba: shapes of gated delta nets and of Mamba-2; None without such blocks.
         mtp_pattern: blocks of each MTP layer; empty means the blocks of a GPT's last layer.
+        num_labels: number of labels of a classification head, which replaces the vocabulary head;
+            None for a language model. A model with such a head cannot be trained.
     """
 
     num_layers: int
@@ -78,6 +80,7 @@ class GPTConfig:
     mamba: Mamba2Config | None = None
     mtp_pattern: str = ""
     max_position_embeddings: int | None = None
+    num_labels: int | None = None
 
     def __post_init__(self) -> None:
         if not self.ffn_pattern and not self.pattern:
@@ -124,7 +127,21 @@ class GPTConfig:
         for recurrent in (self.delta_net, self.mamba):
             if recurrent is not None:
                 problems += recurrent.problems(tp, cp=cp, mode=linear_mode)
-        return problems + self._position_problems() + self._expert_problems(tp, etp, ep)
+        problems += self._label_problems() + self._position_problems()
+        return problems + self._expert_problems(tp, etp, ep)
+
+    def _label_problems(self) -> list[str]:
+        if self.num_labels is None:
+            return []
+        problems = []
+        if self.num_labels < 1:
+            problems.append(f"num_labels is {self.num_labels}: use a positive integer")
+        if self.tied or self.mtp_num_layers > 0:
+            problems.append(
+                "tied embeddings and multi-token prediction need a vocabulary head, but the model "
+                "has a classification head: leave one of them out"
+            )
+        return problems
 
     def _position_problems(self) -> list[str]:
         positions = self.max_position_embeddings

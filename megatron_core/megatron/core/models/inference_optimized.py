@@ -236,7 +236,8 @@ def matrices(model: GPTModel) -> list[WeightHandle]:
     linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
     absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
     linears = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]
-    head = [model.head.weight] if model.holds_head else []
+    has_head = model.holds_head and model.config.num_labels is None
+    head = [model.head.weight] if has_head else []
     return [*(module.weight for module in linears), *head]
 
 

@@ -35,7 +35,12 @@ from megatron.core.comm.collectives import (
     all_reduce_async,
     reduce_scatter_async,
 )
-from megatron.core.comm.conjugates import reduce_from_group, reduce_scatter_to_group
+from megatron.core.comm.conjugates import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_group,
+)
 from megatron.core.initialize import InitSpec
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.process_groups import Group
@@ -67,6 +72,15 @@ class TensorParallelRegion:
         """Whether tp ranks compute identical or partial gradients of replicated weights outside of
         blocks."""
         return "partial" if self.scatters else "identical"
+
+    def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden [s, b, h] replicated on every rank, from [s/tp, b, h] under sequence
+        parallelism; its gradient is partial(tp)."""
+        if self.group.size == 1:
+            return hidden
+        if self.scatters:
+            return gather_from_group(hidden, self.group, partial_gradient=True)
+        return copy_to_group(hidden, self.group)
 
 
 class ReplicatedLinear(nn.Module):

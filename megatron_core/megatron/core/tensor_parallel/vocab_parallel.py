@@ -27,7 +27,6 @@ from torch import nn
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.comm.conjugates import (
-    copy_to_group,
     gather_from_group,
     reduce_from_group,
     reduce_scatter_to_group,
@@ -367,13 +366,8 @@ class VocabParallelHead(nn.Module):
         self.weight = store.declare(sharding, init)
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden [s, b, h] replicated on every rank, from [s/tp, b, h] under sequence
-        parallelism; its gradient is partial(tp)."""
-        if self.region.group.size == 1:
-            return hidden
-        if self.region.scatters:
-            return gather_from_group(hidden, self.region.group, partial_gradient=True)
-        return copy_to_group(hidden, self.region.group)
+        """See `TensorParallelRegion.gathered`."""
+        return self.region.gathered(hidden)
 
     def loss(
         self, hidden: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor

@@ -17,6 +17,7 @@ import torch
 
 from megatron.cli.flags import parse_command_line
 from megatron.cli.launch import Launch
+from megatron.cli.tokenizers import train_bpe
 from megatron.core.dist_checkpointing import TransferGroup, weight_chunks
 from megatron.core.inference import Completion, EngineRequest, OutputDelta, SamplingParams, generate
 from megatron.core.models import GPTModel
@@ -27,7 +28,7 @@ from megatron.inference.serve import ServeConfig
 from megatron.inference.server.engine.link import FrameReader, frame, to_message
 from tests.support.commands import free_port
 from tests.support.gpt_checkpoint import make_model, save
-from tests.support.hf_folders import write_pooling
+from tests.support.hf_folders import make_classifier, save_folder, write_pooling
 from tests.support.launchers import serve_store
 from tests.support.ranks import start_ranks
 
@@ -252,6 +253,25 @@ def embedding(model: GPTModel) -> torch.Tensor:
     with torch.no_grad():
         vector = model(torch.tensor([[5, 6, 7]]))[:, 0].mean(0)
     return vector / vector.norm()
+
+
+def classify_texts(engine: EngineLink, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the outputs of the classification head for texts."""
+    engine.send(*({"kind": "embed", "id": n, "prompt": text} for n, text in enumerate(texts)))
+    engine.receive_until(lambda: all(n in engine.replies for n in range(len(texts))))
+    return [engine.replies[n]["result"] for n in range(len(texts))]
+
+
+@pytest.mark.parametrize("flags", [f"{TP} --sequence-parallel", PP], ids=["tp2", "pp2"])
+def test_ranks_classify_as_transformers(flags: str, tmp_path: Path) -> None:
+    model = make_classifier("llama-3to1", 3, pad_token_id=9)
+    save_folder(model, tmp_path)
+    train_bpe(["abc"] * 3, 257, tmp_path / "tokenizer.json")
+    texts = [[1, 2, 3, 4, 5], [6], [7, 8, 9], list(range(20, 43))]
+    outputs = run(tmp_path, 2, flags, classify_texts, texts)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([text])).logits for text in texts])
+    torch.testing.assert_close(torch.tensor(outputs), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow(seconds=6)

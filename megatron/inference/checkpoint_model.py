@@ -6,8 +6,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron.cli.tokenizers import (
     Tokenizer,
 )
 from megatron.core.comm.symmetric_memory import Mode, SequenceParallelComm, TorchMemory
+from megatron.core.device import available_memory_bytes
 from megatron.core.dist_checkpointing import (
     Coordinator,
     Solo,
@@ -23,8 +25,9 @@ from megatron.core.inference.model_runner import LanguageModel
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
-from megatron.core.ops.matmul.batch_invariant import TILE_ROWS, check_tile_invariance, is_available
+from megatron.core.ops.matmul.batch_invariant import TILE_ROWS, check_tile_invariance
 from megatron.core.ops.matmul.low_bit import CopyDtype
+from megatron.core.ops.matmul.onednn import is_available
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.process_groups import Group
 from megatron.inference.config import Speculation
@@ -70,7 +73,7 @@ class CheckpointModel:
     optimized: bool = False
     nvls: Mode = "auto"
     nvls_tries: int | None = None
-    weights_dtype: CopyDtype | None = None
+    weights_dtype: CopyDtype | Literal["auto", "stored"] = "stored"
     speculation: Speculation = field(default_factory=Speculation)
     draft: CheckpointModel | None = None
     tokenizer_choice: Mapping[str, Any] = field(default_factory=dict)
@@ -92,14 +95,32 @@ class CheckpointModel:
         if not self.optimized:
             return self.model
         generator = InferenceOptimizedModel(
-            self.model, self._comm(max_num_batched_tokens), copies=self.weights_dtype
+            self.model, self._comm(max_num_batched_tokens), copies=self.copy_dtype
         )
-        if self.model.region.group.rank == 0:
-            if generator.copied is not None:
-                print(generator.copied, file=sys.stderr)
-            if self.model.config.norm.kind == "LayerNorm":
-                print("LayerNorm runs as in training: only RMSNorm is fused", file=sys.stderr)
+        if generator.copied is not None and self.model.region.group.rank == 0:
+            print(generator.copied, file=sys.stderr)
         return generator
+
+    @cached_property
+    def copy_dtype(self) -> CopyDtype | None:
+        """Dtype of the copies of the weights, see `ModelSource.weights_dtype`; None for none."""
+        if self.weights_dtype != "auto":
+            return None if self.weights_dtype == "stored" else self.weights_dtype
+        handles = matrices(self.model) if self.optimized else []
+        if not handles or not all(handle.packs_bf16() for handle in handles):
+            return None
+        nbytes, available = sum(handle.get().nbytes for handle in handles), available_memory_bytes()
+        # The ranks of a machine share its memory, and the cache of the engine needs some of it.
+        if available is None or 2 * nbytes * self.model.groups["world"].size <= available:
+            return "bf16"
+        if self.model.groups["world"].rank == 0:
+            print(
+                f"--weights-dtype auto: packed copies of the weights need {nbytes / 1e6:,.1f} MB "
+                f"a rank, over half of the available {available / 1e6:,.1f} MB; products use the "
+                "stored weights",
+                file=sys.stderr,
+            )
+        return None
 
     def _check_tile_invariance(self) -> None:
         """Log which matmuls --batch-invariant covers. Raises ValueError if a tile is not exact."""

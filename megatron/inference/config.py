@@ -80,21 +80,22 @@ class ModelSource:
     sequence_parallel: bool = False
     """Shard activations along the tokens of a step over the tensor-parallel ranks (sequence
     parallelism). Steps are padded to a multiple of the ranks."""
-    transformer_impl: Literal["local", "inference_optimized"] = "local"
-    """Implementation of the model: the layers of training, or a forward pass with fused operations
-    over the same weights."""
+    transformer_impl: Literal["auto", "local", "inference_optimized"] = "auto"
+    """Implementation of the model: local runs the layers of training, inference_optimized a forward
+    pass with fewer operations over the same weights; auto is inference_optimized, or local with
+    --batch-invariant."""
     nvls: Literal["auto", "require", "off"] = "auto"
-    """Collectives of --sequence-parallel in --transformer-impl inference_optimized: auto uses
+    """Collectives of --sequence-parallel in the optimized forward pass: auto uses
     NVLink SHARP multicast, else loads and stores over NVLink, else torch.distributed, whichever all
     ranks support; require stops if multicast is not available; off uses torch.distributed."""
     nvls_tries: int | None = None
     """How often a collective over NVLink polls for a peer before the run stops and names the peer;
     for debugging, as the host then waits for the device at each step, and a GPU that gives up
     traps; derived: no limit."""
-    weights_dtype: Literal["bf16", "int8"] | None = None
-    """Run matmuls with low-bit copies of the weights, made at load, on a CPU under
-    --transformer-impl inference_optimized: bf16, or int8 with a scale per row; derived: no
-    copies."""
+    weights_dtype: Literal["auto", "stored", "bf16", "int8"] = "auto"
+    """Weights that a CPU multiplies by: stored, or copies that are made at load, in bf16 or in int8
+    with a scale per row. auto makes packed bf16 copies if the weights are bf16, the CPU multiplies
+    them faster and there is memory for them, and otherwise uses the stored weights."""
     batch_invariant: bool = False
     """On a CPU, make the results of a text bitwise independent of the batch: other texts, chunked
     prefill, the prefix cache and preemption change neither tokens nor log-probabilities."""
@@ -102,6 +103,13 @@ class ModelSource:
     """How long a collective may wait for a peer before the run stops, in minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto uses a GPU if there is one, cuda requires one."""
+
+    @property
+    def optimized(self) -> bool:
+        """Whether the optimized forward pass runs instead of the layers of training."""
+        if self.transformer_impl == "auto":
+            return not self.batch_invariant
+        return self.transformer_impl == "inference_optimized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +137,8 @@ class Inference:
     tokens, up to the tokens of --inference-max-requests sequences; needs a GPU."""
     enforce_eager: bool = False
     """Run every step eagerly. By default a CPU records and replays the operations of decode steps
-    of up to 16 tokens, with or without drafts, for a model on one rank under --transformer-impl
-    inference_optimized."""
+    of up to 16 tokens, with or without drafts, for a model on one rank, except with
+    --transformer-impl local."""
     check_plans: bool = False
     """Compare the schedules of the tensor-parallel ranks before each step, and stop if they differ;
     for debugging, as it makes the host wait for the device."""
@@ -158,7 +166,7 @@ class Speculation:
 
 def _check_batch_invariant(source: ModelSource) -> None:
     """Raise ValueError for options that --batch-invariant does not support."""
-    if source.transformer_impl != "local":
+    if source.optimized:
         raise ValueError(
             "--batch-invariant needs --transformer-impl local: with "
             f"{source.transformer_impl} the sums depend on the batch; drop one of the two "
@@ -200,23 +208,24 @@ def _check_source(source: ModelSource) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1: drop it, or "
             "raise that size"
         )
-    optimized = source.transformer_impl == "inference_optimized"
     if source.batch_invariant:
         _check_batch_invariant(source)
-    if source.weights_dtype is not None and not optimized:
+    if source.weights_dtype in ("bf16", "int8") and not source.optimized:
+        local = "--batch-invariant" if source.batch_invariant else "--transformer-impl local"
         raise ValueError(
-            f"--weights-dtype {source.weights_dtype} needs --transformer-impl "
-            "inference_optimized: give both options, or neither"
+            f"--weights-dtype {source.weights_dtype} cannot be combined with {local}, which "
+            "multiplies by the stored weights: drop one of the two options"
         )
     tries = source.nvls_tries
     for option, is_set in (
         (f"--nvls {source.nvls}", source.nvls != "auto"),
         (f"--nvls-tries {tries}", tries is not None),
     ):
-        if is_set and not (source.sequence_parallel and optimized):
+        if is_set and not (source.sequence_parallel and source.optimized):
             raise ValueError(
-                f"{option} applies to the collectives of --sequence-parallel with "
-                "--transformer-impl inference_optimized: give both options, or drop it"
+                f"{option} applies to the collectives of --sequence-parallel in the optimized "
+                "forward pass: give --sequence-parallel without --transformer-impl local, or drop "
+                "it"
             )
     if tries is not None and (tries < 1 or source.nvls == "off"):
         raise ValueError(
@@ -264,11 +273,9 @@ def _check_graphs(source: ModelSource, inference: Inference) -> None:
                 f"--enforce-eager has no effect with --{name.replace('_', '-')} "
                 f"{getattr(source, name)}: steps of several ranks are always eager; drop it"
             )
-    if source.transformer_impl != "inference_optimized":
-        raise ValueError(
-            "--enforce-eager has no effect: steps are eager with --transformer-impl "
-            f"{source.transformer_impl}; drop it"
-        )
+    if not source.optimized:
+        local = "--batch-invariant" if source.batch_invariant else "--transformer-impl local"
+        raise ValueError(f"--enforce-eager has no effect: steps are eager with {local}; drop it")
 
 
 def _check_speculation(speculation: Speculation, source: ModelSource, inference: Inference) -> None:

@@ -423,7 +423,7 @@ def model_facts(loaded: CheckpointModel) -> dict[str, Any]:
         "data_parallel": groups["dp"].size,
         "expert_parallel": groups["ep"].size,
         "transformer_impl": "inference_optimized" if loaded.optimized else "local",
-        "weights_dtype": loaded.weights_dtype,
+        "weights_dtype": loaded.copy_dtype or "stored",
         "speculative_method": loaded.speculation.speculative_method,
         "max_model_len": loaded.max_length,
     }

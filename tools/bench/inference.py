@@ -41,7 +41,7 @@ from megatron.core.inference.request_state import DraftContext
 from megatron.core.inference.sampling import SamplingParams
 from megatron.core.inference.speculation import NGramLookup, Proposer
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.inference_optimized import InferenceOptimizedModel
+from megatron.core.models.inference_optimized import InferenceOptimizedModel, matrices
 from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import SelfAttention
@@ -60,6 +60,17 @@ from tools.bench.table import Row, compared
 ROWS = 16
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+#: A model of 134 M weights, whose decode steps are compared with `generate`.
+DECODED = Shape(
+    layers=12,
+    hidden=768,
+    ffn=2048,
+    heads=12,
+    kv_heads=12,
+    vocabulary=32000,
+    batch=1,
+    sequence=512,
+)
 #: The model whose step the engine's own work is held against.
 TINY = Shape(
     layers=8, hidden=64, ffn=192, heads=4, kv_heads=2, vocabulary=512, batch=1, sequence=512
@@ -89,7 +100,7 @@ def with_weights_of(model: LlamaForCausalLM, backend: Backend = LOCAL) -> GPTMod
         mcore = GPTModel(
             described.config,
             ProcessGroupCollection.single(),
-            dtype=torch.float32,
+            dtype=model.dtype,
             backend=backend,
             storage=Storage(initialize=False),
         )
@@ -198,9 +209,18 @@ class Generation:
         seconds = self.seconds()
         return sum(map(len, self.texts)) / seconds
 
-    def require_same(self, peer: Generation, name: str, *, share: float = 1.0) -> None:
-        """Raise ValueError unless a peer has generated the same texts, or at least this share."""
-        same = sum(a == b for a, b in zip(self.texts, peer.texts, strict=True))
+    def require_same(
+        self, peer: Generation, name: str, *, share: float = 1.0, tokens: int | None = None
+    ) -> None:
+        """Raise ValueError unless a peer has generated the same texts, or at least this share.
+
+        Args:
+            peer: the other side.
+            name: of the peer.
+            share: of equal texts.
+            tokens: compare the first tokens of each text; None compares all.
+        """
+        same = sum(a[:tokens] == b[:tokens] for a, b in zip(self.texts, peer.texts, strict=True))
         if same < share * len(self.texts):
             raise ValueError(f"{same} of {len(self.texts)} texts equal those of {name}: void")
 
@@ -349,8 +369,8 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
         else:
             weights += [mixer.input.weight, mixer.down.weight]
     weights.append(model.head.weight)
-    inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
-    outputs = [torch.empty(rows, weight.shape[0]) for weight in weights]
+    inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in weights]
+    outputs = [torch.empty(rows, weight.shape[0], dtype=weight.dtype) for weight in weights]
 
     @torch.no_grad()
     def run() -> None:
@@ -361,34 +381,42 @@ def products(model: GPTModel, rows: int) -> Callable[[], None]:
 
 
 def forward_rows(quick: bool, clock: Clock) -> list[Row]:
-    """Tokens a second of `--transformer-impl inference_optimized`, by three others; then tokens a
-    second of one request by `--weights-dtype`."""
-    peer = llama(SHAPES["M"])
-    model = with_weights_of(peer)
-    new, rounds = (16, 2) if quick else (64, 7)
+    """Tokens a second with default options in fp32 and in bf16, by three others; then tokens a
+    second of one request by `--weights-dtype` of an fp32 model."""
+    new, rounds = (8, 2) if quick else (32, 7)
     table_rows = []
-    for count in (1, ROWS):
-        requests = requests_of(count, 1, new, model.config.vocab_size)
-        mcore = Generation.by_engine(engine_of(model, optimized=True), requests, clock)
-        local = Generation.by_engine(engine_of(model), requests, clock)
-        static = Generation.by_transformers(peer, requests, clock)
-        multiply = products(model, count)
+    for dtype in (torch.bfloat16, torch.float32):
+        peer = llama(DECODED).to(dtype)
+        model = with_weights_of(peer)
+        name = str(dtype).removeprefix("torch.")
+        packs = all(handle.packs_bf16() for handle in matrices(model))
+        local = engine_of(with_weights_of(peer))  # copies would replace its weights, too
+        for count in (1, 8, ROWS):
+            requests = requests_of(count, 1, new, model.config.vocab_size)
+            sides = {
+                "transformers": Generation.by_transformers(peer, requests, clock),
+                "--transformer-impl local": Generation.by_engine(local, requests, clock),
+            }
+            engine = engine_of(model, optimized=True, copies="bf16" if packs else None)
+            mcore = Generation.by_engine(engine, requests, clock)
+            for against, side in sides.items():
+                measured = in_turns((mcore.rate, side.rate), rounds=rounds)
+                target = (">= 1.15" if count == 1 else ">= 1") * (against == "transformers")
+                what = f"{name}, {count} rows: tokens/s / {against}"
+                table_rows.append(row(what, *measured, target))
+                exact = dtype is torch.float32
+                mcore.require_same(side, against, share=0.9, tokens=None if exact else 1)
+            multiply = products(model, count)
 
-        def product_rate(multiply: Callable[[], None] = multiply, count: int = count) -> float:
-            start = clock()
-            for _ in range(new):
-                multiply()
-            return count * new / (clock() - start)
+            def product_rate(multiply: Callable[[], None] = multiply, count: int = count) -> float:
+                start = clock()
+                for _ in range(new):
+                    multiply()
+                return count * new / (clock() - start)
 
-        for against, side, target in (
-            ("the model's own forward", local.rate, ""),
-            ("transformers", static.rate, ">= 1.15" if count == 1 else ""),
-            ("the matrix products of its steps", product_rate, ">= 0.7"),
-        ):
-            what = f"inference_optimized, {count} rows: tokens/s / {against}"
-            table_rows.append(row(what, *in_turns((mcore.rate, side), rounds=rounds), target))
-        for name, generation in (("the own forward", local), ("transformers", static)):
-            mcore.require_same(generation, name, share=0.9)
+            measured = in_turns((mcore.rate, product_rate), rounds=rounds)
+            what = f"{name}, {count} rows: tokens/s / the matrix products of its steps"
+            table_rows.append(row(what, *measured))
     # Last: from here on, products outside of autograd use the low-bit copies of weights.
     requests = requests_of(1, 1, new, model.config.vocab_size)
     static = Generation.by_transformers(peer, requests, clock)

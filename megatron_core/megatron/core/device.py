@@ -379,13 +379,40 @@ def memory_bytes(device: torch.device) -> int:
     return _process_bytes("VmRSS") or peak_memory_bytes(device)
 
 
+def available_memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the host memory that new allocations can use on Linux; None elsewhere.
+
+    Args:
+        meminfo: the kernel's estimate for the machine.
+        cgroup: folder of the limit and the usage of this process' control group.
+    """
+    available = _field_bytes(meminfo, "MemAvailable")
+    try:
+        limit, usage = (
+            int((cgroup / name).read_text(encoding="utf-8"))
+            for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no control group, or "max"
+        return available
+    return max(limit - usage, 0) if available is None else max(min(available, limit - usage), 0)
+
+
 def _process_bytes(field: str) -> int | None:
     """Return a field of Linux's /proc/self/status, in bytes; None on other systems."""
-    status = Path("/proc/self/status")
-    if not status.exists():
+    return _field_bytes(Path("/proc/self/status"), field)
+
+
+def _field_bytes(path: Path, field: str) -> int | None:
+    """Return a field that Linux states in kB, in bytes; None without the file or the field."""
+    if not path.exists():
         return None
-    lines = status.read_text().splitlines()
-    return next((int(s.split()[1]) * 1024 for s in lines if s.startswith(f"{field}:")), None)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return None
 
 
 def cpu_vendor(info: Path = Path("/proc/cpuinfo")) -> str:

@@ -82,6 +82,26 @@ def test_peak_memory_excludes_the_parent_process():
     assert 56 << 20 < after - before < 128 << 20
 
 
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "expected"),
+    [
+        ("MemFree: 7 kB\nMemAvailable:    90 kB\n", None, 90 << 10),
+        ("MemAvailable: 90 kB\n", "max", 90 << 10),
+        ("MemAvailable: 90 kB\n", "30000", 30000 - 10000),
+        ("MemAvailable: 90 kB\n", "9000", 0),
+        (None, "30000", 20000),
+        (None, None, None),
+    ],
+)
+def test_available_memory_is_bounded_by_the_control_group(meminfo, limit, expected, tmp_path):
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo, encoding="utf-8")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit, encoding="utf-8")
+        (tmp_path / "memory.current").write_text("10000\n", encoding="utf-8")
+    assert devices.available_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
+
+
 class FakeGraphPools:
     """Imitate torch's pools of CUDA graphs: a pool that lost its last graph must not be reused."""
 

@@ -80,14 +80,13 @@ def test_generate_reports_graph_statistics(root: Path) -> None:
 
 
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2")
-OPTIMIZED = ("--transformer-impl", "inference_optimized")
 
 
 def test_cpu_steps_are_recorded_unless_enforce_eager_is_set(root: Path) -> None:
     words = ["--load", str(root), "--device", "cpu", "--prompt", "AB", "--max-new-tokens", "6"]
     texts = []
     for eager_flags in ((), ("--enforce-eager",)):
-        code, out, err, _ = run(generate.main, [*words, *OPTIMIZED, "--top-k", "1", *eager_flags])
+        code, out, err, _ = run(generate.main, [*words, "--top-k", "1", *eager_flags])
         assert code == 0
         texts.append(out)
         recorded = re.search(r"CPU graphs: 1 captured .* 5 steps replayed .* 1 eager", err)
@@ -145,8 +144,9 @@ def test_static_batches_compute_rows_up_to_the_longest_output() -> None:
         (["--request-rate", "-1"], "--request-rate"),
         (["--input-tokens", "2990"], "2990"),
         (["--inference-cuda-graphs"], "--inference-cuda-graphs"),
-        (["--enforce-eager"], "--transformer-impl local"),
-        (["--enforce-eager", "--inference-cuda-graphs", *OPTIMIZED], "--inference-cuda-graphs"),
+        (["--enforce-eager", "--transformer-impl", "local"], "--transformer-impl local"),
+        (["--enforce-eager", "--batch-invariant"], "--batch-invariant"),
+        (["--enforce-eager", "--inference-cuda-graphs"], "--inference-cuda-graphs"),
         (["--check-plans"], "--check-plans"),
         (["--request-rate", "9", "--async-scheduling", *TENSOR_PARALLEL], "--async-scheduling"),
     ],

@@ -52,7 +52,7 @@ def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> No
     methods = {
         "ngram": ("--num-speculative-tokens", "3", "--async-scheduling"),
         "draft": ("--speculative-draft-model", folders["plain"]),
-        "mtp": ("--transformer-impl", "inference_optimized"),
+        "mtp": ("--transformer-impl", "local"),
     }
     for method, words in methods.items():
         words = ("--load", folders["model"], "--speculative-method", method, *words, *TEXT)
@@ -65,7 +65,7 @@ def test_every_kind_of_draft_yields_the_same_text(folders: dict[str, str]) -> No
 
 @pytest.mark.parametrize(
     "method",
-    [("mtp",), ("mtp", "--transformer-impl", "inference_optimized"), ("draft",)],
+    [("mtp",), ("mtp", "--transformer-impl", "local"), ("draft",)],
     ids=" ".join,
 )
 def test_speculation_on_two_stages_prints_single_process_text(
@@ -79,7 +79,7 @@ def test_speculation_on_two_stages_prints_single_process_text(
     (code, out, err, steps), rank_1 = run_on_ranks(generate.main, words)
     assert (code, rank_1.code) == (0, 0), err + rank_1.err
     assert (out, rank_1.out) == (plain.out, "")
-    assert (steps > 1) == ("inference_optimized" in method)
+    assert (steps > 1) == ("local" not in method)
     assert " draft tokens, " in err
     if "draft" in method:  # its weights are the model's
         assert float(err.split(" tokens per forward")[0].split()[-1]) > 3

@@ -48,6 +48,7 @@ from megatron.core.ops.grouped_mm import RowRuns, grouped_mm, grouped_wgrad_, re
 from megatron.core.ops.matmul import MatmulKernel, batch_invariant_kernel, choose_kernel
 from megatron.core.ops.matmul.batch_invariant import PackedMatrix, min_invariant_rows
 from megatron.core.ops.matmul.low_bit import LowBitCopy
+from megatron.core.ops.matmul.onednn import agrees
 from megatron.core.weight_gather.gather_format import EncodedWeight, GatherFormat
 from megatron.core.weight_sharding import WeightSharding
 
@@ -326,6 +327,14 @@ class WeightHandle:
         self.copy = copy
         # Kernels chosen before multiply by the weight itself, or by an older copy.
         self._kernels.clear()
+
+    def packs_bf16(self) -> bool:
+        """Return whether it is in bf16, and a packed copy is multiplied faster on its CPU."""
+        return (
+            self.dtype is self.product_dtype is torch.bfloat16
+            and self.anchor.device.type == "cpu"
+            and agrees(*self.shape, torch.bfloat16, packed=True)
+        )
 
     def min_invariant_rows(self) -> int | None:
         """Minimum rows of a batch-invariant `packed`, see `batch_invariant.min_invariant_rows`."""

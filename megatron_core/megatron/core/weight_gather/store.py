@@ -524,9 +524,12 @@ def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyRepor
                 f"--weights-dtype {dtype} multiplies on a CPU, the model is on "
                 f"{weight.device.type}: drop it, or give --device cpu"
             )
-        if dtype == "bf16" and weight.dtype is torch.bfloat16:
-            raise ValueError("--weights-dtype bf16: the weights are bf16 already: drop it")
         copy = LowBitCopy(weight, dtype, cpu_dtype=handle.cpu_dtype)
+        if dtype == "bf16" and weight.dtype is torch.bfloat16 and not copy.packed:
+            raise ValueError(
+                "--weights-dtype bf16: the weights are bf16 already, and this CPU does not "
+                "multiply packed copies faster: drop it"
+            )
         handle.multiply_by(copy)
         errors.append(copy.error(weight))
         packed += copy.packed

@@ -211,7 +211,7 @@ def test_tiles_replace_variant_packed_products(cause: str, monkeypatch) -> None:
         multiply = torch.nn.functional.linear
         monkeypatch.setattr(batch_invariant, "pack_weight", lambda weight: weight)
         monkeypatch.setattr(
-            batch_invariant, "packed_linear", lambda x, packed: multiply(x, packed) + len(x)
+            batch_invariant, "onednn_linear", lambda x, packed: multiply(x, packed) + len(x)
         )
     try:
         model = model_of("gqa", torch.float32)

@@ -10,14 +10,16 @@ from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.models import GPTModel, InferenceOptimizedModel
 from megatron.core.models.inference_optimized import matrices
 from megatron.core.ops.matmul import low_bit
-from megatron.core.ops.matmul.batch_invariant import packs_bf16
 from megatron.core.ops.matmul.low_bit import CopyDtype, LowBitCopy
+from megatron.core.ops.matmul.onednn import agrees
 from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_close_by_metric
 from tests.support.inputs import one_thread
 from tests.support.ranks import run_ranks
 from tests.unit_tests.core.inference.test_decoded_states import decode_prompts
 from tests.unit_tests.core.inference.test_engine import FAMILIES, engine_of, prompts
+
+PACKS_BF16 = agrees(32, 32, torch.bfloat16, packed=True)
 
 
 def model_in_fp32(family: str, groups: ProcessGroupCollection | None = None) -> GPTModel:
@@ -36,6 +38,11 @@ def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
                 weight.copy_(LowBitCopy(weight, dtype).dequantize(0, len(weight)))
 
 
+def matmul_in_fp32(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
+    """Return the product of a copy without rounding operands and result to bf16."""
+    return x.float() @ copy.dequantize(0, copy.rows).t()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(
     ("family", "rounds"), [("gqa", True), *((family, False) for family in FAMILIES)]
@@ -43,11 +50,7 @@ def store_values_of_copies(model: GPTModel, dtype: CopyDtype) -> None:
 def test_states_match_a_model_that_stores_the_copies_values(
     family: str, dtype: CopyDtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not rounds:  # compute all products in fp32
-        monkeypatch.setattr(low_bit, "matmul_dtype", lambda *_: torch.float32)
-        monkeypatch.setattr(low_bit, "MAX_BF16_ROWS", 0)
-        monkeypatch.setattr(low_bit, "MAX_INT8_ROWS", 0)
-    products, matmul = [], LowBitCopy.matmul
+    products, matmul = [], LowBitCopy.matmul if rounds else matmul_in_fp32
 
     def recording_matmul(copy: LowBitCopy, x: torch.Tensor) -> torch.Tensor:
         products.append(copy)
@@ -87,7 +90,7 @@ def test_weight_copies_are_rebuilt_after_weight_update() -> None:
     assert 0.001 < report.mean_error <= report.worst_error < 0.02
 
 
-@pytest.mark.skipif(not packs_bf16(32, 32), reason="this CPU or build of torch packs no bf16")
+@pytest.mark.skipif(not PACKS_BF16, reason="this CPU or build of torch packs no bf16")
 def test_a_model_packs_its_bf16_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_bit, "matmul_dtype", lambda *_: torch.bfloat16)
     model = model_in_fp32("gqa")
@@ -120,9 +123,9 @@ def test_int8_copies_on_two_ranks_stay_close_to_fp32() -> None:
             assert error > 1e-4  # a smaller error means that no copies were used
 
 
-@pytest.mark.parametrize(("dtype", "message"), [("bf16", "the weights are bf16 already")])
-def test_copies_that_save_no_memory_are_refused(dtype: CopyDtype, message: str) -> None:
+def test_copies_that_save_no_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_bit, "agrees", lambda *_, **__: False)
     groups = ProcessGroupCollection.single()
     model = GPTModel(FAMILIES["gqa"], groups, dtype=torch.bfloat16, seed=3)
-    with pytest.raises(ValueError, match=message):
-        InferenceOptimizedModel(model, copies=dtype)
+    with pytest.raises(ValueError, match="the weights are bf16 already"):
+        InferenceOptimizedModel(model, copies="bf16")

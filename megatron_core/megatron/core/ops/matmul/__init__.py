@@ -6,7 +6,7 @@ A weight's handle chooses its `MatmulKernel` once for each dtype of x:
 | kernel | weights | product |
 |---|---|---|
 | `PLAIN` | of x's dtype | `F.linear` |
-| `small_m` | fp32, in MKL on an AMD CPU | few rows as the columns of W xᵀ, else `F.linear` |
+| `amd_cpu` | fp32, in MKL on an AMD CPU | by oneDNN; few rows as the columns of W xᵀ |
 | converted | of another dtype; 16 bits, if the CPU is faster in fp32 | `F.linear` in one dtype |
 | batch-invariant | of a batch-invariant model | packed by oneDNN, or in tiles of rows |
 | `low_bit` | copied in bf16 or int8 | with the copy |
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.matmul import small_m
+from megatron.core.ops.matmul import amd_cpu
 from megatron.core.ops.matmul.batch_invariant import PackedMatrix, tiled_matmul
 
 __all__ = ["PLAIN", "MatmulKernel", "batch_invariant_kernel", "choose_kernel"]
@@ -58,8 +58,8 @@ def choose_kernel(
     """
     if not operand_dtype is product_dtype is dtype:
         return _with_add(partial(_converted_linear, product_dtype))
-    if small_m.is_faster(shape, dtype, device):
-        return MatmulKernel(small_m.linear, small_m.add_product_)
+    if amd_cpu.is_faster(shape, dtype, device):
+        return MatmulKernel(amd_cpu.linear, amd_cpu.add_product_)
     return PLAIN
 
 

@@ -8,10 +8,7 @@ Inference", describe the same problem and method on GPUs.) Two kinds of product 
 Packed weights: oneDNN's inner product on a packed weight chooses the order by the weight's shape
 alone: on every CPU measured, a row has the same bits in every batch of 1 or more rows, or of 2 or
 more rows (a single row splits more than 1,024 features differently), on any number of threads.
-oneDNN does not promise this, so `min_invariant_rows` tests each shape of a weight. In bf16 a packed
-weight is also faster than `F.linear`, which packs its weight at every call: 0.35 to 0.83 of the
-time for 1 to 256 rows and five shapes on a Xeon with AMX, and the same time for 1,024 rows.
-`ops.matmul.low_bit` therefore packs its copies.
+oneDNN does not promise this, so `min_invariant_rows` tests each shape of a weight.
 
 Tiles: routers, experts and weights that cannot be packed are multiplied in tiles of `TILE_ROWS`
 rows, and the last tile is padded with zeros: every product of a weight then has one shape, whatever
@@ -33,12 +30,12 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
+from megatron.core.ops.matmul.onednn import is_available, onednn_linear, pack_weight
+
 #: Batch sizes, in rows, with which each shape is tested.
 TESTED_ROWS = (1, 2, 3, 8, 16, 17, 33, 64, 128)
 #: Largest batch of one product: larger ones were not tested.
 MAX_ROWS = TESTED_ROWS[-1]
-#: Batch size for which oneDNN chooses the layout: a usual number of sequences in decoding.
-LAYOUT_ROWS = 16
 #: Rows of one product: a CPU multiplies them at full speed, and about as many sequences decode.
 TILE_ROWS = 16
 #: Rows that fill whole vectors for any number of features: two vectors of fp32 on any CPU.
@@ -74,10 +71,10 @@ class PackedMatrix:
         """
         outputs, features = self.shape
         if min_rows * features <= x.numel() <= MAX_ROWS * features:
-            return packed_linear(x, self._packed)
+            return onednn_linear(x, self._packed)
         products = [
             # A single row that needs a second one is duplicated.
-            packed_linear(
+            onednn_linear(
                 rows if len(rows) >= min_rows else rows.expand(min_rows, -1), self._packed
             )
             for rows in x.reshape(-1, features).split(MAX_ROWS)
@@ -101,29 +98,19 @@ def min_invariant_rows(shape: tuple[int, ...]) -> int | None:
 
 
 @functools.cache
-def is_available() -> bool:
-    """Return whether this build of torch multiplies packed weights."""
-    try:
-        packed_linear(torch.ones(1, 1), pack_weight(torch.ones(1, 1)))
-    except (AttributeError, RuntimeError, NotImplementedError):  # no operator, or no oneDNN
-        return False
-    return True
-
-
-@functools.cache
 def _min_invariant_rows(outputs: int, features: int, threads: int) -> int | None:
     """See `min_invariant_rows`: equal input rows must give equal output rows in every batch."""
     packed = pack_weight(
         torch.linspace(0, outputs, outputs * features).sin_().view(outputs, features)
     )
     x = torch.linspace(-1.0, 1.0, features).cos_().expand(MAX_ROWS, -1).contiguous()
-    expected = packed_linear(x, packed)[:1]
+    expected = onednn_linear(x, packed)[:1]
     min_rows = 1
     try:
         for num_threads in {1, threads}:
             torch.set_num_threads(num_threads)
             for rows in TESTED_ROWS:
-                y = packed_linear(x[:rows], packed)
+                y = onednn_linear(x[:rows], packed)
                 if not torch.equal(y, expected.expand_as(y)):
                     if rows > 1:
                         return None
@@ -131,41 +118,6 @@ def _min_invariant_rows(outputs: int, features: int, threads: int) -> int | None
     finally:
         torch.set_num_threads(threads)
     return min_rows
-
-
-@functools.cache
-def packs_bf16(outputs: int, features: int) -> bool:
-    """Return whether a bf16 weight [o, h] can be packed.
-
-    oneDNN must support bf16 on this CPU, and products of 1 row and of 16 rows must agree with
-    `F.linear` up to rounding.
-    """
-    weight = torch.linspace(0, outputs, outputs * features).sin_().view(outputs, features)
-    weight = weight.to(torch.bfloat16)
-    try:
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return False
-        packed = pack_weight(weight)
-        for rows in (1, LAYOUT_ROWS):
-            x = torch.linspace(-1, 1, rows * features).cos_().view(rows, features)
-            x = x.to(torch.bfloat16)
-            expected, actual = F.linear(x, weight), packed_linear(x, packed)
-            # Two bf16 roundings of the largest output.
-            if (actual.float() - expected.float()).abs().amax() > 2**-6 * expected.abs().amax():
-                return False
-    except (AttributeError, RuntimeError, NotImplementedError):  # no operator, or no oneDNN
-        return False
-    return True
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [o, h], fp32 or bf16, in oneDNN's packed layout."""
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), LAYOUT_ROWS)
-
-
-def packed_linear(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return x [..., h] Wᵀ, [..., o], for a packed weight [o, h]."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
 
 
 def pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -5,11 +5,14 @@ Decoding one token reads every weight once, so memory bandwidth bounds it. A bf1
 bytes of fp32, an int8 copy a quarter. Activations keep their dtype (weight-only quantization); the
 stored weights stay unchanged, and updates write to them.
 
-| copy | few rows of x | many rows |
-|---|---|---|
-| bf16 | x rounded to bf16, `F.linear` | dequantized if the CPU multiplies bf16 slowly |
-| bf16, packed | x rounded to bf16, oneDNN's packed matmul | the same |
-| int8 | x rounded to bf16, `torch._weight_int8pack_mm` | dequantized |
+| copy | product |
+|---|---|
+| bf16, packed | oneDNN's, with the packed copy |
+| bf16 | `F.linear`; more than two rows in fp32 if the CPU multiplies bf16 slowly |
+| int8 | `torch._weight_int8pack_mm` |
+
+Operands and results are rounded to bf16 for any number of rows, so that other texts in the batch
+change a text at most by the order of sums. The int8 product sums every row in the same order.
 
 A row of an int8 copy is q · s with q = round(w / s) in -127..127. The scale s = max|w| / 127 is
 rounded up to bf16, the dtype in which the product reads it.
@@ -23,14 +26,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.backend_choice import matmul_dtype
-from megatron.core.ops.matmul.batch_invariant import pack_weight, packed_linear, packs_bf16
+from megatron.core.ops.matmul.onednn import agrees, onednn_linear, pack_weight
 
 CopyDtype = Literal["bf16", "int8"]
 
 #: Largest batch, in rows, that multiplies a bf16 copy directly if the CPU is faster in fp32.
 MAX_BF16_ROWS = 2
-#: Largest batch, in rows, that multiplies an int8 copy directly. At 16 dequantizing costs the same.
-MAX_INT8_ROWS = 16
 #: Both sizes of an int8 copy are padded to a multiple: the int8 product reads whole tiles.
 INT8_TILE = 32
 #: Elements that are dequantized at a time: 4 MB in fp32, which stay in the cache.
@@ -53,16 +54,14 @@ class LowBitCopy:
         self, weight: torch.Tensor, dtype: CopyDtype, *, cpu_dtype: torch.dtype | None = None
     ) -> None:
         self.rows, self.features = weight.shape
-        self.packed = False
+        self.packed, self._is_fast = False, True
         if dtype == "bf16":
             self.values, self.scales = weight.to(torch.bfloat16), None
-            fast = matmul_dtype(self.values, cpu_dtype) is torch.bfloat16
-            self._max_rows = None if fast else MAX_BF16_ROWS
-            if fast and packs_bf16(self.rows, self.features):
+            self._is_fast = matmul_dtype(self.values, cpu_dtype) is torch.bfloat16
+            if self._is_fast and agrees(self.rows, self.features, torch.bfloat16, packed=True):
                 self.values, self.packed = pack_weight(self.values), True
         else:
             self.values, self.scales = _quantize_int8(weight)
-            self._max_rows = MAX_INT8_ROWS
 
     @property
     def nbytes(self) -> int:
@@ -106,29 +105,31 @@ class LowBitCopy:
         total.add_(self.matmul(x))
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [t, h] Wᵀ [t, o], in bf16 or fp32."""
-        if self._max_rows is not None and len(x) > self._max_rows:
-            return self._dequantized_matmul(x.float())
+        """Return x [t, h] Wᵀ, bf16 [t, o]."""
+        x = x.to(torch.bfloat16)
+        if self.scales is not None:
+            return self._int8_matmul(x, self.scales)
         if self.packed:
-            return packed_linear(x.to(torch.bfloat16), self.values)
-        if self.scales is None:
-            return F.linear(x.to(torch.bfloat16), self.values)
-        return self._int8_matmul(x.to(torch.bfloat16), self.scales)
+            return onednn_linear(x, self.values)
+        if self._is_fast or len(x) <= MAX_BF16_ROWS:
+            return F.linear(x, self.values)
+        return self._matmul_in_fp32(x)
 
     def _int8_matmul(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return x [t, h] Wᵀ, [t, o]; operand and output are bf16."""
         rows, features = self.values.shape
         if features != self.features:
             x = F.pad(x, (0, features - self.features))
-        out = torch._weight_int8pack_mm(x, self.values, scales)
+        out = torch._weight_int8pack_mm(x.contiguous(), self.values, scales)
         return out if rows == self.rows else out[:, : self.rows]
 
-    def _dequantized_matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [t, h] Wᵀ, fp32 [t, o], with one block of rows in fp32 at a time."""
+    def _matmul_in_fp32(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [t, h] Wᵀ, bf16 [t, o], with one block of W in fp32 at a time."""
         out, block_rows = x.new_empty(len(x), self.rows), self._block_rows
+        operand = x.float()
         for start in range(0, self.rows, block_rows):
             stop = min(start + block_rows, self.rows)
-            torch.mm(x, self.dequantize(start, stop).t(), out=out[:, start:stop])
+            out[:, start:stop] = operand @ self.dequantize(start, stop).t()
         return out
 
     @property

@@ -214,8 +214,12 @@ def _unknown_fields(body: Body, prefix: str) -> Iterator[tuple[type[Body], str, 
 
 
 def printable(name: str) -> str:
-    """Return a name from a request in printable ASCII, of at most 100 characters of the name."""
-    return name[:100].encode("unicode_escape").decode()
+    """Return a name from a request in printable ASCII, of at most 100 characters of the name.
+
+    An empty name, and a name with blanks or commas, is quoted: a header cannot end in a blank.
+    """
+    escaped = name[:100].encode("unicode_escape").decode()
+    return escaped if escaped and not set(" ,") & set(escaped) else f'"{escaped}"'
 
 
 @functools.lru_cache(maxsize=4096)

@@ -227,16 +227,24 @@ def served(
     **changes: Any,
 ) -> Iterator[Served]:
     """Serve a model, `NextByte` if none is given, until the block ends."""
-    options = settings(**changes)
+    max_length = settings(**changes)["card"]["max_length"]
     running = Engine(
         model or NextByte(shapes),
-        dataclasses.replace(
-            engine or EngineConfig(num_blocks=4096), max_model_len=options["card"]["max_length"]
-        ),
+        dataclasses.replace(engine or EngineConfig(num_blocks=4096), max_model_len=max_length),
         features=features,
     )
     if isinstance(running.runner.model, NextByte):
         running.runner.model.engine = running
+    with served_engine(running, loaded=loaded, embedder=embedder, **changes) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served_engine(
+    running: Engine, *, loaded: Any = None, embedder: Any = None, **changes: Any
+) -> Iterator[Served]:
+    """Serve an engine until the block ends."""
+    options = settings(**changes)
     link, other_end = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     # What a client leaves unread soon reaches the server.

@@ -124,7 +124,7 @@ class Usage:
         }
 
 
-def _scores(
+def token_scores(
     tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[Sequence[Any]]
 ) -> list[TokenScore]:
     """Return the scores of tokens; log-probabilities are clamped to `MIN_LOGPROB`."""
@@ -246,7 +246,9 @@ class Generation:
             index=index,
             text=text,
             segments=segments,
-            scores=_scores(engine_delta.tokens, engine_delta.logprobs, engine_delta.top_logprobs),
+            scores=token_scores(
+                engine_delta.tokens, engine_delta.logprobs, engine_delta.top_logprobs
+            ),
             prompt_scores=prompt_scores,
             epochs=engine_delta.epochs,
             finish_reason=reason,
@@ -260,7 +262,7 @@ class Generation:
         top_logprobs = engine_delta.prompt_top_logprobs or ()
         return [
             TokenScore(id=prompt[0], logprob=None),
-            *_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
+            *token_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
         ]
 
     def _count_lookup(self, index: int, cached_tokens: int) -> None:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from megatron.cli.tokenizers import PairTokens, Tokenizer
 from megatron.core.inference.requests import EngineRequest, RequestError, check_request
 from megatron.hf.classifier import Classifier
+from megatron.inference.server.beam_search import BeamSearch, BeamSearchParams, check_beam_width
 from megatron.inference.server.chat_template import Conversation, Conversations
 from megatron.inference.server.engine.client import Draining, EngineClient, EngineLost, QueueFull
 from megatron.inference.server.guided_decoding.grammars import Grammars
@@ -87,8 +88,74 @@ class Server:
         Raises:
             ApiError: the request is invalid, or the engine is unavailable.
         """
+        self._check_outputs(request, len(request.requests))
+        with admission():
+            decode = self._decode(request, parsers)
+            return Generation(self.client, decode, self.metrics, request, parsers=parsers)
+
+    def beam_search(
+        self,
+        request: GenerationRequest,
+        params: BeamSearchParams,
+        *,
+        parsers: Sequence[OutputParser] = (),
+    ) -> BeamSearch:
+        """Begin a beam search.
+
+        Args:
+            request: the request.
+            params: parameters of the search.
+            parsers: see `Generation`.
+
+        Raises:
+            ApiError: the request is invalid, or the engine is unavailable.
+        """
+        engine_request = request.requests[0]
+        if engine_request.grammar is not None:
+            raise ApiError(
+                400,
+                "tools: a forced or strict tool cannot be combined with use_beam_search: set "
+                "tool_choice to auto and leave strict out",
+                param="tools",
+            )
+        problem = check_beam_width(params, engine_request, self.card.vocab_size)
+        if problem is not None:
+            raise ApiError(400, problem, param="n")
+        self._check_outputs(request, len(request.requests) // request.n * params.beam_width)
+        with admission():
+            decode = self._decode(request, parsers)
+            return BeamSearch(self.client, decode, self.metrics, request, params, parsers=parsers)
+
+    def begin(
+        self,
+        request: GenerationRequest,
+        beam_search: BeamSearchParams | None,
+        *,
+        parsers: Sequence[OutputParser] = (),
+    ) -> Generation | BeamSearch:
+        """Begin a beam search, or without its parameters a generation."""
+        if beam_search is None:
+            return self.generate(request, parsers)
+        return self.beam_search(request, beam_search, parsers=parsers)
+
+    def _decode(
+        self, request: GenerationRequest, parsers: Sequence[OutputParser]
+    ) -> Callable[[Sequence[int]], str]:
+        """Return the function that converts token ids of a request to text."""
+        if not request.skip_special_tokens:
+            return partial(decode_with_special_tokens, self.tokenizer)
+        if parsers and self.formats.marks:
+            return partial(decode_with_marks, self.tokenizer, self.formats.marks)
+        return self.tokenizer.detokenize
+
+    def _check_outputs(self, request: GenerationRequest, num_outputs: int) -> None:
+        """Raise ApiError for a request that the model or the engine cannot serve.
+
+        Args:
+            request: the request.
+            num_outputs: number of outputs in flight.
+        """
         self.check_awake()
-        num_outputs = len(request.requests)
         max_outputs = min(MAX_REQUEST_OUTPUTS, self.client.max_outputs)
         if num_outputs > max_outputs:
             raise ApiError(
@@ -96,13 +163,6 @@ class Server:
             )
         for engine_request in request.requests[:: request.n]:
             self._check(engine_request, request)
-        with admission():
-            decode = self.tokenizer.detokenize
-            if not request.skip_special_tokens:
-                decode = partial(decode_with_special_tokens, self.tokenizer)
-            elif parsers and self.formats.marks:
-                decode = partial(decode_with_marks, self.tokenizer, self.formats.marks)
-            return Generation(self.client, decode, self.metrics, request, parsers=parsers)
 
     def _check(self, request: EngineRequest, generation_request: GenerationRequest) -> None:
         """Raise ApiError for a request that the model cannot serve."""
@@ -207,6 +267,23 @@ async def text_tokens(
 
 
 async def begin_answer(
+    server: Server, conversation: Conversation, body: GenerationBody, **fields: Any
+) -> Generation:
+    """Send the request for an answer to the engine; its deltas have `segments`.
+
+    Args:
+        server: the server.
+        conversation: the conversation to answer.
+        body: sampling, stop and grammar fields of the request.
+        fields: other arguments of `answer_request`.
+
+    Raises:
+        ApiError: the model cannot answer the conversation, or is unavailable.
+    """
+    return server.generate(*await answer_request(server, conversation, body, **fields))
+
+
+async def answer_request(
     server: Server,
     conversation: Conversation,
     body: GenerationBody,
@@ -215,8 +292,8 @@ async def begin_answer(
     logprobs: int | None = None,
     thinking_budget: int | None = None,
     names: Mapping[str, str],
-) -> Generation:
-    """Send the request for an answer to the engine; its deltas have `segments`.
+) -> tuple[GenerationRequest, list[OutputParser]]:
+    """Return the request for the answers to a conversation, and the parser of each answer.
 
     Args:
         server: the server.
@@ -229,7 +306,7 @@ async def begin_answer(
             `response_format`.
 
     Raises:
-        ApiError: the model cannot answer the conversation, or is unavailable.
+        ApiError: the model cannot answer the conversation.
     """
     if thinking_budget is not None:
         _check_budget(server)
@@ -265,7 +342,7 @@ async def begin_answer(
         OutputParser(server.formats, tools, in_reasoning=prompt.in_reasoning)
         for _ in range(generation_request.n)
     ]
-    return server.generate(generation_request, parsers)
+    return generation_request, parsers
 
 
 def _remaining_tokens(server: Server, num_prompt_tokens: int, names: Mapping[str, str]) -> int:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from megatron.inference.server.beam_search import BeamSearch
 from megatron.inference.server.engine.client import Cancelled, EngineLost, ReaderStalled, Refused
 from megatron.inference.server.middleware import LOG, Limits
 from megatron.inference.server.output_processor import Delta, Generation, NotFinite
@@ -46,7 +47,7 @@ class AnswerFormatter(Protocol):
 
 async def respond(
     request: Request,
-    generation: Generation,
+    generation: Generation | BeamSearch,
     formatter: AnswerFormatter,
     limits: Limits,
     *,
@@ -105,7 +106,7 @@ async def run_until_disconnect(
 
 async def _events(
     request_id: str,
-    generation: Generation,
+    generation: Generation | BeamSearch,
     formatter: AnswerFormatter,
     limits: Limits,
     ended: Callable[[], object],
@@ -132,7 +133,7 @@ async def _events(
         ended()
 
 
-async def _checked_deltas(generation: Generation) -> AsyncIterator[Delta]:
+async def _checked_deltas(generation: Generation | BeamSearch) -> AsyncIterator[Delta]:
     """Yield the deltas of a request; errors of the engine are raised as ApiErrors."""
     try:
         async for delta in generation.deltas():

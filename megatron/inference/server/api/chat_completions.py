@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.chat_completions import ChatBody, ChatFormatter
-from megatron.inference.server.serving import Route, Server, begin_answer
+from megatron.inference.server.serving import Route, Server, answer_request
 from megatron.inference.server.streaming import respond
 
 
@@ -21,7 +21,8 @@ async def chat(server: Server, request: Request) -> Response:
     body.check_stream()
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    generation = await begin_answer(
+    beam_search = body.beam_search_params()
+    generation_request, parsers = await answer_request(
         server,
         body.conversation(),
         body,
@@ -32,6 +33,7 @@ async def chat(server: Server, request: Request) -> Response:
             "max_new_tokens": "max_completion_tokens" if body.max_tokens is None else "max_tokens",
         },
     )
+    generation = server.begin(generation_request, beam_search, parsers=parsers)
     formatter = ChatFormatter(
         body,
         generation.usage,

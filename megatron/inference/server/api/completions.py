@@ -27,12 +27,7 @@ async def completions(server: Server, request: Request) -> Response:
     body = await server.read(request, CompletionBody)
     server.check_model(body.model)
     body.check_stream()
-    if body.best_of not in (None, body.n or 1):
-        raise ApiError(
-            400,
-            f"best_of is {body.best_of}: this server returns all outputs: use n",
-            param="best_of",
-        )
+    beam_search = body.beam_search_params()
     eod = server.tokenizer.eod
     # An empty text becomes the end-of-document token, as in training.
     empty_prompt = [] if eod is None else [eod]
@@ -56,8 +51,12 @@ async def completions(server: Server, request: Request) -> Response:
         **body.token_constraints(server.tokenizer),
     )
     if max_new_tokens == 0:
+        if beam_search is not None:
+            raise ApiError(
+                400, "max_tokens is 0: use_beam_search needs at least 1", param="max_tokens"
+            )
         generation_request = dataclasses.replace(generation_request, prompt_only=True)
-    generation = server.generate(generation_request)
+    generation = server.begin(generation_request, beam_search)
     formatter = CompletionFormatter(
         body,
         generation.usage,

@@ -121,6 +121,50 @@ class Outputs:
             yield delta
 
 
+class Reservation:
+    """Outputs in flight that one HTTP request holds over several steps.
+
+    Args:
+        client: client of the engine.
+        count: number of outputs.
+    """
+
+    def __init__(self, client: EngineClient, count: int) -> None:
+        self._client, self._count = client, count
+        self._outputs: Outputs | None = None
+        self._num_aborts = client.num_aborts
+        client.idle_slots += count
+
+    async def outputs(self, requests: Sequence[EngineRequest]) -> list[OutputDelta]:
+        """Return the only delta of each request.
+
+        Args:
+            requests: at most `count` requests for one new token each.
+
+        Raises:
+            EngineLost: the engine process has exited.
+            Refused: the engine rejects a request.
+        """
+        assert len(requests) <= self._count
+        if self._num_aborts != self._client.num_aborts:  # between two steps
+            return [OutputDelta(-1, finish_reason="abort")] * len(requests)
+        ids, self._outputs = self._client.add_requests(requests, reserved=True)
+        self._client.idle_slots -= len(requests)
+        try:
+            deltas = {delta.request_id: delta async for delta in self._outputs.deltas()}
+        finally:
+            self._outputs.close()
+            self._client.idle_slots += len(requests)
+        return [deltas[request_id] for request_id in ids]
+
+    def close(self) -> None:
+        """Abort the requests in flight and release the outputs; later calls do nothing."""
+        if self._outputs is not None:
+            self._outputs.close()
+        self._client.idle_slots -= self._count
+        self._count = 0
+
+
 class EngineClient:
     """Send requests to the engine process and dispatch its messages.
 
@@ -145,6 +189,10 @@ class EngineClient:
         self._next_id = 0
         self._replies: dict[int, asyncio.Future[Any]] = {}  # of commands and embeddings
         self._num_embeddings = 0  # texts that wait for their embedding
+        self.idle_slots = 0
+        """Reserved outputs that are not in flight."""
+        self.num_aborts = 0
+        """How often all running outputs have been aborted."""
         self._last_message_time = time.monotonic()
         self.lost = asyncio.Event()
         """Set when the engine process has exited."""
@@ -157,26 +205,38 @@ class EngineClient:
 
     @property
     def active(self) -> int:
-        """Number of unfinished outputs and embeddings."""
-        return len(self._outputs) + self._num_embeddings
+        """Number of unfinished and reserved outputs, and of unfinished embeddings."""
+        return len(self._outputs) + self.idle_slots + self._num_embeddings
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last message of the engine."""
         return time.monotonic() - self._last_message_time
 
-    def add_requests(self, requests: Sequence[EngineRequest]) -> tuple[list[int], Outputs]:
+    def reserve(self, count: int) -> Reservation:
+        """Return a reservation of outputs, for a request with many steps.
+
+        Raises:
+            QueueFull, Draining, EngineLost: as in `add_requests`.
+        """
+        self._check_admission(count)
+        return Reservation(self, count)
+
+    def add_requests(
+        self, requests: Sequence[EngineRequest], *, reserved: bool = False
+    ) -> tuple[list[int], Outputs]:
         """Send the requests of one HTTP request; return their ids and the queue of their deltas.
 
         Args:
             requests: requests for one output each, without ids.
+            reserved: the outputs have been admitted by a reservation.
 
         Raises:
             QueueFull: the outputs would exceed `max_outputs`.
             Draining: the server is shutting down.
             EngineLost: the engine process has exited.
         """
-        ids = self._admit(len(requests))
+        ids = self._admit(len(requests), reserved=reserved)
         outputs = Outputs(self, ids, self._max_unsent)
         for request_id, request in zip(ids, requests, strict=True):
             request = dataclasses.replace(request, request_id=request_id)
@@ -205,14 +265,21 @@ class EngineClient:
             embeddings.append(embedding)
         return embeddings
 
-    def _admit(self, count: int) -> list[int]:
-        """Return the ids of new outputs. Raises as `add_requests`."""
+    def _check_admission(self, count: int) -> None:
+        """Check that new outputs can be admitted. Raises as `add_requests`."""
         if self.lost.is_set():
             raise EngineLost
         if self.draining.is_set():
             raise Draining
         if self.active + count > self.max_outputs:
             raise QueueFull
+
+    def _admit(self, count: int, *, reserved: bool = False) -> list[int]:
+        """Return the ids of new outputs. Raises as `add_requests`."""
+        if not reserved:
+            self._check_admission(count)
+        elif self.lost.is_set():
+            raise EngineLost
         self._next_id += count
         return list(range(self._next_id - count, self._next_id))
 
@@ -234,6 +301,7 @@ class EngineClient:
         """
         if self.lost.is_set():
             raise EngineLost
+        self.num_aborts += action == "pause" and fields.get("mode") == "abort"
         message_id, self._next_id = self._next_id, self._next_id + 1
         reply = self._expect_reply(message_id)
         self._send({"kind": "control", "id": message_id, "action": action, **fields})

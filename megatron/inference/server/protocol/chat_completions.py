@@ -21,6 +21,7 @@ from megatron.inference.server.chat_template import (
 )
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
 from megatron.inference.server.protocol.api_error import ApiError
+from megatron.inference.server.protocol.beam_search import BeamSearchBody
 from megatron.inference.server.protocol.body import (
     MAX_CALLS,
     MAX_LOGPROBS,
@@ -38,7 +39,6 @@ from megatron.inference.server.protocol.body import (
     Verbosity,
 )
 from megatron.inference.server.protocol.completions import ChoicesFormatter, ending
-from megatron.inference.server.protocol.generation import GenerationBody
 from megatron.inference.server.protocol.token_text import (
     prompt_logprobs,
     token_bytes,
@@ -167,7 +167,7 @@ class NamedChoice(Body):
     function: FunctionName
 
 
-class ChatBody(GenerationBody):
+class ChatBody(BeamSearchBody):
     """`POST /v1/chat/completions`."""
 
     messages: Messages

@@ -16,8 +16,9 @@ from pydantic import Field
 from megatron.cli.tokenizers import Tokenizer
 from megatron.inference.server.output_processor import Delta, TokenScore, Usage
 from megatron.inference.server.protocol.api_error import ApiError
+from megatron.inference.server.protocol.beam_search import BeamSearchBody
 from megatron.inference.server.protocol.body import MAX_LOGPROBS, MAX_TOKENS, Prompts, ServedValues
-from megatron.inference.server.protocol.generation import GenerationBody, UsageChunks
+from megatron.inference.server.protocol.generation import UsageChunks
 from megatron.inference.server.protocol.token_text import (
     TextOffsets,
     prompt_logprobs,
@@ -108,14 +109,13 @@ def ending(delta: Delta) -> dict[str, Any]:
     return {"finish_reason": delta.finish_reason or None, "stop_reason": delta.stop}
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(BeamSearchBody):
     """`POST /v1/completions`."""
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     add_special_tokens: bool = True
     echo: bool | None = None
-    best_of: int | None = None
     suffix: Annotated[Any, ServedValues(("",))] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

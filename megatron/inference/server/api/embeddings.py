@@ -24,8 +24,11 @@ class EmbeddingBody(Body):
     """`POST /v1/embeddings`."""
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     input: Prompts
+    """One text or several, or token ids."""
     encoding_format: Literal["float", "base64"] | None = None
+    """JSON numbers, or base64 of little-endian fp32."""
     dimensions: Annotated[Any, ServedValues(fix="cut the vectors")] = None
     user: NoEffect = None
 

@@ -61,16 +61,22 @@ class TokenizeBody(Body):
     """`POST /tokenize`: a text, or a conversation that the chat template renders."""
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     prompt: Text | None = None
+    """A text."""
     messages: Messages | None = None
+    """A conversation, which the chat template renders, in place of `prompt`."""
     add_special_tokens: bool = True
+    """false: the tokenizer adds no special tokens to a text."""
 
 
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     tokens: list[Token]
+    """Token ids."""
 
 
 async def tokenize(server: Server, request: Request) -> Response:
@@ -210,6 +216,8 @@ class PauseBody(AdminBody):
     tokens, or end with `finish_reason` "abort"."""
 
     mode: Literal["keep", "recompute", "abort"] = "keep"
+    """What becomes of running outputs: they continue from their cache, are recomputed from their
+    tokens, or end with `finish_reason` `abort`."""
 
 
 class NothingBody(AdminBody):
@@ -220,6 +228,7 @@ class SleepBody(AdminBody):
     """Which device memory is released: 1 the cache, 2 also the weights, which move to the host."""
 
     level: Literal[1, 2] = 1
+    """Device memory that is released: 1 the cache, 2 also the weights, which move to the host."""
 
 
 class WeightsBody(AdminBody):
@@ -227,15 +236,20 @@ class WeightsBody(AdminBody):
     ranks of a training run send them."""
 
     load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    """Path of weights of the same model, as for --load."""
     address: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    """Address at which the ranks of a training run send the weights."""
     senders: Annotated[int, Field(ge=1, le=MAX_SENDERS)] = 1
+    """Number of ranks that send."""
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """How long to wait for the ranks."""
 
 
 class ProfileBody(AdminBody):
     """Steps to measure."""
 
     steps: Annotated[int, Field(ge=1, le=MAX_PROFILE_STEPS)] = 10
+    """Number of steps to measure."""
 
 
 async def _order(server: Server, request: Request, action: str, body: type[Body]) -> Response:

@@ -39,9 +39,13 @@ class BeamSearchBody(GenerationBody):
     """A body of a route that offers beam search."""
 
     use_beam_search: bool = False
+    """Returns the `n` outputs with the highest scores among `best_of` beams."""
     best_of: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    """Number of beams, at least `n`; without beam search only the value of `n`."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    """Exponent of the length that scores are divided by, 1 by default; with beam search only."""
     early_stopping: bool | Literal["never"] | None = None
+    """When the search ends, as in transformers; with beam search only."""
 
     def beam_search_params(self) -> BeamSearchParams | None:
         """Return the parameters of beam search; None without beam search.

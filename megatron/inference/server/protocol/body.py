@@ -51,7 +51,9 @@ MAX_TOOLS = 128
 #: Most tool calls of one message.
 MAX_CALLS = 128
 
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+#: Title of token ids in the schemas.
+TOKEN_ID = "token id"
+Token = Annotated[int, Field(ge=0, lt=1 << 31, title=TOKEN_ID)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Prompts = (

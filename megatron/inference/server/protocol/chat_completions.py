@@ -52,6 +52,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    """The text."""
     cache_control: NoEffect = None
 
 
@@ -59,15 +60,19 @@ class CalledFunction(Body):
     """The function of a tool call of an earlier turn."""
 
     name: ToolName
+    """Name of the function."""
     arguments: Text
+    """The arguments as JSON."""
 
 
 class MessageCall(Body):
     """A tool call of an earlier turn."""
 
     id: CallId
+    """The id of the call, which the message with its output repeats."""
     type: Literal["function"]
     function: CalledFunction
+    """The called function."""
     index: NoEffect = None
 
 
@@ -75,15 +80,23 @@ class ChatMessage(Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who wrote the message."""
     content: (
         Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None
     ) = None
+    """The text, or its parts."""
     name: Annotated[str, Field(max_length=256)] | None = None
+    """Name of the writer, for the chat template."""
     tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CALLS)] | None = None
+    """Calls of an assistant message."""
     tool_call_id: CallId | None = None
+    """In a message of role tool: the id of the call."""
     reasoning_content: Text | None = None
+    """Reasoning of an assistant message, for the chat template."""
     reasoning: Text | None = None
+    """Another name of `reasoning_content`."""
     refusal: Text | None = None
+    """The text of an assistant message without content."""
     annotations: NoEffect = None
     cache_control: NoEffect = None
     audio: Annotated[Any, ServedValues(fix="this server reads texts only")] = None
@@ -132,9 +145,13 @@ class Function(Body):
     """A function that may be called."""
 
     name: ToolName
+    """Name of the function."""
     description: Text | None = None
+    """Description, for the chat template."""
     parameters: dict[str, Any] | None = None
+    """JSON Schema of the arguments; none by default."""
     strict: bool | None = None
+    """true: the arguments of calls follow the schema."""
 
     def tool(self) -> Tool:
         """Return the tool of a conversation."""
@@ -151,6 +168,7 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     function: Function
+    """The function."""
     cache_control: NoEffect = None
 
 
@@ -158,6 +176,7 @@ class FunctionName(Body):
     """The name of a function."""
 
     name: ToolName
+    """Name of a function of `tools`."""
 
 
 class NamedChoice(Body):
@@ -165,27 +184,41 @@ class NamedChoice(Body):
 
     type: Literal["function"]
     function: FunctionName
+    """The function."""
 
 
 class ChatBody(BeamSearchBody):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
+    """The conversation, which the chat template renders."""
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    """`none` hides the tools from the model, `required` and a named function force a call."""
     parallel_tool_calls: bool | None = None
+    """false: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
+    """Variables of the chat template that --chat-template-kwargs lists."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Most new tokens; the default is `max_model_len` minus the prompt."""
     logprobs: bool | None = None
+    """Reports the log-probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of alternatives that are reported for each token."""
     add_generation_prompt: bool = True
+    """false: the prompt does not end with the start of the answer's turn."""
     continue_final_message: bool = False
+    """The answer continues the last message, a text of the assistant; needs `add_generation_prompt:
+    false`."""
     add_special_tokens: Annotated[Any, ServedValues((False,), "write them in the template")] = None
     echo: Annotated[Any, ServedValues((False,), "use /v1/completions")] = None
     include_reasoning: Annotated[Any, ServedValues((True,))] = None
     chat_template: Annotated[Any, ServedValues(fix="start the server with --chat-template")] = None
     reasoning_effort: Effort | None = None
+    """Sets the template variable `reasoning_effort`."""
     verbosity: Verbosity | None = None
+    """Sets the template variable `verbosity`."""
     modalities: Annotated[Any, ServedValues((["text"],))] = None
     store: Annotated[Any, ServedValues((False,), "responses are stored by /v1/responses")] = None
     audio: Annotated[Any, ServedValues(fix="this server writes texts only")] = None

@@ -113,11 +113,16 @@ class CompletionBody(BeamSearchBody):
     """`POST /v1/completions`."""
 
     prompt: Prompts
+    """One text or several, or token ids; an empty prompt becomes the end-of-document token."""
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    """Most new tokens, 16 by default. 0 scores the prompt, with `echo` and `logprobs`."""
     add_special_tokens: bool = True
+    """false: the tokenizer adds no special tokens to a text."""
     echo: bool | None = None
+    """The text begins with the prompt; `logprobs` then covers the prompt."""
     suffix: Annotated[Any, ServedValues(("",))] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of alternatives that are reported for each token."""
 
 
 class CompletionFormatter(ChoicesFormatter):

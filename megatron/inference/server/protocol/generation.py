@@ -53,7 +53,9 @@ class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    """The last chunk reports the usage."""
     continuous_usage_stats: bool = False
+    """Every chunk reports the usage so far."""
     include_obfuscation: NoEffect = None
 
 
@@ -61,9 +63,13 @@ class SchemaFormat(Body):
     """A named JSON schema, which is always enforced, as with `strict`."""
 
     name: Annotated[str, Field(max_length=256)]
+    """Name of the schema."""
     description: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    """Description of the schema."""
     json_schema: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    """The JSON Schema."""
     strict: bool | None = None
+    """The schema is enforced whether it is set or not."""
 
 
 class TextFormat(Body):
@@ -83,6 +89,7 @@ class JsonSchemaFormat(Body):
 
     type: Literal["json_schema"]
     json_schema: SchemaFormat
+    """The schema and its name."""
 
 
 def schema_format(schema: dict[str, Any]) -> JsonSchemaFormat:
@@ -95,7 +102,9 @@ class StructuredOutputs(Body):
     `whitespace_pattern` is the regular expression of white space between JSON tokens."""
 
     json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    """A JSON Schema."""
     regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    """A regular expression of the whole output."""
     choice: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]],
@@ -103,8 +112,11 @@ class StructuredOutputs(Body):
         ]
         | None
     ) = None
+    """The possible outputs."""
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    """A Lark grammar."""
     whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Regular expression of the white space between JSON tokens; by default at most one blank."""
 
 
 class ForeignFields(Body):
@@ -137,14 +149,24 @@ class GenerationBody(ForeignFields, AccountFields):
     needs_language_model = True
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Most new tokens. The prompt and the new tokens have at most `max_model_len` tokens."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 selects the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Samples from the smallest set of tokens with this probability."""
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    """Samples from so many tokens; 0 and -1 turn it off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Drops tokens below this fraction of the largest probability."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and the
+    output."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits of tokens of the output."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits for each occurrence in the output."""
     logit_bias: (
         Annotated[
             dict[
@@ -155,38 +177,64 @@ class GenerationBody(ForeignFields, AccountFields):
         ]
         | None
     ) = None
+    """Added to the logits, by token id; up to 1,024 tokens."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    """Seed of the samples; without it they differ between requests."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Strings that end an output; they may begin and end inside tokens."""
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    """Further tokens that end an output."""
     ignore_eos: bool | None = None
+    """The model's stop tokens do not end an output."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    """Lower numbers are served first; the default is 0."""
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    """Outputs per prompt; up to 64 outputs per request."""
     stream: bool | None = None
+    """Sends the output as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Options of the stream; needs `stream`."""
     response_format: (
         Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
+    """Restricts an output to JSON, or to JSON that follows a schema."""
     structured_outputs: StructuredOutputs | None = None
+    """Restricts an output by one of `json`, `regex`, `choice` and `grammar`."""
     # Earlier names of the fields of `structured_outputs`.
     guided_json: dict[str, Any] | Text | None = None
+    """Earlier name of `structured_outputs.json`."""
     guided_regex: str | None = None
+    """Earlier name of `structured_outputs.regex`."""
     guided_choice: list[str] | None = None
+    """Earlier name of `structured_outputs.choice`."""
     guided_grammar: str | None = None
+    """Earlier name of `structured_outputs.grammar`."""
     guided_whitespace_pattern: str | None = None
+    """Earlier name of `structured_outputs.whitespace_pattern`."""
     guided_decoding_backend: NoEffect = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    """No stop token and no stop string ends an output before so many tokens; up to `max_tokens`."""
     allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
+    """The only tokens of an output."""
     bad_words: Annotated[list[_Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that are banned as their tokens, with and without a blank before them."""
     include_stop_str_in_output: bool = False
+    """The text ends with the stop string."""
     skip_special_tokens: bool = True
+    """false: the text contains special tokens by name."""
     spaces_between_special_tokens: NoEffect = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    """Keeps the last tokens of the prompt; -1 keeps as many as fit."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of alternatives that are reported for each prompt token; not in streams."""
     return_token_ids: bool = False
+    """Reports `token_ids` of each choice, and `prompt_token_ids`."""
     return_tokens_as_token_ids: Annotated[Any, ServedValues((False,), "use return_token_ids")] = (
         None
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """The request shares cached prefixes only with requests of the same salt, so that tenants
+    cannot test what others have sent."""
     request_id: NoEffect = None
     metadata: NoEffect = None
     prediction: NoEffect = None

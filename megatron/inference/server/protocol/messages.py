@@ -44,6 +44,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: Text
+    """The reasoning."""
     signature: NoEffect = None
 
 
@@ -52,8 +53,11 @@ class ToolUseBlock(Body):
 
     type: Literal["tool_use"]
     id: CallId
+    """The id of the call, which its result repeats."""
     name: ToolName
+    """Name of the tool."""
     input: dict[str, Any]
+    """The arguments."""
     cache_control: NoEffect = None
     caller: NoEffect = None
 
@@ -63,8 +67,11 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
+    """The id of the call."""
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] = ""
+    """What the tool returned."""
     is_error: bool | None = None
+    """The text begins with `Error: `."""
     cache_control: NoEffect = None
 
 
@@ -72,6 +79,7 @@ class AnthropicMessage(Body):
     """A turn of a conversation."""
 
     role: Literal["user", "assistant"]
+    """Who wrote the message."""
     content: (
         Text
         | Annotated[
@@ -84,6 +92,7 @@ class AnthropicMessage(Body):
             Field(min_length=1, max_length=MAX_CALLS),
         ]
     )
+    """The text, or its blocks."""
 
     def turns(self) -> list[Turn]:
         """Return the turns of a conversation; each tool result is a separate turn."""
@@ -131,10 +140,15 @@ class AnthropicTool(Body):
     """A function that may be called."""
 
     type: Literal["custom"] | None = None
+    """Kind of the tool."""
     name: ToolName
+    """Name of the tool."""
     description: Text | None = None
+    """Description, for the chat template."""
     input_schema: dict[str, Any]
+    """JSON Schema of the arguments."""
     strict: bool | None = None
+    """true: the arguments of calls follow the schema."""
     cache_control: NoEffect = None
     eager_input_streaming: NoEffect = None
     defer_loading: NoEffect = None
@@ -146,15 +160,20 @@ class ToolUse(Body):
     """Whether the answer may or must call tools."""
 
     type: Literal["auto", "any", "none", "tool"]
+    """`none` hides the tools from the model, `any` and `tool` force a call."""
     name: ToolName | None = None
+    """The tool of type `tool`."""
     disable_parallel_tool_use: bool | None = None
+    """At most one call."""
 
 
 class Thinking(Body):
     """Whether the model reasons, and with `enabled` the most tokens of reasoning."""
 
     type: Literal["adaptive", "disabled", "enabled"]
+    """Sets the template variable `enable_thinking`, which is false for `disabled`."""
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Most tokens of reasoning, below `max_tokens`; needs `enabled` and --reasoning-parser."""
     display: NoEffect = None
 
     def check(self, max_tokens: int | None) -> None:
@@ -176,25 +195,35 @@ class OutputFormat(Body):
 
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    """The JSON Schema."""
 
 
 class OutputConfig(Body):
     """Constraints on the answer, and the effort of reasoning."""
 
     format: OutputFormat | None = None
+    """Restricts the text to JSON that follows a schema."""
     effort: Effort | None = None
+    """Sets the template variable `reasoning_effort`."""
 
 
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The conversation; a last text of the assistant is continued, without tools."""
     system: Text | _Texts | None = None
+    """A system message before the conversation."""
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Tools that the model may call."""
     tool_choice: ToolUse | None = None
+    """Whether the answer may or must call tools."""
     thinking: Thinking | None = None
+    """Whether the model reasons."""
     output_config: OutputConfig | None = None
+    """Format of the text, and effort of reasoning."""
     cache_control: NoEffect = None
     context_management: NoEffect = None
     mcp_servers: Annotated[Any, ServedValues(([],), "give the tools of the servers")] = None
@@ -260,6 +289,7 @@ class MessagesBody(CountBody):
     needs_language_model = True
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    """Most new tokens."""
     stop_sequences: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
@@ -267,11 +297,17 @@ class MessagesBody(CountBody):
         ]
         | None
     ) = None
+    """Strings that end the answer."""
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    """0 selects the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Samples from the smallest set of tokens with this probability."""
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """Samples from so many tokens; 0 turns it off."""
     output_format: OutputFormat | None = None
+    """Earlier name of `output_config.format`."""
     stream: bool | None = None
+    """Sends the answer as server-sent events."""
     metadata: NoEffect = None
     service_tier: NoEffect = None
     inference_geo: NoEffect = None

@@ -54,7 +54,9 @@ class ContentPart(Body):
     """A part of a message or of an earlier answer."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    """Kind of the text."""
     text: Text
+    """The text."""
     annotations: NoEffect = None
     logprobs: NoEffect = None
     prompt_cache_breakpoint: NoEffect = None
@@ -67,7 +69,9 @@ class OldItem(Body):
     """Common fields of items of earlier outputs."""
 
     id: _Id | None = None
+    """Id of the item; it is not used."""
     status: _Status | None = None
+    """Status of the item; it is not used."""
     phase: NoEffect = None
 
 
@@ -76,7 +80,9 @@ class MessageItem(OldItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
+    """Who wrote the message."""
     content: Text | _ContentParts
+    """The text, or its parts."""
 
 
 class ReasoningItem(OldItem):
@@ -84,7 +90,9 @@ class ReasoningItem(OldItem):
 
     type: Literal["reasoning"]
     summary: _ContentParts | None = None
+    """The reasoning, if there is no content."""
     content: _ContentParts | None = None
+    """The reasoning."""
     encrypted_content: Annotated[
         Any, ServedValues(("",), "send the content or the summary of the reasoning")
     ] = None
@@ -95,8 +103,11 @@ class CallItem(OldItem):
 
     type: Literal["function_call"]
     call_id: CallId
+    """The id of the call, which its output repeats."""
     name: ToolName
+    """Name of the function."""
     arguments: Text
+    """The arguments as JSON."""
     namespace: NoEffect = None
 
 
@@ -105,7 +116,9 @@ class CallOutputItem(OldItem):
 
     type: Literal["function_call_output"]
     call_id: CallId
+    """The id of the call."""
     output: Text | _ContentParts
+    """What the tool returned."""
 
 
 def _kind(item: Any) -> str | None:
@@ -142,9 +155,13 @@ class NamedSchema(Body):
 
     type: Literal["json_schema"]
     name: _Id
+    """Name of the schema."""
     description: Text | None = None
+    """Description of the schema."""
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    """The JSON Schema."""
     strict: bool | None = None
+    """The schema is enforced whether it is set or not."""
 
 
 class TextConfig(Body):
@@ -153,13 +170,16 @@ class TextConfig(Body):
     format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = (
         None
     )
+    """Restricts the text to JSON, or to JSON that follows a schema."""
     verbosity: Verbosity | None = None
+    """Sets the template variable `verbosity`."""
 
 
 class Reasoning(Body):
     """Effort of reasoning. Reasoning is returned as text, so there is no summary of it."""
 
     effort: Effort | None = None
+    """Sets the template variable `reasoning_effort`."""
     summary: NoEffect = None
     generate_summary: NoEffect = None
 
@@ -188,6 +208,7 @@ class ResponseBody(AccountFields):
     needs_language_model = True
 
     model: str | None = None
+    """A served model name; another name is answered with 404."""
     input: (
         Text
         | Annotated[
@@ -195,15 +216,25 @@ class ResponseBody(AccountFields):
             Field(min_length=1, max_length=MAX_MESSAGES),
         ]
     )
+    """A text of the user, or the items of a conversation."""
     instructions: Text | None = None
+    """A system message before the conversation."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Most new tokens; the default is `max_model_len` minus the prompt."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """0 selects the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Samples from the smallest set of tokens with this probability."""
     text: TextConfig | None = None
+    """Constraints on the text."""
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ForcedFunction | None = None
+    """`none` hides the tools from the model, `required` and a named function force a call."""
     parallel_tool_calls: bool | None = None
+    """false: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
+    """Variables of the chat template that --chat-template-kwargs lists."""
     metadata: (
         Annotated[
             dict[
@@ -214,16 +245,22 @@ class ResponseBody(AccountFields):
         ]
         | None
     ) = None
+    """Returned with the response."""
     stream: bool | None = None
-    store: Annotated[bool, Field(description="Only false: nothing is stored.")] | None = None
-    previous_response_id: (
-        Annotated[str, Field(description="Refused: nothing is stored.")] | None
-    ) = None
+    """Sends the response as server-sent events."""
+    store: bool | None = None
+    """Only false: nothing is stored."""
+    previous_response_id: str | None = None
+    """Refused, as nothing is stored: send the whole conversation."""
     reasoning: Reasoning | None = None
+    """Effort of reasoning."""
     stream_options: ResponseStreamOptions | None = None
+    """Options of the stream."""
     # Of the values for hosted tools none has an effect, as there are no hosted tools.
     include: list[Included] | None = None
+    """Output of hosted tools, of which there is none: no value has an effect."""
     truncation: Literal["auto", "disabled"] | None = None
+    """Accepted. A prompt that is too long is refused."""
     top_logprobs: Annotated[Any, ServedValues((0,), "use /v1/chat/completions")] = None
     background: Annotated[Any, ServedValues((False,))] = None
     conversation_state: Annotated[

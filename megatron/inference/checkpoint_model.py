@@ -30,6 +30,7 @@ from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.ops.matmul.onednn import is_available
 from megatron.core.ops.tiled_attention import KEY_TILE
 from megatron.core.process_groups import Group
+from megatron.core.weight_gather import copy_weights
 from megatron.inference.config import Speculation
 
 
@@ -90,16 +91,15 @@ class CheckpointModel:
             ValueError: `--nvls require` without NVLink SHARP, or `--weights-dtype` if no weight
                 can be copied.
         """
+        if self.copy_dtype is not None:
+            report = copy_weights(matrices(self.model), self.copy_dtype)
+            if self.model.region.group.rank == 0:
+                print(report, file=sys.stderr)
         if self.model.store.row_tiles:
             self._check_tile_invariance()
         if not self.optimized:
             return self.model
-        generator = InferenceOptimizedModel(
-            self.model, self._comm(max_num_batched_tokens), copies=self.copy_dtype
-        )
-        if generator.copied is not None and self.model.region.group.rank == 0:
-            print(generator.copied, file=sys.stderr)
-        return generator
+        return InferenceOptimizedModel(self.model, self._comm(max_num_batched_tokens))
 
     @cached_property
     def copy_dtype(self) -> CopyDtype | None:
@@ -124,10 +124,12 @@ class CheckpointModel:
 
     def _check_tile_invariance(self) -> None:
         """Log which matmuls --batch-invariant covers. Raises ValueError if a tile is not exact."""
-        handles = matrices(self.model)
+        # The product of an int8 copy sums every row in the same order.
+        handles = [handle for handle in matrices(self.model) if handle.copy is None]
         packed = [handle for handle in handles if handle.min_invariant_rows() is not None]
         tiled = [handle for handle in handles if handle not in packed]
-        check_tile_invariance((handle.get() for handle in tiled), handles[0].product_dtype)
+        if tiled:
+            check_tile_invariance((handle.get() for handle in tiled), tiled[0].product_dtype)
         nbytes = sum(handle.packed().nbytes for handle in packed)
         if self.model.region.group.rank == 0:
             fallback = f"{len(tiled)} matrices, " if tiled else ""

@@ -172,6 +172,11 @@ def _check_batch_invariant(source: ModelSource) -> None:
             f"{source.transformer_impl} the sums depend on the batch; drop one of the two "
             "options"
         )
+    if source.weights_dtype == "bf16":
+        raise ValueError(
+            "--batch-invariant cannot be combined with --weights-dtype bf16, whose sums depend on "
+            "the batch: use int8 or stored, or drop one of the two options"
+        )
     if source.sequence_parallel or source.tensor_model_parallel_size > 2:
         raise ValueError(
             "--batch-invariant supports sums over at most two ranks, not "
@@ -210,12 +215,6 @@ def _check_source(source: ModelSource) -> None:
         )
     if source.batch_invariant:
         _check_batch_invariant(source)
-    if source.weights_dtype in ("bf16", "int8") and not source.optimized:
-        local = "--batch-invariant" if source.batch_invariant else "--transformer-impl local"
-        raise ValueError(
-            f"--weights-dtype {source.weights_dtype} cannot be combined with {local}, which "
-            "multiplies by the stored weights: drop one of the two options"
-        )
     tries = source.nvls_tries
     for option, is_set in (
         (f"--nvls {source.nvls}", source.nvls != "auto"),

@@ -179,6 +179,21 @@ def test_low_bit_weights_give_nearly_the_same_logprobs(
     assert 1e-5 < difference < 0.5
 
 
+def test_int8_copies_are_batch_invariant(root: Path, tmp_path: Path) -> None:
+    words = ["--load", str(root), *FLAGS, "--device", "cpu", "--seed", "5", "--batch-invariant"]
+    words = last_wins([*words, "--weights-dtype", "int8"])
+    outputs = []
+    for number, prompts in enumerate((PROMPTS, PROMPTS[:1])):
+        path = tmp_path / f"{number}.json"
+        flags = [word for text in prompts for word in ("--prompt", text)]
+        code, _, err, _ = run(generate.main, [*words, *flags, "--output-json", str(path)])
+        assert code == 0, err
+        assert "int8 weights: copies of 9 matrices" in err
+        assert "batch-invariant: 0 matrices packed" in err
+        outputs.append(json.loads(path.read_text())[0])
+    assert outputs[0] == outputs[1]
+
+
 def test_layer_norms_run_in_the_optimized_forward(tmp_path: Path) -> None:
     save(tmp_path / "root", make_model(norm=NormConfig(kind="LayerNorm")))
     reference_path, optimized_path = tmp_path / "one.json", tmp_path / "two.json"
@@ -257,7 +272,6 @@ def test_recorded_tokenizer_is_used_and_other_file_is_warned(
         ({}, ["--tokenizer-model", "none.json"], "none.json"),
         ({"tokenizer": None}, [], "--tokenizer-model"),
         ({"tokenizer": {**BYTES, "fingerprint": "x"}}, [], "--tokenizer-model"),
-        ({}, ["--weights-dtype", "int8", *LOCAL], "--transformer-impl local"),
         ({}, ["--weights-dtype", "bf16", "--batch-invariant"], "--batch-invariant"),
         *(
             ({}, [*option, *flags], f"{' '.join(option)} applies to the collectives of")

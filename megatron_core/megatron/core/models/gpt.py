@@ -507,7 +507,7 @@ class GPTModel(StoreModule):
     def weights_replaced(self) -> None:
         """See `megatron.core.inference.model_runner.LanguageModel`."""
         for handle in self.store.handles.values():
-            handle.forget_packed()
+            handle.weight_replaced()
 
     def full_logits(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the logits of the whole vocabulary, fp32 [s, b, V], on every tp rank."""

@@ -46,7 +46,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelHead,
 )
 from megatron.core.transformer import KeyValueCache, LatentAttention, Norm
-from megatron.core.weight_gather import CopyReport, WeightHandle, copy_weights
+from megatron.core.weight_gather import WeightHandle, copy_weights
 
 
 class InferenceOptimizedModel:
@@ -88,9 +88,7 @@ class InferenceOptimizedModel:
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         blocks = [block for block in model.decoder.blocks if isinstance(block, DecoderBlock)]
         self._layers = [(block.norm, block.mixer) for block in blocks]
-        self._copies: CopyDtype | None = copies
-        self.copied: CopyReport | None = None
-        self.weights_replaced()
+        self.copied = None if copies is None else copy_weights(matrices(model), copies)
 
     @property
     def head(self) -> GatheredHead:
@@ -106,9 +104,8 @@ class InferenceOptimizedModel:
         self.model.join_experts(max_tokens)
 
     def weights_replaced(self) -> None:
-        """Copy the matrices again if the model uses copies."""
-        if self._copies is not None:
-            self.copied = copy_weights(matrices(self.model), self._copies)
+        """See `megatron.core.inference.model_runner.LanguageModel`."""
+        self.model.weights_replaced()
 
     def __call__(
         self,

@@ -344,7 +344,7 @@ class WeightHandle:
     def packed(self) -> PackedMatrix:
         """Return the local weight in oneDNN's layout, if `min_invariant_rows` is not None.
 
-        The packed copy is cached until the weight is written to or `forget_packed` is called. A
+        The packed copy is cached until the weight is written to or `weight_replaced` is called. A
         gathered weight is packed at every use and not cached.
         """
         weight, packed = self.get(), self._packed
@@ -355,9 +355,11 @@ class WeightHandle:
                 self._packed = packed
         return packed
 
-    def forget_packed(self) -> None:
-        """Drop the packed copy: the weight was written to without torch's version counter."""
+    def weight_replaced(self) -> None:
+        """Renew what derives from the weight, after a write that torch's version counter misses."""
         self._packed = None
+        if self.copy is not None:
+            self.multiply_by(LowBitCopy(self.get(), self.copy.dtype, cpu_dtype=self.cpu_dtype))
 
     def add_product_(
         self, total: torch.Tensor, x: torch.Tensor, *, bias: WeightHandle | None = None

@@ -510,7 +510,7 @@ class CopyReport:
 def copy_weights(handles: Iterable[WeightHandle], dtype: CopyDtype) -> CopyReport:
     """Copy matrices in a lower precision for products outside of autograd.
 
-    The copies do not follow updates of the weights: call this again after an update.
+    The copies do not follow updates of the weights: call `WeightHandle.weight_replaced` after one.
 
     Raises:
         ValueError: a weight is not on a CPU, or already has the dtype of the copies.

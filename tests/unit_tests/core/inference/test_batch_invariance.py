@@ -22,6 +22,7 @@ from megatron.core.inference import (
     generate,
 )
 from megatron.core.models import GPTModel
+from megatron.core.models.inference_optimized import matrices
 from megatron.core.ops.matmul import batch_invariant
 from megatron.core.ops.matmul.batch_invariant import (
     MAX_ROWS,
@@ -29,6 +30,7 @@ from megatron.core.ops.matmul.batch_invariant import (
     PackedMatrix,
     check_tile_invariance,
 )
+from megatron.core.weight_gather import copy_weights
 from tests.support.closeness import assert_all_close
 from tests.support.inputs import generator
 from tests.unit_tests.core.inference.test_engine import FAMILIES, VOCABULARY
@@ -43,13 +45,17 @@ PACKS = batch_invariant.min_invariant_rows((16, 16)) is not None
 
 @functools.cache
 def model_of(family: str, dtype: torch.dtype) -> GPTModel:
-    return GPTModel(
+    """Return a model of a dtype; in int8 an fp32 model that multiplies by int8 copies."""
+    model = GPTModel(
         FAMILIES[family],
         ProcessGroupCollection.single(),
         seed=3,
-        dtype=dtype,
+        dtype=torch.float32 if dtype is torch.int8 else dtype,
         backend=with_batch_invariance(LOCAL),
     )
+    if dtype is torch.int8:
+        copy_weights(matrices(model), "int8")
+    return model
 
 
 def request(number: int, length: int, *, prefix: tuple[int, ...] = ()) -> EngineRequest:
@@ -89,7 +95,7 @@ CASES += [("gqa", torch.bfloat16)]
 CASES += [pytest.param(f, torch.bfloat16, marks=pytest.mark.slow) for f in ("latent", "hybrid")]
 
 
-@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [*CASES, ("gqa", torch.int8)], ids=str)
 def test_request_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
     model = model_of(family, dtype)
     expected = generate_alone(model)

@@ -47,6 +47,7 @@ class LowBitCopy:
         cpu_dtype: in which the CPU multiplies bf16, see `ops.backend_choice.matmul_dtype`.
 
     Attributes:
+        dtype: of the copy.
         packed: whether `values` is in oneDNN's packed layout.
     """
 
@@ -54,6 +55,7 @@ class LowBitCopy:
         self, weight: torch.Tensor, dtype: CopyDtype, *, cpu_dtype: torch.dtype | None = None
     ) -> None:
         self.rows, self.features = weight.shape
+        self.dtype: CopyDtype = dtype
         self.packed, self._is_fast = False, True
         if dtype == "bf16":
             self.values, self.scales = weight.to(torch.bfloat16), None

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cohere
+import httpx
 import pytest
 import torch
 
@@ -300,3 +302,22 @@ def test_score_of_embeddings_is_their_cosine() -> None:
         cut = server.ok("/score", text_1="ab", text_2="abbb", truncate_prompt_tokens=2)
         assert cut["data"][0]["score"] == pytest.approx(1.0)
         assert server.post("/classify", input="a").status_code == 400
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("name", ["Client", "ClientV2"])
+def test_clients_of_cohere(reranker: Reference, name: str) -> None:
+    scores = [reranker.score(QUERY, document) for document in DOCUMENTS]
+    order = sorted(range(len(DOCUMENTS)), key=lambda n: -scores[n])
+    with httpx.Client(trust_env=False) as http:
+        options = {"base_url": reranker.server.url, "httpx_client": http}
+        client = getattr(cohere, name)("key", **options)
+        response = client.rerank(model="next-byte", query=QUERY, documents=DOCUMENTS, top_n=3)
+        assert [entry.index for entry in response.results] == order[:3]
+        assert [entry.relevance_score for entry in response.results] == pytest.approx(
+            [scores[n] for n in order[:3]], abs=1e-5
+        )
+        with pytest.raises(cohere.errors.BadRequestError):
+            client.rerank(model="next-byte", query="a", documents=[])
+        with pytest.raises(cohere.errors.NotFoundError):
+            client.rerank(model="other", query="a", documents=["b"])

@@ -101,6 +101,9 @@ class Service:
     """Largest request body, in units of 1e6 bytes."""
     max_unsent_tokens: int = 4096
     """Maximum number of unread tokens of a slow client; beyond it, its stream is dropped."""
+    response_store_mb: float = 0.0
+    """Memory for stored responses of /v1/responses, in units of 1e6 bytes; the oldest are evicted
+    first; 0 stores nothing."""
     body_timeout_seconds: float = 30.0
     """Time for a request's header, and then for its body, to arrive."""
     request_timeout_seconds: float = 600.0
@@ -151,6 +154,10 @@ class ServeConfig:
         ):
             if value <= 0:
                 raise ValueError(f"--{name} is {value}: it must be above 0")
+        if service.response_store_mb < 0:
+            raise ValueError(
+                f"--response-store-mb is {service.response_store_mb}: it must not be negative"
+            )
         if service.max_queue < 0:
             raise ValueError(f"--max-queue is {service.max_queue}: it must not be negative")
         for name, port in (("port", service.port), ("admin-port", service.admin_port or 0)):
@@ -409,6 +416,7 @@ def http_settings(
         "log_format": service.log_format,
         "log_level": service.log_level,
         "strict_fields": service.strict_fields,
+        "response_store_bytes": int(service.response_store_mb * 1e6),
         "allowed_origins": list(service.allowed_origins or ()),
     }
 

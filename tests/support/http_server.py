@@ -207,6 +207,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         "log_format": "text",
         "log_level": "info",
         "strict_fields": False,
+        "response_store_bytes": 0,
         "allowed_origins": [],
     }
     for name, value in changes.items():

@@ -135,7 +135,7 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-ignored-fields"],
     )

@@ -37,6 +37,7 @@ from megatron.inference.server.middleware import (
 )
 from megatron.inference.server.middleware import set_up as set_up_log
 from megatron.inference.server.output_processor import ModelCard
+from megatron.inference.server.response_store import ResponseStore
 from megatron.inference.server.serving import Server
 from megatron.inference.server.tool_parsers.formats import formats_of
 from megatron.training.data.chat import ChatTemplate
@@ -81,6 +82,7 @@ def build(settings: Mapping[str, Any], client: EngineClient) -> Server:
         metrics=ServerMetrics(lambda: client.stats),
         allowed_origins=settings["allowed_origins"],
         strict_fields=settings["strict_fields"],
+        responses=ResponseStore(settings["response_store_bytes"]),
         grammars=grammars_of(tokenizer, card["stop_tokens"], card["vocab_size"]),
     )
 

@@ -39,6 +39,7 @@ from megatron.inference.server.protocol.body import (
 )
 from megatron.inference.server.protocol.generation import GenerationBody
 from megatron.inference.server.protocol.token_text import decode_with_special_tokens
+from megatron.inference.server.response_store import ResponseStore
 from megatron.inference.server.tool_parsers.formats import (
     AnswerFormats,
     decode_with_marks,
@@ -73,6 +74,8 @@ class Server:
     grammars: Grammars | None = None
     allowed_origins: Sequence[str] = ()
     """Origins of web pages that may send requests (CORS)."""
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
+    """Stored responses."""
     strict_fields: bool = False
     """Refuse unknown fields instead of ignoring them."""
 

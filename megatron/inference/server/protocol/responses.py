@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's `/v1/responses`: answers as output items.
 
-The server stores nothing: every request holds the whole conversation. A response can be cancelled
-while it runs.
+A request holds the whole conversation, or the new items after a stored response. A response can be
+cancelled while it runs.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from megatron.inference.server.chat_template import (
     Conversation,
@@ -137,6 +137,15 @@ _Item = Annotated[
 ]
 
 
+_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[_Item])
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
+
+
 class ResponseTool(Function):
     """A function that may be called."""
 
@@ -249,9 +258,10 @@ class ResponseBody(AccountFields):
     stream: bool | None = None
     """Sends the response as server-sent events."""
     store: bool | None = None
-    """Only false: nothing is stored."""
-    previous_response_id: str | None = None
-    """Refused, as nothing is stored: send the whole conversation."""
+    """Whether the response is stored; true, the default with `--response-store-mb`, needs that
+    option."""
+    previous_response_id: _Id | None = None
+    """Id of a stored response whose conversation `input` continues; needs `--response-store-mb`."""
     reasoning: Reasoning | None = None
     """Effort of reasoning."""
     stream_options: ResponseStreamOptions | None = None
@@ -299,6 +309,29 @@ class ResponseBody(AccountFields):
             hints=self.template_hints,
         )
 
+    def input_items(self) -> list[dict[str, Any]]:
+        """Return the items of the input as JSON, with ids."""
+        if isinstance(self.input, str):
+            content = [ContentPart(type="input_text", text=self.input)]
+            items: Sequence[OldItem] = [MessageItem(role="user", content=content)]
+        else:
+            items = self.input
+        fields = [entry.model_dump(exclude_none=True) for entry in items]
+        return [
+            {"id": f"{_ID_PREFIXES[entry['type']]}_{secrets.token_hex(12)}", **entry}
+            for entry in fields
+        ]
+
+    def with_items(self, items: Sequence[dict[str, Any]]) -> ResponseBody:
+        """Return the request with other items as its input. Raises ApiError for too many items."""
+        if len(items) > MAX_MESSAGES:
+            raise ApiError(
+                400,
+                f"the conversation has {len(items)} items: at most {MAX_MESSAGES} are allowed",
+                param="previous_response_id",
+            )
+        return self.model_copy(update={"input": _ITEMS.validate_python(items)})
+
     def _turns(self) -> list[Turn]:
         """Return the turns; consecutive items of the assistant are merged into one turn."""
         turns = [Turn(role="system", text=self.instructions)] if self.instructions else []
@@ -327,21 +360,25 @@ class ResponseBody(AccountFields):
             temperature=self.temperature, top_p=self.top_p, response_format=text_format
         )
 
-    def request_fields(self) -> dict[str, Any]:
-        """Return the fields of the request that a response repeats."""
+    def request_fields(self, *, stored: bool) -> dict[str, Any]:
+        """Return the fields of the request that a response repeats.
+
+        Args:
+            stored: whether the response will be stored.
+        """
         request_json = self.model_dump(by_alias=True, exclude_none=True)
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "background": False,
             "reasoning": request_json.get("reasoning") or {"effort": None, "summary": None},
             "service_tier": "default",
             "truncation": self.truncation or "disabled",
             "user": self.user if isinstance(self.user, str) else None,
-            "store": False,
+            "store": stored,
             "temperature": self.temperature if self.temperature is not None else 1.0,
             "text": request_json.get("text") or {"format": {"type": "text"}},
             "tool_choice": request_json.get("tool_choice", "auto"),
@@ -377,10 +414,19 @@ class ResponseFormatter:
         model: name of the model.
         generation: outputs of the request.
         request_fields: fields of the request that the response repeats.
+        save: stores the complete response, and returns whether it fits the store; None without a
+            store.
     """
 
-    def __init__(self, model: str, generation: Generation, request_fields: dict[str, Any]) -> None:
-        self._usage = generation.usage
+    def __init__(
+        self,
+        model: str,
+        generation: Generation,
+        request_fields: dict[str, Any],
+        *,
+        save: Callable[[dict[str, Any]], bool] | None = None,
+    ) -> None:
+        self._usage, self._save = generation.usage, save
         self.id = f"resp_{secrets.token_hex(12)}"
         self._output: list[dict[str, Any]] = []
         self._fields = {
@@ -415,6 +461,12 @@ class ResponseFormatter:
         has_ended = self._fields["status"] != "in_progress"
         return {**self._fields, "output": self._output[:], "usage": usage if has_ended else None}
 
+    def _saved(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Store a complete response; return it with its final field `store`."""
+        if self._save is not None and not self._save(response):
+            self._fields["store"] = response["store"] = False
+        return response
+
     def complete(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the complete response from all of its deltas."""
         for delta in deltas:
@@ -434,11 +486,12 @@ class ResponseFormatter:
         if delta.finish_reason == "length":
             events += self._end("incomplete")
             details = {"reason": "max_output_tokens"}
-            response = self.response("incomplete", incomplete_details=details)
+            response = self._saved(self.response("incomplete", incomplete_details=details))
             events.append(self._event("response.incomplete", response=response))
         elif delta.finish_reason:
             events += self._end()
-            events.append(self._event("response.completed", response=self.response("completed")))
+            response = self._saved(self.response("completed"))
+            events.append(self._event("response.completed", response=response))
         return events
 
     def closing_events(self) -> Sequence[dict[str, Any]]:

@@ -140,6 +140,7 @@ def test_answer_options_reach_the_http_process(
     words = f"--load x --chat-template {template} --tool-call-parser auto"
     words += " --reasoning-parser qwen3 --chat-template-kwargs enable_thinking thinking"
     words += " --served-model-name a b --strict-fields --log-level warning --allowed-origins *"
+    words += " --response-store-mb 2.5"
     line = parse_command_line(ServeConfig, words.split(), prog="serve", description="")
     loaded: Any = SimpleNamespace(
         folder=tmp_path,
@@ -149,6 +150,7 @@ def test_answer_options_reach_the_http_process(
         max_length=4,
         stop_tokens=(),
         data_parallel=SimpleNamespace(size=3),
+        model=SimpleNamespace(config=SimpleNamespace(num_labels=None)),
     )
     settings = serve.http_settings(loaded, line.config, [None, None])
     assert settings["client"]["max_outputs"] == 3 * 16 + 64
@@ -156,6 +158,7 @@ def test_answer_options_reach_the_http_process(
     assert "--tool-call-parser glm45" in capsys.readouterr().err
     assert (settings["card"]["name"], settings["card"]["aliases"]) == ("a", ("b",))
     assert settings["strict_fields"]
+    assert settings["response_store_bytes"] == 2_500_000
     assert (settings["log_level"], settings["allowed_origins"]) == ("warning", ["*"])
     assert "modules.json" in settings["no_embeddings"]
     assert settings["template_variables"] == ["enable_thinking", "thinking"]

@@ -83,7 +83,8 @@ class Service:
     derived: only the server's own page."""
     chat_template: str | None = None
     """Chat template: a Jinja file, or chatml, llama3 or plain; derived: the template of the
-    tokenizer's folder. Without a template there are no chat routes."""
+    tokenizer's folder. Without a template there are no chat routes. With a classification head it
+    renders the pairs to score, as messages of the roles query and document."""
     tool_call_parser: ToolParserName | None = None
     """Format of tool calls: hermes is JSON in <tool_call>, also for Qwen2.5 and Qwen3; qwen3_coder
     is XML, also for Qwen3.5 and Nemotron 3; auto selects by the chat template; derived: requests
@@ -308,13 +309,18 @@ def classifier_of(loaded: CheckpointModel) -> Classifier | None:
     return None if num_labels is None else read_classifier(loaded.hf_folder, num_labels)
 
 
-def classifier_settings(loaded: CheckpointModel) -> dict[str, Any] | None:
+def classifier_settings(loaded: CheckpointModel, service: Service) -> dict[str, Any] | None:
     """Return the settings of the HTTP process about the classification head; None without one."""
     classifier = classifier_of(loaded)
     if classifier is None:
         return None
     pair = pair_tokens(loaded.tokenizer)
-    return {"head": dataclasses.asdict(classifier), "pair_tokens": dataclasses.asdict(pair)}
+    return {
+        "head": dataclasses.asdict(classifier),
+        "pair_tokens": dataclasses.asdict(pair),
+        # The template of a folder is for chats.
+        "has_score_template": service.chat_template is not None,
+    }
 
 
 def make_embedder(
@@ -392,7 +398,7 @@ def http_settings(
         "template": template,
         "template_variables": list(service.chat_template_kwargs or ()),
         "no_embeddings": no_embeddings(loaded),
-        "classifier": classifier_settings(loaded),
+        "classifier": classifier_settings(loaded, service),
         "formats": dict(zip(("tools", "reasoning"), parsers, strict=True)),
         "card": {
             "name": names[0],

@@ -95,6 +95,7 @@ def _classification(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "classifier": Classifier(**settings["head"]),
         "pair_tokens": PairTokens(**pair_tokens),
+        "has_score_template": settings["has_score_template"],
     }
 
 

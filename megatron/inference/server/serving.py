@@ -66,6 +66,8 @@ class Server:
     """The classification head; None for a language model."""
     pair_tokens: PairTokens | None = None
     """Special tokens of a pair of texts, for the classification head."""
+    has_score_template: bool = False
+    """Render a pair with the chat template, for the classification head."""
     running: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
     """By response id: a function that cancels the running response and returns it."""
     card: ModelCard

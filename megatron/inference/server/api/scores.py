@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.api.embeddings import pooled_vectors
+from megatron.inference.server.chat_template import Conversation, Turn
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
     MAX_TOKENS,
@@ -280,11 +281,49 @@ async def _score_pairs(
     tokens = await _off_the_loop(tokenize, sum(map(len, {text for pair in pairs for text in pair})))
     if classifier is None:
         return await _cosines(server, request, tokens, param=param, max_tokens=max_tokens)
-    assert server.pair_tokens is not None
-    texts = [server.pair_tokens.join(*pair, max_tokens=max_tokens) for pair in tokens]
+    if server.has_score_template:
+        texts = [
+            await _rendered(
+                server,
+                *pair,
+                document_tokens=document if len(document) == max_document_tokens else None,
+                max_tokens=max_tokens,
+            )
+            for pair, (_, document) in zip(pairs, tokens, strict=True)
+        ]
+    else:
+        assert server.pair_tokens is not None
+        texts = [server.pair_tokens.join(*pair, max_tokens=max_tokens) for pair in tokens]
     vectors = await pooled_vectors(server, request, texts, param=param)
     scores = [classifier.scores(vector) if body.activates else vector for vector in vectors]
     return PairScores([score for (score,) in scores], sum(map(len, texts)))
+
+
+async def _rendered(
+    server: Server,
+    query: str,
+    document: str,
+    *,
+    document_tokens: Sequence[int] | None,
+    max_tokens: int | None,
+) -> Sequence[int]:
+    """Return the tokens of a pair as the chat template renders it: messages of the roles `query`
+    and `document`.
+
+    Args:
+        server: the server.
+        query, document: the texts.
+        document_tokens: the tokens of a truncated document; None for the whole document.
+        max_tokens: most tokens; the end is removed.
+
+    Raises:
+        ApiError: the template cannot render the texts.
+    """
+    if document_tokens is not None:
+        document = server.tokenizer.detokenize(document_tokens)
+    turns = [Turn(role="query", text=query), Turn(role="document", text=document)]
+    prompt = await server.conversations.prompt(Conversation(turns=turns, answer_start="none"))
+    return prompt.tokens[:max_tokens]
 
 
 async def _cosines(

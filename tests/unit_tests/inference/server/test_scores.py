@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron.cli.launch import Launch
 from megatron.cli.tokenizers import train_bpe
 from megatron.inference import ModelSource
 from megatron.inference.load_model import load_checkpoint_model
-from megatron.inference.serve import classifier_settings
+from megatron.inference.serve import Service, classifier_settings
 from megatron.inference.server.engine.embedder import Embedder, Pooling
 from tests.support.hf_folders import make_classifier, save_folder
 from tests.support.http_server import Served, error_of, served
@@ -72,7 +73,9 @@ def write_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(fields))
 
 
-def serve_folder(folder: Path, num_labels: int) -> Iterator[Reference]:
+def serve_folder(
+    folder: Path, num_labels: int, chat_template: str | None = None
+) -> Iterator[Reference]:
     """Serve a model with a classification head."""
     transformers = pytest.importorskip("transformers")
     model = make_classifier(
@@ -92,7 +95,8 @@ def serve_folder(folder: Path, num_labels: int) -> Iterator[Reference]:
             vocab_size=END + 2,
             max_length=100,
             no_embeddings="it has a classification head: use /score, /rerank or /classify",
-            classifier=classifier_settings(loaded),
+            classifier=classifier_settings(loaded, Service(chat_template=chat_template)),
+            template=chat_template and {"source": chat_template, "name": "score"},
             embedder=Embedder(loaded.model, pooling, torch.device("cpu"), max_tokens=120),
         ) as server:
             yield Reference(server, model, tokenizer)
@@ -199,6 +203,32 @@ def test_more_documents_than_the_queue_holds(reranker: Reference) -> None:
     assert sorted(entry["index"] for entry in results) == list(range(250))
     entry = next(entry for entry in results if entry["index"] == 249)
     assert entry["relevance_score"] == pytest.approx(reranker.score("a", documents[249]), abs=1e-5)
+
+
+def test_score_template_renders_pairs(tmp_path: Path) -> None:
+    template = (
+        "<s>{% for role in ('query', 'document') %}[{{ role }}] "
+        "{{ (messages | selectattr('role', 'equalto', role) | first)['content'] }}</s>{% endfor %}"
+    )
+
+    def rendered(document: str) -> str:
+        return f"<s>[query] {QUERY}</s>[document] {document}</s>"
+
+    def score(document: str, **options: Any) -> float:
+        outputs = reranker.outputs(rendered(document), add_special_tokens=False, **options)
+        return float(torch.tensor(outputs).sigmoid())
+
+    with contextlib.contextmanager(serve_folder)(tmp_path, 1, template) as reranker:
+        post = reranker.server.ok
+        response = post("/score", text_1=QUERY, text_2=DOCUMENTS)
+        scores = [entry["score"] for entry in response["data"]]
+        assert scores == pytest.approx([score(text) for text in DOCUMENTS], abs=1e-5)
+        response = post("/score", text_1=QUERY, text_2="abc", truncate_prompt_tokens=9)
+        expected = score("abc", truncation=True, max_length=9)
+        assert response["data"][0]["score"] == pytest.approx(expected, abs=1e-5)
+        response = post("/rerank", query=QUERY, documents=["é" * 9], max_tokens_per_doc=4)
+        assert response["results"][0]["relevance_score"] == pytest.approx(score("éé"), abs=1e-5)
+        assert response["results"][0]["document"]["text"] == "é" * 9
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,6 +89,8 @@ class Conversation:
         tools: tools that the model may call.
         choice: whether the answer may, must or must not call tools.
         forced_tool: name of the tool that the answer has to call; None for any tool.
+        allowed_tools: names of the tools that the answer may call; None for all. The prompt lists
+            all tools.
         parallel: whether an answer may have several calls.
         variables: variables of the chat template.
         hints: template variables by the field that sets them, as (variable, value); they apply if
@@ -100,6 +102,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     choice: Literal["auto", "none", "required"] = "auto"
     forced_tool: str | None = None
+    allowed_tools: Collection[str] | None = None
     parallel: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
@@ -110,17 +113,23 @@ class Conversation:
         """The tools that the answer may call."""
         if self.choice == "none":
             return ()
-        return [tool for tool in self.tools if self.forced_tool in (None, tool.name)]
+        return [
+            tool
+            for tool in self.tools
+            if self.forced_tool in (None, tool.name)
+            and (self.allowed_tools is None or tool.name in self.allowed_tools)
+        ]
 
 
-def check_tools(tools: Sequence[Tool], *, forced_tool: str | None, required: bool) -> None:
+def check_tools(tools: Sequence[Tool], *, chosen: Collection[str], required: bool) -> None:
     """Raise ApiError for two tools of the same name, or a choice of a tool that is not listed."""
     names = [tool.name for tool in tools]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise ApiError(400, f"tools: two tools have the name {duplicate}", param="tools")
-    if forced_tool is not None and forced_tool not in names:
-        raise ApiError(400, f"tool_choice: there is no tool {forced_tool}", param="tool_choice")
+    unknown = next((name for name in chosen if name not in names), None)
+    if unknown is not None:
+        raise ApiError(400, f"tool_choice: there is no tool {unknown}", param="tool_choice")
     if required and not names:
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
 

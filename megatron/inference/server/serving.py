@@ -296,6 +296,7 @@ async def answer_request(
     max_new_tokens: int | None = None,
     logprobs: int | None = None,
     thinking_budget: int | None = None,
+    ends_at_context: bool = False,
     names: Mapping[str, str],
 ) -> tuple[GenerationRequest, list[OutputParser]]:
     """Return the request for the answers to a conversation, and the parser of each answer.
@@ -307,6 +308,8 @@ async def answer_request(
         max_new_tokens: most tokens of the answer; None for the remaining length of the model.
         logprobs: number of alternatives to report per token.
         thinking_budget: most tokens of reasoning; None for no limit.
+        ends_at_context: end the answer where the model's context ends if it is shorter than
+            `max_new_tokens`, instead of refusing the request.
         names: the route's names of `prompt`, `max_new_tokens` and, if it differs,
             `response_format`.
 
@@ -319,6 +322,9 @@ async def answer_request(
     prompt_tokens = body.truncate(prompt.tokens, server.card.max_length, max_new_tokens)
     if max_new_tokens is None:
         max_new_tokens = _remaining_tokens(server, len(prompt_tokens), names)
+    elif ends_at_context and server.card.max_length is not None:
+        remaining_tokens = _remaining_tokens(server, len(prompt_tokens), names)
+        max_new_tokens = min(max_new_tokens, remaining_tokens)
     makers = chat_grammar_makers(
         body,
         [(names.get(name, name), make) for name, make in grammar_makers(body)],

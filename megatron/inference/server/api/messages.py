@@ -23,13 +23,19 @@ async def messages(server: Server, request: Request) -> Response:
         body.generation(),
         max_new_tokens=body.max_tokens,
         thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        ends_at_context=True,
         names={
             "prompt": "messages",
             "max_new_tokens": "max_tokens",
             "response_format": "output_config",
         },
     )
-    formatter = MessageFormatter(server.card.name, generation.usage, request.state.request_id)
+    formatter = MessageFormatter(
+        server.card.name,
+        generation.usage,
+        request.state.request_id,
+        ends_at_context=generation.request.requests[0].max_new_tokens < body.max_tokens,
+    )
     return await respond(request, generation, formatter, server.limits, stream=bool(body.stream))
 
 

@@ -111,14 +111,19 @@ class ServedValues:
             for served in self.values
         ):
             return value
-        value_text = json.dumps(value, ensure_ascii=False)
-        value_text = value_text if len(value_text) <= 60 else f"{value_text[:57]}..."
+        value_text = _short_json(value)
         reason = "this server does not support this value"
         raise PydanticCustomError(
             "not_served",
             "{reason} ({value_text}): {fix}",
             {"reason": reason, "value_text": value_text, "fix": self.fix},
         )
+
+
+def _short_json(value: Any) -> str:
+    """Return a value of a request as JSON, of at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 #: Effort of reasoning and length of answers, for templates that read them.
@@ -180,9 +185,7 @@ def parse_body(body: type[B], data: bytes, *, strict_fields: bool = False) -> tu
     try:
         parsed = body.model_validate_json(data)
     except ValidationError as error:
-        raise validation_error(
-            error.errors(include_url=False, include_context=False, include_input=False)
-        ) from None
+        raise validation_error(error.errors(include_url=False, include_context=False)) from None
     names = dict.fromkeys(_unknown_fields(parsed, ""))
     if len(names) > MAX_UNKNOWN_FIELDS:
         raise ApiError(400, f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
@@ -257,12 +260,17 @@ def check_keys(data: bytes) -> None:
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the answer to a body with invalid fields; it names the first invalid field.
 
-    For a field of a union type it explains the alternative that matched deepest.
+    For a field of a union type it explains the alternative that matched deepest. The `type` of an
+    object explains more than the fields that this type lacks.
     """
     field = problems[0]["loc"][:1]
     deepest = max(
         (problem for problem in problems if problem["loc"][:1] == field),
-        key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"),
+        key=lambda problem: (
+            len(problem["loc"]),
+            problem["type"] == "literal_error" and problem["loc"][-1] == "type",
+            problem["type"] != "string_type",
+        ),
     )
     # Drop the names of union members, which pydantic inserts into `loc`.
     path = [
@@ -277,4 +285,6 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         message, name = "the body is not valid JSON", None
     else:
         message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])
+        if kind == "literal_error" and isinstance(deepest["input"], str | int | float):
+            message += f", not {_short_json(deepest['input'])}"
     return ApiError(400, message, param=name)

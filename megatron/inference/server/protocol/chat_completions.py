@@ -187,6 +187,23 @@ class NamedChoice(Body):
     """The function."""
 
 
+class AllowedTools(Body):
+    """The functions that may be called, and whether one must be called."""
+
+    mode: Literal["auto", "required"]
+    """`required` forces a call."""
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    """The functions."""
+
+
+class AllowedChoice(Body):
+    """The functions that may be called, out of all functions that the prompt lists."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+    """The functions, and whether one must be called."""
+
+
 class ChatBody(BeamSearchBody):
     """`POST /v1/chat/completions`."""
 
@@ -194,8 +211,9 @@ class ChatBody(BeamSearchBody):
     """The conversation, which the chat template renders."""
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    """`none` hides the tools from the model, `required` and a named function force a call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    """`none` hides the tools from the model, `required` and a named function force a call;
+    `allowed_tools` restricts the calls to some of the tools."""
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -247,15 +265,20 @@ class ChatBody(BeamSearchBody):
     def conversation(self) -> Conversation:
         """Return the conversation of a request. Raises ApiError for invalid tools."""
         tools = [tool.function.tool() for tool in self.tools or ()]
-        choice, forced_tool = self.tool_choice or "auto", None
+        choice, forced_tool, allowed_tools = self.tool_choice or "auto", None, None
         if isinstance(choice, NamedChoice):
             choice, forced_tool = "required", choice.function.name
-        check_tools(tools, forced_tool=forced_tool, required=choice == "required")
+            allowed_tools = [forced_tool]
+        elif isinstance(choice, AllowedChoice):
+            allowed_tools = [tool.function.name for tool in choice.allowed_tools.tools]
+            choice = choice.allowed_tools.mode
+        check_tools(tools, chosen=allowed_tools or (), required=choice == "required")
         return Conversation(
             turns=[message.turn() for message in self.messages],
             tools=tools,
             choice=choice,
             forced_tool=forced_tool,
+            allowed_tools=allowed_tools,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
             hints=self.template_hints,

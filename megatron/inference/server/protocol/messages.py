@@ -269,7 +269,8 @@ class CountBody(Body):
         choices: dict[str, Literal["auto", "none", "required"]]
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
         choice = choices[use.type]
-        check_tools(tools, forced_tool=use.name, required=choice == "required")
+        chosen = () if use.name is None else (use.name,)
+        check_tools(tools, chosen=chosen, required=choice == "required")
         if self.thinking is not None:
             self.thinking.check(max_tokens)
         return Conversation(
@@ -340,10 +341,15 @@ class MessageFormatter:
         model: name of the model.
         usage: token counts of the request, which grow with each delta.
         request_id: id of the request.
+        ends_at_context: whether the model's context ends before `max_tokens`.
     """
 
-    def __init__(self, model: str, usage: Usage, request_id: str) -> None:
+    def __init__(
+        self, model: str, usage: Usage, request_id: str, *, ends_at_context: bool = False
+    ) -> None:
         self._usage, self._request_id = usage, request_id
+        limit = "model_context_window_exceeded" if ends_at_context else "max_tokens"
+        self._stop_reasons = {"tool_calls": "tool_use", "length": limit}
         self._message = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -388,8 +394,7 @@ class MessageFormatter:
             events += self._segment_events(segment)
         if delta.finish_reason:
             events += self._end()
-            reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
-            reason = reasons.get(delta.finish_reason, "end_turn")
+            reason = self._stop_reasons.get(delta.finish_reason, "end_turn")
             ending = {
                 "stop_reason": reason if delta.stop is None else "stop_sequence",
                 "stop_sequence": delta.stop,

@@ -159,6 +159,16 @@ class ForcedFunction(FunctionName):
     type: Literal["function"]
 
 
+class AllowedFunctions(Body):
+    """The functions that may be called, out of all functions that the prompt lists."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """`required` forces a call."""
+    tools: Annotated[list[ForcedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+    """The functions."""
+
+
 class NamedSchema(Body):
     """JSON that follows a schema, which is always enforced, as with `strict`."""
 
@@ -238,8 +248,11 @@ class ResponseBody(AccountFields):
     """Constraints on the text."""
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | ForcedFunction | None = None
-    """`none` hides the tools from the model, `required` and a named function force a call."""
+    tool_choice: Literal["none", "auto", "required"] | ForcedFunction | AllowedFunctions | None = (
+        None
+    )
+    """`none` hides the tools from the model, `required` and a named function force a call;
+    `allowed_tools` restricts the calls to some of the tools."""
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
     chat_template_kwargs: TemplateVariables | None = None
@@ -295,15 +308,20 @@ class ResponseBody(AccountFields):
     def conversation(self) -> Conversation:
         """Return the conversation. Raises ApiError if it is invalid."""
         tools = [tool.tool() for tool in self.tools or ()]
-        choice, forced_tool = self.tool_choice or "auto", None
+        choice, forced_tool, allowed_tools = self.tool_choice or "auto", None, None
         if isinstance(choice, ForcedFunction):
             choice, forced_tool = "required", choice.name
-        check_tools(tools, forced_tool=forced_tool, required=choice == "required")
+            allowed_tools = [forced_tool]
+        elif isinstance(choice, AllowedFunctions):
+            allowed_tools = [tool.name for tool in choice.tools]
+            choice = choice.mode
+        check_tools(tools, chosen=allowed_tools or (), required=choice == "required")
         return Conversation(
             turns=self._turns(),
             tools=tools,
             choice=choice,
             forced_tool=forced_tool,
+            allowed_tools=allowed_tools,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
             hints=self.template_hints,

@@ -11,13 +11,14 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.http_server import Served, served
+from tests.support.http_server import Served, error_of, prompt_of, served
 from tests.support.scripted_model import TEMPLATE, Scripted
 
 NAME = "next-byte"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 RAIN = "It rains in Ulm."
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+LIMIT = {"/v1/chat/completions": {"max_tokens": 60}, "/v1/responses": {"max_output_tokens": 60}}
 QUESTION = {"role": "user", "content": "How is the weather in Ulm?"}
 
 
@@ -155,3 +156,57 @@ def test_anthropic_conversation_with_cache_control(server: Served) -> None:
             messages += [{"role": "user", "content": "again"}]
     assert [block.type for block in answer.content] == ["thinking", "text"]
     assert len(messages) == 5
+
+
+def test_answer_ends_where_the_context_ends(server: Served) -> None:
+    """Anthropic's clients need no tokenizer to ask for all tokens that fit."""
+    body = {"model": NAME, "messages": [QUESTION], "temperature": 0}
+    for script, limit, reason in (
+        (RAIN, 128_000, "end_turn"),
+        ("a" * 6000, 128_000, "model_context_window_exceeded"),
+        ("a" * 6000, 9, "max_tokens"),
+    ):
+        server.model.say(script)
+        answer = server.ok("/v1/messages", max_tokens=limit, **body)
+        assert answer["stop_reason"] == reason
+        if reason == "model_context_window_exceeded":
+            assert sum(answer["usage"].values()) == 5000
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_only_allowed_tools_are_called(server: Served, route: str, mode: str) -> None:
+    tools = [{"name": name, "parameters": CITY} for name in ("get_weather", "get_time")]
+    chosen: dict[str, Any] = {"mode": mode}
+    if route == "/v1/responses":
+        body: dict[str, Any] = {"input": "hi"}
+        body["tools"] = [{"type": "function", **tool} for tool in tools]
+        chosen["tools"] = [{"type": "function", "name": "get_time"}]
+        body["tool_choice"] = {"type": "allowed_tools", **chosen}
+    else:
+        body = {"messages": [QUESTION]}
+        body["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        chosen["tools"] = [{"type": "function", "function": {"name": "get_time"}}]
+        body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": chosen}
+    # The prompt lists all tools, so that its prefix stays in the cache.
+    prompt = prompt_of(server, route, **body, **({} if mode == "auto" else LIMIT[route]))
+    assert "get_weather" in prompt
+    server.model.say(CALL)
+    answer = json.dumps(server.ok(route, temperature=0, **body))
+    called = '"name": "get_weather", "arg' in answer.replace("\\", "")
+    if mode == "auto":  # the call of a tool that is not allowed stays in the text
+        assert "<tool_call>" in answer
+    else:
+        assert "<tool_call>" not in answer
+        assert not called
+    chosen["tools"][0].get("function", chosen["tools"][0])["name"] = "get_date"
+    error = error_of(server.post(route, **body))
+    assert error["param"] == "tool_choice"
+    assert "get_date" in error["message"]
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "custom", "name": "a"}])
+def test_type_that_is_not_served_is_in_the_error(server: Served, tool: dict[str, Any]) -> None:
+    error = error_of(server.post("/v1/responses", input="hi", tools=[tool]))
+    assert error["message"].startswith("tools.0.type")
+    assert tool["type"] in error["message"]

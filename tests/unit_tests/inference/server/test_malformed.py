@@ -234,7 +234,8 @@ class Malformed:
         with self._server.connect() as connection, contextlib.suppress(ConnectionError):
             connection.sendall(sent)
             if ends_early:
-                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # the server has answered and closed
+                    connection.shutdown(socket.SHUT_WR)
             response = http.client.HTTPResponse(connection)
             with contextlib.suppress(http.client.RemoteDisconnected, http.client.IncompleteRead):
                 response.begin()

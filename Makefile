@@ -39,13 +39,14 @@ NIGHT_TIMEOUT := 600
 XDIST := -n $(TEST_JOBS) --maxprocesses 8 --dist worksteal
 PY := .venv/bin/python
 STAMP := .venv/.installed-torch-$(TORCH_VERSION)
+CLIENTS := build/clients/bin/python
 SOURCES := megatron_core megatron tests tools experimental
 
 # Let subprocesses of tests use cached bytecode: otherwise each compiles the modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain lint dead format test test-all te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage diff-coverage
+.PHONY: help venv pretrain lint dead format test test-all clients te-newest status parity gpu functional-gpu gpu-compile gpu-null gpu-cache bench soak coverage diff-coverage
 
 help: ## list the targets
 	@echo "Targets (all but gpu and functional-gpu, which install nothing, set themselves up on a fresh"
@@ -103,6 +104,20 @@ test: $(STAMP) te-wheels ## run the tests of every change
 test-all: $(STAMP) te-wheels ## run the nightly tests, slow ones included
 	@echo "test-all: pytest $(TESTS), without those marked gpu"
 	@$(PY) -m pytest $(TESTS) --timeout $(NIGHT_TIMEOUT) $(PYTEST_FLAGS) -m "not gpu"
+
+# An environment over .venv, so that no client replaces a pinned package.
+build/clients/.installed: tests/clients/requirements.txt $(STAMP)
+	@echo "clients: installing $$(grep -c == $<) packages in build/clients"
+	@$(PY) -m venv --clear --without-pip build/clients
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(PY) -c "$$site")')" \
+			> "$$($(CLIENTS) -c "$$site")/base.pth"
+	@$(PY) -m pip --python $(CLIENTS) install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+clients: build/clients/.installed ## run the programs of other projects' clients against the server
+	@echo "clients: pytest tests/clients"
+	@$(CLIENTS) -m pytest tests/clients --timeout $(NIGHT_TIMEOUT) -W default $(PYTEST_FLAGS)
 
 status: $(STAMP) te-wheels ## write docs/status.md from the results of all tests, nightly ones included
 	@echo "status: pytest $(TESTS), those that say what they cover; docs/status.md"

@@ -88,7 +88,8 @@ def test_nightly_covers_every_test_folder() -> None:
     for name in ("test-all", "parity", "coverage", "torch-2-10"):
         command = next(s["run"] for s in jobs[name]["steps"] if "run" in s)
         assert "-p tests.support.complete" in command, "a run that leaves tests out would pass"
-    run = {*named, "tests/parity", "tests/gpu"}
+    assert any(step.get("run") == "make clients" for step in jobs["clients"]["steps"])
+    run = {*named, "tests/parity", "tests/gpu", "tests/clients"}
     for path in [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("experimental/**/test_*.py")]:
         folders = {str(folder) for folder in path.relative_to(ROOT).parents}
         assert len(folders & run) == 1, path

@@ -65,38 +65,62 @@ def write_gguf(
 ) -> Any:
     """Write a model with matrices of one type of GGUF, and return the model of transformers."""
     model = make_model(case, **{**SIZES, **changes})
+    write_model(path, model, kind, context=LENGTH, metadata=metadata, rope_factors=rope_factors)
+    return model
+
+
+def write_model(
+    path: Path,
+    model: Any,
+    kind: str,
+    *,
+    context: int,
+    metadata: Mapping[str, Any] | None = None,
+    rope_factors: bool = False,
+) -> None:
+    """Write a model of transformers with matrices of one type of GGUF.
+
+    Args:
+        path: of the file.
+        model: a model of the Llama or Qwen shape.
+        kind: type of the matrices, as `gguf.GGMLQuantizationType` names it.
+        context: longest text in tokens.
+        metadata: more entries.
+        rope_factors: write the tensor that scales the frequencies of rotary positions.
+    """
     config = model.config
     architecture = config.model_type
     writer = gguf.GGUFWriter(str(path), architecture)
     heads, rope = config.num_attention_heads, config.rope_parameters
-    writer.add_context_length(LENGTH)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_context_length(context)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
     for name, value in (metadata or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
         add.get(type(value), writer.add_array)(name, value)
     if rope_factors:
-        plain = rope["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+        plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
         scaled = model.model.rotary_emb.inv_freq
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy().astype(np.float32))
     qtype = gguf.GGMLQuantizationType[kind]
     for seed, (name, weight) in enumerate(model.state_dict().items()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        values = weight.numpy()
+        values = weight.float().numpy()
         if values.ndim == 1:
             writer.add_tensor(gguf_name(name), values.astype(np.float32))
             continue
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            halves = values.reshape(-1, 2, config.head_dim // 2, values.shape[1])
+            halves = values.reshape(-1, 2, head_dim // 2, values.shape[1])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         if kind in _BLOCKS:
             stored = _random_blocks(values.shape, kind, seed)
@@ -107,7 +131,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
 
 
 def reference_logits(path: Path, model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from megatron.cli.tokenizers import HuggingFaceTokenizer, train_bpe
 from megatron.core import RankGrid
 from megatron.core.dist_checkpointing import Solo, weight_chunks
 from megatron.core.models import GPTModel
+from megatron.core.ops.matmul import amd_cpu
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.weight_gather import Storage
 from megatron.hf import open_folder, read_folder
@@ -59,7 +60,11 @@ def logits_of(path: Path) -> torch.Tensor:
         ("qwen2-3to1-linear", "Q6_K"),
     ],
 )
-def test_logits_match_transformers(case: str, kind: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(
+    case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The products of transformers, whose sums have another order than oneDNN's.
+    monkeypatch.setattr(amd_cpu, "is_mkl_on_amd", lambda: False)
     path = tmp_path / "model.gguf"
     rope = {"rope_type": "default", "rope_theta": 500.0}
     model = write_gguf(path, case, kind, rope_parameters=rope)

@@ -12,6 +12,7 @@ import pytest
 from megatron.inference.server.api.operations import content_policy
 from tests.support.browser import Page, chromium, opened
 from tests.support.http_server import Served, served, until
+from tests.support.scripted_model import TEMPLATE, Scripted
 
 KEY = "secret-key"
 
@@ -61,7 +62,16 @@ def page(server: Served, tmp_path: Path) -> Iterator[Page]:
         assert all(url.startswith((server.url, "data:,")) for url in browser_page.requests())
 
 
-LAST_MESSAGE = "document.querySelector('article:last-child p').textContent"
+@pytest.fixture(scope="module")
+def reasoning_server() -> Iterator[Served]:
+    """A server whose answers a test chooses, with reasoning."""
+    template = {"source": TEMPLATE, "name": "shows all"}
+    formats = {"tools": None, "reasoning": "qwen3"}
+    with served(Scripted(), template=template, formats=formats) as running:
+        yield running
+
+
+LAST_MESSAGE = "document.querySelector('article:last-child > p').textContent"
 
 
 @pytest.mark.slow(seconds=15)
@@ -121,3 +131,31 @@ def test_answer_is_stopped_in_a_browser(server: Served, page: Page) -> None:
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 29)"
     page.click("#new")
     assert page.run("log.children.length + turns.length") == 0
+
+
+@pytest.mark.slow(seconds=10)
+def test_reasoning_and_edited_messages_on_a_phone(reasoning_server: Served, tmp_path: Path) -> None:
+    program = chromium()
+    if program is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with opened(program, tmp_path / "profile") as page:
+        page.screenshot(tmp_path / "phone.png", 390, 844)
+        page.open(reasoning_server.url + "/")
+        page.run("temperature.value = 0; message.focus()")
+        assert not page.run("settings.open")
+        # An answer of reasoning only is a turn too.
+        for text, script, answer in (
+            ("one", "<think>\nhm\n</think>\nyes", "yes"),
+            ("two", "<think>\nso much to", ""),
+        ):
+            reasoning_server.model.say(script)
+            page.type(text)
+            page.press("Enter", 13, text="\r")
+            page.until("turns.length > 0 && stop.hidden && document.activeElement === message")
+            assert page.run(LAST_MESSAGE) == answer
+        assert page.run("document.querySelector('details p').textContent") == "hm"
+        assert page.run("turns.map((t) => t.content)") == ["one", "yes", "two", ""]
+        assert page.run("document.documentElement.scrollWidth") == 390
+        page.click("article:nth-child(3) button")
+        assert page.run("[message.value, turns.length, log.children.length]") == ["two", 2, 2]
+        assert page.complaints() == []

@@ -71,8 +71,10 @@ class LowBitCopy:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def dequantize(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows start to stop - 1 in fp32, [stop - start, h]."""
-        values = self.values.to_dense() if self.packed else self.values
+        """Return rows start to stop - 1 in fp32, [stop - start, h]; unpacks a packed copy."""
+        return self._dequantize(self.values.to_dense() if self.packed else self.values, start, stop)
+
+    def _dequantize(self, values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         rows = values[start:stop, : self.features].float()
         return rows if self.scales is None else rows.mul_(self.scales[start:stop, None])
 
@@ -141,11 +143,14 @@ class LowBitCopy:
 
     def error(self, weight: torch.Tensor) -> float:
         """Return |copy - weight| / |weight|, Frobenius norms; 0 for a weight of zeros."""
+        if self.scales is None and weight.dtype is torch.bfloat16:
+            return 0.0
         squares = torch.zeros(2, dtype=torch.float64)
+        values = self.values.to_dense() if self.packed else self.values
         for start in range(0, self.rows, self._block_rows):
             stop = min(start + self._block_rows, self.rows)
             exact = weight[start:stop].double()
-            squares[0] += (self.dequantize(start, stop).double() - exact).square().sum()
+            squares[0] += (self._dequantize(values, start, stop).double() - exact).square().sum()
             squares[1] += exact.square().sum()
         return float((squares[0] / squares[1]).sqrt()) if squares[1] > 0 else 0.0
 

@@ -17,6 +17,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+#: Most rows of a tested weight, to test a large one in little time and memory.
+MAX_TESTED_OUTPUTS = 1 << 12
 #: Batch size for which oneDNN chooses the layout: a usual number of sequences in decoding.
 LAYOUT_ROWS = 16
 
@@ -52,6 +54,7 @@ def agrees(outputs: int, features: int, dtype: torch.dtype, *, packed: bool) -> 
         dtype: of the product; oneDNN must support bf16 on this CPU.
         packed: multiply by the packed weight.
     """
+    outputs = min(outputs, MAX_TESTED_OUTPUTS)
     weight = torch.linspace(0, outputs, outputs * features).sin_().view(outputs, features)
     weight = weight.to(dtype)
     try:

@@ -140,6 +140,9 @@ def build_corpus(
 PROMPTS = ("def __init__(self,", "import os\nimport sys\n", "The following functions")
 VOCABULARY = 4096
 SEQUENCE = 256
+#: Longest sequence in generation, so that conversations with tools fit. Positions after `SEQUENCE`
+#: are not trained.
+CONTEXT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +222,7 @@ def training_options(options: QuickstartOptions, folder: Folder) -> dict[str, An
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         "seq-length": SEQUENCE,
+        "max-position-embeddings": CONTEXT,
         "micro-batch-size": 8,
         "global-batch-size": 16,
         "train-iters": iterations,

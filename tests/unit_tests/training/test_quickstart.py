@@ -38,6 +38,8 @@ def test_quickstart_config_matches_its_documentation(tmp_path):
     assert weights >= 5_000_000
     assert run.train_samples * run.config.training.seq_length >= 900_000
     assert run.num_microbatches >= 2
+    # A conversation with two tools is longer than a sequence of training.
+    assert model.max_position_embeddings >= 8 * run.config.training.seq_length
     assert run.config.parallel.sequence_parallel
     assert run.config.training.bf16
     assert run.warmup_samples > 0

@@ -17,6 +17,7 @@ import contextlib
 import difflib
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,11 +182,14 @@ def parse_body(body: type[B], data: bytes, *, strict_fields: bool = False) -> tu
     Raises:
         ApiError: a field is invalid, cannot be served, or is unknown and must not be ignored.
     """
-    check_keys(data)
+    infinite = check_keys(data)
     try:
         parsed = body.model_validate_json(data)
     except ValidationError as error:
         raise validation_error(error.errors(include_url=False, include_context=False)) from None
+    if infinite:  # in a field of any type, as fields of numbers refuse it themselves
+        number = printable(infinite[0])
+        raise ApiError(400, f"the body has the number {number}: use a finite number")
     names = dict.fromkeys(_unknown_fields(parsed, ""))
     if len(names) > MAX_UNKNOWN_FIELDS:
         raise ApiError(400, f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
@@ -238,8 +242,11 @@ def similar_field(body: type[Body], name: str) -> str | None:
     return next(iter(difflib.get_close_matches(snake_case, field_names, 1, _SIMILARITY)), None)
 
 
-def check_keys(data: bytes) -> None:
-    """Raise ApiError for JSON with a duplicate key in an object. Invalid JSON passes."""
+def check_keys(data: bytes) -> list[str]:
+    """Raise ApiError for JSON with a duplicate key in an object; return its infinite numbers.
+
+    Invalid JSON passes.
+    """
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         json_object = dict(pairs)
@@ -253,8 +260,16 @@ def check_keys(data: bytes) -> None:
                 seen.add(key)
         return json_object
 
+    infinite: list[str] = []
+
+    def note(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            infinite.append(number)
+        return value
+
     with contextlib.suppress(ValueError, RecursionError):
-        json.loads(data, object_pairs_hook=unique)
+        json.loads(data, object_pairs_hook=unique, parse_constant=note, parse_float=note)
+    return infinite
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -202,3 +202,10 @@ def test_server_without_a_store_refuses(byte_server: Served) -> None:
         error = error_of(byte_server.post("/v1/responses", input="a", **{name: value}))
         assert error["param"] == name
     error_of(byte_server.http.get("/v1/responses/resp_1"), 404)
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])
+def test_infinite_numbers_are_refused(byte_server: Served, number: str) -> None:
+    """A response repeats fields of the request, and JSON has no such number."""
+    body = f'{{"input": "a", "max_output_tokens": 1, "text": {{"grammar": {number}}}}}'
+    error_of(byte_server.http.post("/v1/responses", content=body))

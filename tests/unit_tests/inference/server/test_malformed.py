@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import http.client
 import json
 import logging
@@ -21,7 +22,9 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import torch
 
+from megatron.core.device import memory_bytes
 from megatron.inference.server.protocol.api_error import ANTHROPIC_ROUTES
 from tests.support.http_server import ConstantEmbedder, Served, served, until
 
@@ -277,19 +280,21 @@ def check_error(path: str, body: Any, response: http.client.HTTPResponse) -> Non
     assert "\n" not in body["error"]["message"]
 
 
+OPTIONS: dict[str, Any] = {
+    "max_body_bytes": MAX_BODY_BYTES,
+    "no_embeddings": None,
+    "max_length": 200,
+    "formats": {"tools": "hermes", "reasoning": "qwen3"},
+    "template_variables": ["enable_thinking"],
+}
+
+
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow(seconds=45))])
 def test_random_malformed_requests_are_answered(
     caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with served(
-        embedder=ConstantEmbedder(),
-        max_body_bytes=MAX_BODY_BYTES,
-        no_embeddings=None,
-        max_length=200,
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-        template_variables=["enable_thinking"],
-    ) as server:
+    with served(embedder=ConstantEmbedder(), **OPTIONS) as server:
         malformed = Malformed(server, seed=count)
         expected = server.post("/v1/completions", **VALID).json()["choices"]
         statuses: Counter[int | None] = Counter()
@@ -307,3 +312,20 @@ def test_random_malformed_requests_are_answered(
         assert statuses[400] > count / 3, statuses
         assert statuses[200] > count / 50, statuses
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.slow(seconds=120)
+def test_malformed_requests_leave_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps the records of the log, and the embedder its texts.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    embedder, cpu = ConstantEmbedder(), torch.device("cpu")
+    with served(embedder=embedder, **OPTIONS) as server:
+        malformed = Malformed(server, seed=3)
+        sizes = []
+        for count in (5_000, 15_000):
+            for _ in range(count):
+                malformed.check_request()
+            embedder.texts.clear()
+            gc.collect()
+            sizes.append(memory_bytes(cpu))
+    assert sizes[1] <= 1.05 * sizes[0], sizes

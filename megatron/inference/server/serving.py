@@ -218,7 +218,7 @@ class Server:
         if ignored:
             request.state.ignored_fields = ignored
             for path in self.metrics.note_ignored(ignored):
-                LOG.info("request fields: %s is ignored, as this server does not know it", path)
+                LOG.info("request fields: %s is ignored: it has no effect on this server", path)
         return parsed
 
 

@@ -143,7 +143,15 @@ class ForeignFields(Body):
     do_sample: Annotated[Any, ServedValues((True,), "use temperature: 0 for greedy")] = None
 
 
-class GenerationBody(ForeignFields, AccountFields):
+class PrefixCacheFields(Body):
+    """The field of all routes that generate text which selects the cached prefixes."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """The request shares cached prefixes only with requests of the same salt, so that tenants
+    cannot test what others have sent."""
+
+
+class GenerationBody(ForeignFields, AccountFields, PrefixCacheFields):
     """The common fields of all routes that generate."""
 
     needs_language_model = True
@@ -232,9 +240,6 @@ class GenerationBody(ForeignFields, AccountFields):
     return_tokens_as_token_ids: Annotated[Any, ServedValues((False,), "use return_token_ids")] = (
         None
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """The request shares cached prefixes only with requests of the same salt, so that tenants
-    cannot test what others have sent."""
     request_id: NoEffect = None
     metadata: NoEffect = None
     prediction: NoEffect = None

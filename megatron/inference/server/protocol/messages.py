@@ -30,7 +30,11 @@ from megatron.inference.server.protocol.body import (
     ToolName,
 )
 from megatron.inference.server.protocol.chat_completions import TextPart
-from megatron.inference.server.protocol.generation import GenerationBody, schema_format
+from megatron.inference.server.protocol.generation import (
+    GenerationBody,
+    PrefixCacheFields,
+    schema_format,
+)
 from megatron.inference.server.tool_parsers.tool_calls import OutputSegment
 
 #: The variable of a chat template that `thinking` sets.
@@ -284,7 +288,7 @@ class CountBody(Body):
         )
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, PrefixCacheFields):
     """`POST /v1/messages`."""
 
     needs_language_model = True
@@ -327,6 +331,7 @@ class MessagesBody(CountBody):
             top_p=self.top_p,
             top_k=self.top_k,
             stop=self.stop_sequences,
+            cache_salt=self.cache_salt,
         )
 
 

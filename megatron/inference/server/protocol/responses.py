@@ -41,6 +41,7 @@ from megatron.inference.server.protocol.chat_completions import Function, Functi
 from megatron.inference.server.protocol.generation import (
     GenerationBody,
     JsonFormat,
+    PrefixCacheFields,
     TextFormat,
     schema_format,
 )
@@ -221,7 +222,7 @@ Included = Literal[
 ]
 
 
-class ResponseBody(AccountFields):
+class ResponseBody(AccountFields, PrefixCacheFields):
     """`POST /v1/responses`."""
 
     needs_language_model = True
@@ -375,7 +376,10 @@ class ResponseBody(AccountFields):
         if isinstance(text_format, NamedSchema):
             text_format = schema_format(text_format.json_schema)
         return GenerationBody(
-            temperature=self.temperature, top_p=self.top_p, response_format=text_format
+            cache_salt=self.cache_salt,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=text_format,
         )
 
     def request_fields(self, *, stored: bool) -> dict[str, Any]:

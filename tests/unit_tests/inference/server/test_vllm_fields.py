@@ -147,6 +147,23 @@ def test_cache_salt_separates_the_prefixes_of_tenants(server: Served) -> None:
     assert cached(secret, cache_salt="second") > 500
 
 
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_cache_salt_separates_prefixes_of_chats(server: Served, route: str) -> None:
+    text = f"the secret of a tenant of {route}, " * 20
+    turns = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    body = {"input": text, "max_output_tokens": 1} if route == "/v1/responses" else turns
+
+    def cached(**fields: Any) -> int:
+        usage = server.ok(route, **body, **fields)["usage"]
+        for name in ("input_tokens_details", "prompt_tokens_details"):
+            usage = usage.get(name, usage)
+        names = ("cached_tokens", "cache_read_input_tokens")
+        return next(usage[name] for name in names if name in usage)
+
+    counts = [cached(cache_salt=salt) for salt in ("first", "first", "second")] + [cached()]
+    assert [count > 500 for count in counts] == [False, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

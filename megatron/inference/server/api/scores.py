@@ -55,8 +55,8 @@ class PoolingBody(AccountFields):
     model: str | None = None
     """A served model name; another name is answered with 404."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    """Most tokens of a text or pair, special tokens included; the end is removed, of a pair that of
-    the longer text first. -1: as many as the model takes."""
+    """Most tokens of a text or pair, special tokens included; the end is removed, and the longer
+    text of a pair is shortened first. -1: as many as the model takes."""
     use_activation: bool | None = None
     """false: the outputs of the classification head, without sigmoid or softmax."""
     activation: bool | None = None

@@ -282,7 +282,7 @@ class ResponseBody(AccountFields, PrefixCacheFields):
     """Options of the stream."""
     # Of the values for hosted tools none has an effect, as there are no hosted tools.
     include: list[Included] | None = None
-    """Output of hosted tools, of which there is none: no value has an effect."""
+    """Output of hosted tools. This server has no hosted tools, so no value has an effect."""
     truncation: Literal["auto", "disabled"] | None = None
     """Accepted. A prompt that is too long is refused."""
     top_logprobs: Annotated[Any, ServedValues((0,), "use /v1/chat/completions")] = None

@@ -21,7 +21,7 @@ from megatron.inference.load_model import load_checkpoint_model
 from megatron.inference.serve import Service, classifier_settings
 from megatron.inference.server.engine.embedder import Embedder, Pooling
 from tests.support.hf_folders import make_classifier, save_folder
-from tests.support.http_server import Served, error_of, served
+from tests.support.http_server import ConstantEmbedder, Served, error_of, served
 
 QUERY = "abc ab"
 DOCUMENTS = ["a", "abcabc and more of it", "é", "c" * 40, "abc ab", "ba"]
@@ -302,16 +302,10 @@ def test_scores_need_a_model_with_one_label(classifier: Reference, byte_server: 
     error_of(classifier.server.post("/classify", input="a", model="other"), 404)
 
 
-class LetterCounts:
+class LetterCounts(ConstantEmbedder):
     """An embedder: a vector of the number of each byte."""
 
     max_tokens = 1000
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def batch_size(self, lengths: list[int]) -> int:
-        return len(lengths)
 
     def __call__(self, texts: list[list[int]]) -> list[list[float]]:
         self.texts += texts

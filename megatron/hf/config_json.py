@@ -8,42 +8,38 @@ written is parsed again and compared with the model before it is returned.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron.cli.two_way_table import build, describe
+from megatron.cli.two_way_table import Table, build, describe
 from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
+from megatron.core.models.layer_pattern import (
+    ATTENTIONS,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    MAMBA,
+    RECURRENT,
+)
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
-from megatron.hf.architectures import (
-    ARCHITECTURES,
-    DEEPSEEK_V3,
-    LLAMA,
-    MAMBA2,
-    MISTRAL,
-    MIXTRAL,
-    NEMOTRON_H,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    SEED_OSS,
-)
-from megatron.hf.block_types import FULL, SLIDING, blocks_fields
-from megatron.hf.config_table import TABLES, ModelFields
-from megatron.hf.entries import Architecture
+from megatron.hf.architecture import Architecture
+from megatron.hf.architectures import ARCHITECTURES
+from megatron.hf.config_rows import SECTIONS
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
+from megatron.hf.layer_types import blocks_fields
 from megatron.hf.quantization_config import quantization_of
+from megatron.hf.readers import ModelFields
 from megatron.hf.tensor_map import has_mtp_layers
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -97,7 +93,7 @@ def read_model(raw: Mapping[str, Any], *, where: str, with_mtp: bool = False) ->
     _check_neutral(Fields(raw, where, defaults=kind.defaults), kind)
     fields = ModelFields(raw, where, kind=kind, with_mtp=with_mtp)
     try:
-        config = build(TABLES[kind.model_type], fields)
+        config = build(_table(kind), fields)
     except ValueError as error:
         message = str(error)  # errors of the core's configs do not name the file
         raise ValueError(message if message.startswith(where) else f"{where}: {message}") from None
@@ -127,10 +123,6 @@ def _kind(fields: Fields) -> Architecture:
 def _check_neutral(fields: Fields, kind: Architecture) -> None:
     """Reject unsupported fields that would change the function."""
     raw = fields.raw
-    if kind is NEMOTRON_H:
-        fields.must_be("mlp_hidden_act", "relu2")
-    elif raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        fields.refuse("hidden_act", "supported is 'silu'")
     quantization_of(raw, where=fields.where)
     if "mlp_bias" not in kind.fields and fields.flag("mlp_bias", False):
         fields.refuse("mlp_bias", f"{kind.class_name} has none")
@@ -141,24 +133,11 @@ def _check_neutral(fields: Fields, kind: Architecture) -> None:
         foreign = name not in kind.fields and _FOREIGN.search(name)
         if foreign and value not in (None, False, 0, 1, [], {}):
             fields.refuse(name, "this changes the model and is not supported")
-    layer_types = raw.get("layer_types")
-    windows = "sliding_window" in kind.fields
-    if layer_types is not None and not kind.is_hybrid:
-        supported_types = {FULL, SLIDING} if windows else {FULL}
-        if not isinstance(layer_types, list) or set(map(str, layer_types)) - supported_types:
-            fields.refuse("layer_types", f"supported is {FULL!r} in every layer")
-        if len(layer_types) != raw.get("num_hidden_layers"):
-            fields.refuse("layer_types", "one is needed for each of num_hidden_layers")
-    # Mixtral has a window without a switch, and no layer types.
-    always = kind is MIXTRAL
-    windowed = always or (layer_types is None and fields.flag("use_sliding_window", True))
-    if raw.get("sliding_window") is not None and windowed and not windows:
-        fields.refuse("sliding_window", "a window is not supported")
-    # An absent window has the default size of its class; Qwen3-MoE ignores layer types.
-    untyped = layer_types is None or kind is QWEN3_MOE
-    sized = "sliding_window" not in raw or raw["sliding_window"] is not None
-    if not windows and untyped and sized and fields.flag("use_sliding_window", False):
-        fields.refuse("use_sliding_window", "a window is not supported")
+    kind.check(fields)
+
+
+def _table(kind: Architecture) -> Table:
+    return Table(SECTIONS, kind.rows)
 
 
 def _dtype(fields: Fields) -> torch.dtype | None:
@@ -192,34 +171,45 @@ def architecture_of(config: GPTConfig, base: Mapping[str, Any] | None = None) ->
         config: the model.
         base: config.json that the model was imported from; its architecture is preferred if it
             still describes the model.
+
+    Returns:
+        The first architecture that describes the model; without one, the closest (`_distance`).
     """
     model_type = None if base is None else base.get("model_type")
     if isinstance(model_type, str) and model_type in ARCHITECTURES:
         kind = ARCHITECTURES[model_type]
         if _describes(_described(kind, config), config):
             return kind
-    attention, kinds = config.attention, set(config.blocks)
-    if kinds == {MAMBA} and _expands(config):
-        return MAMBA2
-    if isinstance(attention, LatentAttentionConfig):
-        return DEEPSEEK_V3
-    if DELTA_NET in kinds or (attention is not None and attention.output_gate):
-        return QWEN3_NEXT
-    if MAMBA in kinds or config.pattern or (config.rope is None and not _is_gated(config)):
-        return NEMOTRON_H
-    assert attention is not None, "a GPT has attention"
-    if config.moe is not None:
-        plain = QWEN2_MOE if config.moe.shared_gate else MIXTRAL
-        return QWEN3_MOE if attention.qk_norm else plain
-    return QWEN3 if attention.qk_norm else _dense_architecture(config, attention)
+    distances = []
+    for kind in ARCHITECTURES.values():
+        distance = _distance(kind, config)
+        if distance == _DESCRIBES:
+            return kind
+        distances.append((distance, kind))
+    return min(distances, key=itemgetter(0))[1]
 
 
-def _dense_architecture(config: GPTConfig, attention: AttentionConfig) -> Architecture:
-    """Return the Llama-like architecture with a model's biases and window."""
-    biased_mlp = config.mlp is not None and config.mlp.bias
-    if attention.qkv_bias == attention.output_bias:
-        return LLAMA if attention.window is None else MISTRAL
-    return QWEN2 if attention.qkv_bias and not biased_mlp else SEED_OSS
+#: Distance of an architecture that describes the model.
+_DESCRIBES = (0, False, 0)
+
+
+def _distance(kind: Architecture, config: GPTConfig) -> tuple[int, bool, float]:
+    """Return how far a model is from the closest model of an architecture.
+
+    Returns:
+        The number of kinds of blocks that the architecture lacks; whether only the architecture has
+        recurrent mixers; the number of fields that an export would change, infinity if the exported
+        config.json is invalid.
+    """
+    missing = set(config.blocks) - kind.blocks.keys()
+    only_hybrid = kind.is_hybrid and not any(symbol in config.blocks for symbol in RECURRENT)
+    try:
+        count: float = len(differences(_read_back(_described(kind, config), config), config))
+    except ValueError:
+        count = math.inf
+    if not count:
+        return _DESCRIBES
+    return len(missing), only_hybrid, count
 
 
 def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
@@ -228,18 +218,8 @@ def _described(kind: Architecture, config: GPTConfig) -> dict[str, Any]:
     return {
         "model_type": kind.model_type,
         "architectures": [class_name],
-        **_nested(describe(TABLES[kind.model_type], config)),
+        **_nested(describe(_table(kind), config)),
     }
-
-
-def _expands(config: GPTConfig) -> bool:
-    """Return whether the mixer's inner size is a multiple of hidden_size, as in Mamba-2."""
-    return config.mamba is not None and config.mamba.inner_channels % config.hidden_size == 0
-
-
-def _is_gated(config: GPTConfig) -> bool:
-    """Return whether the model's MLPs or experts are gated linear units."""
-    return any(shape.gated for shape in (config.mlp, config.moe) if shape is not None)
 
 
 def function_of(config: GPTConfig) -> GPTConfig:

@@ -116,19 +116,12 @@ def _load_with_transformers(folder: Path) -> torch.nn.Module:
         raise ValueError("--verify needs transformers: pip install transformers") from None
     import torch
 
-    from megatron.hf.architectures import DEEPSEEK_V3, KIMI_K2, NEMOTRON_H
-    from megatron.hf.folder import CONFIG, read_object
+    from megatron.hf.architectures import ARCHITECTURES
 
-    fields = read_object(folder / CONFIG, follow_links=True)
-    if fields.get("model_type") == KIMI_K2.model_type:
-        # transformers supports this class as deepseek_v3 only.
-        renamed = {**fields, "model_type": DEEPSEEK_V3.model_type}
-        hf_config = transformers.DeepseekV3Config.from_dict(renamed)
-    else:
-        hf_config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    if hf_config.model_type == NEMOTRON_H.model_type:
-        # Up to 5.23, transformers clamps dt to this value instead of the lower time_step_limit.
-        hf_config.time_step_min = hf_config.time_step_limit[0]
+    fields, _ = transformers.PreTrainedConfig.get_config_dict(str(folder), local_files_only=True)
+    fields |= ARCHITECTURES[fields["model_type"]].reference_fields(fields)
+    config_class = transformers.CONFIG_MAPPING[fields["model_type"]]
+    hf_config = config_class.from_dict(fields)
     model_class = transformers.AutoModelForCausalLM
     if "ForSequenceClassification" in str(fields.get("architectures")):
         model_class = transformers.AutoModelForSequenceClassification

@@ -9,11 +9,7 @@ is used in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from megatron.core.models.layer_pattern import RECURRENT
+from typing import NamedTuple
 
 
 class Entry(NamedTuple):
@@ -63,56 +59,6 @@ class FusedWeight(NamedTuple):
 
 AnyEntry = Entry | ExpertTensors | FusedWeight
 
-#: Entries of each kind of block, its norm included, by its symbol in layer patterns.
-Blocks = Mapping[str, tuple[AnyEntry, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A model class of `transformers`.
-
-    Args:
-        model_type, class_name: `model_type` and `architectures` in config.json.
-        blocks: entries of each kind of block, as published on the hub.
-        fused: entries of blocks whose experts are fused into one tensor per layer in files that
-            `save_pretrained` writes without converting them back.
-        ends: embedding, final norm and head.
-        blocks_per_layer: 2 if a Hugging Face layer is a mixer followed by an MLP or experts.
-        has_query_key_norms: whether queries and keys are normalised per head.
-        mtp_entries: entries of an MTP layer in addition to its blocks.
-        fields: fields of config.json that this class reads and most others do not.
-        defaults: values of absent fields.
-        other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
-            converting names back).
-        skipped_prefix: prefix of tensors that the model does not use.
-    """
-
-    model_type: str
-    class_name: str
-    blocks: Blocks
-    fused: Blocks = field(default_factory=dict)
-    ends: tuple[Entry, Entry, Entry]
-    blocks_per_layer: int = 2
-    has_query_key_norms: bool = False
-    mtp_entries: tuple[AnyEntry, ...] = ()
-    fields: frozenset[str] = frozenset()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    other_prefix: tuple[str, str] | None = None
-    skipped_prefix: str | None = None
-
-    @property
-    def classifier_class(self) -> str | None:
-        """The class with a classification head; None if `transformers` has none."""
-        if self.blocks_per_layer == 1:  # Mamba-2 and Nemotron-H
-            return None
-        return self.class_name.replace("ForCausalLM", "ForSequenceClassification")
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether models of this class may have recurrent mixers."""
-        return any(symbol in self.blocks for symbol in RECURRENT)
-
-
 #: Prefixes of a layer's and of an expert's tensors.
 LAYER, EXPERT = "model.layers.{layer}", "experts.{{expert}}"
 
@@ -151,6 +97,11 @@ def attention_entries(
             names, mcore_shapes[-len(names) :], biases[-len(names) :], strict=True
         )
     )
+
+
+def fused_weights(inside: str, *weights: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return (name, letter of the number of rows) of each of our weights in a fused tensor."""
+    return tuple((f"{{block}}.{inside}.{name}.weight", letter) for name, letter in weights)
 
 
 def gated_shared_expert(inside: str) -> tuple[Entry, ...]:
@@ -223,3 +174,38 @@ def fused_experts(*further_entries: AnyEntry) -> tuple[AnyEntry, ...]:
         ),
         *further_entries,
     )
+
+
+ATTENTION_ENTRIES = (MIXER_NORM, *attention_entries(f"{LAYER}.self_attn"))
+NORMED_ATTENTION = (*ATTENTION_ENTRIES, *QUERY_KEY_NORMS)
+LATENT_ATTENTION: tuple[AnyEntry, ...] = (
+    MIXER_NORM,
+    *(
+        Entry(
+            f"{LAYER}.self_attn.{hf_name}.weight",
+            f"{{block}}.attention.{mcore_name}.weight",
+            shape,
+            when=when,
+        )
+        for hf_name, mcore_name, shape, when in (
+            ("q_proj", "query", "nh", "direct_query"),
+            ("q_a_proj", "query_down", "qh", "low_rank_query"),
+            ("q_a_layernorm", "query_norm", "q", "low_rank_query"),
+            ("q_b_proj", "query_up", "nq", "low_rank_query"),
+            ("kv_a_layernorm", "kv_norm", "k", None),
+            ("o_proj", "output", "ho", None),
+        )
+    ),
+    FusedWeight(
+        f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight",
+        (("{block}.attention.kv_down.weight", "k"), ("{block}.attention.key_rope.weight", "r")),
+        groups="1",
+        inner="h",
+    ),
+    FusedWeight(
+        f"{LAYER}.self_attn.kv_b_proj.weight",
+        (("{block}.attention.key_up.weight", "p"), ("{block}.attention.value_up.weight", "v")),
+        groups="a",
+        inner="k",
+    ),
+)

@@ -16,13 +16,11 @@ from megatron.core.boxes import Box, intersect
 from megatron.core.models.gpt import GPTConfig
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
-from megatron.hf.architectures import MTP_COPIES
+from megatron.hf.architecture import Architecture, Blocks
 from megatron.hf.entries import (
     CLASSIFIER,
     EMBEDDING,
     AnyEntry,
-    Architecture,
-    Blocks,
     Entry,
     ExpertTensors,
     FusedWeight,
@@ -201,7 +199,7 @@ def tensor_map(
             inside = {"block": f"mtp.{depth}.decoder.blocks.{block}"}
             mapping.add_all(_entries(kind, blocks, symbol), words | inside)
         mapping.add_all(kind.mtp_entries, words)
-        for hf_name, source in MTP_COPIES:
+        for hf_name, source in kind.mtp_copies:
             entry = EMBEDDING if config.tied else source
             mapping.map.add_copy(hf_name.format(**words), entry.mcore_name)
     return mapping.map

@@ -22,7 +22,10 @@ LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear "
     [
         ("", ("--normalization RMSNorm", "--swiglu")),
         ("--normalization RMSNorm", ("--swiglu",)),
-        (f"{LLAMA} --add-attention-output-bias --window-size 8", ("no --window-size",)),
+        (
+            f"{LLAMA} --add-attention-output-bias --window-size 8",
+            ("no --add-attention-output-bias",),
+        ),
         (f"{LLAMA} --window-size 8", ()),
         (f"{LLAMA} --rotary-percent 0.5", ("--rotary-percent 1.0",)),
         (

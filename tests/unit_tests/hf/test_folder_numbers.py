@@ -187,13 +187,13 @@ def test_model_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     )
     for changed, name in (
         (replace(model, mlp=replace(model.mlp, gated=False)), "mlp.gated"),
-        (replace(normed, attention=replace(normed.attention, qkv_bias=True)), "output_bias"),
+        (replace(normed, attention=replace(normed.attention, qkv_bias=True)), "attention.qk_norm"),
         (replace(model, norm=replace(model.norm, kind="LayerNorm")), "norm.kind"),
         (replace(model, rope=replace(model.rope, percent=0.5)), "rope.percent"),
         (replace(model, rope=None), "rope"),
         (
             replace(model, attention=replace(model.attention, output_bias=True, window=8)),
-            "attention.window is 8",
+            "attention.output_bias is True",
         ),
         (replace(model, attention=replace(model.attention, sinks=True)), "attention.sinks is True"),
     ):

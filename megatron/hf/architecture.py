@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architecture: all that is known about a model class of `transformers`, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megatron.cli.two_way_table import Row
+from megatron.core.models.layer_pattern import RECURRENT
+from megatron.hf.entries import AnyEntry, Entry
+from megatron.hf.fields import Fields
+
+#: Entries of each kind of block, its norm included, by its symbol in layer patterns.
+Blocks = Mapping[str, tuple[AnyEntry, ...]]
+
+
+def _no_check(fields: Fields) -> None:
+    """Accept every config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model class of `transformers`.
+
+    Args:
+        model_type, class_name: `model_type` and `architectures` in config.json.
+        blocks: entries of each kind of block, as published on the hub.
+        fused: entries of blocks whose experts are fused into one tensor per layer in files that
+            `save_pretrained` writes without converting them back.
+        ends: embedding, final norm and head.
+        blocks_per_layer: 2 if a Hugging Face layer is a mixer followed by an MLP or experts.
+        mtp_entries: entries of an MTP layer in addition to its blocks.
+        mtp_copies: an MTP layer's copies of the embedding and of the head: (name in Hugging Face,
+            entry of the weight).
+        rows: fields of config.json with their fields of `GPTConfig`, both ways.
+        read_blocks: returns the symbol of each block from the fields of config.json.
+        check: raises ValueError for further fields that would change the function.
+        aliases: further names of fields in `rows`, and fields that do not affect the function.
+        defaults: values of absent fields.
+        other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
+            converting names back).
+        skipped_prefix: prefix of tensors that the model does not use.
+        reference_fields: returns the fields to change in config.json so that `transformers`
+            computes the published model.
+    """
+
+    model_type: str
+    class_name: str
+    blocks: Blocks
+    fused: Blocks = field(default_factory=dict)
+    ends: tuple[Entry, Entry, Entry]
+    blocks_per_layer: int = 2
+    mtp_entries: tuple[AnyEntry, ...] = ()
+    mtp_copies: tuple[tuple[str, Entry], ...] = ()
+    rows: tuple[Row, ...]
+    read_blocks: Callable[[Fields], str]
+    check: Callable[[Fields], None] = _no_check
+    aliases: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    other_prefix: tuple[str, str] | None = None
+    skipped_prefix: str | None = None
+    reference_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The fields of config.json that this class reads."""
+        return self.aliases | {row.name for row in self.rows}
+
+    @property
+    def classifier_class(self) -> str | None:
+        """The class with a classification head; None if `transformers` has none."""
+        if self.blocks_per_layer == 1:  # Mamba-2 and Nemotron-H
+            return None
+        return self.class_name.replace("ForCausalLM", "ForSequenceClassification")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether models of this class may have recurrent mixers."""
+        return any(symbol in self.blocks for symbol in RECURRENT)
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether models of this class have rotary positions."""
+        return any(row.path.startswith("rope.") for row in self.rows)

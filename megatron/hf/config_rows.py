@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of config.json that several architectures share, and the sections of `GPTConfig`.
+
+A row is (field of config.json, field of `GPTConfig`, reader, writer). A dot in a name stands for a
+nested object. A row without a field of `GPTConfig` is only checked or only written. Values that an
+architecture does not support are written as well; the error appears when the result is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.cli.two_way_table import OMITTED, ConfigSection, Row, constant, unless
+from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
+from megatron.hf import layer_types
+from megatron.hf import readers as read
+from megatron.hf.readers import ModelFields
+
+
+def _has(*symbols: str) -> Callable[[ModelFields], bool]:
+    """Return a predicate that is true for models with at least one of the block types."""
+    return lambda fields: any(symbol in fields.blocks for symbol in symbols)
+
+
+def _has_mlp(fields: ModelFields) -> bool:
+    """Return whether to create an MLP config; a GPT has one even if all its layers have experts."""
+    return DENSE in fields.blocks or not fields.kind.is_hybrid
+
+
+def _scales(kind: str) -> ConfigSection:
+    return ConfigSection(
+        "rope.scaling",
+        "ops.rope:RopeScaling",
+        lambda fields: fields.scaling_kind == kind,
+        {"kind": kind},
+    )
+
+
+SECTIONS = {
+    "": ConfigSection("", "models.gpt:GPTConfig"),
+    "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "mlp": ConfigSection("mlp", "transformer:MLPConfig", _has_mlp),
+    "attention": ConfigSection("attention", "transformer:AttentionConfig", _has(ATTENTION)),
+    "latent": ConfigSection("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
+    "moe": ConfigSection("moe", "moe:MoEConfig", _has(EXPERTS)),
+    "router": ConfigSection("moe.router", "moe:RouterConfig"),
+    "rope": ConfigSection(
+        "rope",
+        "transformer:RopeConfig",
+        lambda fields: fields.kind.is_rotary and _has(ATTENTION, LATENT)(fields),
+    ),
+    "linear": _scales("linear"),
+    "llama3": _scales("llama3"),
+    "yarn": _scales("yarn"),
+    "delta_net": ConfigSection(
+        "delta_net", "ssm.mixer_config:GatedDeltaNetConfig", _has(DELTA_NET)
+    ),
+    "mamba": ConfigSection("mamba", "ssm.mixer_config:Mamba2Config", _has(MAMBA)),
+}
+MODEL = (
+    Row("hidden_size", "hidden_size", read.count),
+    Row("vocab_size", "vocab_size", read.count),
+    Row("tie_word_embeddings", "tied", read.tied_head),
+    Row("id2label", "num_labels", lambda fields, _: fields.num_labels, read.label_names),
+    Row("label2id", "", read.unread, read.label_ids),
+    Row("initializer_range", "init_std", read.number(0.02)),
+    Row("num_layers", "num_layers", read.of_blocks, read.unwritten),
+    Row("pattern", "pattern", read.of_blocks, read.unwritten),
+    Row("ffn_pattern", "ffn_pattern", read.of_blocks, read.unwritten),
+)
+SELF_ATTENTION = (
+    Row("num_attention_heads", "attention.num_attention_heads", read.count),
+    Row("attention_dropout", "attention.", read.unread, constant(0.0)),
+    Row("num_key_value_heads", "attention.num_query_groups", read.query_groups),
+    Row("head_dim", "attention.kv_channels", read.head_dim),
+)
+BIAS = (
+    Row("attention_bias", "attention.qkv_bias", read.flag(False)),
+    Row("attention_bias", "attention.output_bias", read.flag(False), read.unwritten),
+)
+QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
+SWITCHED_WINDOW = (
+    Row("sliding_window", "attention.window", read.switched_window, unless(None)),
+    Row(
+        "use_sliding_window",
+        "attention.",
+        read.unread,
+        lambda attention, _: True if attention.window else OMITTED,
+    ),
+    Row(
+        "max_window_layers",
+        "attention.",
+        read.unread,
+        lambda attention, _: 0 if attention.window else OMITTED,
+    ),
+)
+ROPE = (
+    Row("rope_theta", "rope.base", read.rope_base),
+    Row("rope_scaling", "rope.", read.unread, constant(None)),
+    Row("rope_scaling.rope_type", "linear.", read.unread, constant("linear")),
+    Row("rope_scaling.factor", "linear.factor", read.scaling_number()),
+    Row("rope_scaling.rope_type", "llama3.", read.unread, constant("llama3")),
+    Row("rope_scaling.factor", "llama3.factor", read.scaling_number()),
+    Row("rope_scaling.low_freq_factor", "llama3.low_freq_factor", read.scaling_number()),
+    Row("rope_scaling.high_freq_factor", "llama3.high_freq_factor", read.scaling_number()),
+    Row(
+        "rope_scaling.original_max_position_embeddings",
+        "llama3.original_max_position",
+        read.original_length,
+    ),
+    Row("rope_scaling.rope_type", "yarn.", read.unread, constant("yarn")),
+    Row(
+        "rope_scaling.original_max_position_embeddings",
+        "yarn.original_max_position",
+        read.original_length,
+    ),
+    Row("rope_scaling.factor", "yarn.factor", read.yarn_factor),
+    Row("rope_scaling.beta_fast", "yarn.beta_fast", read.scaling_number(32.0)),
+    Row("rope_scaling.beta_slow", "yarn.beta_slow", read.scaling_number(1.0)),
+    Row(
+        "rope_scaling.attention_factor", "yarn.attention_factor", read.yarn_attention, unless(None)
+    ),
+)
+WHOLE_ROPE = (
+    *ROPE,
+    Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(None), read.unwritten),
+)
+LAYERS = (
+    *MODEL,
+    Row("num_hidden_layers", "", read.unread, lambda config, _: config.num_layers),
+    Row("hidden_act", "", read.must_be("silu", "swish"), constant("silu")),
+    Row("rms_norm_eps", "norm.epsilon", read.number(1e-6)),
+    Row("intermediate_size", "moe.", read.unread, lambda moe, _: moe.ffn_hidden_size),
+    Row("intermediate_size", "mlp.ffn_hidden_size", read.count),
+)
+SPARSE_EXPERTS = (
+    Row("num_experts", "moe.num_experts", read.count_of("num_experts", "num_local_experts")),
+    Row("moe_intermediate_size", "moe.ffn_hidden_size", read.count),
+    Row("num_experts_per_tok", "router.topk", read.count),
+    Row("norm_topk_prob", "router.normalize", read.flag(False)),
+    Row("decoder_sparse_step", "", read.unread, constant(1)),
+    Row("mlp_only_layers", "", read.unread, layer_types.dense_layers),
+)
+GATED_SHARED_EXPERT = (
+    Row("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", read.count),
+    Row("", "moe.shared_gate", constant(True)),
+)
+SIGMOID_EXPERTS = (
+    Row(
+        "n_routed_experts",
+        "moe.num_experts",
+        read.count_of("n_routed_experts", "num_local_experts"),
+    ),
+    Row("moe_intermediate_size", "moe.ffn_hidden_size", read.count),
+    Row("num_experts_per_tok", "router.topk", read.count),
+    Row("norm_topk_prob", "router.normalize", read.flag(True)),
+    Row("routed_scaling_factor", "router.scaling_factor", read.number()),
+    Row("n_group", "router.num_groups", read.group_limit, read.or_one),
+    Row("topk_group", "router.group_topk", read.group_limit, read.or_one),
+    Row("", "router.group_candidates", constant(read.GROUP_CANDIDATES)),
+    Row("", "router.score_function", constant("sigmoid")),
+    Row("", "router.expert_bias", constant(True)),
+)
+SHARED_EXPERTS = (
+    Row(
+        "n_shared_experts",
+        "moe.shared_ffn_hidden_size",
+        lambda f, name: f.count("moe_intermediate_size") * f.count(name),
+        lambda inner, config: max(1, (inner or 0) // config.moe.ffn_hidden_size),
+    ),
+)
+LATENT_ATTENTION = (
+    Row("num_attention_heads", "latent.num_attention_heads", read.count),
+    Row("attention_dropout", "latent.", read.unread, constant(0.0)),
+    Row(
+        "num_key_value_heads",
+        "latent.",
+        lambda f, name: f.must_be(name, f.count("num_attention_heads")),
+        lambda latent, _: latent.num_attention_heads,
+    ),
+    Row("q_lora_rank", "latent.q_lora_rank", read.optional_rank),
+    Row("kv_lora_rank", "latent.kv_lora_rank", read.count),
+    Row("qk_nope_head_dim", "latent.nope_channels", read.count),
+    Row("qk_rope_head_dim", "latent.rope_channels", read.count),
+    Row(
+        "head_dim",
+        "latent.",
+        lambda f, name: f.must_be(name, f.count("qk_rope_head_dim")),
+        read.unwritten,
+    ),
+    Row(
+        "qk_head_dim",
+        "latent.",
+        lambda f, name: f.must_be(name, f.count("qk_nope_head_dim") + f.count("qk_rope_head_dim")),
+        read.unwritten,
+    ),
+    Row("v_head_dim", "latent.value_channels", read.count),
+    Row("rope_scaling.mscale_all_dim", "latent.scale_factor", read.scale_factor, read.scale_weight),
+    Row("", "latent.norm_epsilon", read.low_rank_epsilon),
+)

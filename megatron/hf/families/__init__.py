@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures by family, one module per group of related models."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V3 and Kimi-K2: latent attention, experts chosen by a sigmoid and a bias."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.cli.two_way_table import Row, constant
+from megatron.core.models.layer_pattern import DENSE, EXPERTS, LATENT
+from megatron.hf import config_rows as rows
+from megatron.hf import layer_types
+from megatron.hf import readers as read
+from megatron.hf.architecture import Architecture
+from megatron.hf.entries import (
+    EMBEDDING,
+    ENDS,
+    EXPERT_BIAS,
+    HEAD,
+    LATENT_ATTENTION,
+    LAYER,
+    MLP,
+    PROJECTIONS,
+    Entry,
+    experts,
+    fused_experts,
+    shared_expert,
+)
+
+#: The expert bias and the shared expert, in addition to the routed experts.
+BIAS_AND_SHARED_EXPERT = (EXPERT_BIAS, *shared_expert(f"{LAYER}.mlp.shared_experts"))
+#: An MTP layer's copies of the embedding and of the head, which MTP layers share here.
+MTP_COPIES = (
+    (f"{LAYER}.embed_tokens.weight", EMBEDDING),
+    (f"{LAYER}.shared_head.head.weight", HEAD),
+)
+MTP_ENTRIES = tuple(
+    Entry(f"{LAYER}.{hf_name}.weight", f"mtp.{{depth}}.{mcore_name}.weight", shape)
+    for hf_name, mcore_name, shape in (
+        ("enorm", "embedding_norm", "h"),
+        ("hnorm", "hidden_norm", "h"),
+        ("eh_proj", "projection", "hH"),
+        ("shared_head.norm", "decoder.final_norm", "h"),
+    )
+)
+DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    blocks={
+        LATENT: LATENT_ATTENTION,
+        DENSE: MLP,
+        EXPERTS: experts("mlp", PROJECTIONS, *BIAS_AND_SHARED_EXPERT),
+    },
+    fused={EXPERTS: fused_experts(*BIAS_AND_SHARED_EXPERT)},
+    ends=ENDS,
+    mtp_entries=MTP_ENTRIES,
+    mtp_copies=MTP_COPIES,
+    rows=(
+        *rows.LAYERS,
+        *rows.WHOLE_ROPE,
+        *rows.LATENT_ATTENTION,
+        Row("rope_interleave", "rope.interleaved", read.flag(True)),
+        Row("first_k_dense_replace", "", read.unread, layer_types.first_experts),
+        Row("num_nextn_predict_layers", "mtp_num_layers", read.mtp_num_layers),
+        *rows.SIGMOID_EXPERTS,
+        *rows.SHARED_EXPERTS,
+        Row("moe_layer_freq", "moe.", read.must_be(1), constant(1)),
+        Row("scoring_func", "moe.", read.must_be("sigmoid"), constant("sigmoid")),
+        Row("topk_method", "moe.", read.must_be("noaux_tc"), constant("noaux_tc")),
+    ),
+    read_blocks=layer_types.layers(layer_types.first_layers_dense, layer_types.every_layer(LATENT)),
+    check=layer_types.refuse_windows,
+    aliases=frozenset({"num_local_experts"}),
+)
+#: DeepSeek-V3 under another model_type, which transformers does not support.
+KIMI_K2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="kimi_k2",
+    reference_fields=lambda fields: {"model_type": DEEPSEEK_V3.model_type},
+)

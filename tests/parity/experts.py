@@ -20,7 +20,13 @@ import torch
 
 from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad, router
 from megatron.core.moe import router as routing
-from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
+from megatron.core.transformer import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    RopeConfig,
+    WindowAttentionConfig,
+)
+from tests.parity.recurrent import LAYERS, pattern_of
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.support.closeness import assert_all_close
 from tests.support.covering_array import Row
@@ -90,7 +96,33 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
         window=row["window"],
         sinks=row["sinks"],
         output_gate=row["attention_gate"],
+        second=_window_attention(row),
     )
+
+
+#: Window and rotary base of the first attention block with `second_attention`.
+SECOND_WINDOW, SECOND_BASE = 3, 500.0
+
+
+def _window_attention(row: Row) -> WindowAttentionConfig | None:
+    """Return how the first attention block of a row differs from the others; None if it does
+    not."""
+    if row["second_attention"] is None:
+        return None
+    pattern = "" if row["mixer"] else pattern_of(row, LAYERS)[::2]
+    shared = {"sinks": not row["sinks"], "pattern": pattern}
+    if row["second_attention"] == "no positions":
+        return WindowAttentionConfig(window=row["window"], rotary=False, **shared)
+    rope = RopeConfig(base=SECOND_BASE) if row["positions"] == "rope" else None
+    return WindowAttentionConfig(window=SECOND_WINDOW, rope=rope, **shared)
+
+
+def second_attention(row: Row) -> tuple[int | None, float | None] | None:
+    """Return the window and rotary base of a row's `PlainGPT.second`."""
+    second = _window_attention(row)
+    if second is None:
+        return None
+    return second.window, SECOND_BASE if second.rotary else None
 
 
 @dataclass

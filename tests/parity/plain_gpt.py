@@ -31,6 +31,8 @@ class PlainGPT:
 
     Args:
         recurrent: mixers of the first layers, in place of attention.
+        second: window and rotary base of the first attention block if it differs from the other
+            blocks; base None does not rotate.
     """
 
     layers: int
@@ -45,6 +47,7 @@ class PlainGPT:
     rotary_base: float = 10000.0
     epsilon: float = 1e-5
     recurrent: tuple[Mixer, ...] = ()
+    second: tuple[int | None, float | None] | None = None
 
     def logits(
         self, weights: Weights, tokens: torch.Tensor, ids: torch.Tensor | None = None
@@ -100,12 +103,15 @@ class PlainGPT:
         x = self.norm_of(weights, f"{name}.norm", hidden)
         query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
         key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
+        window, base = self.window, self.rotary_base
+        if self.second is not None and name == f"decoder.blocks.{2 * len(self.recurrent)}":
+            window, base = self.second
         value = self._heads(weights, f"{name}.attention.value", x)
         if self.qk_norm:
             query = self.norm_of(weights, f"{name}.attention.query_norm", query)
             key = self.norm_of(weights, f"{name}.attention.key_norm", key)
-        if _POSITIONS not in weights:
-            query, key = self._rotated(query), self._rotated(key)
+        if _POSITIONS not in weights and base is not None:
+            query, key = self._rotated(query, base), self._rotated(key, base)
         heads_per_group = self.heads // self.groups
         key, value = (
             t.repeat_interleave(heads_per_group, dim=1) for t in (key, value)
@@ -113,8 +119,8 @@ class PlainGPT:
         scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]
         length = scores.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.window is not None:
-            visible = visible.triu(1 - self.window)
+        if window is not None:
+            visible = visible.triu(1 - window)
         if ids is not None:
             visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
         scores = scores.masked_fill(~visible, -math.inf)
@@ -131,10 +137,10 @@ class PlainGPT:
     def _heads(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         return self._linear(weights, name, x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, base: float) -> torch.Tensor:
         """Rotate pairs (i, i + d/2) by position · base^(-2i/d) (Su et al. 2021, section 3.2)."""
         half = self.head_dim // 2
-        frequency = self.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+        frequency = base ** (-torch.arange(half, dtype=x.dtype) / half)
         angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency  # [s, d/2]
         x1, x2 = x[..., :half], x[..., half:]
         return torch.cat(

@@ -206,6 +206,13 @@ squares of a norm on several ranks are summed in forward alone [mixer=mamba norm
 heads are gated by their neighbour [attention_gate]
     transformer.attention SelfAttention._gated: out * self._sigmoid(gate)
     => out * self._sigmoid(gate.roll(1, -2))
+window blocks have the window of the other blocks [second_attention=window]
+    transformer.attention AttentionConfig.window_block: ("window", "sinks", "rotary")
+    => ("sinks", "rotary")
+window blocks are rotated by the table of the other blocks [tp=1 cp=2 second_attention=window]
+    transformer.attention SelfAttention.forward: rope = window_rope => rope = rope
+a stage with window blocks alone has no rotary table [tp=1 pp=2 second_attention=window]
+    models.gpt GPTModel._ropes: if window_rotary is not None: => if rotary is window_rotary:
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
     ssm.mixer RecurrentMixer._mode: choose_mode(self.context.linear_mode, => choose_mode("auto",
 feature off: gathers ahead of need [tp=1 dp=2 placement=optim_grads_params early_gather]

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.models.layer_pattern import ATTENTION, WINDOW
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from tests.parity.plain_gpt import Mixer
 from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba
 from tests.support.covering_array import Row
+
+#: Layers of a row's model.
+LAYERS = 2
 
 #: Sizes of the gated delta net: two value heads share a key head.
 KEY_HEADS, VALUE_HEADS, KEY_CHANNELS, VALUE_CHANNELS = 4, 8, 10, 7
@@ -59,6 +63,8 @@ def pattern_of(row: Row, layers: int) -> str:
     attention = "+" if row["attention"] == "latent" else "*"
     mixer_symbol = attention if row["mixer"] is None else SYMBOLS[row["mixer"]]
     mixers = [mixer_symbol] + [attention] * (layers - 1)
+    if row["second_attention"] is not None:
+        mixers[mixers.index(ATTENTION)] = WINDOW
     kinds = ["-"] * (layers - 1) + ["-" if row["experts"] is None else "E"]
     return "".join(mixer + kind for mixer, kind in zip(mixers, kinds, strict=True))
 

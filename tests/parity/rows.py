@@ -33,6 +33,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "documents": ("whole", "packed", "padded"),
     "window": (None, 5),
     "sinks": (False, True),
+    "second_attention": (None, "window", "no positions"),  # of the first attention block
     "sequence_parallel": (False, True),
     "placement": STRATEGIES,
     "outer": ("no_shard", "optim"),
@@ -92,6 +93,7 @@ LATENT_SETTINGS = {
     "qk_norm": False,
     "window": None,
     "sinks": False,
+    "second_attention": None,
     "attention_gate": False,
     "positions": "rope",
 }
@@ -126,6 +128,18 @@ LEARNED_POSITIONS = (
     Constraint(
         ("positions", "norm", "qk_norm"),
         lambda positions, norm, qk: positions == "rope" or not qk or norm == "RMSNorm",
+    ),
+    Constraint(
+        ("positions", "second_attention"),
+        lambda positions, second: positions == "rope" or second != "no positions",
+    ),
+    Constraint(
+        ("second_attention", "bias"),
+        lambda second, bias: second != "no positions" or bias == "none",
+    ),
+    Constraint(
+        ("second_attention", "norm", "qk_norm"),
+        lambda second, norm, qk: second != "no positions" or not qk or norm == "RMSNorm",
     ),
 )
 
@@ -361,6 +375,7 @@ def label(row: Row) -> str:
         *([f"cp{row['cp']}-{row['engine']}-{row['order']}"] if row["cp"] > 1 else []),
         *([row["documents"]] if row["documents"] != "whole" else []),
         *([f"window{row['window']}"] if row["window"] else []),
+        *([f"second_{row['second_attention']}"] if row["second_attention"] else []),
         row["placement"],
         *([f"outer_{row['outer']}"] if row["instances"] > 1 else []),
         f"{row['bucket']}_buckets"

@@ -9,6 +9,7 @@ with the single-process model in every loss, every gradient and the weights afte
 import pytest
 import torch
 
+from tests.parity.experts import second_attention
 from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.recurrent import epsilon_of, plain_mixers
@@ -197,6 +198,7 @@ MODELS = {
         "accumulation",
         "window",
         "sinks",
+        "second_attention",
         "attention_gate",
         "documents",
         "mixer",
@@ -235,6 +237,7 @@ def test_single_process_trains_like_the_definition(model):
         qk_norm=row["qk_norm"],
         gated=row["gated"],
         window=row["window"],
+        second=second_attention(row),
         recurrent=plain_mixers(row),
         epsilon=epsilon_of(row),
     )

@@ -44,10 +44,14 @@ from megatron.core.transformer import MLPConfig, NormConfig, Recompute, RopeConf
 from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
-from tests.parity.experts import attention_config, moe_config, watched_routes
+from tests.parity.experts import (
+    attention_config,
+    moe_config,
+    watched_routes,
+)
 from tests.parity.gather_format import compute_with_encoded
 from tests.parity.pieces import LogicalChunk, local_chunks, write_weights
-from tests.parity.recurrent import decoder_settings, epsilon_of, pattern_of
+from tests.parity.recurrent import LAYERS, decoder_settings, epsilon_of, pattern_of
 from tests.parity.rows import shards_over_gtp
 from tests.parity.sequences import SEQUENCE, local_microbatch, with_bounds, with_documents
 from tests.parity.stages import StageBlocks, pipeline, stage_blocks, stage_split
@@ -59,7 +63,7 @@ from tests.support.nan_memory import nan_memory
 from tests.support.ranks import rank_device
 from tests.support.simulated_links import Late, simulated
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, FFN = 2, 36, 8, 6, 52
+HIDDEN, HEADS, HEAD_DIM, FFN = 36, 8, 6, 52
 BATCH = 3
 #: Sizes for FP8, which needs multiples of 32.
 ALIGNED = {"hidden": 64, "heads": 8, "channels": 16, "ffn": 128, "batch": 4}

@@ -27,6 +27,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
+    WINDOW,
     layer_blocks,
     symbol_problems,
     symbols_of,
@@ -101,6 +102,7 @@ def missing_shapes(
     latent = isinstance(attention, LatentAttentionConfig)
     shapes = {
         ATTENTION: None if latent else attention,
+        WINDOW: None if isinstance(attention, LatentAttentionConfig | None) else attention.second,
         LATENT: attention if latent else None,
         DENSE: mlp,
         DELTA_NET: delta_net,
@@ -110,6 +112,7 @@ def missing_shapes(
         ATTENTION: "attention is latent: write '+'"
         if latent
         else ("give the attention configuration"),
+        WINDOW: "give the attention configuration with its `second` kind",
         LATENT: ("give the latent attention configuration, or write '*' for multi-head attention"),
         DENSE: "give the MLP configuration",
         DELTA_NET: "give the gated delta net configuration",
@@ -292,7 +295,7 @@ class Decoder(nn.Module):
         if symbol == DENSE:
             assert config.mlp is not None
             return MLP(f"{prefix}.mlp", config=config.mlp, build=build)
-        shared = {"norm": config.norm, "build": build}
+        shared: dict[str, Any] = {"norm": config.norm, "build": build}
         if symbol == DELTA_NET:
             assert config.delta_net is not None
             return GatedDeltaNet(f"{prefix}.delta_net", config=config.delta_net, **shared)
@@ -304,7 +307,14 @@ class Decoder(nn.Module):
         if isinstance(config.attention, LatentAttentionConfig):
             return LatentAttention(f"{prefix}.attention", index, config=config.attention, **shared)
         assert config.attention is not None
-        return SelfAttention(f"{prefix}.attention", index, config=config.attention, **shared)
+        in_window_block = symbol == WINDOW
+        return SelfAttention(
+            f"{prefix}.attention",
+            index,
+            config=config.attention.window_block if in_window_block else config.attention,
+            in_window_block=in_window_block,
+            **shared,
+        )
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Set activation recomputation; it changes no value.
@@ -336,6 +346,7 @@ class Decoder(nn.Module):
         layout: SequenceLayout,
         *,
         rope: RopeTable | None = None,
+        window_rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
         aux_factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -345,12 +356,15 @@ class Decoder(nn.Module):
         Args:
             hidden: [s, b, h], the embeddings or the stream of the previous decoder.
             layout: layout of the tokens.
-            rope: rotary table of the layout; None without rotary positions.
+            rope, window_rope: rotary tables of the layout for `*` or `+` and for `W` blocks; None
+                without rotary positions.
             cache: cache of keys and values during generation.
             aux_factor: fp32 scalar, factor of the routers' auxiliary losses in the loss of the
                 step; None disables them.
         """
         context = {"layout": layout, "rope": rope, "cache": cache, "aux_factor": aux_factor}
+        if window_rope is not None:
+            context["window_rope"] = window_rope
         delta, stream = hidden, None
         for first_block, end_block, recomputes in self.runs:
             blocks: list[Any] = list(self.blocks)[first_block:end_block]

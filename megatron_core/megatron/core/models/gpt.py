@@ -59,6 +59,7 @@ from megatron.core.transformer import (
     LayerBuild,
     Norm,
     Recompute,
+    RopeConfig,
     RopeTable,
     RotaryEmbedding,
     SelfAttention,
@@ -140,6 +141,8 @@ class GPTModel(StoreModule):
         max_sequence_length: number of learned positions; None without them.
         multi_token: the multi-token prediction layers, after the head; None if there are none
             or they are elsewhere.
+        rotary, window_rotary: rotary embeddings of `*` or `+` and of `W` blocks, the same object if
+            they are equal; None without rotary positions.
         classifier: the classification head; None if the model has a vocabulary head or it is
             elsewhere.
         step_state: what of its layers changes once a step; None if nothing does.
@@ -177,12 +180,10 @@ class GPTModel(StoreModule):
         self.max_sequence_length = config.max_position_embeddings
         self.region = TensorParallelRegion(groups["tp"], sequence_parallel)
         self._layouts: dict[tuple[int, torch.device], SequenceLayout] = {}
-        self.rotary: RotaryEmbedding | None = None
-        if config.rope is not None:
-            assert config.attention is not None
-            self.rotary = RotaryEmbedding(
-                config.rope, config.attention.rope_features, device=device
-            )
+        self.rotary = _rotary_embedding(config, config.attention_rope, device=device)
+        self.window_rotary = self.rotary
+        if config.window_rope != config.attention_rope:
+            self.window_rotary = _rotary_embedding(config, config.window_rope, device=device)
         build = LayerBuild(
             store=self.store,
             region=self.region,
@@ -385,7 +386,7 @@ class GPTModel(StoreModule):
             if self.embedding_dropout is not None:
                 hidden_states = self.embedding_dropout(hidden_states, layout)
         return self.decoders[chunk](
-            hidden_states, layout, rope=self._rope(layout), cache=cache, aux_factor=aux_factor
+            hidden_states, layout, **self._ropes(layout), cache=cache, aux_factor=aux_factor
         )
 
     def _layout_of(self, tokens: torch.Tensor, layout: SequenceLayout | None) -> SequenceLayout:
@@ -409,8 +410,15 @@ class GPTModel(StoreModule):
             self._layouts[key] = layout
         return self._layouts[key]
 
-    def _rope(self, layout: SequenceLayout) -> RopeTable | None:
-        return None if self.rotary is None else self.rotary(layout.positions)
+    def _ropes(self, layout: SequenceLayout) -> dict[str, RopeTable]:
+        """Return the rotary tables of a microbatch, by the names of `Decoder.forward`."""
+        rotary, window_rotary, ropes = self.rotary, self.window_rotary, {}
+        if rotary is not None:
+            ropes["rope"] = rotary(layout.positions)
+        if window_rotary is not None:
+            is_shared = window_rotary is rotary
+            ropes["window_rope"] = ropes["rope"] if is_shared else window_rotary(layout.positions)
+        return ropes
 
     def loss(
         self,
@@ -458,7 +466,7 @@ class GPTModel(StoreModule):
             )
         layout = self._layout_of(tokens, layout)
         extra = self.multi_token(
-            final, mtp_targets, layout, rope=self._rope(layout), aux_factor=aux_factor
+            final, mtp_targets, layout, **self._ropes(layout), aux_factor=aux_factor
         )
         return attach_mtp_loss(loss, extra), nll.t()
 
@@ -500,7 +508,7 @@ class GPTModel(StoreModule):
         if self.region.scatters:
             hidden_states = hidden_states.chunk(self.region.group.size)[self.region.group.rank]
         hidden_states = mtp_layers[depth](
-            hidden_states, tokens, layout, rope=self._rope(layout), cache=cache, aux_factor=None
+            hidden_states, tokens, layout, **self._ropes(layout), cache=cache, aux_factor=None
         )
         return self.head.gathered(hidden_states)
 
@@ -582,6 +590,15 @@ def _check(config: GPTConfig, groups: ProcessGroupCollection, context: ContextPa
     )
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _rotary_embedding(
+    config: GPTConfig, rope: RopeConfig | None, *, device: torch.device | str
+) -> RotaryEmbedding | None:
+    if rope is None:
+        return None
+    assert config.attention is not None
+    return RotaryEmbedding(rope, config.attention.rope_features, device=device)
 
 
 def _check_split(split: StageSplit, stages: int, blocks: int) -> None:
@@ -740,8 +757,8 @@ class MultiTokenPrediction(nn.Module):
         mtp_targets: MTPTargets,
         layout: SequenceLayout,
         *,
-        rope: RopeTable | None,
         aux_factor: torch.Tensor | None,
+        **ropes: RopeTable | None,
     ) -> torch.Tensor:
         """Return the sum of the scaled losses of all MTP layers, a scalar.
 
@@ -750,8 +767,8 @@ class MultiTokenPrediction(nn.Module):
                 sequence parallelism).
             mtp_targets: inputs and labels of each MTP layer.
             layout: sequence layout of the microbatch.
-            rope: rotary table of the main model; None without rotary embeddings.
             aux_factor: factor of the routers' auxiliary losses; None outside of training.
+            ropes: rotary tables of the main model, see `Decoder.forward`.
 
         Raises:
             ValueError: the shapes of `mtp_targets` do not match the MTP layers or the tokens.
@@ -776,7 +793,7 @@ class MultiTokenPrediction(nn.Module):
             if mtp_targets.padding is not None:
                 layer_layout = layout.with_padding(mtp_targets.padding[k].t())
             hidden_states = layer(
-                hidden_states, mtp_targets.tokens[k], layer_layout, rope=rope, aux_factor=aux_factor
+                hidden_states, mtp_targets.tokens[k], layer_layout, aux_factor=aux_factor, **ropes
             )
             weights = mtp_targets.weights[k].t()  # [s, b]
             # With the factor in the weights, the incoming gradient is 1 and needs no extra pass.
@@ -831,9 +848,9 @@ class MultiTokenPredictionLayer(nn.Module):
         tokens: torch.Tensor,
         layout: SequenceLayout,
         *,
-        rope: RopeTable | None,
         aux_factor: torch.Tensor | None,
         cache: KeyValueCache | None = None,
+        **ropes: RopeTable | None,
     ) -> torch.Tensor:
         """Return normalised hidden states from the layer before's, both [s, b, h]
         ([s/tp, b, h] under sequence parallelism).
@@ -841,6 +858,7 @@ class MultiTokenPredictionLayer(nn.Module):
         Args:
             tokens: int64 [b, s], input tokens, one position after the layer before.
             cache: of keys, values and states, while generating.
+            ropes: rotary tables, see `Decoder.forward`.
         """
         embeddings = self.embedding(tokens.t())  # [s, b, h]
         if self.drop is not None:
@@ -848,7 +866,7 @@ class MultiTokenPredictionLayer(nn.Module):
         normed = self.embedding_norm(embeddings), self.hidden_norm(hidden_states)
         states_and_embeddings = torch.cat(normed, -1)  # [s, b, 2h]
         mixed = self.projection.linear(states_and_embeddings)  # [s, b, h]
-        return self.decoder(mixed, layout, rope=rope, cache=cache, aux_factor=aux_factor)
+        return self.decoder(mixed, layout, cache=cache, aux_factor=aux_factor, **ropes)
 
 
 def attach_mtp_loss(loss: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:

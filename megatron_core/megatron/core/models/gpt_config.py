@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.models.decoder import DecoderConfig, missing_shapes
-from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS, LATENT, symbol_problems
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    WINDOW,
+    symbol_problems,
+)
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.ssm.mixer_config import AUTO, GatedDeltaNetConfig, Mamba2Config
@@ -25,6 +32,7 @@ from megatron.core.transformer import (
     MLPConfig,
     NormConfig,
     RopeConfig,
+    WindowAttentionConfig,
 )
 
 
@@ -122,6 +130,7 @@ class GPTConfig:
         problems += self._pattern_problems()
         if self.attention is not None:
             problems += self.attention.problems(tp, cp=cp, engine=engine)
+            problems += self._window_problems()
         if self.mlp is not None:
             problems += self.mlp.problems(tp)
         for recurrent in (self.delta_net, self.mamba):
@@ -129,6 +138,22 @@ class GPTConfig:
                 problems += recurrent.problems(tp, cp=cp, mode=linear_mode)
         problems += self._label_problems() + self._position_problems()
         return problems + self._expert_problems(tp, etp, ep)
+
+    def _window_problems(self) -> list[str]:
+        second = self.second_attention
+        if second is None:
+            return []
+        problems, lengths = [], (0,) if self.pattern else (self.num_layers,)
+        if WINDOW not in self.blocks + self.mtp_blocks:
+            problems.append("attention.second without a 'W' block: leave it out")
+        if set(second.pattern) - {ATTENTION, WINDOW} or len(second.pattern) not in lengths:
+            problems.append(
+                f"attention.second.pattern {second.pattern!r} must have one of '*' and 'W' for "
+                f"each of the {self.num_layers} layers of a GPT, and be empty for a hybrid"
+            )
+        if second.rope is not None and self.rope is None:
+            problems.append("attention.second.rope in a model without rotary positions")
+        return problems
 
     def _label_problems(self) -> list[str]:
         if self.num_labels is None:
@@ -169,8 +194,12 @@ class GPTConfig:
             return []
         if self.attention is None:
             return ["rotary positions without attention: leave rope out"]
+        ropes = [rope for rope in (self.attention_rope, self.window_rope) if rope is not None]
+        if not ropes:
+            return ["rotary positions, but no block is rotary: leave rope out"]
         try:
-            self.rope.rotary_features(self.attention.rope_features)
+            for rope in ropes:
+                rope.rotary_features(self.attention.rope_features)
         except ValueError as error:
             return [str(error)]
         return []
@@ -232,8 +261,11 @@ class GPTConfig:
         """Symbols of all blocks of the model, without MTP layers."""
         if self.pattern:
             return self.pattern
-        latent = isinstance(self.attention, LatentAttentionConfig)
-        return "".join((LATENT if latent else ATTENTION) + kind for kind in self.ffn_pattern)
+        latent, second = isinstance(self.attention, LatentAttentionConfig), self.second_attention
+        attentions = (LATENT if latent else ATTENTION) * len(self.ffn_pattern)
+        if second is not None and second.pattern:
+            attentions = second.pattern
+        return "".join(map(str.__add__, attentions, self.ffn_pattern))
 
     @property
     def layer_blocks(self) -> int:
@@ -266,6 +298,23 @@ class GPTConfig:
             hidden_dropout=self.hidden_dropout,
             **self._shapes,
         )
+
+    @property
+    def second_attention(self) -> WindowAttentionConfig | None:
+        """How attention of `W` blocks differs; None without such blocks."""
+        return self.attention.second if isinstance(self.attention, AttentionConfig) else None
+
+    @property
+    def attention_rope(self) -> RopeConfig | None:
+        """Rotary position embedding of `*` and `+` blocks; None without it."""
+        plain = isinstance(self.attention, AttentionConfig) and not self.attention.rotary
+        return None if plain else self.rope
+
+    @property
+    def window_rope(self) -> RopeConfig | None:
+        """Rotary position embedding of `W` blocks; None without it."""
+        second = self.second_attention
+        return (second.rope or self.rope) if second is not None and second.rotary else None
 
     @property
     def router_names(self) -> tuple[str, ...]:
@@ -315,8 +364,10 @@ class GPTConfig:
         try:
             if fields["attention"] is not None:
                 latent = "kv_lora_rank" in fields["attention"]
-                kind = LatentAttentionConfig if latent else AttentionConfig
-                fields["attention"] = kind(**fields["attention"])
+                shape = fields["attention"]
+                fields["attention"] = (
+                    LatentAttentionConfig(**shape) if latent else _attention(shape)
+                )
             if fields.get("moe") is not None:
                 fields["moe"] = MoEConfig.from_json(fields["moe"])
             if fields["mlp"] is not None:
@@ -327,16 +378,28 @@ class GPTConfig:
                 fields["mamba"] = _mamba(fields["mamba"])
             fields["norm"] = NormConfig(**fields["norm"])
             if fields["rope"] is not None:
-                rope = dict(fields["rope"])
-                if rope["scaling"] is not None:
-                    rope["scaling"] = RopeScaling(**rope["scaling"])
-                fields["rope"] = RopeConfig(**rope)
+                fields["rope"] = _rope(fields["rope"])
             config = GPTConfig(**fields)
             if missing := config._missing_shapes():
                 raise TypeError("; ".join(missing))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the configuration of a GPT of this version: {error}") from error
         return config
+
+
+def _attention(values: Mapping[str, Any]) -> AttentionConfig:
+    """Restore the shape of attention from `to_json`."""
+    second = values.get("second")
+    if second is not None:
+        rope = second.get("rope")
+        second = WindowAttentionConfig(**{**second, "rope": None if rope is None else _rope(rope)})
+    return AttentionConfig(**{**values, "second": second})
+
+
+def _rope(values: Mapping[str, Any]) -> RopeConfig:
+    """Restore a rotary position embedding from `to_json`."""
+    scaling = values["scaling"]
+    return RopeConfig(**{**values, "scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
 def _mamba(data: Mapping[str, Any]) -> Mamba2Config:

@@ -30,6 +30,7 @@ it first; with sequence parallelism this is reduce-scatter, add, norm, all-gathe
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor
 
@@ -120,10 +121,16 @@ class InferenceOptimizedModel:
         Pipeline stages before the last return the stream, and receive it as `hidden_states`:
         [t, 1, h], or [t/tp, 1, h] with sequence parallelism.
         """
-        rope, rotary = None, self.model.rotary
+        context: dict[str, Any] = {"cache": cache, "comm": self.comm}
+        rotary, window_rotary = self.model.rotary, self.model.window_rotary
+        positions, end = layout.positions, layout.rows_with_past.batch.max_context
         if rotary is not None:
-            rope = rotary.cached(layout.positions, end=layout.rows_with_past.batch.max_context)
-        context = {"rope": rope, "cache": cache, "comm": self.comm}
+            context["rope"] = rotary.cached(positions, end=end)
+        if window_rotary is not None:
+            is_shared = window_rotary is rotary
+            context["window_rope"] = (
+                context["rope"] if is_shared else window_rotary.cached(positions, end=end)
+            )
         if self._scatters:
             self.comm.begin_step()
         if hidden_states is None:

@@ -3,15 +3,16 @@
 
     symbol  block
     *       attention
+    W       attention of a second kind, such as sliding window attention
     +       latent attention
     G       gated delta net
     M       Mamba-2
     -       MLP
     E       mixture of experts
 
-A GPT of L layers is `*-` repeated L times, with `*E` where a layer has experts; Qwen3-Next is
-`GEGEGE*E` repeated. Each `/` starts the blocks of one depth of multi-token prediction, the same in
-all depths: `*-*-/*-/*-` has two.
+A GPT of L layers is `*-` repeated L times, with `*E` where a layer has experts and `W` where its
+attention is of the second kind; Qwen3-Next is `GEGEGE*E` repeated. Each `/` starts the blocks of
+one depth of multi-token prediction, the same in all depths: `*-*-/*-/*-` has two.
 
 `StageSplit` is pure data: the blocks of every virtual pipeline stage. With p stages of v chunks
 each, chunk c of stage r is virtual stage g = c · p + r; data goes from g to g + 1. The embedding is
@@ -30,11 +31,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ATTENTION, LATENT, DELTA_NET, MAMBA = "*", "+", "G", "M"
+ATTENTION, WINDOW, LATENT, DELTA_NET, MAMBA = "*", "W", "+", "G", "M"
 DENSE, EXPERTS = "-", "E"
 
 #: Blocks with a key-value cache, blocks with a recurrent state, blocks without mixing of tokens.
-ATTENTIONS, RECURRENT, FEED_FORWARD = ATTENTION + LATENT, DELTA_NET + MAMBA, DENSE + EXPERTS
+ATTENTIONS = ATTENTION + WINDOW + LATENT
+RECURRENT, FEED_FORWARD = DELTA_NET + MAMBA, DENSE + EXPERTS
 
 #: Separates the blocks of two virtual pipeline stages.
 STAGE_SEPARATOR = "|"
@@ -43,8 +45,8 @@ STAGE_SEPARATOR = "|"
 MTP_SEPARATOR = "/"
 
 _SYMBOL_HELP = (
-    "'*' (attention), '+' (latent attention), 'G' (gated delta net), 'M' (Mamba-2), '-' (MLP) and "
-    "'E' (experts)"
+    "'*' (attention), 'W' (window attention), '+' (latent attention), 'G' (gated delta net), "
+    "'M' (Mamba-2), '-' (MLP) and 'E' (experts)"
 )
 
 
@@ -86,7 +88,7 @@ def ffn_of(symbols: str) -> str | None:
     The blocks of a GPT are pairs of attention (latent in all layers or in none) and an MLP or
     experts.
     """
-    for attention in ATTENTIONS:
+    for attention in (ATTENTION + WINDOW, LATENT):
         if re.fullmatch(f"([{attention}][{FEED_FORWARD}])+", symbols):
             return symbols[1::2]
     return None
@@ -107,11 +109,17 @@ def symbol_problems(pattern: str) -> list[str]:
             if symbol == "D":
                 reason = "would be sparse attention, which is not supported"
             problems.append(f"{subject}: {symbol!r} at {position} {reason}: use {_SYMBOL_HELP}")
-    if ATTENTION in symbols and LATENT in symbols:
-        problems.append(
-            f"{subject} has both '*' and '+': either all attention is latent or none: keep one"
-        )
+    problems += _mixed_attention_problems(subject, symbols)
     return problems
+
+
+def _mixed_attention_problems(subject: str, symbols: Iterable[str]) -> list[str]:
+    """List the problem of a pattern with latent and other attention."""
+    return [
+        f"{subject} has both {symbol!r} and '+': either all attention is latent or none: keep one"
+        for symbol in (ATTENTION, WINDOW)
+        if symbol in symbols and LATENT in symbols
+    ]
 
 
 def layer_pattern_problems(text: str) -> list[str]:
@@ -132,9 +140,7 @@ def layer_pattern_problems(text: str) -> list[str]:
             "all multi-token prediction layers have the same blocks: repeat one of them"
         )
     symbols = set(main + "".join(mtp_layers))
-    if not problems and {ATTENTION, LATENT} <= symbols:
-        problems.append(f"layer pattern {text!r} has both '*' and '+': keep one")
-    return problems
+    return problems or _mixed_attention_problems(f"layer pattern {text!r}", symbols)
 
 
 def layer_blocks(symbols: str) -> list[tuple[int, int]]:
@@ -369,10 +375,11 @@ def pattern_problems(pattern: str, stages: int, *, ffn_pattern: str | None = Non
     if ffn_pattern is None:
         return problems
     expected = "".join(ATTENTION + symbol for symbol in ffn_pattern)
-    if symbols_of(pattern).replace(LATENT, ATTENTION) != expected:
+    plain_pattern = re.sub(f"[{ATTENTIONS}]", ATTENTION, symbols_of(pattern))
+    if plain_pattern != expected:
         all_dense = set(ffn_pattern) == {DENSE}
         # With another number of layers, the pattern itself must specify which layers have experts.
-        ffn_symbols = symbols_of(pattern).replace(ATTENTION, "")
+        ffn_symbols = plain_pattern.replace(ATTENTION, "")
         experts_allowed = EXPERTS in ffn_symbols and len(ffn_symbols) != len(ffn_pattern)
         layer = "'*-' or '*E'" if experts_allowed else "'*-'"
         each_layer = f"{layer} for each of the {len(ffn_pattern)} layers"

@@ -10,6 +10,7 @@ from megatron.core.transformer.attention import (
     RopeTable,
     RotaryEmbedding,
     SelfAttention,
+    WindowAttentionConfig,
 )
 from megatron.core.transformer.latent_attention import LatentAttention, LatentAttentionConfig
 from megatron.core.transformer.mlp import MLP, MLPConfig
@@ -32,4 +33,5 @@ __all__ = [
     "RopeTable",
     "RotaryEmbedding",
     "SelfAttention",
+    "WindowAttentionConfig",
 ]

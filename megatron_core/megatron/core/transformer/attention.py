@@ -17,6 +17,7 @@ layers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,8 +102,8 @@ class CacheShapes:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CoreAttention:
-    """Attention of projected queries, keys and values, over this rank's tokens or those of all cp
-    ranks. It has no weights.
+    """Attention of projected queries, keys and values, over this rank's tokens or the tokens of all
+    cp ranks. It has no weights.
 
     Args:
         backend: the backend of the layer.
@@ -309,6 +310,34 @@ class RotaryEmbedding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowAttentionConfig:
+    """How the attention of `W` blocks differs from the attention of `*` blocks.
+
+    Args:
+        window, sinks, rotary: as in `AttentionConfig`.
+        rope: rotary position embedding of `W` blocks; None uses the model's.
+        pattern: per layer of a GPT "*" or "W"; empty for a hybrid, whose pattern has both symbols.
+    """
+
+    window: int | None = None
+    sinks: bool = False
+    rotary: bool = True
+    rope: RopeConfig | None = None
+    pattern: str = ""
+
+    def problems(self) -> list[str]:
+        """Return a message for each invalid setting."""
+        problems = []
+        if self.window is not None and self.window < 1:
+            problems.append(f"window of W blocks {self.window}: use at least 1, or None for none")
+        if self.rope is not None and not self.rotary:
+            problems.append(
+                "W blocks without rotary positions have a rotary embedding: leave out one"
+            )
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Shape of an attention layer.
 
@@ -324,6 +353,8 @@ class AttentionConfig:
             a value (Xiao et al. 2023, arXiv 2309.17453; as in gpt-oss).
         output_gate: whether each output feature of a head is multiplied by the sigmoid of a learned
             projection of the hidden state; the projection has a bias if queries have one.
+        rotary: whether queries and keys are rotated in a model with rotary position embedding.
+        second: how attention of `W` blocks differs; None without such blocks.
     """
 
     num_attention_heads: int
@@ -336,6 +367,15 @@ class AttentionConfig:
     window: int | None = None
     sinks: bool = False
     output_gate: bool = False
+    rotary: bool = True
+    second: WindowAttentionConfig | None = None
+
+    @property
+    def window_block(self) -> AttentionConfig:
+        """Shape of attention in `W` blocks."""
+        assert self.second is not None
+        settings = {name: getattr(self.second, name) for name in ("window", "sinks", "rotary")}
+        return dataclasses.replace(self, **settings, second=None)
 
     @property
     def rope_features(self) -> int:
@@ -370,6 +410,8 @@ class AttentionConfig:
             problems.append(
                 f"attention window {self.window}: use at least 1, or None for no window"
             )
+        if self.second is not None:
+            problems += self.second.problems()
         if not problems:
             heads, groups = n // tp, max(1, g // tp)
             problems += context_problems(engine, heads=heads, groups=groups, cp=cp)
@@ -418,6 +460,7 @@ class SelfAttention(Mixer):
     Args:
         name: prefix of the names of its weights.
         layer: index among the attention layers, for the cache.
+        in_window_block: whether the layer is the mixer of a `W` block.
     """
 
     decodes_gathered = True
@@ -430,6 +473,7 @@ class SelfAttention(Mixer):
         config: AttentionConfig,
         norm: NormConfig,
         build: LayerBuild,
+        in_window_block: bool = False,
     ) -> None:
         super().__init__()
         group = build.region.group
@@ -437,7 +481,7 @@ class SelfAttention(Mixer):
         problems = config.problems(group.size, cp=context.group.size, engine=context.engine)
         if problems:
             raise ValueError("; ".join(problems))
-        self.layer, self.config = layer, config
+        self.layer, self.config, self._in_window_block = layer, config, in_window_block
         n, g, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.heads = n // group.size
         self.kv_heads = max(1, g // group.size)
@@ -493,10 +537,13 @@ class SelfAttention(Mixer):
         layout: SequenceLayout,
         *,
         rope: RopeTable | None = None,
+        window_rope: RopeTable | None = None,
         cache: KeyValueCache | None = None,
         **_: object,
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
+        if self._in_window_block:
+            rope = window_rope
         mixed = self.qkv(hidden)  # [s, b, (n + 2g)·d/tp], with gates (2n + 2g)·d/tp
         heads, d = self.heads, self.config.kv_channels
         mixed = mixed.view(*mixed.shape[:2], -1, d)  # [s, b, (n + 2g)/tp, d]
@@ -523,10 +570,13 @@ class SelfAttention(Mixer):
         *,
         cache: KeyValueCache,
         rope: RopeTable | None = None,
+        window_rope: RopeTable | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, RowParallelLinear]:
         """See `Mixer.decode`: queries and keys are rotated in place, and the cache takes keys and
         values as they lie in the projection's output."""
+        if self._in_window_block:
+            rope = window_rope
         n, g = self.heads, self.kv_heads
         mixed = self.qkv.weight.linear(x, self.qkv.bias)
         mixed = mixed.view(len(x), -1, self.config.kv_channels)  # [t, (n + 2g)/tp, d]

@@ -41,6 +41,7 @@ from megatron.core.transformer import (
     LatentAttentionConfig,
     MLPConfig,
     RopeConfig,
+    WindowAttentionConfig,
 )
 from tests.support.covering_array import Constraint, covering_array
 from tests.support.inputs import generator, one_thread
@@ -80,9 +81,13 @@ LATENT = LatentAttentionConfig(
 FAMILIES = {
     "gqa": gpt(attention=replace(HEADS, qk_norm=True)),
     "window and sinks": gpt(attention=replace(HEADS, window=20, sinks=True)),
-    "experts": gpt(
+    "experts": gpt(  # and two kinds of attention
         4,
-        pattern="*E*-",
+        pattern="WE*-",
+        attention=replace(
+            HEADS,
+            second=WindowAttentionConfig(window=20, sinks=True, rope=RopeConfig(base=500.0)),
+        ),
         moe=MoEConfig(router=RouterConfig(topk=2), num_experts=4, ffn_hidden_size=16),
     ),
     "latent": gpt(attention=LATENT, rope=RopeConfig(base=200.0)),

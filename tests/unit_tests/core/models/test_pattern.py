@@ -66,7 +66,7 @@ def test_layer_pattern_is_parsed(text, main, further, depths):
         ("/*-", ["'' must be one or more"]),
         ("G-x-y", ["'x' at 3 is unknown", "'y' at 5 is unknown"]),
         ("GD", ["'D' at 2 would be sparse attention, which is not supported"]),
-        ("g", ["'g' at 1 is unknown: use '*' (attention), '+' (latent attention), 'G' (gated"]),
+        ("g", ["'g' at 1 is unknown: use '*' (attention), 'W' (window attention), '+'"]),
         ("*-+-", ["has both '*' and '+'"]),
         ("*-/+-", ["'*-/+-' has both '*' and '+'"]),
         ("G-/*|-", ["'|' after a '/' in '*|-': multi-token prediction is in the last pipeline"]),

@@ -287,7 +287,6 @@ _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     ("", "it changes where or in which precision residuals are added",
      "apply-residual-connection-post-layernorm fp32-residual-connection"),
     ("", "it normalises embeddings, as BLOOM does", "embed-layernorm embedding-layernorm"),
-    ("window-size", "it gives some layers no window: here all have one", "window-attn-skip-freq"),
     ("init-method-std", "it draws weights from another distribution than the normal one",
      "init-method-xavier-uniform embedding-init-method-std"),
     ("", "it draws output projections with --init-method-std: here that is divided by the square "

@@ -131,7 +131,9 @@ def build(table: Table, source: Any, *, at: str = "") -> Any:
         if parent == at:
             fields[target] = build(table, source, at=inner)
     module, _, class_name = section.kind.partition(":")
-    return getattr(importlib.import_module(f"megatron.core.{module}"), class_name)(**fields)
+    kind = getattr(importlib.import_module(f"megatron.core.{module}"), class_name)
+    # Alternatives at one path may have different inner sections.
+    return kind(**{name: fields[name] for name in fields if name in kind.__dataclass_fields__})
 
 
 def describe(table: Table, config: Any) -> dict[str, Any]:
@@ -141,7 +143,8 @@ def describe(table: Table, config: Any) -> dict[str, Any]:
         prefix, _, target = row.path.rpartition(".")
         section = table.sections[prefix]
         names = section.at.split(".") if section.at else []
-        holder = reduce(lambda outer, name: outer and getattr(outer, name), names, config)
+        # Alternatives at one path may lack an inner section.
+        holder = reduce(lambda outer, name: outer and vars(outer).get(name), names, config)
         if row.name and section.is_in(holder):
             value = row.back(getattr(holder, target) if target else holder, config)
             if value is not OMITTED:

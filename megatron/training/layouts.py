@@ -43,7 +43,7 @@ from megatron.training.config.layer_pattern_options import is_recurrent
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.core_configs import attention_shape
 from megatron.training.distributed_context import DistributedContext
-from megatron.training.monitoring.flops import flops_per_square, product_weights, window
+from megatron.training.monitoring.flops import flops_per_square, product_weights, window_shares
 
 #: Returns the elementwise maximum of the numbers over ranks with other documents.
 Agree = Callable[[Sequence[float]], Sequence[float]]
@@ -71,7 +71,7 @@ class PackedCuts:
         kind: "row", "documents" or "auto", which takes the split with the faster slowest rank.
         size: context parallel size.
         costs: FLOPs of the model per token, token pair and sub-sequence.
-        window: attention window, in tokens; None is unlimited.
+        window: attention window, in tokens; None is unlimited, or differs between the blocks.
         multiple: the number of tokens per rank is a multiple of this.
         by_heads: attention is split by heads: each rank has all token pairs of some heads.
         agree: maximum over ranks that gather each other's tokens and have other documents; None
@@ -148,12 +148,13 @@ def packed_cuts(
         return None
     cp, shape = parallel.context_parallel_size, attention_shape(run)
     assert shape is not None
+    windows = window_shares(model)
     engine = choose(parallel.cp_comm_type, shape, cp).engine  # independent of the number of tokens
     return PackedCuts(
         parallel.context_parallel_cut,
         cp,
         costs=costs_of(model, parallel.tensor_model_parallel_size),
-        window=window(model),
+        window=next(iter(windows)) if len(windows) == 1 else None,
         multiple=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
         by_heads=engine == ALL_TO_ALL,
         agree=agreement(

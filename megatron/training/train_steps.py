@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Literal
 
@@ -21,7 +21,7 @@ from megatron.training.core_configs import (
 from megatron.training.data.data_sets import read_ahead, training_batches, validation_batches
 from megatron.training.hooks import StepReport
 from megatron.training.layouts import Layouts, layouts_of
-from megatron.training.monitoring.flops import visible_square
+from megatron.training.monitoring.flops import mean_square, window_shares
 from megatron.training.session import Session
 from megatron.training.step import Microbatch
 
@@ -70,12 +70,16 @@ def microbatch(
     return Microbatch(tokens, labels, loss_mask, layout, mtp_targets=mtp_targets, share=share)
 
 
-def squared_lengths(batch: GPTBatch, window: int | None = None) -> int:
-    """Return the sum of squared document lengths, restricted to the attention window; 0 if each
-    sample is one document."""
+def squared_lengths(batch: GPTBatch, shares: Mapping[int | None, float] | None = None) -> float:
+    """Return the sum of squared document lengths; 0 if each sample is one document.
+
+    Args:
+        shares: share of the attention blocks with each window, from `window_shares`; None means
+            that no block has a window.
+    """
     if batch.cu_seqlens is None:
         return 0
-    return int(visible_square(batch.cu_seqlens.long().diff().numpy(), window).sum())
+    return float(mean_square(batch.cu_seqlens.long().diff().numpy(), shares or {None: 1.0}).sum())
 
 
 def take(
@@ -119,6 +123,7 @@ class SessionSteps:
     def __init__(self, session: Session, batches: Iterator[GPTBatch]) -> None:
         self._session, self._batches, model = session, batches, session.model
         self._layouts = layouts_of(session.run, session.context, model.config)
+        self._window_shares = window_shares(model.config)
         self._mtp_num_layers = 0 if model.multi_token is None else model.config.mtp_num_layers
         self.lr = learning_rate_schedule(session.run)
         self.decoupled_lr = decoupled_schedule(session.run)
@@ -136,11 +141,10 @@ class SessionSteps:
         division = run.division(samples)
         batches = [next(self._batches) for _ in range(division.rounds)]
         # An estimate if data-parallel ranks differ: this rank's documents are extrapolated to all.
-        window = run.config.attention.window_size
         counted = [batch for batch in batches if not batch.is_padding]
-        squares = sum(squared_lengths(batch, window) for batch in counted)
+        squares = sum(squared_lengths(batch, self._window_shares) for batch in counted)
         local_samples = sum(batch.num_samples for batch in counted)
-        self._session.window.add_squares(squares * samples // local_samples)
+        self._session.window.add_squares(squares * samples / local_samples)
         microbatches = take(
             batches,
             device,

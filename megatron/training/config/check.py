@@ -40,6 +40,8 @@ from megatron.training.config.parallel_options import sharding_problems
 def check(config: Config, world_size: int) -> list[str]:
     """Return a message with a fix for each problem of a config on `world_size` processes."""
     config = layer_pattern_options.with_layers(config)
+    if kind_problems := list(layer_pattern_options.attention_kind_problems(config)):
+        return kind_problems  # the other checks need the blocks
     return list(
         itertools.chain(
             layout_problems(config, world_size),
@@ -318,6 +320,7 @@ def latent_attention_problems(config: Config) -> Iterator[str]:
         "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
         "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
         "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
+        "--no-rope-freq": (config.position.no_rope_freq, "all layers are rotary"),
         "--softmax-type learnable": (
             config.attention.softmax_type == "learnable",
             "it has no sinks",

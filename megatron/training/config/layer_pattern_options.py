@@ -2,7 +2,8 @@
 """What a layer pattern defines: the number of layers, their blocks, and whether the model is a GPT
 or a hybrid.
 
-Also which layers have experts, from `--moe-layer-freq` and the layer pattern.
+Also which layers have experts, from `--moe-layer-freq` and the layer pattern, and which have the
+second kind of attention, from `--window-attn-skip-freq`, `--no-rope-freq` and the pattern.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.layer_pattern import (
@@ -20,6 +21,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     RECURRENT,
+    WINDOW,
     Pattern,
     ffn_of,
     layer_blocks,
@@ -95,8 +97,7 @@ def blocks(config: Config) -> str:
     pattern = written(config)
     if pattern is not None and is_hybrid(config):
         return pattern.blocks
-    attention = LATENT if config.attention.multi_latent_attention else ATTENTION
-    return "".join(attention + kind for kind in expert_layers(config))
+    return "".join(map(str.__add__, attention_kinds(config).symbols, expert_layers(config)))
 
 
 def mtp_blocks(config: Config) -> str:
@@ -137,6 +138,8 @@ def problems(config: Config) -> Iterator[str]:
         yield f"{FLAG} {text} has '*' and --multi-latent-attention is given: write '+' for it"
     if LATENT in kinds and not latent:
         yield f"{FLAG} {text} has '+': add --multi-latent-attention, or write '*'"
+    if WINDOW in kinds and ATTENTION not in kinds:
+        yield f"{FLAG} {text} has 'W' without '*': write '*', to which --window-size applies too"
     if is_hybrid(config):
         if model.num_layers != len(pattern.blocks):
             yield (
@@ -175,7 +178,122 @@ def _hybrid_problems(config: Config, pattern: Pattern) -> Iterator[str]:
             )
 
 
-#: Limit on the number of layers that a --moe-layer-freq expression may expand to.
+@dataclass(frozen=True, kw_only=True)
+class AttentionKinds:
+    """The kind of each attention block, and how the kinds differ.
+
+    Args:
+        symbols: `*` or `W`, or `+`, for each attention block of the model without MTP layers.
+        windowed: symbols of the kinds that have the window.
+        rotary: symbols of the kinds that have rotary embeddings.
+        has_second: whether the model or its MTP layers have `W` blocks.
+    """
+
+    symbols: str
+    windowed: str = ""
+    rotary: str = ATTENTIONS
+    has_second: bool = False
+
+
+def attention_kinds(config: Config) -> AttentionKinds:
+    """Return the kinds of attention of a model.
+
+    Raises:
+        ValueError: a layer list is malformed, contradicts the layer pattern, or the blocks are of
+            more than two kinds.
+    """
+    pattern, chosen = written(config), config.attention
+    has_window = chosen.window_size is not None
+    if chosen.multi_latent_attention:
+        layers = config.model.num_layers if pattern is None else pattern.blocks.count(LATENT)
+        return AttentionKinds(symbols=LATENT * layers)
+    skip_freq, no_rope_freq = chosen.window_attn_skip_freq, config.position.no_rope_freq
+    symbols = ATTENTION * config.model.num_layers
+    if pattern is not None:
+        symbols = "".join(symbol for symbol in pattern.blocks if symbol in ATTENTION + WINDOW)
+    windowed = [has_window] * len(symbols)
+    in_pattern = pattern is not None and WINDOW in pattern.main + pattern.mtp_blocks
+    if not symbols:  # attention in MTP layers only
+        return AttentionKinds(symbols="", windowed=ATTENTION * has_window)
+    if in_pattern:
+        if skip_freq is not None:
+            raise ValueError(
+                f"--window-attn-skip-freq {skip_freq} and the 'W' blocks of {FLAG} both specify "
+                "which attention has the window: drop one"
+            )
+        windowed = [has_window and symbol == WINDOW for symbol in symbols]
+    elif skip_freq is not None:
+        bits = read_layer_list("--window-attn-skip-freq", skip_freq, len(symbols))
+        windowed = [bit == "1" for bit in bits]
+    rotary = [True] * len(symbols)
+    if no_rope_freq is not None:
+        bits = read_layer_list("--no-rope-freq", no_rope_freq, len(symbols), nth="1")
+        rotary = [bit == "0" for bit in bits]
+    kinds = _two_kinds(list(zip(symbols, windowed, rotary, strict=True)), in_pattern=in_pattern)
+    return replace(kinds, windowed=WINDOW * has_window, has_second=True) if in_pattern else kinds
+
+
+def attention_kind_problems(config: Config) -> Iterator[str]:
+    """Yield a message for each problem of the options that distinguish attention blocks."""
+    try:
+        kinds = attention_kinds(config)
+    except ValueError as error:
+        yield str(error)
+        return
+    chosen, position = config.attention, config.position
+    if chosen.multi_latent_attention or not kinds.symbols:
+        return
+    if chosen.window_size is not None and not kinds.windowed:
+        yield f"--window-size {chosen.window_size} has no effect: no layer has the window: drop it"
+    if chosen.window_attn_skip_freq is not None and chosen.window_size is None:
+        yield f"--window-attn-skip-freq {chosen.window_attn_skip_freq} needs --window-size: give it"
+    if position.is_rotary and not set(kinds.symbols) & set(kinds.rotary):
+        yield (
+            f"--no-rope-freq {position.no_rope_freq} leaves no layer with rotary embeddings: use "
+            "--position-embedding-type none"
+        )
+    window_rope = position.window_rotary_base or position.window_rope_scaling != "same"
+    if window_rope and not (kinds.has_second and WINDOW in kinds.rotary):
+        yield (
+            "--window-rotary-base and --window-rope-scaling have no effect: no second kind of "
+            "attention is rotary: give --window-attn-skip-freq, or drop them"
+        )
+    if chosen.window_softmax_type is not None and not kinds.has_second:
+        yield (
+            "--window-softmax-type has no effect: all attention is of one kind: give "
+            "--window-attn-skip-freq or --no-rope-freq, or drop it"
+        )
+
+
+def _two_kinds(blocks: list[tuple[str, bool, bool]], *, in_pattern: bool) -> AttentionKinds:
+    """Return the kinds of attention blocks.
+
+    Args:
+        blocks: (symbol, has the window, is rotary) of each attention block.
+        in_pattern: the symbols are final. Otherwise `W` are the blocks with the window, or those
+            without positions if the window does not distinguish them.
+    """
+    kinds = dict.fromkeys(blocks)
+    if len(kinds) > 2 or (in_pattern and len(kinds) > len({symbol for symbol, *_ in kinds})):
+        raise ValueError(
+            "--window-attn-skip-freq and --no-rope-freq make more than two kinds of attention, or "
+            f"divide the blocks of a kind of {FLAG}: let both distinguish the same layers"
+        )
+    if not in_pattern and len(kinds) == 2:
+        by_window = len({windowed for _, windowed, _ in kinds}) == 2
+        blocks = [
+            (WINDOW if (windowed if by_window else not rotary) else ATTENTION, windowed, rotary)
+            for _, windowed, rotary in blocks
+        ]
+    return AttentionKinds(
+        symbols="".join(symbol for symbol, *_ in blocks),
+        windowed="".join({symbol for symbol, windowed, _ in blocks if windowed}),
+        rotary="".join(set(ATTENTIONS) - {symbol for symbol, _, rotary in blocks if not rotary}),
+        has_second=len(kinds) == 2,
+    )
+
+
+#: Limit on the number of layers that a list of layers may expand to.
 _MAX_LAYERS = 10_000
 
 
@@ -217,23 +335,54 @@ def read_frequency(text: str, num_layers: int) -> str:
         ValueError: the text has another form, or another number of layers.
     """
     words = text.replace(" ", "")
-    if words.isdecimal() and words.isascii() and len(words) < 6 and int(words) > 0:
-        return "".join(DENSE if i % int(words) else EXPERTS for i in range(num_layers))
-    if re.fullmatch("[01](,[01])+", words):
-        words = f"[{words}]"
+    number = _positive_number(words)
+    if number:
+        return "".join(DENSE if i % number else EXPERTS for i in range(num_layers))
+    layer_flags = _layer_flags("--moe-layer-freq", words, num_layers)
+    return layer_flags.replace("0", DENSE).replace("1", EXPERTS)
+
+
+def read_layer_list(flag: str, text: str, num_layers: int, *, nth: str = "0") -> str:
+    """Return "0" or "1" for each of `num_layers` layers, for an option of Megatron-LM's form.
+
+    Args:
+        flag: the option, for errors.
+        text: a list as for --moe-layer-freq, or a number N.
+        nth: "0" or "1" of every N-th layer; the remaining layers have the opposite.
+
+    Raises:
+        ValueError: the text has another form, or another number of layers.
+    """
+    words = text.replace(" ", "")
+    number = _positive_number(words)
+    if not number:
+        return _layer_flags(flag, words, num_layers)
+    opposite = {"0": "1", "1": "0"}[nth]
+    return "".join(opposite if layer % number else nth for layer in range(1, num_layers + 1))
+
+
+def _positive_number(words: str) -> int:
+    """Return the number that a text is; 0 if it is no number above 0."""
+    is_number = words.isdecimal() and words.isascii() and len(words) < 6
+    return int(words) if is_number else 0
+
+
+def _layer_flags(flag: str, words: str, num_layers: int) -> str:
+    """Return the zeros and ones of a list of layers. Raises ValueError."""
+    text, words = words, f"[{words}]" if re.fullmatch("[01](,[01])+", words) else words
     try:
         layer_flags = _LayerListParser(words).read()
     except (ValueError, IndexError, RecursionError):
         raise ValueError(
-            f"--moe-layer-freq {text} is neither a number above 0 nor a list of 0 and 1: write "
+            f"{flag} {text} is neither a number above 0 nor a list of 0 and 1: write "
             "2, 0,1,1 or [0]*1+[1]*3, for example"
         ) from None
     if len(layer_flags) != num_layers:
         raise ValueError(
-            f"--moe-layer-freq {text} has {len(layer_flags)} layers, --num-layers is "
+            f"{flag} {text} has {len(layer_flags)} layers, --num-layers is "
             f"{num_layers}: write a 0 or 1 for each"
         )
-    return layer_flags.replace("0", DENSE).replace("1", EXPERTS)
+    return layer_flags
 
 
 def write_frequency(layers: str) -> str:

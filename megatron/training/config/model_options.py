@@ -27,12 +27,18 @@ class AttentionOptions:
     attention_output_gate: Annotated[bool, at("attention.output_gate", back=unless(False))] = False
     """Multiply the output of each head by the sigmoid of a learned projection of its input
     token."""
-    window_size: Annotated[int | None, at("attention.window", back=unless(None))] = None
+    window_size: int | None = None
     """Sliding window attention: number of tokens that a token attends to, itself and those right
-    before it; derived: all."""
+    before it; derived: all. If a layer pattern has W blocks, only they have the window."""
+    window_attn_skip_freq: str | None = None
+    """Which layers have the window: N for all but every N-th layer, or for each layer a 1 with the
+    window or a 0 without it, as 1,1,0 or ([1]*5+[0])*4; derived: all."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """learnable gives each query head an attention sink: a learned logit in the softmax without a
     value."""
+    window_softmax_type: Literal["vanilla", "learnable"] | None = None
+    """--softmax-type of the second kind of attention: of the layers with the window, if others have
+    none, otherwise of the layers without rotary embeddings; derived: the same."""
     multi_latent_attention: Annotated[bool, at("latent.", back=constant(True))] = False
     """Use multi-head latent attention (MLA): queries, and keys with values, are projected through
     low-rank latents; the KV cache holds only the latent of keys and values, shared by all heads."""
@@ -294,6 +300,14 @@ class PositionConfig:
     """Rotate pairs of adjacent features instead of features half a head apart."""
     rotary_seq_len_interpolation_factor: Annotated[float | None, at("linear.factor")] = None
     """Divide positions by this factor (linear scaling)."""
+    no_rope_freq: str | None = None
+    """Which layers have no rotary embeddings: N for every N-th layer, or for each layer a 1 without
+    them or a 0 with them, as 0,0,1 or ([0]*3+[1])*4; derived: none."""
+    window_rotary_base: float | None = None
+    """--rotary-base of the layers with the window, if others have none; derived: the same."""
+    window_rope_scaling: Literal["same", "none"] = "same"
+    """Scaling of the rotary frequencies of the layers with the window, if others have none: none
+    applies the scaling to the other layers only."""
     use_rope_scaling: Annotated[bool, at("llama3.", back=constant(True))] = False
     """Scale low rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: Annotated[float, at("llama3.factor")] = 8.0
@@ -323,6 +337,7 @@ class PositionConfig:
     def __post_init__(self) -> None:
         require_all(
             lambda: positive(self, "rotary_base", "rotary_seq_len_interpolation_factor"),
+            lambda: positive(self, "window_rotary_base"),
             lambda: positive(self, "rope_scaling_factor", "rope_scaling_original_max_position"),
             lambda: positive(
                 self, "yarn_original_max_position_embeddings", "yarn_attention_factor"

@@ -9,6 +9,7 @@ fields. `to` receives all options; `back` omits a flag whose value is the defaul
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,18 @@ from megatron.cli.two_way_table import (
     yarn_magnitude,
     yarn_weight,
 )
-from megatron.core.models.layer_pattern import DELTA_NET, DENSE, EXPERTS, MAMBA, MTP_SEPARATOR
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    MAMBA,
+    MTP_SEPARATOR,
+    WINDOW,
+)
 from megatron.training.config import Config
 from megatron.training.config.layer_pattern_options import (
+    attention_kinds,
     expert_layers,
     has,
     has_attention,
@@ -108,6 +118,8 @@ def options_problem(config: GPTConfig) -> str | None:
     """
     if config.num_labels is not None:
         return "a classification head is not supported in training: the model can be served"
+    if window_problem := _window_problem(config):
+        return window_problem
     router = None if config.moe is None else config.moe.router
     if router is None or router.num_groups is None or router.group_topk is None:
         return None
@@ -186,11 +198,109 @@ def _frequency(ffn_pattern: str, config: GPTConfig) -> Any:
 
 
 def _has_sinks(flags: Flags, name: str) -> bool:
-    return bool(flags[name] == "learnable")
+    return bool((flags[name] or flags["softmax-type"]) == "learnable")
 
 
 def _softmax(sinks: bool, config: GPTConfig) -> Any:
     return "learnable" if sinks else OMITTED
+
+
+def _window_softmax(sinks: bool, config: GPTConfig) -> Any:
+    if sinks == config.attention.sinks:  # type: ignore[union-attr]
+        return OMITTED
+    return "learnable" if sinks else "vanilla"
+
+
+# --- The second kind of attention -----------------------------------------------------------------
+
+
+def _has_window_blocks(flags: Flags) -> bool:
+    return has_attention(flags.config) and attention_kinds(flags.config).has_second
+
+
+def _window_of(symbol: str) -> Callable[[Flags, str], int | None]:
+    """Return a function that derives the window of a kind of attention."""
+
+    def window(flags: Flags, name: str) -> int | None:
+        size: int | None = flags[name]
+        return size if symbol in attention_kinds(flags.config).windowed else None
+
+    return window
+
+
+def _rotary_of(symbol: str) -> Callable[[Flags, str], bool]:
+    """Return a function that derives whether a kind of attention is rotary."""
+    return lambda flags, _: symbol in attention_kinds(flags.config).rotary
+
+
+def _attention_pattern(flags: Flags, name: str) -> str:
+    if is_hybrid(flags.config) or not _has_window_blocks(flags):
+        return ""
+    return attention_kinds(flags.config).symbols
+
+
+def _layer_list(config: GPTConfig, distinguishes: Callable[[Any], bool]) -> Any:
+    """Return a 1 for each attention block of a kind for which a predicate on its shape holds;
+    omitted if it holds for no block, or if the pattern tells."""
+    values = {ATTENTION: config.attention, WINDOW: config.second_attention}
+    bits = [distinguishes(values[s]) for s in config.blocks if s in values]
+    return ",".join("01"[bit] for bit in bits) if any(bits) else OMITTED
+
+
+def _kinds_are_in_pattern(config: GPTConfig) -> bool:
+    """Return whether the layer pattern specifies which blocks are `W` blocks."""
+    return bool(config.pattern) or _has_own_depths(config)
+
+
+def _skip_freq(config: GPTConfig, _: GPTConfig) -> Any:
+    if config.second_attention is None or _kinds_are_in_pattern(config):
+        return OMITTED
+    windows = [kind.window for kind in (config.attention, config.second_attention)]  # type: ignore[union-attr]
+    if None not in windows:
+        return OMITTED  # all layers have the window
+    return _layer_list(config, lambda kind: kind.window is not None)
+
+
+def _no_rope_freq(config: GPTConfig, _: GPTConfig) -> Any:
+    return OMITTED if config.rope is None else _layer_list(config, lambda kind: not kind.rotary)
+
+
+def _has_window_rope(flags: Flags) -> bool:
+    """Return whether the second kind of attention has rotary frequencies of its own."""
+    differs = flags["window-rotary-base"] not in (None, flags["rotary-base"])
+    return _rotary_of(WINDOW)(flags, "") and (differs or flags["window-rope-scaling"] == "none")
+
+
+def _window_scaling(flags: Flags, name: str) -> Any:
+    return None if flags[name] == "none" else part_config(flags.config, "rope.scaling")
+
+
+def _window_scaling_option(scaling: Any, config: GPTConfig) -> Any:
+    return "none" if scaling is None and config.rope.scaling is not None else OMITTED  # type: ignore[union-attr]
+
+
+def _window_base_option(base: float, config: GPTConfig) -> Any:
+    return OMITTED if base == config.rope.base else base  # type: ignore[union-attr]
+
+
+def _window_problem(config: GPTConfig) -> str | None:
+    """Return why options cannot describe the second kind of attention of a model."""
+    second, attention, rope = config.second_attention, config.attention, config.rope
+    if second is None:
+        return None
+    windows = {kind.window for kind in (attention, second)} - {None}  # type: ignore[union-attr]
+    if len(windows) > 1:
+        return f"the attention windows {windows} differ: training has one --window-size"
+    if _kinds_are_in_pattern(config) and attention.window is not None:  # type: ignore[union-attr]
+        return "with 'W' blocks in a layer pattern, training gives the window to these blocks only"
+    if second.rope is not None and rope is not None:
+        same = dataclasses.replace(second.rope, base=rope.base, scaling=rope.scaling)
+        if same != rope or second.rope.scaling not in (None, rope.scaling):
+            return (
+                "the rotary embeddings of two kinds of attention differ in more than their base "
+                "and whether they are scaled"
+            )
+    return None
 
 
 def _scaling(kind: str, when: Callable[[Flags], bool]) -> ConfigSection:
@@ -296,6 +406,12 @@ _SECTIONS_OF_TABLE = {
     "rope": ConfigSection(
         "rope", "transformer:RopeConfig", lambda f: f["position-embedding-type"] in ("rope", "yarn")
     ),
+    "window": ConfigSection(
+        "attention.second", "transformer:WindowAttentionConfig", _has_window_blocks
+    ),
+    "window_rope": ConfigSection(
+        "attention.second.rope", "transformer:RopeConfig", _has_window_rope
+    ),
     "linear": _scaling("linear", lambda f: f["rotary-seq-len-interpolation-factor"] is not None),
     "llama3": _scaling("llama3", lambda f: f["use-rope-scaling"]),
     "yarn": _scaling("yarn", lambda f: f["position-embedding-type"] == "yarn"),
@@ -325,6 +441,24 @@ MODEL = Table(
         Row("add-qkv-bias", "attention.qkv_bias", _biased, _bias_option),
         Row("add-attention-output-bias", "attention.output_bias", _biased, _bias_option),
         Row("softmax-type", "attention.sinks", _has_sinks, _softmax),
+        Row("window-size", "attention.window", _window_of(ATTENTION), unless(None)),
+        Row("", "attention.rotary", _rotary_of(ATTENTION)),
+        # The second kind of attention
+        Row("window-size", "window.window", _window_of(WINDOW), unless(None)),
+        Row("window-attn-skip-freq", "", back=_skip_freq),
+        Row("no-rope-freq", "", back=_no_rope_freq),
+        Row("window-softmax-type", "window.sinks", _has_sinks, _window_softmax),
+        Row("", "window.rotary", _rotary_of(WINDOW)),
+        Row("", "window.pattern", _attention_pattern),
+        Row(
+            "window-rotary-base",
+            "window_rope.base",
+            _default_to(lambda f: f["rotary-base"]),
+            _window_base_option,
+        ),
+        Row("", "window_rope.percent", lambda f, _: f["rotary-percent"]),
+        Row("", "window_rope.interleaved", lambda f, _: f["rotary-interleaved"]),
+        Row("window-rope-scaling", "window_rope.scaling", _window_scaling, _window_scaling_option),
         # Experts and multi-token prediction
         Row("mtp-num-layers", "mtp_num_layers", lambda f, _: mtp_num_layers(f.config), _depths),
         Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),

@@ -128,7 +128,7 @@ def _attention_dependents(config: Config) -> Iterator[tuple[object, str, bool, s
     yield position, "rope_scaling_", position.use_rope_scaling, "--use-rope-scaling"
     yarn = position.position_embedding_type == "yarn"
     yield position, "yarn_", yarn, "--position-embedding-type yarn"
-    for start in ("rotary_", "use_rope_"):
+    for start in ("rotary_", "use_rope_", "no_rope_", "window_rotary_", "window_rope_"):
         yield position, start, position.is_rotary, "--position-embedding-type rope or yarn"
     latent = config.attention.multi_latent_attention
     for start in ("q_", "kv_", "qk_head_", "qk_pos_", "v_"):

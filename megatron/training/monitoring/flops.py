@@ -7,14 +7,24 @@ These are model FLOPs, not hardware FLOPs: forward + backward = 3 x forward, a m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron.core.models.gpt_config import GPTConfig
-from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    ATTENTIONS,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    WINDOW,
+)
 from megatron.core.moe import MoEConfig
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
@@ -54,7 +64,7 @@ def training_flops(model: GPTConfig, *, vocab_size: int, seq_length: int, sample
         seq_length: tokens per sample.
         samples: number of sequences.
     """
-    squares = int(visible_square(seq_length, window(model)))
+    squares = mean_square(seq_length, window_shares(model))
     tokens = samples * seq_length
     return float(6 * tokens * product_weights(model, vocab_size)) + (
         flops_per_square(model) * squares * samples
@@ -147,9 +157,21 @@ def flops_per_square(model: GPTConfig) -> float:
     return 3.0 * shape.num_attention_heads * features * attention_blocks(model)
 
 
-def window(model: GPTConfig) -> int | None:
-    """Return the attention window in tokens; None without a window."""
-    return model.attention.window if isinstance(model.attention, AttentionConfig) else None
+def window_shares(model: GPTConfig) -> Mapping[int | None, float]:
+    """Return the share of the attention blocks with each attention window; None is no window."""
+    windows: dict[str, int | None] = {LATENT: None}
+    if isinstance(model.attention, AttentionConfig):
+        windows[ATTENTION] = model.attention.window
+    if model.second_attention is not None:
+        windows[WINDOW] = model.second_attention.window
+    counts = Counter(windows[symbol] for symbol in all_blocks(model) if symbol in windows)
+    return {window: count / counts.total() for window, count in counts.items()} or {None: 1.0}
+
+
+def mean_square(length: Lengths, shares: Mapping[int | None, float]) -> Any:
+    """Return the mean of `visible_square` over the attention blocks, whose windows have these
+    shares."""
+    return sum(share * visible_square(length, window) for window, share in shares.items())
 
 
 def visible_square(length: Lengths, window: int | None) -> Lengths:

@@ -26,9 +26,9 @@ from megatron.training.config.resolve import ResolvedRun
 from megatron.training.hooks import LogPart, Progress, StepReport, TrainingHooks
 from megatron.training.monitoring.flops import (
     flops_per_square,
+    mean_square,
     training_flops,
-    visible_square,
-    window,
+    window_shares,
 )
 from megatron.training.monitoring.metrics import EXPERT_LOAD
 
@@ -286,15 +286,15 @@ class Speedometer:
     Args:
         tokens_per_sample: sequence length.
         flops_per_sample: model FLOPs of a sample that is one document.
-        squares_per_sample: `visible_square` of the sequence length.
-        flops_per_square: attention FLOPs per unit of `visible_square`.
+        squares_per_sample: `mean_square` of the sequence length.
+        flops_per_square: attention FLOPs per unit of `mean_square`.
         world_size: number of ranks.
         peak_flops: peak FLOP/s of one device; None if unknown.
     """
 
     tokens_per_sample: int
     flops_per_sample: float
-    squares_per_sample: int
+    squares_per_sample: float
     flops_per_square: float
     world_size: int
     peak_flops: float | None
@@ -312,18 +312,18 @@ class Speedometer:
                 seq_length=training.seq_length,
                 samples=1,
             ),
-            squares_per_sample=int(visible_square(training.seq_length, window(model))),
+            squares_per_sample=mean_square(training.seq_length, window_shares(model)),
             flops_per_square=flops_per_square(model),
             world_size=run.world_size,
             peak_flops=peak_flops,
         )
 
-    def flops(self, *, samples: int, squares: int) -> float:
+    def flops(self, *, samples: int, squares: float) -> float:
         """Return the model FLOPs of some samples.
 
         Args:
             samples: number of samples.
-            squares: sum of `visible_square` over all documents of the samples; 0 if each sample is
+            squares: sum of `mean_square` over all documents of the samples; 0 if each sample is
                 one document.
         """
         masked_squares = self.squares_per_sample * samples - squares if squares else 0
@@ -366,7 +366,7 @@ class StepWindow:
             self._sums["good"] += 1
             self._sums["loss"] += outcome.loss
 
-    def add_squares(self, squares: int) -> None:
+    def add_squares(self, squares: float) -> None:
         """Add the squared document lengths of one step, summed over all ranks."""
         self._squares += squares
 

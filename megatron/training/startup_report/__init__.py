@@ -40,6 +40,7 @@ from megatron.training.data.data_sets import training_batches
 from megatron.training.distributed_context import rank_grid
 from megatron.training.hooks import Progress, StepReport, TrainingHooks
 from megatron.training.layouts import PackedCuts, packed_cuts
+from megatron.training.monitoring.flops import window_shares
 from megatron.training.session import Session
 from megatron.training.startup_report.parallelism import (
     communicators_line,
@@ -334,11 +335,13 @@ def attention_line(config: Config, model: GPTConfig, device: torch.device) -> st
     features = attention.query_channels if latent else attention.kv_channels
     packed = config.data.sft or config.data.reset_attention_mask
     uses_graphs = config.execution.cuda_graph_impl != "none"
+    kinds = () if latent else (attention, model.second_attention)
+    has_sinks = any(kind is not None and kind.sinks for kind in kinds)
     options = {
-        "a window": not latent and attention.window is not None,
+        "a window": any(window is not None for window in window_shares(model)),
         "documents": packed and not uses_graphs and not blockwise,
         "documents known by ids alone": packed and uses_graphs and not blockwise,
-        "sinks": not latent and attention.sinks and not blockwise,
+        "sinks": has_sinks and not blockwise,
         "attention dropout": attention.dropout > 0,
     }
     used_options = [name for name, is_used in options.items() if is_used]

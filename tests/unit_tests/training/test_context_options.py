@@ -19,7 +19,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.core_configs import backend
 from megatron.training.distributed_context import rank_grid
 from megatron.training.layouts import Layouts, needs_bounds, packed_cuts
-from megatron.training.monitoring.flops import training_flops, visible_square
+from megatron.training.monitoring.flops import training_flops, visible_square, window_shares
 from megatron.training.monitoring.log_line import Speedometer
 from megatron.training.startup_report import cut_line
 from megatron.training.startup_report.parallelism import context_line, context_words
@@ -253,5 +253,17 @@ def test_window_reduces_counted_flops():
     # A document as long as the sample costs as much as the sample.
     assert speed.flops(samples=6, squares=6 * 5 * (2 * 20 - 5)) == windowed_flops
     two_rows = dataclasses.replace(batch(True))
-    assert squared_lengths(two_rows, 5) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
+    assert squared_lengths(two_rows, {5: 1.0}) == 5 * (24 - 5) + 5 * 5 + 5 * (14 - 5)
     assert squared_lengths(two_rows) == 144 + 25 + 49
+
+
+def test_flops_count_the_window_of_each_layer():
+    alternating = resolve(small_config("--window-size 5 --window-attn-skip-freq 1,0"), 1)
+    model = gpt_config(alternating.config, 128)
+    assert window_shares(model) == {5: 0.5, None: 0.5}
+    shape = {"vocab_size": 128, "seq_length": 20, "samples": 6}
+    full, windowed = (
+        training_flops(gpt_config(resolve(small_config(flags), 1).config, 128), **shape)
+        for flags in ("", "--window-size 5")
+    )
+    assert training_flops(model, **shape) == (full + windowed) / 2

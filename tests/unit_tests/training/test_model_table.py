@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from megatron.cli.schema import build, options
 from megatron.core.models import GPTConfig
-from megatron.core.models.layer_pattern import ATTENTIONS, DELTA_NET, DENSE, EXPERTS, MAMBA, ffn_of
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    WINDOW,
+    ffn_of,
+)
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
@@ -23,6 +32,7 @@ from megatron.core.transformer import (
     MLPConfig,
     NormConfig,
     RopeConfig,
+    WindowAttentionConfig,
 )
 from megatron.training.config import Config
 from megatron.training.config.check import check
@@ -127,18 +137,17 @@ def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
 def models(draw: st.DrawFn) -> GPTConfig:
     """Draw a model that flags can describe, with any blocks and block options."""
     latent, may_have_experts = draw(st.booleans()), draw(st.booleans())
-    attention = ATTENTIONS[latent]
+    attention = LATENT if latent else ATTENTION
+    mixers = st.sampled_from([attention] if latent else [attention, WINDOW])
     ffn_blocks = st.sampled_from([DENSE, EXPERTS] if may_have_experts else [DENSE])
-    gpt = st.lists(ffn_blocks, min_size=1, max_size=4).map(
-        lambda block_types: "".join(attention + kind for kind in block_types)
-    )
-    any_block = st.sampled_from(
-        [attention, DELTA_NET, MAMBA, DENSE, *EXPERTS[: int(may_have_experts)]]
-    )
+    gpt = st.lists(st.tuples(mixers, ffn_blocks).map("".join), min_size=1, max_size=4).map("".join)
+    any_block = mixers | ffn_blocks | st.sampled_from([DELTA_NET, MAMBA])
     hybrid = st.lists(any_block, min_size=1, max_size=5).map("".join)
-    blocks = draw(gpt | hybrid)
-    ffn, depths = ffn_of(blocks), draw(st.integers(0, 2))
+    blocks, depths = draw(gpt | hybrid), draw(st.integers(0, 2))
     depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
+    if WINDOW not in blocks or ATTENTION not in blocks:  # one kind of attention is `*`
+        blocks, depth = blocks.replace(WINDOW, ATTENTION), depth.replace(WINDOW, ATTENTION)
+    ffn = ffn_of(blocks)
     if ffn is not None and depth == blocks[-2:]:
         depth = ""  # the default pattern of MTP layers
     block_types = set(blocks + depth)
@@ -149,11 +158,16 @@ def models(draw: st.DrawFn) -> GPTConfig:
     has_experts = EXPERTS in block_types
     biased = not (latent or has_experts) and draw(st.booleans())
     rope = draw(ropes(latent=latent)) if attends and (latent or draw(st.booleans())) else None
+    shape = draw(attentions(latent=latent, rope=rope)) if attends else None
+    if WINDOW in block_types:
+        pattern = "" if ffn is None else blocks[::2]
+        in_pattern = ffn is None or bool(depth)
+        shape = draw(two_kinds(shape, rope=rope, pattern=pattern, in_pattern=in_pattern))
     return GPTConfig(
         num_layers=len(blocks if ffn is None else ffn),
         hidden_size=96,
         vocab_size=draw(st.integers(1, 999_999)),
-        attention=draw(attentions(latent=latent, rope=rope)) if attends else None,
+        attention=shape,
         mlp=MLPConfig(ffn_hidden_size=draw(SIZES), gated=gated, activation=activation, bias=biased)
         if ffn is not None or DENSE in block_types
         else None,
@@ -178,6 +192,33 @@ def models(draw: st.DrawFn) -> GPTConfig:
         delta_net=draw(DELTA_NETS) if DELTA_NET in block_types else None,
         mamba=draw(MAMBAS) if MAMBA in block_types else None,
     )
+
+
+@st.composite
+def two_kinds(
+    draw: st.DrawFn,
+    attention: AttentionConfig,
+    *,
+    rope: RopeConfig | None,
+    pattern: str,
+    in_pattern: bool,
+) -> AttentionConfig:
+    """Draw two kinds of attention: they differ in their window or in their positions."""
+    rotary = rope is None or draw(st.booleans())
+    differs_in_window = in_pattern or rotary or draw(st.booleans())
+    window, second_rope = draw(st.none() | SIZES), None
+    if differs_in_window:
+        attention, window = dataclasses.replace(attention, window=None), draw(SIZES)
+    else:
+        attention = dataclasses.replace(attention, window=window)
+    if rope is not None and rotary and draw(st.booleans()):
+        second_rope = dataclasses.replace(rope, base=rope.base + 1.0)
+    if rope is not None and rotary and rope.scaling is not None and draw(st.booleans()):
+        second_rope = dataclasses.replace(second_rope or rope, scaling=None)
+    second = WindowAttentionConfig(
+        window=window, sinks=draw(st.booleans()), rotary=rotary, rope=second_rope, pattern=pattern
+    )
+    return dataclasses.replace(attention, second=second)
 
 
 @st.composite

@@ -46,16 +46,16 @@ def blocks_fields(blocks: str) -> dict[str, Any]:
     return {"num_layers": len(blocks), "pattern": blocks}
 
 
-def every_layer(symbol: str) -> LayerReader:
+def uniform_layers(symbol: str) -> LayerReader:
     """Return a reader for models whose layers all have the same kind of block."""
     return lambda _, num_layers: symbol * num_layers
 
 
-_ATTENTION_LAYERS = every_layer(ATTENTION)
+_ATTENTION_LAYERS = uniform_layers(ATTENTION)
 
 
 def layers(
-    ffn: LayerReader, mixers: LayerReader = _ATTENTION_LAYERS, name: str = "num_hidden_layers"
+    ffn: LayerReader, mixers: LayerReader = _ATTENTION_LAYERS, *, name: str = "num_hidden_layers"
 ) -> Callable[[Fields], str]:
     """Return a reader of the blocks of a model with layers of a mixer and an MLP or experts.
 
@@ -74,7 +74,7 @@ def layers(
     return read_blocks
 
 
-def first_layers_dense(fields: Fields, num_layers: int) -> str:
+def leading_mlps(fields: Fields, num_layers: int) -> str:
     """Return MLPs in the first layers and experts in all others, as in DeepSeek-V3."""
     dense = min(num_layers, fields.count("first_k_dense_replace", minimum=0))
     return DENSE * dense + EXPERTS * (num_layers - dense)
@@ -94,7 +94,7 @@ def sparse_steps(fields: Fields, num_layers: int) -> str:
 def delta_net_mixers(fields: Fields, num_layers: int) -> str:
     """Return the mixers of Qwen3-Next: gated delta nets, and attention in every few layers."""
     if fields.find("layer_types") is not None:
-        return symbols(fields, "layer_types", _MIXER_TYPES, num_layers)
+        return symbols(fields, "layer_types", _MIXER_TYPES, num_layers=num_layers)
     interval = fields.count("full_attention_interval")
     return "".join(
         DELTA_NET if layer % interval else ATTENTION for layer in range(1, num_layers + 1)
@@ -112,7 +112,7 @@ def dense_layers(config: GPTConfig, _: GPTConfig) -> list[int]:
     return [layer for layer, ffn in enumerate(config.blocks[1::2]) if ffn == DENSE]
 
 
-def first_experts(config: GPTConfig, _: GPTConfig) -> int:
+def num_leading_mlps(config: GPTConfig, _: GPTConfig) -> int:
     """Return the number of layers before the first layer with experts."""
     first_layer = config.ffn_pattern.find(EXPERTS)
     return config.num_layers if first_layer < 0 else first_layer
@@ -134,7 +134,7 @@ def check_size(fields: Fields, num_layers: int, name: str) -> None:
 
 
 def symbols(
-    fields: Fields, name: str, symbols: Mapping[str, str], num_layers: int | None = None
+    fields: Fields, name: str, symbols: Mapping[str, str], *, num_layers: int | None = None
 ) -> str:
     """Return the symbols of a list of layer types. Raises ValueError."""
     types = fields.find(name)

@@ -265,7 +265,7 @@ def group_limit(fields: ModelFields, name: str) -> int | None:
     return fields.count(name) if limits else None
 
 
-def or_one(count: int | None, _: GPTConfig) -> int:
+def group_count(count: int | None, _: GPTConfig) -> int:
     return count or 1
 
 

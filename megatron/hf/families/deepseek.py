@@ -59,7 +59,7 @@ DEEPSEEK_V3 = Architecture(
         *rows.WHOLE_ROPE,
         *rows.LATENT_ATTENTION,
         Row("rope_interleave", "rope.interleaved", read.flag(True)),
-        Row("first_k_dense_replace", "", read.unread, layer_types.first_experts),
+        Row("first_k_dense_replace", "", read.unread, layer_types.num_leading_mlps),
         Row("num_nextn_predict_layers", "mtp_num_layers", read.mtp_num_layers),
         *rows.SIGMOID_EXPERTS,
         *rows.SHARED_EXPERTS,
@@ -67,7 +67,7 @@ DEEPSEEK_V3 = Architecture(
         Row("scoring_func", "moe.", read.must_be("sigmoid"), constant("sigmoid")),
         Row("topk_method", "moe.", read.must_be("noaux_tc"), constant("noaux_tc")),
     ),
-    read_blocks=layer_types.layers(layer_types.first_layers_dense, layer_types.every_layer(LATENT)),
+    read_blocks=layer_types.layers(layer_types.leading_mlps, layer_types.uniform_layers(LATENT)),
     check=layer_types.refuse_windows,
     aliases=frozenset({"num_local_experts"}),
 )

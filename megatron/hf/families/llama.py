@@ -16,9 +16,9 @@ from megatron.hf.layer_types import (
     FULL,
     SLIDING,
     check_layer_types,
-    every_layer,
     layers,
     refuse_windows,
+    uniform_layers,
 )
 
 LLAMA = Architecture(
@@ -33,7 +33,7 @@ LLAMA = Architecture(
         *rows.BIAS,
         Row("mlp_bias", "mlp.bias", read.flag(False)),
     ),
-    read_blocks=layers(every_layer(DENSE)),
+    read_blocks=layers(uniform_layers(DENSE)),
     check=refuse_windows,
 )
 MISTRAL = Architecture(
@@ -47,7 +47,7 @@ MISTRAL = Architecture(
         *rows.SELF_ATTENTION,
         Row("sliding_window", "attention.window", read.always_window),
     ),
-    read_blocks=layers(every_layer(DENSE)),
+    read_blocks=layers(uniform_layers(DENSE)),
     check=check_layer_types(FULL, SLIDING),
     defaults=MappingProxyType({"num_key_value_heads": 8}),
 )
@@ -65,7 +65,7 @@ SEED_OSS = Architecture(
         Row("residual_dropout", "attention.", read.unread, constant(0.0)),
         Row("mlp_bias", "mlp.bias", read.flag(False)),
     ),
-    read_blocks=layers(every_layer(DENSE)),
+    read_blocks=layers(uniform_layers(DENSE)),
     check=refuse_windows,
     defaults=MappingProxyType({"head_dim": 128, "num_key_value_heads": 8}),
 )
@@ -90,7 +90,7 @@ MIXTRAL = Architecture(
         Row("intermediate_size", "moe.ffn_hidden_size", read.count),
         Row("num_experts_per_tok", "router.topk", read.count),
     ),
-    read_blocks=layers(every_layer(EXPERTS)),
+    read_blocks=layers(uniform_layers(EXPERTS)),
     check=partial(refuse_windows, switchable=False),
     aliases=frozenset({"num_experts"}),
     defaults=MappingProxyType({"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}),

@@ -35,7 +35,7 @@ from megatron.hf.entries import (
     fused_weights,
     gated_shared_expert,
 )
-from megatron.hf.layer_types import FULL, SLIDING, check_layer_types, every_layer, layers
+from megatron.hf.layer_types import FULL, SLIDING, check_layer_types, layers, uniform_layers
 
 QWEN2 = Architecture(
     model_type="qwen2",
@@ -49,7 +49,7 @@ QWEN2 = Architecture(
         *rows.SWITCHED_WINDOW,
         Row("", "attention.qkv_bias", constant(True)),
     ),
-    read_blocks=layers(every_layer(DENSE)),
+    read_blocks=layers(uniform_layers(DENSE)),
     check=check_layer_types(FULL, SLIDING),
     defaults=MappingProxyType({"num_key_value_heads": 32}),
 )
@@ -66,7 +66,7 @@ QWEN3 = Architecture(
         *rows.QUERY_KEY_NORMS,
         *rows.SWITCHED_WINDOW,
     ),
-    read_blocks=layers(every_layer(DENSE)),
+    read_blocks=layers(uniform_layers(DENSE)),
     check=check_layer_types(FULL, SLIDING),
     defaults=MappingProxyType({"head_dim": 128}),
 )

@@ -276,9 +276,9 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 
 #: Flags that results depend on, without an equivalent: (nearest flag or "", their effect, flags).
 _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
-    ("swiglu", "it selects an MLP activation other than GELU, gated silu (--swiglu) and "
-     "squared ReLU (--squared-relu)",
-     "openai-gelu onnx-safe quick-geglu geglu reglu liglu glu-activation glu-linear-offset "
+    ("swiglu", "it selects an MLP activation other than GELU, its tanh form (--openai-gelu), gated "
+     "silu (--swiglu) and squared ReLU (--squared-relu)",
+     "onnx-safe quick-geglu geglu reglu liglu glu-activation glu-linear-offset "
      "activation-func activation-func-clamp-value"),
     ("load-hf", "it sets several properties of gpt-oss, which its Hugging Face folder describes",
      "enable-gpt-oss"),

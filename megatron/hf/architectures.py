@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.hf.architecture import Architecture
-from megatron.hf.families import deepseek, llama, nemotron, qwen
+from megatron.hf.families import deepseek, glm, llama, nemotron, plain_mlp, qwen
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -26,6 +26,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             qwen.QWEN3_NEXT,
             nemotron.MAMBA2,
             nemotron.NEMOTRON_H,
+            plain_mlp.ARCEE,
+            plain_mlp.JAIS2,
+            plain_mlp.NEMOTRON,
+            plain_mlp.STARCODER2,
+            plain_mlp.PERSIMMON,
+            glm.GLM,
+            llama.HELIUM,
+            llama.ERNIE4_5,
+            llama.STABLELM,
+            llama.PHI3,
         )
     }
 )

@@ -338,6 +338,7 @@ def write_config(
         "torch_dtype": name,
         "bos_token_id": None,
         "eos_token_id": _scalar_or_list(end_tokens),
+        "pad_token_id": None,
         **_described(kind, config),
     }
     fields.update({key: base[key] for key in _CARRIED_FIELDS if base is not None and key in base})

@@ -78,6 +78,11 @@ BIAS = (
     Row("attention_bias", "attention.qkv_bias", read.flag(False)),
     Row("attention_bias", "attention.output_bias", read.flag(False), read.unwritten),
 )
+#: Attention without its own head_dim.
+WHOLE_WIDTH_ATTENTION = (
+    *SELF_ATTENTION[:-1],
+    Row("head_dim", "attention.kv_channels", read.quotient_head_dim, read.unwritten),
+)
 QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
 SWITCHED_WINDOW = (
     Row("sliding_window", "attention.window", read.switched_window, unless(None)),
@@ -125,14 +130,34 @@ WHOLE_ROPE = (
     *ROPE,
     Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(None), read.unwritten),
 )
-LAYERS = (
+#: Layers without the rows of norms and activations.
+DECODER = (
     *MODEL,
     Row("num_hidden_layers", "", read.unread, lambda config, _: config.num_layers),
-    Row("hidden_act", "", read.must_be("silu", "swish"), constant("silu")),
-    Row("rms_norm_eps", "norm.epsilon", read.number(1e-6)),
     Row("intermediate_size", "moe.", read.unread, lambda moe, _: moe.ffn_hidden_size),
     Row("intermediate_size", "mlp.ffn_hidden_size", read.count),
 )
+SILU = (Row("hidden_act", "", read.must_be("silu", "swish"), constant("silu")),)
+RMS_NORM = (Row("rms_norm_eps", "norm.epsilon", read.number(1e-6)),)
+LAYERS = (*DECODER, *SILU, *RMS_NORM)
+
+
+def layer_norm(name: str) -> tuple[Row, ...]:
+    """Return the rows of LayerNorm with a bias; `name` is the field of its epsilon."""
+    return (
+        Row(name, "norm.epsilon", read.number()),
+        Row("", "norm.kind", constant("LayerNorm")),
+    )
+
+
+def plain_mlp(name: str = "hidden_act") -> tuple[Row, ...]:
+    """Return the rows of an MLP without a gate; `name` is the field of its activation."""
+    return (
+        Row("", "mlp.gated", constant(False)),
+        Row(name, "mlp.activation", read.activation, read.write_activation),
+    )
+
+
 SPARSE_EXPERTS = (
     Row("num_experts", "moe.num_experts", read.count_of("num_experts", "num_local_experts")),
     Row("moe_intermediate_size", "moe.ffn_hidden_size", read.count),

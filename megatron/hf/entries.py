@@ -63,21 +63,45 @@ AnyEntry = Entry | ExpertTensors | FusedWeight
 LAYER, EXPERT = "model.layers.{layer}", "experts.{{expert}}"
 
 EMBEDDING = Entry("model.embed_tokens.weight", "embedding.weight", "Vh")
-FINAL_NORM = Entry("model.norm.weight", "decoder.final_norm.weight", "h")
+FINAL_NORM = Entry("model.norm.weight", "decoder.final_norm.weight", "h", "norm_bias")
 HEAD = Entry("lm_head.weight", "head.weight", "Vh")
 ENDS = (EMBEDDING, FINAL_NORM, HEAD)
 #: The head of a class `...ForSequenceClassification`, in place of HEAD.
 CLASSIFIER = Entry("score.weight", "score.weight", "Lh")
 
 #: Norms of a layer's mixer and of its MLP or experts, and the entries of an MLP.
-MIXER_NORM = Entry(f"{LAYER}.input_layernorm.weight", "{block}.norm.weight", "h")
-FFN_NORM = Entry(f"{LAYER}.post_attention_layernorm.weight", "{block}.norm.weight", "h")
+MIXER_NORM = Entry(f"{LAYER}.input_layernorm.weight", "{block}.norm.weight", "h", "norm_bias")
+FFN_NORM = Entry(
+    f"{LAYER}.post_attention_layernorm.weight", "{block}.norm.weight", "h", "norm_bias"
+)
 MLP = (
     FFN_NORM,
     Entry(f"{LAYER}.mlp.gate_proj.weight", "{block}.mlp.gate.weight", "fh", "mlp_bias"),
     Entry(f"{LAYER}.mlp.up_proj.weight", "{block}.mlp.up.weight", "fh", "mlp_bias"),
     Entry(f"{LAYER}.mlp.down_proj.weight", "{block}.mlp.down.weight", "hf", "mlp_bias"),
 )
+#: An MLP whose gate and up projections are one tensor.
+GATE_UP_MLP = (
+    FFN_NORM,
+    FusedWeight(
+        f"{LAYER}.mlp.gate_up_proj.weight",
+        (("{block}.mlp.gate.weight", "f"), ("{block}.mlp.up.weight", "f")),
+        groups="1",
+        inner="h",
+    ),
+    Entry(f"{LAYER}.mlp.down_proj.weight", "{block}.mlp.down.weight", "hf"),
+)
+
+
+def plain_mlp(up: str = "up_proj", down: str = "down_proj") -> tuple[Entry, ...]:
+    """Return the entries of an MLP without a gate, from the names of its projections."""
+    return (
+        FFN_NORM,
+        Entry(f"{LAYER}.mlp.{up}.weight", "{block}.mlp.up.weight", "fh", "mlp_bias"),
+        Entry(f"{LAYER}.mlp.{down}.weight", "{block}.mlp.down.weight", "hf", "mlp_bias"),
+    )
+
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_BIAS = Entry(
     f"{LAYER}.mlp.gate.e_score_correction_bias", "{block}.moe.router.expert_bias", "E", fp32=True
@@ -112,10 +136,21 @@ def gated_shared_expert(inside: str) -> tuple[Entry, ...]:
     )
 
 
-QUERY_KEY_NORMS = (
-    Entry(f"{LAYER}.self_attn.q_norm.weight", "{block}.attention.query_norm.weight", "d"),
-    Entry(f"{LAYER}.self_attn.k_norm.weight", "{block}.attention.key_norm.weight", "d"),
-)
+def query_key_norms(query: str = "q_norm", key: str = "k_norm") -> tuple[Entry, ...]:
+    """Return the entries of the norms of query and key heads, for models that have them."""
+    return tuple(
+        Entry(
+            f"{LAYER}.self_attn.{hf_name}.weight",
+            f"{{block}}.attention.{mcore_name}.weight",
+            "d",
+            "norm_bias",
+            when="query_key_norms",
+        )
+        for hf_name, mcore_name in ((query, "query_norm"), (key, "key_norm"))
+    )
+
+
+QUERY_KEY_NORMS = query_key_norms()
 
 
 def shared_expert(inside: str, names: tuple[str, ...] = PROJECTIONS) -> tuple[Entry, ...]:

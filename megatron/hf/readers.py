@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.cli.two_way_table import (
@@ -96,6 +97,17 @@ def must_be(*values: Any) -> Callable[[ModelFields, str], None]:
     return lambda fields, name: fields.must_be(name, *values)
 
 
+def equal_to(field: str) -> Callable[[ModelFields, str], int]:
+    """Return a reader of a field that, if present, must equal another field."""
+
+    def read(fields: ModelFields, name: str) -> int:
+        value = fields.count(field)
+        fields.must_be(name, value)
+        return value
+
+    return read
+
+
 unread = constant(None)
 unwritten = constant(OMITTED)
 
@@ -149,6 +161,44 @@ def head_dim(fields: ModelFields, name: str) -> int:
     if not head_dim and hidden % heads:
         fields.refuse(name, "give it, as heads do not divide hidden_size")
     return head_dim or hidden // heads
+
+
+def quotient_head_dim(fields: ModelFields, name: str) -> int:
+    """Return hidden_size / num_attention_heads, the only supported number of channels."""
+    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
+    if hidden % heads:
+        fields.refuse("num_attention_heads", f"it must divide hidden_size {hidden}")
+    fields.must_be(name, hidden // heads)
+    return hidden // heads
+
+
+#: Activations of an MLP without a gate. The first name of an activation is written.
+_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "relu2": "squared_relu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu": "gelu",
+    }
+)
+
+
+def activation(fields: ModelFields, name: str) -> str:
+    """Return the activation of an MLP without a gate."""
+    value = fields.find(name)
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        fields.refuse(name, f"supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def write_activation(activation: str, _: GPTConfig) -> str:
+    names = [name for name, mcore in _ACTIVATIONS.items() if mcore == activation]
+    return names[0] if names else activation
+
+
+def optional_window(fields: ModelFields, name: str) -> int | None:
+    """Return the window of all layers, None if absent or null."""
+    return None if fields.find(name) is None else fields.count(name)
 
 
 def always_window(fields: ModelFields, name: str) -> int | None:

@@ -296,6 +296,8 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         direct = attention.q_lora_rank is None
         return frozenset({"direct_query" if direct else "low_rank_query"})
     features = {
+        "norm_bias": config.norm.kind == "LayerNorm",
+        "query_key_norms": attention is not None and attention.qk_norm,
         "attention_bias": attention is not None and attention.qkv_bias,
         "attention_out_bias": attention is not None and attention.output_bias,
         "mlp_bias": config.mlp is not None and config.mlp.bias,

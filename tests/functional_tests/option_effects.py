@@ -95,7 +95,7 @@ plan: num-layers 2 -> 3; hidden-size 48 -> 64; num-attention-heads 4 -> 8; ffn-h
     exp-avg-dtype fp32 -> bf16; weight-decay-group *norm*=0 -> *norm*=0.5; clip-grad 1 -> 0.5;
     optimizer-cpu-offload; lr 5e-3 -> 1e-3; min-lr 0 -> 1e-4; lr-decay-style cosine -> linear;
     lr-decay-iters 12 -> 8; lr-warmup-iters 2 -> 3; lr-warmup-init 0 -> 1e-4
-plan without --swiglu: squared-relu
+plan without --swiglu: squared-relu; openai-gelu
 plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;
     rope-scaling-high-freq-factor 4 -> 8

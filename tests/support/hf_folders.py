@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import struct
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.support.hf_family_cases import FAMILY_CASES, ZERO_CENTERED
 
 VOCABULARY, LENGTH = 263, 128
 LLAMA3 = {
@@ -203,6 +206,7 @@ HYBRID_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         {**_NEMOTRON, "hybrid_override_pattern": "M-*-", "mlp_bias": True},
     ),
 }
+ALL_CASES = {**CASES, **HYBRID_CASES, **FAMILY_CASES}
 #: Classes whose weights are smaller: a recurrence that is normalised magnifies rounding.
 HYBRIDS = frozenset(kind for kind, _ in HYBRID_CASES.values())
 
@@ -211,14 +215,16 @@ def _center(kind: str, name: str) -> float:
     """Return the mean of the elements of a one-dimensional weight."""
     if name.endswith("A_log"):
         return -4.0  # a state that lasts from chunk to chunk
-    plain = kind != "Qwen3Next" or name.endswith(("linear_attn.norm.weight", "dt_bias"))
+    if name.endswith((".D", "dt_bias", "linear_attn.norm.weight", "mamba.norm.weight")):
+        return 1.0
+    plain = kind not in ZERO_CENTERED or name.endswith(".bias")
     return 1.0 if plain else 0.0  # a norm's distance from one
 
 
 def make_model(case: str, **changes: Any) -> Any:
     """Build a model of transformers with every weight, norms and biases included, random."""
     transformers = pytest.importorskip("transformers")
-    kind, extra = {**CASES, **HYBRID_CASES}[case]
+    kind, extra = ALL_CASES[case]
     # Llama's own check wants hidden_size to divide by the heads; head_dim is another number.
     config = {
         "vocab_size": VOCABULARY,
@@ -238,7 +244,12 @@ def make_model(case: str, **changes: Any) -> Any:
     }
     if kind == "NemotronH":
         del config["num_hidden_layers"]
-    model_config = getattr(transformers, f"{kind}Config")(**config)
+    config_class = getattr(transformers, f"{kind}Config")
+    if case in FAMILY_CASES:
+        supported = {field.name for field in dataclasses.fields(config_class)}
+        supported |= {*config_class.attribute_map, *extra, *changes}
+        config = {name: value for name, value in config.items() if name in supported}
+    model_config = config_class(**config)
     model_config._attn_implementation = model_config._experts_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(model_config).eval()
     generator = torch.Generator().manual_seed(3)
@@ -259,7 +270,7 @@ def make_classifier(case: str, num_labels: int, **changes: Any) -> Any:
     """Build the model of transformers with a random classification head."""
     transformers = pytest.importorskip("transformers")
     causal = make_model(case, **changes)
-    kind, config = {**CASES, **HYBRID_CASES}[case][0], causal.config
+    kind, config = ALL_CASES[case][0], causal.config
     config.num_labels = num_labels
     model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
     model.model.load_state_dict(causal.model.state_dict())

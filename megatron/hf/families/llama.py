@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama, and models whose layers differ from Llama's by biases, windows or experts only."""
+"""Llama, and models that differ from Llama by biases, norms, positions or fused tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS
 from megatron.hf import config_rows as rows
 from megatron.hf import readers as read
 from megatron.hf.architecture import Architecture
-from megatron.hf.entries import ATTENTION_ENTRIES, ENDS, MLP, experts, fused_experts
+from megatron.hf.entries import (
+    ATTENTION_ENTRIES,
+    ENDS,
+    GATE_UP_MLP,
+    LAYER,
+    MIXER_NORM,
+    MLP,
+    FusedWeight,
+    attention_entries,
+    experts,
+    fused_experts,
+    fused_weights,
+)
 from megatron.hf.layer_types import (
     FULL,
     SLIDING,
@@ -94,4 +106,98 @@ MIXTRAL = Architecture(
     check=partial(refuse_windows, switchable=False),
     aliases=frozenset({"num_experts"}),
     defaults=MappingProxyType({"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}),
+)
+HELIUM = Architecture(
+    model_type="helium",
+    class_name="HeliumForCausalLM",
+    blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: MLP},
+    ends=ENDS,
+    rows=(
+        *rows.LAYERS,
+        *rows.WHOLE_ROPE,
+        Row("", "rope.interleaved", constant(True)),
+        *rows.SELF_ATTENTION,
+        Row("attention_bias", "attention.qkv_bias", read.flag(False)),
+        Row("mlp_bias", "mlp.bias", read.flag(False)),
+    ),
+    read_blocks=layers(uniform_layers(DENSE)),
+    check=refuse_windows,
+    defaults=MappingProxyType(
+        {"head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
+    ),
+)
+ERNIE4_5 = Architecture(
+    model_type="ernie4_5",
+    class_name="Ernie4_5ForCausalLM",
+    blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: MLP},
+    ends=ENDS,
+    rows=(
+        *rows.LAYERS,
+        *rows.WHOLE_ROPE,
+        Row("", "rope.interleaved", constant(True)),
+        *rows.SELF_ATTENTION,
+        Row("use_bias", "attention.qkv_bias", read.flag(False)),
+        Row("use_bias", "attention.output_bias", read.flag(False), read.unwritten),
+        Row("use_bias", "mlp.bias", read.flag(False), read.unwritten),
+    ),
+    read_blocks=layers(uniform_layers(DENSE)),
+    check=refuse_windows,
+    defaults=MappingProxyType(
+        {
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        }
+    ),
+)
+STABLELM = Architecture(
+    model_type="stablelm",
+    class_name="StableLmForCausalLM",
+    blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: MLP},
+    ends=ENDS,
+    rows=(
+        *rows.DECODER,
+        *rows.SILU,
+        *rows.layer_norm("layer_norm_eps"),
+        *rows.ROPE,
+        Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(0.25)),
+        *rows.WHOLE_WIDTH_ATTENTION,
+        Row("use_qkv_bias", "attention.qkv_bias", read.flag(False)),
+        Row("qk_layernorm", "attention.", read.must_be(False), constant(False)),
+        Row("use_parallel_residual", "", read.must_be(False), constant(False)),
+        Row("hidden_dropout", "", read.unread, constant(0.0)),
+    ),
+    read_blocks=layers(uniform_layers(DENSE)),
+    check=refuse_windows,
+    defaults=MappingProxyType({"layer_norm_eps": 1e-5, "num_key_value_heads": 32}),
+)
+_PHI3_ATTENTION = (
+    MIXER_NORM,
+    FusedWeight(
+        f"{LAYER}.self_attn.qkv_proj.weight",
+        fused_weights("attention", ("query", "n"), ("key", "g"), ("value", "g")),
+        groups="1",
+        inner="h",
+    ),
+    *attention_entries(f"{LAYER}.self_attn", names=("o_proj",)),
+)
+PHI3 = Architecture(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    blocks={ATTENTION: _PHI3_ATTENTION, DENSE: GATE_UP_MLP},
+    ends=ENDS,
+    rows=(
+        *rows.LAYERS,
+        *rows.ROPE,
+        Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(1.0)),
+        *rows.SELF_ATTENTION,
+        Row("sliding_window", "attention.window", read.optional_window),
+        Row("resid_pdrop", "", read.unread, constant(0.0)),
+        Row("embd_pdrop", "", read.unread, constant(0.0)),
+    ),
+    read_blocks=layers(uniform_layers(DENSE)),
+    check=check_layer_types(FULL, SLIDING),
+    defaults=MappingProxyType({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
 )

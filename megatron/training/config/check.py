@@ -317,8 +317,11 @@ def latent_attention_problems(config: Config) -> Iterator[str]:
     refused = {
         "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
         "--attention-output-gate": (config.attention.attention_output_gate, "it has no gate"),
-        "--add-qkv-bias": (model.add_qkv_bias, "it has no biases"),
-        "--add-attention-output-bias": (model.add_attention_output_bias, "it has no biases"),
+        "--add-qkv-bias": (config.attention.add_qkv_bias, "it has no biases"),
+        "--add-attention-output-bias": (
+            config.attention.add_attention_output_bias,
+            "it has no biases",
+        ),
         "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
         "--no-rope-freq": (config.position.no_rope_freq, "all layers are rotary"),
         "--softmax-type learnable": (

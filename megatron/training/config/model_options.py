@@ -24,6 +24,10 @@ class AttentionOptions:
     qk_layernorm: Annotated[bool, at("attention.qk_norm")] = False
     """Normalise each query and key head before the rotary embedding. Latents are always normalised;
     with --multi-latent-attention this flag is required."""
+    add_qkv_bias: bool = False
+    """Keep the bias of the query, key and value projection despite --disable-bias-linear."""
+    add_attention_output_bias: bool = False
+    """Keep the bias of attention's output projection despite --disable-bias-linear."""
     attention_output_gate: Annotated[bool, at("attention.output_gate", back=unless(False))] = False
     """Multiply the output of each head by the sigmoid of a learned projection of its input
     token."""
@@ -240,12 +244,10 @@ class ModelConfig:
     """Use a gated MLP, silu(gate) * up, instead of GELU."""
     squared_relu: bool = False
     """Use squared ReLU instead of GELU in the MLP."""
+    openai_gelu: bool = False
+    """Use the tanh approximation of GELU in the MLP, as GPT-2 does."""
     disable_bias_linear: bool = False
     """Remove the bias of every linear layer."""
-    add_qkv_bias: bool = False
-    """Keep the bias of the query, key and value projection despite --disable-bias-linear."""
-    add_attention_output_bias: bool = False
-    """Keep the bias of attention's output projection despite --disable-bias-linear."""
     add_mlp_bias: bool = False
     """Keep the biases of both MLP projections despite --disable-bias-linear."""
     untie_embeddings_and_output_weights: Annotated[bool, at("tied", to=negated, back=opposite)] = (
@@ -276,8 +278,8 @@ class ModelConfig:
             lambda: positive(self, "norm_epsilon", "init_method_std"),
             lambda: fraction(self, "hidden_dropout"),
             lambda: require(
-                not (self.swiglu and self.squared_relu),
-                "--swiglu and --squared-relu are mutually exclusive: keep one",
+                self.swiglu + self.squared_relu + self.openai_gelu <= 1,
+                "--swiglu, --squared-relu and --openai-gelu are mutually exclusive: keep one",
             ),
         )
 

@@ -155,11 +155,14 @@ def _bias_option(biased: bool, config: GPTConfig) -> bool:
 def _activation(flags: Flags, name: str) -> str:
     if flags["swiglu"]:
         return "silu"
+    if flags["openai-gelu"]:
+        return "gelu_tanh"
     return "squared_relu" if flags["squared-relu"] else "gelu"
 
 
-def _squared_relu(activation: str, config: GPTConfig) -> Any:
-    return True if activation == "squared_relu" else OMITTED
+def _true_if(activation: str) -> Callable[[str, GPTConfig], Any]:
+    """Return a writer of a flag that is true for one activation."""
+    return lambda value, config: True if value == activation else OMITTED
 
 
 def _pattern(flags: Flags, name: str) -> str:
@@ -432,8 +435,11 @@ MODEL = Table(
         Row("vocab-size", "vocab_size"),
         Row("disable-bias-linear", "", back=lambda model, _: not _all_biases(model)),
         # MLPs, and what they share with experts
-        Row("squared-relu", "mlp.activation", _activation, _squared_relu),
-        Row("squared-relu", "moe.activation", _activation, _squared_relu),
+        *(
+            Row(flag, f"{section}.activation", _activation, _true_if(activation))
+            for section in ("mlp", "moe")
+            for flag, activation in (("squared-relu", "squared_relu"), ("openai-gelu", "gelu_tanh"))
+        ),
         Row("add-mlp-bias", "mlp.bias", _biased, _bias_option),
         # Latent attention
         Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),

@@ -32,8 +32,6 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
         "group_query_attention",
         "num_query_groups",
         "kv_channels",
-        "add_qkv_bias",
-        "add_attention_output_bias",
     ),
     "attention": (),
     "position": (),
@@ -44,7 +42,7 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
 #: fields to take effect.
 _BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     (ATTENTIONS, "attention", _ATTENTION_FIELDS),
-    (FEED_FORWARD, "MLP", {"model": ("swiglu", "squared_relu", "add_mlp_bias")}),
+    (FEED_FORWARD, "MLP", {"model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias")}),
 )
 
 

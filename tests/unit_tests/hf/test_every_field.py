@@ -19,13 +19,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from megatron.hf.architectures import ARCHITECTURES
 from megatron.hf.config_json import read_model
-from tests.support.hf_folders import CASES, HYBRID_CASES, make_model
+from tests.support.hf_family_cases import FAMILY_CASES
+from tests.support.hf_folders import ALL_CASES, make_model
 
 #: For each family, the case with the most fields that matter.
 FAMILIES = (
     "llama-tied-llama3", "mistral-window-yarn", "qwen2-window", "qwen3-window", "seedoss-biases",
     "mixtral", "qwen2moe-mixed-unbiased", "qwen3moe-mixed-biases", "deepseek-direct-yarn",
-    "qwen3next-mixed-biases", "mamba2", "nemotronh",
+    "qwen3next-mixed-biases", "mamba2", "nemotronh", *FAMILY_CASES,
 )  # fmt: skip
 
 #: Ignored for every model: outputs of the library's programs, and the file's author.
@@ -43,7 +44,8 @@ IGNORED: Mapping[str, str] = {
         ),
         ("bos_token_id eos_token_id pad_token_id", _TOKENS),
         (
-            "attention_dropout hidden_dropout residual_dropout output_router_logits "
+            "attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop "
+            "embd_pdrop attn_pdrop output_router_logits "
             "router_aux_loss_coef router_jitter_noise",
             _TRAINING,
         ),
@@ -70,6 +72,7 @@ IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     ),
     "qwen3_moe": dict.fromkeys(("use_sliding_window", "sliding_window"), _TYPED),
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
+    "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},
     "mamba2": {
         "time_step_min": _FLOOR,
         **dict.fromkeys(("rms_norm_eps", "intermediate_size", "num_key_value_heads"), _SHAPE),
@@ -87,7 +90,16 @@ IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
 _IGNORED_ALIASES = ("num_mtp_layers",)
 #: Values of fields that accept only a range.
 _ALTERNATIVES: Mapping[str, tuple[Any, ...]] = {
-    name: (0.25,) for name in ("attention_dropout", "hidden_dropout", "residual_dropout")
+    name: (0.25,)
+    for name in (
+        "attention_dropout",
+        "hidden_dropout",
+        "residual_dropout",
+        "embedding_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    )
 }
 #: Reasons that are not checked against transformers.
 _UNCHECKED = (_PROGRAM, _TOKENS, _FLOOR)
@@ -141,8 +153,7 @@ def ignored_fields(fields: Mapping[str, Any]) -> set[str]:
 
 def test_every_family_has_a_case():
     kinds = {ARCHITECTURES[k].class_name for k in ARCHITECTURES if k != "kimi_k2"}
-    tables = {**CASES, **HYBRID_CASES}
-    assert {f"{tables[case][0]}ForCausalLM" for case in FAMILIES} == kinds
+    assert {f"{ALL_CASES[case][0]}ForCausalLM" for case in FAMILIES} == kinds
 
 
 @pytest.mark.parametrize("case", FAMILIES)

@@ -152,7 +152,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         depth = ""  # the default pattern of MTP layers
     block_types = set(blocks + depth)
     attends, gated = attention in block_types, draw(st.booleans())
-    activation = "silu" if gated else draw(st.sampled_from(["gelu", "squared_relu"]))
+    activation = "silu" if gated else draw(st.sampled_from(["gelu", "gelu_tanh", "squared_relu"]))
     if not block_types & {DENSE, EXPERTS}:
         gated, activation = False, "gelu"
     has_experts = EXPERTS in block_types

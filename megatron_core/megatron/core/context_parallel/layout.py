@@ -110,6 +110,8 @@ class PagedRows:
             None on a single rank.
         graph: the graph that records the step, if any: each replay then calls attention with its
             `batch` and `slot_mapping`.
+        windowed: the same rows with the block table and the slots of the layers with a window; None
+            if all layers share one block table.
     """
 
     batch: PagedBatch
@@ -119,6 +121,7 @@ class PagedRows:
     prefill: Sequences | None
     most_tokens: int | None = None
     graph: CpuGraph | None = None
+    windowed: PagedRows | None = None
 
 
 @dataclass(frozen=True, eq=False)

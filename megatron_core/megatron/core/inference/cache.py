@@ -12,6 +12,7 @@ assigns blocks and slots to sequences; this module only stores, and attends to, 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from megatron.core.transformer.attention import CoreAttention
 #: cache memory.
 MAX_SEQUENCE_TOKENS = 1 << 20
 
-#: Neutral element of a minimum over stages, and the window of full attention.
+#: Neutral element of a minimum over stages.
 _UNLIMITED = 1 << 60
 
 
@@ -102,17 +103,49 @@ class EngineConfig:
         """Return the bytes of `min_state_slots` slots and of the padding slot."""
         return (self.min_state_slots(shapes) + 1) * shapes.state_bytes
 
-    def sizes(self, shapes: CacheShapes) -> tuple[int, int]:
+    def window_blocks(self, num_blocks: int, window: int, *, steps: int = 1) -> int:
+        """Return the number of blocks for layers with a window, if other layers have `num_blocks`.
+
+        Running sequences need blocks for their windows and for the tokens of the steps in flight.
+        The prefix cache gets an eighth of `num_blocks` in addition.
+
+        Args:
+            num_blocks: blocks for layers with full attention.
+            window: the largest window, in tokens.
+            steps: number of steps in flight.
+        """
+        # The first and the last block of a window may be partly outside of it.
+        per_sequence = -(-(window + self.num_speculative_tokens) // self.block_size) + 2
+        in_flight = steps * -(-self.max_num_batched_tokens // self.block_size)
+        cached = num_blocks // 8 if self.prefix_caching else 0
+        return min(num_blocks, self.max_num_seqs * per_sequence + in_flight + cached)
+
+    def sizes(
+        self, shapes: CacheShapes, *, window: int | None = None, steps: int = 1
+    ) -> tuple[int, int]:
         """Return the number of blocks and the number of state slots.
 
         Args:
             shapes: shapes of the model's cache entries.
+            window: largest window, if layers with a window have blocks of their own
+                (`window_blocks`); None if all layers share one block table.
+            steps: number of steps in flight.
 
         Raises:
             ValueError: `memory_bytes` is too small for the states and `min_blocks` blocks.
         """
-        block_bytes = shapes.token_bytes * self.block_size
-        min_page_bytes = self.min_blocks * block_bytes
+        full_bytes, windowed_bytes = shapes.token_bytes * self.block_size, 0
+        if window is not None:
+            windowed_bytes = shapes.windowed_token_bytes * self.block_size
+            full_bytes -= windowed_bytes
+
+        def page_bytes(num_blocks: int) -> int:
+            total = num_blocks * full_bytes
+            if window is not None:
+                total += self.window_blocks(num_blocks, window, steps=steps) * windowed_bytes
+            return total
+
+        min_page_bytes = page_bytes(self.min_blocks)
         slots = self.min_state_slots(shapes)
         if self.num_blocks is not None:
             snapshots = 2 * self.max_num_seqs if self.prefix_caching and shapes.states else 0
@@ -135,10 +168,17 @@ class EngineConfig:
             slots += snapshots
             remaining_bytes -= snapshots * shapes.state_bytes
         # Without attention a block takes no memory: provide enough for the longest sequences.
-        if not block_bytes:
-            max_tokens = min(self.max_model_len or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)
-            return self.max_num_seqs * -(-max_tokens // self.block_size), slots
-        return remaining_bytes // block_bytes, slots
+        max_tokens = min(self.max_model_len or MAX_SEQUENCE_TOKENS, MAX_SEQUENCE_TOKENS)
+        max_blocks = self.max_num_seqs * -(-max_tokens // self.block_size)
+        if full_bytes:
+            max_blocks = remaining_bytes // full_bytes
+        if not windowed_bytes:
+            return max_blocks, slots
+        least = max(self.min_blocks, 1)
+        fits = bisect_right(
+            range(least, max_blocks + 1), remaining_bytes, key=page_bytes
+        )  # `page_bytes` never decreases
+        return least + fits - 1, slots
 
 
 @dataclass(frozen=True)
@@ -149,13 +189,16 @@ class CacheSizes:
         num_blocks: pages per attention layer.
         num_slots: number of state slots.
         has_states: True if any layer on any stage has recurrent states.
-        window: largest attention window of any layer, in tokens; None with full attention.
+        window: largest attention window of any layer, in tokens; None if no layer has a window.
+        num_window_blocks: pages per attention layer with a window, if other layers have none; None
+            if all layers share one block table.
     """
 
     num_blocks: int
-    num_slots: int
-    has_states: bool
-    window: int | None
+    num_slots: int = 1
+    has_states: bool = False
+    window: int | None = None
+    num_window_blocks: int | None = None
 
     @staticmethod
     def for_all_stages(config: EngineConfig, shapes: CacheShapes, link: StageLink) -> CacheSizes:
@@ -166,21 +209,23 @@ class CacheSizes:
         Raises:
             ValueError: the memory of a stage is too small.
         """
+        any_states, any_full, largest_window = link.all_reduce_max(
+            (int(bool(shapes.states)), int(shapes.has_full_attention), shapes.window or 0)
+        )
+        window = largest_window or None
+        # All layers share one block table unless some, but not all, have a window.
+        separate_window = window if any_full else None
+        steps = 2 if config.asynchronous else link.count
         blocks, slots, problem = 0, 0, None
         try:
-            blocks, slots = config.sizes(shapes)
+            blocks, slots = config.sizes(shapes, window=separate_window, steps=steps)
         except ValueError as error:
             problem = error
-        # A stage without states must not limit the slots, nor a stage without attention the window.
-        # An error is reduced as 0 blocks first, so that all stages raise instead of waiting.
-        has_states, window = bool(shapes.states), 0
-        if shapes.attention:
-            window = shapes.window or _UNLIMITED
-        if not has_states and problem is None:
+        # A stage without states must not limit the slots. An error is reduced as 0 blocks, so that
+        # all stages raise instead of waiting.
+        if not shapes.states and problem is None:
             slots = _UNLIMITED
-        blocks, slots, any_states, window = link.all_reduce_max(
-            (-blocks, -slots, int(has_states), window)
-        )
+        blocks, slots = link.all_reduce_max((-blocks, -slots))
         if not blocks:
             raise problem or ValueError(
                 "the memory of another pipeline stage does not fit the states of "
@@ -191,7 +236,10 @@ class CacheSizes:
             num_blocks=-blocks,
             num_slots=-slots if any_states else 1,
             has_states=bool(any_states),
-            window=window if 0 < window < _UNLIMITED else None,
+            window=window,
+            num_window_blocks=None
+            if separate_window is None
+            else config.window_blocks(-blocks, separate_window, steps=steps),
         )
 
     def check_drafts(self, config: EngineConfig) -> None:
@@ -317,6 +365,8 @@ class PagedCache:
         num_blocks: pages per attention layer.
         block_size: tokens per page.
         num_slots: state slots, for sequences and snapshots.
+        num_window_blocks: pages per attention layer with a window; None: as many as in other
+            layers, in the same block table.
         device: device of the model.
     """
 
@@ -327,8 +377,14 @@ class PagedCache:
         num_blocks: int,
         block_size: int,
         num_slots: int,
+        num_window_blocks: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        # Whether each layer uses the block table of the layers with a window.
+        self._is_windowed = [False] * len(shapes.attention)
+        if num_window_blocks is not None and shapes.windows:
+            self._is_windowed = [window is not None for window in shapes.windows]
+        self.num_window_blocks = num_window_blocks
         self.shapes, self.num_blocks, self.block_size = shapes, num_blocks, block_size
         self.device = torch.device(device)
         self.states = StateCache(num_slots)
@@ -342,11 +398,11 @@ class PagedCache:
         # uninitialised; kernels mask slots beyond the context length.
         self._pages = [
             torch.empty(
-                (self.num_blocks, self.block_size, *entry),
+                ((windowed and self.num_window_blocks) or self.num_blocks, self.block_size, *entry),
                 dtype=self.shapes.dtype,
                 device=self.device,
             )
-            for entry in self.shapes.page_entries
+            for entry, windowed in zip(self.shapes.page_entries, self._is_windowed, strict=True)
         ]
         self._kv_pages = [
             JointPages(pages, self.shapes.cpu_dtype) if pages.ndim == 4 else None
@@ -359,6 +415,11 @@ class PagedCache:
         """Free the memory; all entries are lost."""
         self._pages, self._kv_pages = [], []
         self.states.give_back()
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of attention layers, each with a block table of its own."""
+        return 1 if self.num_window_blocks is None else 2
 
     @property
     def num_bytes(self) -> int:
@@ -382,6 +443,9 @@ class PagedCache:
         sinks: Tensor | None,
     ) -> Tensor:
         """Write keys and values to the cache, then attend; see `KeyValueCache`."""
+        if self._is_windowed[layer]:
+            assert rows.windowed is not None
+            rows = rows.windowed
         pages, options = self._kv_pages[layer], {"batch": rows.batch, "scale": core.scale}
         assert pages is not None
         options |= {"window": core.window, "sinks": sinks}

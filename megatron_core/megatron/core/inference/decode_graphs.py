@@ -183,28 +183,28 @@ class DecodeGraphs:
         """
         count = len(scheduler_output.tokens)
         graph = self._graph(count if shared is None else shared.max_tokens)
-        states, contexts, table = (
+        states, contexts, tables = (
             scheduler_output.state_slots,
             scheduler_output.context_lengths,
-            scheduler_output.block_table,
+            scheduler_output.block_tables,
         )
         # With drafts the batch has fewer rows than tokens: repeat the rows, one per token.
         if len(contexts) < count:
             rows = np.repeat(np.arange(len(contexts)), np.diff(scheduler_output.query_bounds))
             contexts = np.where(
-                scheduler_output.slot_mapping < 0, 0, scheduler_output.positions + 1
+                scheduler_output.slot_mappings[0] < 0, 0, scheduler_output.positions + 1
             )
             # Row i of a sequence attends to its own position and all positions before.
-            states, table = states[rows], table[rows]
+            states, tables = states[rows], tables[:, rows]
         graph.fill(
             (
                 scheduler_output.tokens,
                 scheduler_output.positions,
-                scheduler_output.slot_mapping,
                 states,
                 contexts,
+                *scheduler_output.slot_mappings,
             ),
-            table,
+            tables,
         )
         hidden, logits = self._replay(graph)
         return hidden[:count], logits[:count]
@@ -267,32 +267,39 @@ class DecodeGraphs:
         """Capture the graph of a bucket of `size` tokens."""
         recorder, self._next = self._next or self._make_recorder(), None
         blocks = -(-self._max_context // self._cache.block_size)
-        graph = _Graph(recorder, size, blocks, self._device)
-        tokens, positions, slots, states, contexts, table = graph.inputs
+        graph = _Graph(recorder, size, blocks, device=self._device, groups=self._cache.num_groups)
+        tokens, positions, states, contexts = graph.inputs[: len(_PADDING)]
         logits = self._logits[:size]
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self._device)
         piecewise = recorder if isinstance(recorder, CpuGraph) else None
 
         def run(recording: CpuGraph | None = None) -> tuple[Tensor, Tensor]:
-            batch = PagedBatch(
-                block_table=table.view(size, -1),
-                query_bounds=bounds,
-                context_lengths=contexts,
-                max_query=1,
-                max_context=self._max_context,
-                cpu_dtype=self._cpu_dtype,
-                recorded=piecewise is None,
-            )
-            graph.batch = batch if recording else None
-            paged = PagedRows(
-                batch=batch,
-                slot_mapping=slots.long(),
-                state_slots=states.long(),
-                decode_rows=size,
-                prefill=None,
-                most_tokens=size if self._shares_experts else None,
-                graph=recording,
-            )
+            # The rows of the first group refer to the rows of the second, so build them last.
+            paged: PagedRows | None = None
+            groups = zip(reversed(graph.block_tables), reversed(graph.slot_mappings), strict=True)
+            for table, slots in groups:
+                batch = PagedBatch(
+                    block_table=table.view(size, -1),
+                    query_bounds=bounds,
+                    context_lengths=contexts,
+                    max_query=1,
+                    max_context=self._max_context,
+                    cpu_dtype=self._cpu_dtype,
+                    recorded=piecewise is None,
+                )
+                if recording:
+                    graph.batches.append(batch)
+                paged = PagedRows(
+                    batch=batch,
+                    slot_mapping=slots.long(),
+                    state_slots=states.long(),
+                    decode_rows=size,
+                    prefill=None,
+                    most_tokens=size if self._shares_experts else None,
+                    graph=recording,
+                    windowed=paged,
+                )
+            assert paged is not None, "there is a group"
             inputs = DecodeInputs(tokens=tokens, positions=positions, paged=paged)
             return self._forward(inputs, logits), logits
 
@@ -309,67 +316,89 @@ class DecodeGraphs:
         return graph
 
 
+#: Values of a padding row: token, position, state slot and context length.
+_PADDING = (0, 0, -1, 0)
+
+
 class _Graph:
     """The buffers and the recording of a bucket.
 
     Args:
         recorder: recorder of the graph.
         size: number of tokens.
-        blocks: width of the block table.
+        blocks: width of the block tables.
         device: device of the buffers.
+        groups: number of groups of attention layers.
 
     Attributes:
-        inputs: int32 [size] each: tokens, positions, cache slots, state slots, context lengths;
-            then the block table [size * blocks].
+        inputs: int32 [size] each: tokens, positions, state slots, context lengths and the cache
+            slots of each group; then the block table [size * blocks] of each group.
         outputs: hidden states and logits.
-        batch: batch whose lengths piecewise attention reads at each replay; None if attention is
-            captured.
+        batches: batches whose lengths piecewise attention reads at each replay; empty if attention
+            is captured.
         captured_addresses: addresses of the cache and the inputs at the capture.
     """
 
-    #: Values of a padding row, in the order of `inputs`.
-    _PADDING = (0, 0, -1, -1, 0, 0)
-
-    def __init__(self, recorder: Recorder, size: int, blocks: int, device: torch.device) -> None:
-        self.recorder, self._device = recorder, device
-        self._sizes = [*[size] * 5, size * blocks]
+    def __init__(
+        self,
+        recorder: Recorder,
+        size: int,
+        blocks: int,
+        *,
+        device: torch.device,
+        groups: int,
+    ) -> None:
+        self.recorder, self._device, self._groups = recorder, device, groups
+        self._padding = (*_PADDING, *[-1] * groups, *[0] * groups)
+        self._sizes = [size] * (len(_PADDING) + groups) + [size * blocks] * groups
         self._flat = torch.empty(sum(self._sizes), dtype=torch.int32, device=device)
         self.inputs = self._flat.split(self._sizes)
         # On a GPU `fill` uses a new staging buffer per step: the asynchronous copy of the previous
         # step may not have read its buffer yet.
         self._host = self._views(self._flat) if device.type == "cpu" else None
         self.outputs: tuple[Tensor, Tensor] | None = None
-        self.batch: PagedBatch | None = None
+        self.batches: list[PagedBatch] = []
         self.captured_addresses: tuple[int, ...] = ()
+
+    @property
+    def slot_mappings(self) -> tuple[Tensor, ...]:
+        """Cache slots of each group of attention layers."""
+        return self.inputs[len(_PADDING) : -self._groups]
+
+    @property
+    def block_tables(self) -> tuple[Tensor, ...]:
+        """Block table of each group of attention layers."""
+        return self.inputs[-self._groups :]
 
     def addresses(self, cache: PagedCache) -> tuple[int, ...]:
         """Return the current addresses of the cache and the inputs."""
         return (*cache.addresses, self._flat.data_ptr())
 
-    def fill(self, numbers: Sequence[np.ndarray] = (), table: np.ndarray | None = None) -> None:
+    def fill(self, numbers: Sequence[np.ndarray] = (), tables: np.ndarray | None = None) -> None:
         """Write the input buffer, in one transfer on a GPU.
 
         Args:
-            numbers: arrays [t] in the order of `inputs`, without the block table.
-            table: block table [t, w]; None fills the buffer with padding only.
+            numbers: arrays [t] in the order of `inputs`, without the block tables.
+            tables: block tables [groups, t, w]; None fills the buffer with padding only.
         """
         flat, views = self._flat, self._host
         if views is None:
             flat = pin(torch.empty_like(self._flat, device="cpu"), self._device)
             views = self._views(flat)
-        count = 0 if table is None else len(table)
+        count = 0 if tables is None else tables.shape[1]
         if self._host is None or count < len(views[0]):
-            for view, fill in zip(views, self._PADDING, strict=True):
+            for view, fill in zip(views, self._padding, strict=True):
                 view.fill(fill)
         # Rows beyond `count` hold padding, and table entries beyond a row's context are not read.
-        if table is not None:
+        if tables is not None:
             for view, array in zip(views, numbers, strict=False):
                 view[:count] = array
-            views[-1].reshape(len(views[0]), -1)[:count, : table.shape[1]] = table
+            for view, table in zip(views[-self._groups :], tables, strict=True):
+                view.reshape(len(views[0]), -1)[:count, : table.shape[1]] = table
         if flat is not self._flat:
             self._flat.copy_(flat, non_blocking=True)
-        if self.batch is not None:
-            self.batch.numbers_replaced()
+        for batch in self.batches:
+            batch.numbers_replaced()
 
     def _views(self, flat: Tensor) -> list[np.ndarray]:
         return [view.numpy() for view in flat.split(self._sizes)]

@@ -107,16 +107,16 @@ class Engine:
             num_blocks=sizes.num_blocks,
             block_size=config.block_size,
             num_slots=sizes.num_slots,
+            num_window_blocks=sizes.num_window_blocks,
             device=self.device,
         )
         self.scheduler = Scheduler(
-            num_blocks=sizes.num_blocks,
+            sizes=sizes,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             states=self.cache.states if sizes.has_states else None,
-            window=sizes.window,
             token_multiple=config.token_multiple,
         )
         # The runner captures the addresses of the cache in graphs: `sleep` makes it forget them.

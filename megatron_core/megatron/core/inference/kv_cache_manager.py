@@ -2,11 +2,9 @@
 """`KVCacheManager`: blocks, prefixes, rows and state slots of the running sequences.
 
 The manager is host bookkeeping: it assigns memory of the `PagedCache` and touches no tensor.
-Blocks are allocated on demand from the `BlockPool`. A full block is identified by a hash of all
-tokens up to its end, so sequences with a common prefix share blocks. A block without references
-stays in the prefix cache until memory is needed. Blocks are evicted in LRU order, and the last
-block of a sequence before its first, so that a block is never evicted before the blocks that
-continue it.
+Attention layers with and without a window have block tables of their own, because layers with a
+window need few blocks per sequence (`block_pool.BlockGroup`). A prefix is cached only if all groups
+have its blocks.
 
 Recurrent mixers also need their states at the end of a shared prefix, so the states are copied to
 separate slots (snapshots) at several block boundaries: evenly spaced over the prompt, at the last
@@ -16,13 +14,13 @@ latest full block of the output. The least recently used snapshot is evicted fir
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron.core.inference.block_pool import BlockGroup, BlockPool, hash_blocks
 from megatron.core.inference.cache import StateCache
 from megatron.core.inference.request_state import (
     SchedulerStats,
@@ -35,143 +33,19 @@ from megatron.core.inference.requests import RequestError
 SNAPSHOTS_PER_PROMPT = 10
 
 
-def hash_blocks(
-    tokens: Sequence[int],
-    block_size: int,
-    *,
-    prefix_hashes: Sequence[bytes] = (),
-    salt: str = "",
-) -> list[bytes]:
-    """Return the hash of each full block of a sequence.
-
-    A hash is SHA-256 of the previous block's hash and the tokens of the block, so equal hashes mean
-    equal prefixes.
-
-    Args:
-        tokens: token ids of the sequence.
-        block_size: tokens per block.
-        prefix_hashes: hashes of the first blocks, to avoid computing them again.
-        salt: separates the hashes of equal sequences; see `EngineRequest.cache_salt`.
-    """
-    # The salt takes the place of the parent of the first block, so it is part of every hash.
-    salt_hash = hashlib.sha256(salt.encode()).digest() if salt else b""
-    hashes = list(prefix_hashes)
-    for index in range(len(hashes), len(tokens) // block_size):
-        block_tokens = np.asarray(
-            tokens[index * block_size : (index + 1) * block_size], dtype=np.int64
-        )
-        parent_hash = hashes[-1] if hashes else salt_hash
-        hashes.append(hashlib.sha256(parent_hash + block_tokens.tobytes()).digest())
-    return hashes
-
-
-class BlockPool:
-    """The blocks of a cache, each free, in use, or idle (cached without references).
-
-    Args:
-        num_blocks: number of blocks.
-
-    Attributes:
-        evicted: number of idle blocks that were evicted.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"a cache of {num_blocks} blocks: use a positive number")
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._references = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._published: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.evicted = 0
-
-    @property
-    def available(self) -> int:
-        """Number of blocks that `allocate` can return, free or idle."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def references(self) -> int:
-        """Total number of references."""
-        return sum(self._references)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Return `count` block ids with one reference each; None, without effect, if fewer are
-        available."""
-        if count > self.available:
-            return None
-        block_ids = []
-        for _ in range(count):
-            # Free blocks first: an idle block may still serve a later request.
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._idle.popitem(last=False)
-                self._forget(block)
-                self.evicted += 1
-            self._references[block] = 1
-            block_ids.append(block)
-        return block_ids
-
-    def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each block. Idle blocks become used again."""
-        for block in blocks:
-            self._references[block] += 1
-            self._idle.pop(block, None)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a sequence, in sequence order.
-
-        Raises:
-            ValueError: a block has no reference.
-        """
-        # Reversed: the last block becomes the least recently used and is evicted first.
-        for block in reversed(blocks):
-            if self._references[block] < 1:
-                raise ValueError(
-                    f"block {block} of {self.num_blocks} is not in use: release it once"
-                )
-            self._references[block] -= 1
-            # A block without a hash cannot be found any more, so it is free at once.
-            if self._references[block] == 0:
-                if self._hashes[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[block] = None
-
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Add a full block to the prefix cache, unless the hash has a block already."""
-        if block_hash not in self._published and self._hashes[block] is None:
-            self._published[block_hash], self._hashes[block] = block, block_hash
-
-    def find(self, block_hash: bytes) -> int | None:
-        """Return the cached block of a hash, or None."""
-        return self._published.get(block_hash)
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache, because the weights have changed."""
-        for block in list(self._published.values()):
-            self._forget(block)
-        self._free += self._idle
-        self._idle.clear()
-
-    def _forget(self, block: int) -> None:
-        block_hash, self._hashes[block] = self._hashes[block], None
-        if block_hash is not None:
-            del self._published[block_hash]
-
-
 class CachedPrefix(NamedTuple):
     """The prefix of a waiting sequence that is in the prefix cache.
 
     Args:
-        blocks: blocks that the sequence can use; with recurrent mixers up to the latest snapshot.
+        length: number of blocks that the sequence can use; with recurrent mixers up to the latest
+            snapshot.
+        blocks: per group of layers the blocks; -1 for a block behind the window.
         snapshot: block hash of the snapshot at the end of `blocks`; None without recurrent mixers.
         num_blocks: all cached blocks of the prefix, with or without a snapshot.
     """
 
-    blocks: list[int]
+    length: int
+    blocks: list[list[int]]
     snapshot: bytes | None
     num_blocks: int
 
@@ -180,38 +54,38 @@ class KVCacheManager:
     """Assign blocks, rows of the block table, and slots of recurrent states to sequences.
 
     Args:
-        num_blocks: blocks of the KV cache.
+        groups: the groups of attention layers; the group without a window comes first.
         block_size: tokens per block.
-        max_num_seqs: number of rows of the block table.
+        max_num_seqs: number of rows of the block tables.
         prefix_caching: share full blocks among sequences with a common prefix.
         states: slots of the recurrent mixers; None for a model without recurrent mixers.
-        window: largest attention window of any layer, in tokens; None with full attention.
         stats: counters to update.
 
     Attributes:
-        pool: the blocks.
+        groups: the groups of attention layers.
         has_states: True for a model with recurrent mixers.
-        block_table: int32 [max_num_seqs, w], blocks by row. The width grows with the longest
-            sequence. Rows keep stale entries after a sequence has left, which `context_lengths`
-            hides.
+        has_windows: True if blocks leave an attention window.
+        block_tables: int32 [groups, max_num_seqs, w], blocks by group and row. The width grows with
+            the longest sequence. Rows keep stale entries after a sequence has left, which
+            `context_lengths` hides.
     """
 
     def __init__(
         self,
         *,
-        num_blocks: int,
+        groups: Sequence[BlockGroup],
         block_size: int,
         max_num_seqs: int,
         prefix_caching: bool,
         states: StateCache | None,
-        window: int | None,
         stats: SchedulerStats,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.groups, self._pools = tuple(groups), [group.pool for group in groups]
         self.block_size, self.prefix_caching = block_size, prefix_caching
-        self.window, self.has_states = window, states is not None
+        self.has_windows = any(group.window is not None for group in groups)
+        self.has_states = states is not None
         self._states, self._stats = states, stats
-        self.block_table = np.zeros((max_num_seqs, 0), dtype=np.int32)
+        self.block_tables = np.zeros((len(self.groups), max_num_seqs, 0), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Block hash -> state slot. The order is LRU: the first entry is evicted first.
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
@@ -220,6 +94,11 @@ class KVCacheManager:
         self._state_copies: list[tuple[int | None, int]] = []
         # Block hash -> running sequence that will compute the block. Prompts only.
         self._block_owners: dict[bytes, SequenceState] = {}
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the first group, which bound the length of sequences."""
+        return self._pools[0]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks for `num_tokens` tokens."""
@@ -254,7 +133,8 @@ class KVCacheManager:
                 self._states.release(seq.reserved_snapshots.values())
                 seq.reserved_snapshots = {}
         self._block_owners.clear()
-        self.pool.forget_all()
+        for pool in self._pools:
+            pool.forget_all()
         if self._states is not None:
             self._states.release(self._snapshots.values())
         self._snapshots.clear()
@@ -264,34 +144,38 @@ class KVCacheManager:
     def find_prefix(self, seq: SequenceState) -> CachedPrefix | None:
         """Return the cached prefix of a waiting sequence; None if the sequence should wait, because
         another sequence is about to compute its next block."""
+        nothing = CachedPrefix(0, [[] for _ in self.groups], None, 0)
         if not self.prefix_caching:
-            return CachedPrefix([], None, 0)
+            return nothing
         seq.block_hashes = hash_blocks(
             seq.tokens, self.block_size, prefix_hashes=seq.block_hashes, salt=seq.cache_salt
         )
         # Cached tokens have no logits, so such a prompt is computed completely.
         if seq.needs_prompt_logits:
-            return CachedPrefix([], None, 0)
+            return nothing
         # The newest token is always computed: its logits are sampled.
-        max_cached, blocks = (len(seq.tokens) - 1) // self.block_size, []
-        for block_hash in seq.block_hashes[:max_cached]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        num_blocks = len(blocks)
+        max_cached = (len(seq.tokens) - 1) // self.block_size
+        num_blocks = self._longest_prefix(seq.block_hashes, max_cached)
         if num_blocks < max_cached and (
             owner := self._block_owners.get(seq.block_hashes[num_blocks])
         ):
             self._snapshot_divergence(owner, seq)
             return None
-        if self._states is None:
-            return CachedPrefix(blocks, None, num_blocks)
+        length, snapshot = num_blocks, None
         # Keys and values alone do not suffice: use the prefix up to the latest snapshot.
-        while blocks and seq.block_hashes[len(blocks) - 1] not in self._snapshots:
-            blocks.pop()
-        snapshot = seq.block_hashes[len(blocks) - 1] if blocks else None
-        return CachedPrefix(blocks, snapshot, num_blocks)
+        while self._states is not None and length:
+            snapshot = seq.block_hashes[length - 1]
+            if snapshot in self._snapshots:
+                break
+            length, snapshot = self._longest_prefix(seq.block_hashes, length - 1), None
+        blocks = [group.cached_blocks(seq.block_hashes, length) for group in self.groups]
+        return CachedPrefix(length, blocks, snapshot, num_blocks)
+
+    def _longest_prefix(self, block_hashes: Sequence[bytes], length: int) -> int:
+        """Return the longest cached prefix of at most `length` blocks."""
+        for group in self.groups:  # a prefix of any length fits the group without a window
+            length = group.longest_prefix(block_hashes, length)
+        return length
 
     def admit(self, seq: SequenceState, prefix: CachedPrefix, *, is_alone: bool) -> bool:
         """Assign a row, the blocks of the prefix and a state slot to a sequence that starts to run.
@@ -305,54 +189,62 @@ class KVCacheManager:
             False if there is no room; nothing has changed then.
         """
         # Take the references first: counting or evicting below must not free these blocks.
-        self.pool.share(prefix.blocks)
+        for pool, blocks in zip(self._pools, prefix.blocks, strict=True):
+            pool.share([block for block in blocks if block >= 0])
         # Require blocks for all tokens of the sequence, or it would be preempted at once.
-        missing = self.blocks_for(len(seq.tokens)) - len(prefix.blocks)
-        fits = missing <= self.pool.available or is_alone
+        missing = self.blocks_for(len(seq.tokens)) - prefix.length
+        fits = is_alone or all(
+            group.num_missing(missing) <= group.pool.available for group in self.groups
+        )
         # Steps in flight may have reserved the last free state slot for a snapshot.
         if not fits or (
             self._states is not None and not self._ensure_state_slot(keep=prefix.snapshot)
         ):
-            self.pool.release(prefix.blocks)
+            for pool, blocks in zip(self._pools, prefix.blocks, strict=True):
+                pool.release([block for block in blocks if block >= 0])
             return False
         seq.cacheable = self.prefix_caching
         seq.row = self._free_rows.pop()
-        seq.num_computed_tokens = len(prefix.blocks) * self.block_size
+        seq.num_computed_tokens = prefix.length * self.block_size
+        seq.block_ids = [[] for _ in self.groups]
         self._append_blocks(seq, prefix.blocks)
         if self._states is not None:
             self._init_states(seq, prefix)
         if self.prefix_caching:
             # From now on, others with the same prefix wait for these blocks.
-            for block_hash in seq.block_hashes[len(prefix.blocks) :]:
+            for block_hash in seq.block_hashes[prefix.length :]:
                 self._block_owners.setdefault(block_hash, seq)
         return True
 
     def allocate(self, seq: SequenceState, num_tokens: int) -> bool:
         """Allocate blocks so that a running sequence holds `num_tokens` tokens; False if too few
         blocks are free, and nothing has changed then."""
-        missing = self.blocks_for(num_tokens) - len(seq.block_ids)
+        missing = self.blocks_for(num_tokens) - len(seq.block_ids[0])
         if missing > 0:
-            block_ids = self.pool.allocate(missing)
-            if block_ids is None:
+            # Check all groups first: either all allocate, or none does.
+            if any(missing > pool.available for pool in self._pools):
                 return False
-            self._append_blocks(seq, block_ids)
+            self._append_blocks(seq, [pool.allocate(missing) or [] for pool in self._pools])
         return True
 
     def num_free_tokens(self, seq: SequenceState) -> int:
         """Return how many tokens the blocks of a sequence and the free blocks can hold."""
-        return (len(seq.block_ids) + self.pool.available) * self.block_size
+        available = min(pool.available for pool in self._pools)
+        return (len(seq.block_ids[0]) + available) * self.block_size
 
     def free_after(self, seq: SequenceState, num_tokens: int) -> None:
         """Free the blocks of a sequence beyond `num_tokens` tokens."""
         num_blocks = self.blocks_for(num_tokens)
-        self.pool.release(seq.block_ids[num_blocks:])
-        del seq.block_ids[num_blocks:]
+        for pool, block_ids in zip(self._pools, seq.block_ids, strict=True):
+            pool.release(block_ids[num_blocks:])
+            del block_ids[num_blocks:]
 
     def free(self, seq: SequenceState) -> None:
         """Free the row, the blocks and the slots of a sequence that stops running."""
         # Steps in flight may still write to the blocks. A step that reuses a block runs after them,
         # so its writes win.
-        self.pool.release([block for block in seq.block_ids if block >= 0])
+        for pool, block_ids in zip(self._pools, seq.block_ids, strict=True):
+            pool.release([block for block in block_ids if block >= 0])
         seq.block_ids = []
         seq.num_computed_tokens = seq.num_in_flight_tokens = 0
         self._free_rows.append(seq.row)
@@ -367,17 +259,18 @@ class KVCacheManager:
             if self._block_owners.get(block_hash) is seq:
                 del self._block_owners[block_hash]
 
-    def _append_blocks(self, seq: SequenceState, block_ids: list[int]) -> None:
-        """Append blocks to a running sequence and to its row of the block table."""
-        start = len(seq.block_ids)
-        seq.block_ids += block_ids
+    def _append_blocks(self, seq: SequenceState, new_blocks: Sequence[list[int]]) -> None:
+        """Append blocks of each group to a running sequence and to its row of the block tables."""
+        start = len(seq.block_ids[0])
+        for block_ids, group_blocks in zip(seq.block_ids, new_blocks, strict=True):
+            block_ids += group_blocks
+        end, tables = len(seq.block_ids[0]), self.block_tables
         # Doubling makes the cost of all copies linear in the longest sequence.
-        if len(seq.block_ids) > self.block_table.shape[1]:
-            width = max(2 * self.block_table.shape[1], len(seq.block_ids), 8)
-            wider_table = np.zeros((len(self.block_table), width), dtype=np.int32)
-            wider_table[:, : self.block_table.shape[1]] = self.block_table
-            self.block_table = wider_table
-        self.block_table[seq.row, start : len(seq.block_ids)] = block_ids
+        if end > tables.shape[2]:
+            width = max(2 * tables.shape[2], end, 8)
+            self.block_tables = np.zeros((*tables.shape[:2], width), dtype=np.int32)
+            self.block_tables[:, :, : tables.shape[2]] = tables
+        self.block_tables[:, seq.row, start:end] = new_blocks
 
     # --- finished steps ---------------------------------------------------------------------------
 
@@ -397,9 +290,10 @@ class KVCacheManager:
         )
         for block in range(start, end):
             block_hash = seq.block_hashes[block]
-            # -1: the block has left the attention window and was released before it was cached.
-            if seq.block_ids[block] >= 0:
-                self.pool.publish(seq.block_ids[block], block_hash)
+            for pool, block_ids in zip(self._pools, seq.block_ids, strict=True):
+                # -1: the block has left the window and was released before it was cached.
+                if block_ids[block] >= 0:
+                    pool.publish(block_ids[block], block_hash)
             if self._block_owners.get(block_hash) is seq:
                 del self._block_owners[block_hash]
         slot = seq.reserved_snapshots.pop(seq.num_computed_tokens, None)
@@ -408,14 +302,16 @@ class KVCacheManager:
             self._cache_snapshot(seq, slot, seq.block_hashes[end - 1])
 
     def free_out_of_window(self, seq: SequenceState) -> None:
-        """Release the blocks behind the largest attention window."""
-        assert self.window is not None
-        num_unseen = max(0, seq.num_computed_tokens + 1 - self.window) // self.block_size
-        indices = [n for n in range(min(num_unseen, len(seq.block_ids))) if seq.block_ids[n] >= 0]
-        if indices:
-            self.pool.release([seq.block_ids[n] for n in indices])
-            for n in indices:
-                seq.block_ids[n] = -1
+        """Release the blocks behind the largest attention window of each group."""
+        for group, block_ids in zip(self.groups, seq.block_ids, strict=True):
+            # Blocks leave the window in order, so the blocks before `start` are released already.
+            end = min(group.num_unseen(seq.num_computed_tokens), len(block_ids))
+            start = end
+            while start and block_ids[start - 1] >= 0:
+                start -= 1
+            if start < end:
+                group.pool.release(block_ids[start:end])
+                block_ids[start:end] = [-1] * (end - start)
 
     # --- recurrent states -------------------------------------------------------------------------
 

@@ -541,16 +541,18 @@ class ModelRunner:
         int64_arrays = (
             scheduler_output.tokens,
             scheduler_output.positions,
-            scheduler_output.slot_mapping,
             scheduler_output.state_slots,
+            *scheduler_output.slot_mappings,
         )
         int32_arrays = (
             scheduler_output.query_bounds,
             scheduler_output.context_lengths,
-            scheduler_output.block_table,
+            *scheduler_output.block_tables,
         )
         on_device = self._copy_to_device(int64_arrays, int32_arrays)
-        tokens, positions, slots, states, bounds, contexts, table = on_device
+        count = len(int64_arrays)
+        tokens, positions, states, *slots = on_device[:count]
+        bounds, contexts, *tables = on_device[count:]
         if scheduler_output.tokens.min() < 0:
             tokens = self._fill_pending(tokens)
         decode = scheduler_output.decode_rows + scheduler_output.padding
@@ -558,21 +560,25 @@ class ModelRunner:
         if scheduler_output.decode_rows < len(scheduler_output.sequences):
             ends = (scheduler_output.query_bounds[decode:] - decode).tolist()
             prefill = Sequences(ends, device=self._device)
-        paged = PagedRows(
-            batch=PagedBatch(
-                block_table=table,
-                query_bounds=bounds,
-                context_lengths=contexts,
-                max_query=max(scheduler_output.num_scheduled_tokens),
-                max_context=int(scheduler_output.context_lengths.max()),
-                cpu_dtype=self.cache.shapes.cpu_dtype,
-            ),
-            slot_mapping=slots,
-            state_slots=states,
-            decode_rows=decode,
-            prefill=prefill,
-            most_tokens=None if shared is None else shared.max_tokens,
-        )
+        # The rows of the first group refer to the rows of the second, so build them last.
+        paged: PagedRows | None = None
+        for table, group_slots in zip(reversed(tables), reversed(slots), strict=True):
+            paged = PagedRows(
+                batch=PagedBatch(
+                    block_table=table,
+                    query_bounds=bounds,
+                    context_lengths=contexts,
+                    max_query=max(scheduler_output.num_scheduled_tokens),
+                    max_context=int(scheduler_output.context_lengths.max()),
+                    cpu_dtype=self.cache.shapes.cpu_dtype,
+                ),
+                slot_mapping=group_slots,
+                state_slots=states,
+                decode_rows=decode,
+                prefill=prefill,
+                most_tokens=None if shared is None else shared.max_tokens,
+                windowed=paged,
+            )
         return tokens, SequenceLayout(positions, paged=paged)
 
     def _copy_to_device(

@@ -117,7 +117,8 @@ class SequenceState:
             before it.
         row: row of the block table while the sequence runs, else -1.
         state_slot: slot of the recurrent states while the sequence runs; -1 without states.
-        block_ids: cache blocks in order; -1 for a block behind the sliding window.
+        block_ids: per group of attention layers the cache blocks in order; -1 for a block behind
+            the window.
         block_hashes: hashes of the full blocks.
         snapshot_positions: numbers of tokens after which the states are copied.
         reserved_snapshots: position of a snapshot that a step in flight reaches -> its state slot.
@@ -145,7 +146,7 @@ class SequenceState:
     num_cached_tokens: int | None = None
     row: int = -1
     state_slot: int = -1
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     snapshot_positions: set[int] = field(default_factory=set)
     cacheable: bool = True
@@ -194,9 +195,10 @@ class SchedulerOutput:
             -1 - `row`; the device replaces it.
         query_bounds: int32 [b + 1], offset of each row's first token in `tokens`.
         context_lengths: int32 [b], tokens of each row in the cache after the step.
-        block_table: int32 [b, w]. Kernels never read entries beyond a row's context.
-        slot_mapping: int32 [t], cache slot of each token (block id * block size + offset); -1 for
-            padding.
+        block_tables: int32 [groups, b, w], a block table for each group of attention layers.
+            Kernels never read entries beyond a row's context.
+        slot_mappings: int32 [groups, t], cache slot of each token (block id * block size + offset);
+            -1 for padding.
         state_slots: int32 [b]; -1 for padding and for models without states.
         state_copies: (source, target) state slots to copy before the step, in order. Source None
             writes zeros.
@@ -216,8 +218,8 @@ class SchedulerOutput:
     positions: np.ndarray
     query_bounds: np.ndarray
     context_lengths: np.ndarray
-    block_table: np.ndarray
-    slot_mapping: np.ndarray
+    block_tables: np.ndarray
+    slot_mappings: np.ndarray
     state_slots: np.ndarray
     state_copies: StateCopies
     sampled: tuple[int, ...]
@@ -227,7 +229,7 @@ class SchedulerOutput:
     def pack(
         scheduled: Sequence[tuple[SequenceState, int]],
         *,
-        block_table: np.ndarray,
+        block_tables: np.ndarray,
         block_size: int,
         token_multiple: int,
         state_copies: StateCopies,
@@ -236,7 +238,7 @@ class SchedulerOutput:
 
         Args:
             scheduled: the pairs, before any counter of the sequences records the step.
-            block_table: int32 [rows, w], blocks of all running sequences by `row`.
+            block_tables: int32 [groups, rows, w], blocks of all running sequences by `row`.
             block_size: tokens per block.
             token_multiple: pad the number of tokens to a multiple of this.
             state_copies: copies before the step.
@@ -258,15 +260,15 @@ class SchedulerOutput:
         starts[batch_rows] = num_computed
         contexts[batch_rows] = starts[batch_rows] + sizes[batch_rows]
         width = -(-int(contexts.max()) // block_size)
-        table = np.zeros((len(sizes), width), dtype=np.int32)
-        table[batch_rows] = block_table[[seq.row for seq in seqs], :width]
+        tables = np.zeros((len(block_tables), len(sizes), width), dtype=np.int32)
+        tables[:, batch_rows] = block_tables[:, [seq.row for seq in seqs], :width]
         states = np.full(len(sizes), -1, dtype=np.int32)
         states[batch_rows] = [seq.state_slot for seq in seqs]
         row_of_token = np.repeat(np.arange(len(sizes)), sizes)
         positions = np.arange(bounds[-1], dtype=np.int32) + (starts - bounds[:-1])[row_of_token]
-        block_ids = table[row_of_token, positions // block_size]
+        block_ids = tables[:, row_of_token, positions // block_size]
         slots = block_ids * block_size + positions % block_size
-        slots[decode_rows : decode_rows + padding] = -1
+        slots[:, decode_rows : decode_rows + padding] = -1
         token_ids = _token_ids(scheduled)
         tokens = np.zeros_like(positions)
         tokens[:decode_rows] = token_ids[:decode_rows]
@@ -286,8 +288,8 @@ class SchedulerOutput:
             positions=positions,
             query_bounds=bounds,
             context_lengths=contexts,
-            block_table=table,
-            slot_mapping=slots,
+            block_tables=tables,
+            slot_mappings=slots,
             state_slots=states,
             state_copies=state_copies,
             sampled=sampled,
@@ -299,7 +301,7 @@ class SchedulerOutput:
         starts: tuple[int, ...],
         new_block_rows: Sequence[int],
         *,
-        block_table: np.ndarray,
+        block_tables: np.ndarray,
         block_size: int,
         state_copies: StateCopies,
     ) -> SchedulerOutput:
@@ -308,21 +310,21 @@ class SchedulerOutput:
         Args:
             starts: computed tokens of each sequence before the next step.
             new_block_rows: indices of the sequences that enter a new block.
-            block_table, block_size, state_copies: see `pack`.
+            block_tables, block_size, state_copies: see `pack`.
         """
         count = len(self.sequences)
         # `np.array` copies: the thread that computes this step may still read its arrays.
-        arrays = np.array((self.positions, self.context_lengths, self.slot_mapping))
+        arrays = np.array((self.positions, self.context_lengths, *self.slot_mappings))
         # Padding rows follow the sequences and must not advance.
         arrays[:, :count] += 1
-        positions, contexts, slots = arrays
-        table = self.block_table
+        positions, contexts, slots = arrays[0], arrays[1], arrays[2:]
+        tables = self.block_tables
         if new_block_rows:
             width = -(-(max(starts) + 1) // block_size)
-            table = np.zeros((len(table), width), dtype=np.int32)
-            table[:count] = block_table[list(self.sampled_rows), :width]
-            blocks = table[new_block_rows, positions[new_block_rows] // block_size]
-            slots[new_block_rows] = blocks * block_size
+            tables = np.zeros((*tables.shape[:2], width), dtype=np.int32)
+            tables[:, :count] = block_tables[:, list(self.sampled_rows), :width]
+            blocks = tables[:, new_block_rows, positions[new_block_rows] // block_size]
+            slots[:, new_block_rows] = blocks * block_size
         tokens = np.zeros_like(self.tokens)
         tokens[:count] = [seq.tokens[-1] for seq in self.sequences]
         # Unlike `dataclasses.replace` this skips `__init__` and keeps the cached `logits_indices`.
@@ -333,8 +335,8 @@ class SchedulerOutput:
             tokens=tokens,
             positions=positions,
             context_lengths=contexts,
-            block_table=table,
-            slot_mapping=slots,
+            block_tables=tables,
+            slot_mappings=slots,
             state_copies=state_copies,
         )
         return step
@@ -372,8 +374,8 @@ class SchedulerOutput:
             self.positions,
             self.query_bounds,
             self.context_lengths,
-            self.block_table,
-            self.slot_mapping,
+            self.block_tables,
+            self.slot_mappings,
             self.state_slots,
         ):
             hasher.update(array.tobytes())

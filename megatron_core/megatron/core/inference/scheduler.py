@@ -40,7 +40,8 @@ from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron.core.inference.cache import StateCache
+from megatron.core.inference.block_pool import BlockGroup
+from megatron.core.inference.cache import CacheSizes, StateCache
 from megatron.core.inference.kv_cache_manager import KVCacheManager
 from megatron.core.inference.request_state import (
     SchedulerOutput,
@@ -53,31 +54,44 @@ from megatron.core.inference.request_state import (
 ProposeDrafts = Callable[[Sequence[tuple[SequenceState, int]]], Sequence[Sequence[int]]]
 
 
+def _block_groups(sizes: CacheSizes, block_size: int, step_tokens: int) -> list[BlockGroup]:
+    """Return the groups of attention layers of a cache, for steps of at most `step_tokens`."""
+    if sizes.num_window_blocks is None:
+        return [BlockGroup(sizes.num_blocks, block_size, window=sizes.window)]
+    assert sizes.window is not None, "some layers have a window"
+    # A sequence needs blocks for its window and for the tokens of a step.
+    windowed = BlockGroup(
+        sizes.num_window_blocks,
+        block_size,
+        window=sizes.window,
+        max_per_sequence=-(-(sizes.window + step_tokens) // block_size) + 1,
+    )
+    return [BlockGroup(sizes.num_blocks, block_size), windowed]
+
+
 class Scheduler:
     """Schedule the steps of an engine.
 
     Args:
-        num_blocks: blocks of the KV cache.
+        sizes: sizes of the cache.
         block_size: tokens per block.
         max_num_seqs: largest number of running sequences.
         max_num_batched_tokens: token budget of a step. If it is smaller than the number of running
             sequences, the youngest sequences wait.
         prefix_caching: share full blocks among sequences with a common prefix.
         states: slots of the recurrent mixers; None for a model without recurrent mixers.
-        window: largest attention window of any layer, in tokens; None with full attention.
         token_multiple: pad the number of tokens of a step to a multiple of this.
     """
 
     def __init__(
         self,
         *,
-        num_blocks: int,
+        sizes: CacheSizes,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
         states: StateCache | None = None,
-        window: int | None = None,
         token_multiple: int = 1,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
@@ -88,12 +102,11 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.token_multiple, self.stats = token_multiple, SchedulerStats()
         self.kv_cache = KVCacheManager(
-            num_blocks=num_blocks,
+            groups=_block_groups(sizes, block_size, max_num_batched_tokens),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             prefix_caching=prefix_caching,
             states=states,
-            window=window,
             stats=self.stats,
         )
         self.waiting: deque[SequenceState] = deque()
@@ -179,7 +192,7 @@ class Scheduler:
         scheduled.sort(key=lambda entry: entry[1] > 1)
         scheduler_output = SchedulerOutput.pack(
             scheduled,
-            block_table=self.kv_cache.block_table,
+            block_tables=self.kv_cache.block_tables,
             block_size=self.kv_cache.block_size,
             token_multiple=self.token_multiple,
             state_copies=self.kv_cache.take_state_copies(),
@@ -210,7 +223,7 @@ class Scheduler:
         self._steady = previous.advance(
             starts,
             new_block_rows,
-            block_table=self.kv_cache.block_table,
+            block_tables=self.kv_cache.block_tables,
             block_size=size,
             state_copies=self.kv_cache.take_state_copies() if has_states else (),
         )
@@ -262,7 +275,7 @@ class Scheduler:
                 self.kv_cache.roll_back(seq, num_before, num_rejected)
             if seq.cacheable and seq.num_computed_tokens // size > num_before // size:
                 self.kv_cache.cache_full_blocks(seq, num_before)
-            if self.kv_cache.window is not None:
+            if self.kv_cache.has_windows:
                 self.kv_cache.free_out_of_window(seq)
         for n in scheduler_output.sampled:
             seq = seqs[n]

@@ -53,14 +53,15 @@ class CacheShapes:
             KV heads of size d, or (c,) for a latent.
         states: per recurrent mixer, by name, shape and dtype of the state of a sequence.
         dtype: dtype of keys, values and latents.
-        window: largest attention window of any layer, in tokens; None with full attention.
+        windows: per attention layer its window in tokens, None for full attention; empty means full
+            attention in all layers.
         cpu_dtype: dtype in which a CPU multiplies 16-bit attention operands.
     """
 
     attention: tuple[tuple[int, ...], ...] = ()
     states: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    window: int | None = None
+    windows: tuple[int | None, ...] = ()
     cpu_dtype: torch.dtype | None = None
 
     @staticmethod
@@ -73,13 +74,11 @@ class CacheShapes:
         """
         layers = list(layers)
         attention = [layer for layer in layers if layer.attention]
-        # One layer with full attention needs all tokens, so no block may be freed early.
-        windows = [layer.window for layer in attention if layer.window is not None]
         return CacheShapes(
             attention=tuple(shape for layer in attention for shape in layer.attention),
             states={name: state for layer in layers for name, state in layer.states.items()},
             dtype=dtype,
-            window=max(windows) if windows and len(windows) == len(attention) else None,
+            windows=tuple(window for layer in attention for window in layer.windows),
             cpu_dtype=attention[-1].cpu_dtype if attention else None,
         )
 
@@ -90,9 +89,29 @@ class CacheShapes:
         return tuple((2 * s[0], s[1]) if len(s) == 2 else s for s in self.attention)
 
     @property
+    def window(self) -> int | None:
+        """Largest window of any layer, in tokens; None if no layer has a window."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    @property
+    def has_full_attention(self) -> bool:
+        """Whether some layer attends to all tokens."""
+        return bool(self.attention) and (not self.windows or None in self.windows)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of a token in the pages of all layers."""
-        return sum(math.prod(shape) for shape in self.page_entries) * self.dtype.itemsize
+        return sum(self._entry_bytes)
+
+    @property
+    def windowed_token_bytes(self) -> int:
+        """Bytes of a token in the pages of the layers with a window."""
+        pairs = zip(self._entry_bytes, self.windows, strict=False)
+        return sum(size for size, window in pairs if window is not None)
+
+    @property
+    def _entry_bytes(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) * self.dtype.itemsize for shape in self.page_entries)
 
     @property
     def state_bytes(self) -> int:
@@ -128,7 +147,9 @@ class CoreAttention:
     def cache_shapes(self, entry: tuple[int, ...], dtype: torch.dtype) -> CacheShapes:
         """Return the shapes of a layer whose tokens have cache entries of shape `entry`."""
         cpu_dtype = self.context.cpu_dtype
-        return CacheShapes(attention=(entry,), dtype=dtype, window=self.window, cpu_dtype=cpu_dtype)
+        return CacheShapes(
+            attention=(entry,), dtype=dtype, windows=(self.window,), cpu_dtype=cpu_dtype
+        )
 
     @staticmethod
     def of(

@@ -180,7 +180,7 @@ def test_padding_rows_write_no_pages() -> None:
 
     def recording_schedule(*args, **kwargs):
         plan = schedule(*args, **kwargs)
-        written.update(plan.slot_mapping.tolist())
+        written.update(plan.slot_mappings[0].tolist())
         return plan
 
     engine.scheduler.schedule = recording_schedule

@@ -275,10 +275,11 @@ def check_outputs(outputs: Completions, expected_tokens: dict[int, list[int]]) -
 def check_accounting(engine: Engine) -> None:
     """Check that only running rows refer to blocks, and that every running row has a slot."""
     scheduler = engine.scheduler
-    blocks_in_use = [block for row in scheduler.running for block in row.block_ids if block >= 0]
-    assert scheduler.kv_cache.pool.references == len(blocks_in_use)
-    unused = scheduler.kv_cache.pool.num_blocks - len(set(blocks_in_use))
-    assert scheduler.kv_cache.pool.available == unused
+    for number, group in enumerate(scheduler.kv_cache.groups):
+        rows = scheduler.running
+        blocks_in_use = [block for row in rows for block in row.block_ids[number] if block >= 0]
+        assert group.pool.references == len(blocks_in_use)
+        assert group.pool.available == group.pool.num_blocks - len(set(blocks_in_use))
     slots = [row.row for row in scheduler.running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
     assert all(row.row < 0 and not row.block_ids for row in scheduler.waiting)

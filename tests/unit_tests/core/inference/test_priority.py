@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron.core.inference.cache import CacheSizes
 from megatron.core.inference.request_state import (
     SchedulerOutput,
     SequenceState,
@@ -38,14 +39,18 @@ def run(scheduler: Scheduler) -> list[int]:
 
 
 def test_lower_priority_numbers_are_admitted_first() -> None:
-    scheduler = Scheduler(num_blocks=8, block_size=4, max_num_seqs=1, max_num_batched_tokens=8)
+    scheduler = Scheduler(
+        sizes=CacheSizes(num_blocks=8), block_size=4, max_num_seqs=1, max_num_batched_tokens=8
+    )
     for name, priority in enumerate((1, 0, 1, -3, 0)):
         scheduler.add(row(name, priority))
     assert run(scheduler) == [3, 1, 4, 0, 2]
 
 
 def test_latest_row_of_worst_priority_is_preempted() -> None:
-    scheduler = Scheduler(num_blocks=5, block_size=4, max_num_seqs=3, max_num_batched_tokens=64)
+    scheduler = Scheduler(
+        sizes=CacheSizes(num_blocks=5), block_size=4, max_num_seqs=3, max_num_batched_tokens=64
+    )
     early, urgent, late = (
         row(0, 5, max_length=12),
         row(1, 0, max_length=12),

@@ -78,7 +78,7 @@ def test_any_accepted_memory_provides_blocks(shape):
 
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(1, 8), (1, 64), (4, 32)])
 def test_error_names_the_maximum_number_of_drafts(blocks, step_tokens):
-    sizes = CacheSizes(num_blocks=blocks, num_slots=1, has_states=False, window=None)
+    sizes = CacheSizes(num_blocks=blocks)
 
     def check(count: int) -> None:
         sizes.check_drafts(

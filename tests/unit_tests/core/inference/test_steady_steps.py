@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron.core.inference.cache import StateCache
+from megatron.core.inference.cache import CacheSizes, StateCache
 from megatron.core.inference.request_state import (
     SchedulerOutput,
     SequenceState,
@@ -37,9 +37,10 @@ class RowPlanningScheduler(CountingScheduler):
 #: name -> (scheduler options, number of state slots)
 CASES: dict[str, tuple[Mapping[str, object], int]] = {
     "plain": ({}, 0),
-    "blocks run out": ({"num_blocks": 14, "max_num_seqs": 2}, 0),
+    "blocks run out": ({"sizes": CacheSizes(num_blocks=14), "max_num_seqs": 2}, 0),
     "padded": ({"token_multiple": 4}, 0),
-    "window": ({"window": 9}, 0),
+    "window": ({"sizes": CacheSizes(num_blocks=64, window=9)}, 0),
+    "two groups": ({"sizes": CacheSizes(num_blocks=64, window=9, num_window_blocks=40)}, 0),
     "states": ({}, 12),
     "no prefix cache": ({"prefix_caching": False}, 0),
 }
@@ -49,7 +50,8 @@ def drive(kind: type[CountingScheduler], case: str) -> tuple[list[object], Count
     """Serve random rows; return every step's digest, rows and statistics, and the scheduler."""
     options, slots = CASES[case]
     states = {"states": StateCache(slots)} if slots else {}
-    defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    defaults = {"sizes": CacheSizes(num_blocks=64), "block_size": 4}
+    defaults |= {"max_num_seqs": 5, "max_num_batched_tokens": 24}
     scheduler = kind(**defaults | options | states)
     draw, rows, steps = random.Random(5), [], []
     for step in range(160):
@@ -85,7 +87,8 @@ def drive(kind: type[CountingScheduler], case: str) -> tuple[list[object], Count
             row.num_pending_tokens -= 1
             if len(row.tokens) == row.max_length:
                 scheduler.remove(row)
-    return [*steps, asdict(scheduler.stats), scheduler.kv_cache.pool.available], scheduler
+    available = [group.pool.available for group in scheduler.kv_cache.groups]
+    return [*steps, asdict(scheduler.stats), available], scheduler
 
 
 @pytest.mark.parametrize("case", CASES)

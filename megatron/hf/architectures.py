@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.hf.architecture import Architecture
-from megatron.hf.families import deepseek, glm, llama, nemotron, plain_mlp, qwen
+from megatron.hf.families import deepseek, ernie, glm, llama, nemotron, plain_mlp, qwen
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -36,6 +36,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             llama.ERNIE4_5,
             llama.STABLELM,
             llama.PHI3,
+            deepseek.DEEPSEEK_V2,
+            deepseek.GLM4_MOE_LITE,
+            deepseek.YOUTU,
+            glm.GLM4_MOE,
+            glm.SOLAR_OPEN,
+            ernie.ERNIE4_5_MOE,
+            ernie.HY_V3,
+            qwen.QWEN3_5,
+            qwen.QWEN3_5_MOE,
+            nemotron.BAMBA,
         )
     }
 )

@@ -130,10 +130,13 @@ WHOLE_ROPE = (
     *ROPE,
     Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(None), read.unwritten),
 )
-#: Layers without the rows of norms and activations.
-DECODER = (
+#: Layers without the rows of norms and activations, the first ones without the size of MLPs.
+DEPTH = (
     *MODEL,
     Row("num_hidden_layers", "", read.unread, lambda config, _: config.num_layers),
+)
+DECODER = (
+    *DEPTH,
     Row("intermediate_size", "moe.", read.unread, lambda moe, _: moe.ffn_hidden_size),
     Row("intermediate_size", "mlp.ffn_hidden_size", read.count),
 )
@@ -158,10 +161,13 @@ def plain_mlp(name: str = "hidden_act") -> tuple[Row, ...]:
     )
 
 
-SPARSE_EXPERTS = (
+QWEN_EXPERTS = (
     Row("num_experts", "moe.num_experts", read.count_of("num_experts", "num_local_experts")),
     Row("moe_intermediate_size", "moe.ffn_hidden_size", read.count),
     Row("num_experts_per_tok", "router.topk", read.count),
+)
+SPARSE_EXPERTS = (
+    *QWEN_EXPERTS,
     Row("norm_topk_prob", "router.normalize", read.flag(False)),
     Row("decoder_sparse_step", "", read.unread, constant(1)),
     Row("mlp_only_layers", "", read.unread, layer_types.dense_layers),
@@ -170,30 +176,47 @@ GATED_SHARED_EXPERT = (
     Row("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", read.count),
     Row("", "moe.shared_gate", constant(True)),
 )
-SIGMOID_EXPERTS = (
+#: Experts of DeepSeek's models.
+ROUTED_EXPERTS = (
     Row(
         "n_routed_experts",
         "moe.num_experts",
-        read.count_of("n_routed_experts", "num_local_experts"),
+        read.count_of("n_routed_experts", "num_local_experts", "num_experts"),
     ),
     Row("moe_intermediate_size", "moe.ffn_hidden_size", read.count),
     Row("num_experts_per_tok", "router.topk", read.count),
-    Row("norm_topk_prob", "router.normalize", read.flag(True)),
     Row("routed_scaling_factor", "router.scaling_factor", read.number()),
-    Row("n_group", "router.num_groups", read.group_limit, read.group_count),
-    Row("topk_group", "router.group_topk", read.group_limit, read.group_count),
-    Row("", "router.group_candidates", constant(read.GROUP_CANDIDATES)),
+)
+#: Routing by a sigmoid and a bias, within the best groups.
+SIGMOID_ROUTING = (
     Row("", "router.score_function", constant("sigmoid")),
     Row("", "router.expert_bias", constant(True)),
 )
-SHARED_EXPERTS = (
-    Row(
-        "n_shared_experts",
-        "moe.shared_ffn_hidden_size",
-        lambda f, name: f.count("moe_intermediate_size") * f.count(name),
-        lambda inner, config: max(1, (inner or 0) // config.moe.ffn_hidden_size),
-    ),
+SIGMOID_EXPERTS = (
+    *ROUTED_EXPERTS,
+    *SIGMOID_ROUTING,
+    Row("norm_topk_prob", "router.normalize", read.flag(True)),
+    Row("n_group", "router.num_groups", read.group_limit, read.group_count),
+    Row("topk_group", "router.group_topk", read.group_limit, read.group_count),
+    Row("", "router.group_candidates", constant(read.GROUP_CANDIDATES)),
 )
+
+
+def shared_experts(name: str, *, minimum: int = 1) -> tuple[Row, ...]:
+    """Return the row of the shared expert, as large as a number of experts."""
+    return (
+        Row(
+            name,
+            "moe.shared_ffn_hidden_size",
+            lambda f, name: (
+                f.count("moe_intermediate_size") * f.count(name, minimum=minimum) or None
+            ),
+            lambda inner, config: max(minimum, (inner or 0) // config.moe.ffn_hidden_size),
+        ),
+    )
+
+
+SHARED_EXPERTS = shared_experts("n_shared_experts")
 LATENT_ATTENTION = (
     Row("num_attention_heads", "latent.num_attention_heads", read.count),
     Row("attention_dropout", "latent.", read.unread, constant(0.0)),
@@ -206,17 +229,17 @@ LATENT_ATTENTION = (
     Row("q_lora_rank", "latent.q_lora_rank", read.optional_rank),
     Row("kv_lora_rank", "latent.kv_lora_rank", read.count),
     Row("qk_nope_head_dim", "latent.nope_channels", read.count),
-    Row("qk_rope_head_dim", "latent.rope_channels", read.count),
+    Row("qk_rope_head_dim", "latent.rope_channels", read.rope_channels),
     Row(
         "head_dim",
         "latent.",
-        lambda f, name: f.must_be(name, f.count("qk_rope_head_dim")),
+        lambda f, name: f.must_be(name, read.rope_channels(f, name)),
         read.unwritten,
     ),
     Row(
         "qk_head_dim",
         "latent.",
-        lambda f, name: f.must_be(name, f.count("qk_nope_head_dim") + f.count("qk_rope_head_dim")),
+        lambda f, name: f.must_be(name, f.count("qk_nope_head_dim") + read.rope_channels(f, name)),
         read.unwritten,
     ),
     Row("v_head_dim", "latent.value_channels", read.count),

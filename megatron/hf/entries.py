@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     `tensor_map.sizes_of`. `biased` is the field of config.json that gives the weight a bias, `when`
     a feature that the model must have, see `tensor_map.features_of`. A tensor with `fp32` is stored
     in fp32 on both sides; with `keep_dtype` it keeps its dtype. Neither is converted to the dtype
-    of the weights.
+    of the weights. `hf_shape` is the shape in Hugging Face if it has leading dimensions of size 1.
     """
 
     hf_name: str
@@ -30,6 +30,7 @@ class Entry(NamedTuple):
     when: str | None = None
     fp32: bool = False
     keep_dtype: bool = False
+    hf_shape: str | None = None
 
 
 class ExpertTensors(NamedTuple):
@@ -163,7 +164,7 @@ def shared_expert(inside: str, names: tuple[str, ...] = PROJECTIONS) -> tuple[En
 
 
 def experts(
-    module: str, names: tuple[str, str, str], *further_entries: AnyEntry
+    module: str, names: tuple[str, str, str], *further_entries: AnyEntry, router: str = "gate"
 ) -> tuple[AnyEntry, ...]:
     """Return the entries of a mixture of experts with one tensor per expert and projection.
 
@@ -171,11 +172,12 @@ def experts(
         module: name of the module in a layer.
         names: names of the gate, up and down projections.
         further_entries: entries in addition to router and experts.
+        router: name of the router.
     """
     gate, up, down = (f"{LAYER}.{module}.{EXPERT}.{name}.weight" for name in names)
     return (
         FFN_NORM,
-        Entry(f"{LAYER}.{module}.gate.weight", "{block}.moe.router.weight", "Eh"),
+        Entry(f"{LAYER}.{module}.{router}.weight", "{block}.moe.router.weight", "Eh"),
         ExpertTensors(gate, f"{_EXPERTS}.gate.weight", "eh"),
         ExpertTensors(up, f"{_EXPERTS}.up.weight", "eh"),
         ExpertTensors(down, f"{_EXPERTS}.down.weight", "he"),

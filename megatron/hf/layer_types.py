@@ -21,6 +21,8 @@ LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention
 
 _MIXER_TYPES: Mapping[str, str] = MappingProxyType({LINEAR: DELTA_NET, FULL: ATTENTION})
 
+_MLP_TYPES: Mapping[str, str] = MappingProxyType({"dense": DENSE, "sparse": EXPERTS})
+
 #: Upper bounds on layers, and on heads or experts of all layers together. Each slice of a tensor
 #: takes about 1 KB of memory while a folder is read.
 MAX_LAYERS, MAX_HEADS_OR_EXPERTS = 10_000, 1 << 18
@@ -78,6 +80,19 @@ def leading_mlps(fields: Fields, num_layers: int) -> str:
     """Return MLPs in the first layers and experts in all others, as in DeepSeek-V3."""
     dense = min(num_layers, fields.count("first_k_dense_replace", minimum=0))
     return DENSE * dense + EXPERTS * (num_layers - dense)
+
+
+def typed_mlps(fields: Fields, num_layers: int) -> str:
+    """Return the kinds of `mlp_layer_types`; without it, one MLP and experts in all others."""
+    if fields.find("mlp_layer_types") is None:
+        return (DENSE + EXPERTS * num_layers)[:num_layers]
+    return symbols(fields, "mlp_layer_types", _MLP_TYPES, num_layers=num_layers)
+
+
+def mlp_types(config: GPTConfig, _: GPTConfig) -> list[str]:
+    """Return `mlp_layer_types`."""
+    names = {symbol: name for name, symbol in _MLP_TYPES.items()}
+    return [names.get(symbol, symbol) for symbol in config.blocks[1::2]]
 
 
 def sparse_steps(fields: Fields, num_layers: int) -> str:

@@ -201,6 +201,16 @@ def optional_window(fields: ModelFields, name: str) -> int | None:
     return None if fields.find(name) is None else fields.count(name)
 
 
+def fixed_flag(value: bool) -> Callable[[ModelFields, str], bool]:
+    """Return a reader of a flag that, if present, must have this value."""
+
+    def read(fields: ModelFields, name: str) -> bool:
+        fields.must_be(name, value)
+        return value
+
+    return read
+
+
 def always_window(fields: ModelFields, name: str) -> int | None:
     """Return the window of Mistral's layers, None without one."""
     size = None if is_null(fields, name) else fields.count(name, WINDOW)
@@ -302,6 +312,11 @@ def optional_rank(fields: ModelFields, name: str) -> int | None:
     if name not in fields.raw:
         fields.refuse(name, "expected a positive integer, or null")
     return fields.count(name, 0) or None
+
+
+def rope_channels(fields: ModelFields, _: str) -> int:
+    """Return the rotated channels of latent attention; `head_dim` is another name."""
+    return fields.count_of("qk_rope_head_dim", "head_dim")
 
 
 def low_rank_epsilon(fields: ModelFields, name: str) -> float | None:

@@ -297,6 +297,7 @@ def features_of(config: GPTConfig) -> frozenset[str]:
         return frozenset({"direct_query" if direct else "low_rank_query"})
     features = {
         "norm_bias": config.norm.kind == "LayerNorm",
+        "shared_expert": config.moe is not None and config.moe.shared_ffn_hidden_size is not None,
         "query_key_norms": attention is not None and attention.qk_norm,
         "attention_bias": attention is not None and attention.qkv_bias,
         "attention_out_bias": attention is not None and attention.output_bias,
@@ -333,10 +334,11 @@ class _Mapping:
     def _add_plain(self, entry: Entry, words: Mapping[str, str]) -> None:
         hf_name, mcore_name = self._hf_name(entry.hf_name, words), entry.mcore_name.format(**words)
         shape = self._shape(entry.shape)
+        hf_shape = self._shape(entry.hf_shape or entry.shape)
         dtype_rules = {"fp32": entry.fp32, "keep_dtype": entry.keep_dtype}
         self._add(
-            TensorSlice(hf_name, _zeros(shape), mcore_name, _zeros(shape), shape),
-            shape,
+            TensorSlice(hf_name, _zeros(hf_shape), mcore_name, _zeros(shape), shape),
+            hf_shape,
             shape,
             **dtype_rules,
         )

@@ -102,7 +102,8 @@ plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
 plan YARN: yarn-rotary-scaling-factor 4 -> 8; yarn-original-max-position-embeddings 4096 -> 2048;
     yarn-beta-fast 32 -> 16; yarn-beta-slow 1 -> 2; yarn-attention-factor 1.0 -> 1.2
 plan --qk-layernorm without GROUPED: multi-latent-attention
-plan LATENT without GROUPED: q-lora-rank none -> 20; kv-lora-rank 32 -> 20; qk-head-dim 128 -> 20;
+plan LATENT without GROUPED: latent-norm-epsilon none -> 1e-3; q-lora-rank none -> 20;
+    kv-lora-rank 32 -> 20; qk-head-dim 128 -> 20;
     qk-pos-emb-head-dim 64 -> 20; v-head-dim 128 -> 20
 plan LATENT YARN --yarn-rotary-scaling-factor 4 without GROUPED: mscale 1 -> 2;
     mscale-all-dim 0 -> 1
@@ -113,7 +114,7 @@ plan MOE: moe-layer-freq 1 -> 2; moe-ffn-hidden-size none -> 40; moe-router-topk
     moe-expert-capacity-factor none -> 1.5; moe-shared-expert-intermediate-size none -> 40;
     moe-token-dispatcher-type auto -> alltoall
 plan MOE --moe-router-group-topk 2: moe-router-num-groups 2 -> 4
-plan GROUPS: moe-router-group-topk 1 -> 2
+plan GROUPS: moe-router-group-topk 1 -> 2; moe-router-group-candidates none -> 1
 plan MOE --moe-router-enable-expert-bias: moe-router-bias-update-rate 0.001 -> 0.01
 plan MOE --moe-aux-loss-coeff 0.01: moe-router-load-balancing-type aux_loss -> seq_aux_loss
 plan MOE --moe-expert-capacity-factor 1: moe-token-drop-policy probs -> position

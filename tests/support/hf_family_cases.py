@@ -16,6 +16,22 @@ _PARTIAL = {"rope_type": "default", "rope_theta": 500.0}
 #: 48 features in heads of 8, for classes without their own head_dim.
 _WHOLE = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
 
+#: Latent attention and experts.
+_LATENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-3, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "q_lora_rank": 14, "kv_lora_rank": 18, "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 10, "v_head_dim": 9,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 22, "n_group": 3,
+    "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_DELTA_NET: dict[str, Any] = {
+    "rms_norm_eps": 1e-2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 6, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+}  # fmt: skip
+
 #: name: (class in transformers, what its configuration has in addition to the shape)
 FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _YARN}),
@@ -38,7 +54,86 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 0.75},
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            "qk_nope_head_dim": 8,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**_LATENT, **_EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "youtu": ("Youtu", {**_LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "solar_open": ("SolarOpen", {**_EXPERTS, "norm_topk_prob": False}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 4,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_intermediate_size": 22,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "hy_v3": (
+        "HYV3",
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "attention_bias": True}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **_DELTA_NET,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "shared_expert_intermediate_size": 14,
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 12,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 9,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
 }
+
+#: Models with recurrent layers.
+RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba")
 
 #: Classes whose norms store the distance of the weight from one.
 ZERO_CENTERED = frozenset({"Qwen3Next", "Nemotron", "Qwen3_5", "Qwen3_5Moe"})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_family_cases import FAMILY_CASES, ZERO_CENTERED
+from tests.support.hf_family_cases import FAMILY_CASES, RECURRENT_CASES, ZERO_CENTERED
 
 VOCABULARY, LENGTH = 263, 128
 LLAMA3 = {
@@ -208,7 +208,9 @@ HYBRID_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 ALL_CASES = {**CASES, **HYBRID_CASES, **FAMILY_CASES}
 #: Classes whose weights are smaller: a recurrence that is normalised magnifies rounding.
-HYBRIDS = frozenset(kind for kind, _ in HYBRID_CASES.values())
+HYBRIDS = frozenset(kind for kind, _ in HYBRID_CASES.values()) | {
+    FAMILY_CASES[case][0] for case in RECURRENT_CASES
+}
 
 
 def _center(kind: str, name: str) -> float:
@@ -244,7 +246,8 @@ def make_model(case: str, **changes: Any) -> Any:
     }
     if kind == "NemotronH":
         del config["num_hidden_layers"]
-    config_class = getattr(transformers, f"{kind}Config")
+    text_class = getattr(transformers, f"{kind}TextConfig", None)
+    config_class = text_class or getattr(transformers, f"{kind}Config")
     if case in FAMILY_CASES:
         supported = {field.name for field in dataclasses.fields(config_class)}
         supported |= {*config_class.attribute_map, *extra, *changes}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 and Nemotron-H: every layer is one block. Each sub-weight of Mamba-2 is contiguous."""
+"""Mamba-2, Nemotron-H, of whose blocks each is a layer, and Bamba. Each sub-weight of Mamba-2 is
+contiguous."""
 
 from __future__ import annotations
 
@@ -9,13 +10,20 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.cli.two_way_table import Row, constant
+from megatron.core.models.gpt import GPTConfig
 from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS, MAMBA
 from megatron.hf import config_rows as rows
 from megatron.hf import readers as read
 from megatron.hf.architecture import Architecture
 from megatron.hf.entries import (
+    ATTENTION_ENTRIES,
+    EMBEDDING,
     EXPERT,
+    FINAL_NORM,
     HEAD,
+    LAYER,
+    MIXER_NORM,
+    MLP,
     PROJECTIONS,
     AnyEntry,
     Entry,
@@ -26,7 +34,15 @@ from megatron.hf.entries import (
     shared_expert,
 )
 from megatron.hf.fields import Fields
-from megatron.hf.layer_types import FULL, LINEAR, check_size, refuse_windows, symbols
+from megatron.hf.layer_types import (
+    FULL,
+    LINEAR,
+    check_size,
+    layers,
+    refuse_windows,
+    symbols,
+    uniform_layers,
+)
 from megatron.hf.readers import ModelFields
 
 _BACKBONE = "backbone.layers.{layer}"
@@ -37,28 +53,35 @@ _ENDS = (
     Entry("backbone.norm_f.weight", "decoder.final_norm.weight", "h"),
     HEAD,
 )
-_MAMBA: tuple[AnyEntry, ...] = (
-    _NORM,
-    FusedWeight(
-        f"{_MIXER}.in_proj.weight",
-        fused_weights("mamba", ("gate", "I"), ("x", "I"), ("B", "G"), ("C", "G"), ("dt", "N")),
-        groups="1",
-        inner="h",
-        biased="use_bias",
-    ),
-    FusedWeight(
-        f"{_MIXER}.conv1d.weight",
-        fused_weights("mamba.conv", ("x", "I"), ("B", "G"), ("C", "G")),
-        groups="1",
-        inner="1w",
-        biased="use_conv_bias",
-    ),
-    Entry(f"{_MIXER}.A_log", "{block}.mamba.A_log", "N", keep_dtype=True),
-    Entry(f"{_MIXER}.dt_bias", "{block}.mamba.dt_bias", "N", keep_dtype=True),
-    Entry(f"{_MIXER}.D", "{block}.mamba.D", "N", keep_dtype=True),
-    Entry(f"{_MIXER}.norm.weight", "{block}.mamba.output_norm.weight", "I"),
-    Entry(f"{_MIXER}.out_proj.weight", "{block}.mamba.output.weight", "hI", "use_bias"),
-)
+
+
+def _mamba_entries(inside: str, norm: Entry) -> tuple[AnyEntry, ...]:
+    """Return the entries of Mamba-2 in a module of a layer, with the norm of the block."""
+    return (
+        norm,
+        FusedWeight(
+            f"{inside}.in_proj.weight",
+            fused_weights("mamba", ("gate", "I"), ("x", "I"), ("B", "G"), ("C", "G"), ("dt", "N")),
+            groups="1",
+            inner="h",
+            biased="use_bias",
+        ),
+        FusedWeight(
+            f"{inside}.conv1d.weight",
+            fused_weights("mamba.conv", ("x", "I"), ("B", "G"), ("C", "G")),
+            groups="1",
+            inner="1w",
+            biased="use_conv_bias",
+        ),
+        Entry(f"{inside}.A_log", "{block}.mamba.A_log", "N", keep_dtype=True),
+        Entry(f"{inside}.dt_bias", "{block}.mamba.dt_bias", "N", keep_dtype=True),
+        Entry(f"{inside}.D", "{block}.mamba.D", "N", keep_dtype=True),
+        Entry(f"{inside}.norm.weight", "{block}.mamba.output_norm.weight", "I"),
+        Entry(f"{inside}.out_proj.weight", "{block}.mamba.output.weight", "hI", "use_bias"),
+    )
+
+
+_MAMBA = _mamba_entries(_MIXER, _NORM)
 _MIXER_BLOCKS = (
     *rows.MODEL,
     Row("num_hidden_layers", "", read.unread, lambda config, _: len(config.blocks)),
@@ -252,4 +275,91 @@ NEMOTRON_H = Architecture(
     skipped_prefix="mtp.",
     # Up to 5.23, transformers clamps dt to this value instead of the lower time_step_limit.
     reference_fields=lambda fields: {"time_step_min": _dt_floor(fields)},
+)
+
+
+def _bamba_mixers(fields: Fields, num_layers: int) -> str:
+    """Return attention in the layers of `attn_layer_indices`, Mamba-2 in all others."""
+    name = "attn_layer_indices"
+    indices = fields.find(name) or []
+    if not isinstance(indices, list) or not all(type(layer) is int for layer in indices):
+        fields.refuse(name, "expected numbers of layers")
+    mixers = "".join(ATTENTION if layer in indices else MAMBA for layer in range(num_layers))
+    for types in ("layer_types", "layers_block_type"):
+        present = fields.raw.get(types) is not None
+        if present and symbols(fields, types, _BLOCK_TYPES, num_layers=num_layers) != mixers:
+            fields.refuse(types, f"{name} says otherwise")
+    return mixers
+
+
+def _attention_layers(config: GPTConfig, _: GPTConfig) -> list[int]:
+    return [layer for layer, mixer in enumerate(config.blocks[::2]) if mixer == ATTENTION]
+
+
+def _mamba_head_dim(fields: ModelFields, name: str) -> int:
+    """Return the channels of a head of Mamba-2."""
+    inner = fields.count("mamba_expand") * fields.count("hidden_size")
+    heads = fields.count("mamba_n_heads")
+    head_dim = inner // heads if fields.find(name) == "auto" else fields.count(name)
+    if head_dim * heads != inner:
+        fields.refuse(name, "times mamba_n_heads it must be mamba_expand times hidden_size")
+    return head_dim
+
+
+_BAMBA_MLP = tuple(
+    entry._replace(
+        hf_name=entry.hf_name.replace(".mlp.", ".feed_forward.").replace(
+            "post_attention_layernorm", "pre_ff_layernorm"
+        )
+    )
+    for entry in MLP
+)
+BAMBA = Architecture(
+    model_type="bamba",
+    class_name="BambaForCausalLM",
+    blocks={
+        ATTENTION: ATTENTION_ENTRIES,
+        MAMBA: _mamba_entries(f"{LAYER}.mamba", MIXER_NORM),
+        DENSE: _BAMBA_MLP,
+    },
+    ends=(EMBEDDING, FINAL_NORM._replace(hf_name="model.final_layernorm.weight"), HEAD),
+    rows=(
+        *rows.LAYERS,
+        *rows.ROPE,
+        Row("partial_rotary_factor", "rope.percent", read.rotary_fraction(0.5)),
+        *rows.SELF_ATTENTION,
+        *rows.BIAS,
+        Row("mlp_bias", "mlp.bias", read.flag(False)),
+        Row("num_hidden_layers", "", read.unread, lambda config, _: len(config.blocks) // 2),
+        Row("attn_layer_indices", "", read.unread, _attention_layers),
+        Row("mamba_n_heads", "mamba.num_heads", read.count),
+        Row("mamba_d_head", "mamba.head_channels", _mamba_head_dim),
+        Row("mamba_n_groups", "mamba.num_groups", read.count),
+        Row("mamba_d_state", "mamba.state_channels", read.count),
+        Row("mamba_d_conv", "mamba.conv_width", read.count),
+        Row(
+            "mamba_expand",
+            "mamba.",
+            read.unread,
+            lambda m, config: max(1, m.inner_channels // config.hidden_size),
+        ),
+        Row("mamba_conv_bias", "mamba.conv_bias", read.flag(True)),
+        Row("mamba_proj_bias", "mamba.bias", read.flag(False)),
+        Row("time_step_limit", "mamba.dt_limit", read.dt_limits, read.write_dt_limits),
+    ),
+    read_blocks=layers(uniform_layers(DENSE), _bamba_mixers),
+    check=partial(refuse_windows, typed=False),
+    aliases=frozenset({"layer_types"}),
+    defaults=MappingProxyType(
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        }
+    ),
 )

@@ -198,3 +198,46 @@ QWEN3_NEXT = Architecture(
     defaults=MappingProxyType({**_DELTA_NET_DEFAULTS, "norm_topk_prob": True}),
     skipped_prefix="mtp.",
 )
+
+#: A gated delta net whose projections are separate.
+_SPLIT_DELTA_NET: tuple[AnyEntry, ...] = (
+    MIXER_NORM,
+    FusedWeight(
+        f"{LAYER}.linear_attn.in_proj_qkv.weight",
+        fused_weights("delta_net", ("query", "Q"), ("key", "Q"), ("value", "O")),
+        groups="1",
+        inner="h",
+    ),
+    Entry(f"{LAYER}.linear_attn.in_proj_z.weight", "{block}.delta_net.gate.weight", "Oh"),
+    Entry(f"{LAYER}.linear_attn.in_proj_b.weight", "{block}.delta_net.beta.weight", "Uh"),
+    Entry(f"{LAYER}.linear_attn.in_proj_a.weight", "{block}.delta_net.alpha.weight", "Uh"),
+    _DELTA_NET_CONVOLUTION,
+    *_DELTA_NET_OUTPUT,
+)
+QWEN3_5 = Architecture(
+    model_type="qwen3_5_text",
+    class_name="Qwen3_5ForCausalLM",
+    blocks={ATTENTION: _GATED_ATTENTION, DELTA_NET: _SPLIT_DELTA_NET, DENSE: MLP},
+    ends=ENDS,
+    rows=_DELTA_NET_ROWS,
+    read_blocks=layers(uniform_layers(DENSE), layer_types.delta_net_mixers),
+    check=partial(layer_types.refuse_windows, typed=False),
+    defaults=MappingProxyType({**_DELTA_NET_DEFAULTS, "num_key_value_heads": 4}),
+    skipped_prefix="mtp.",
+)
+QWEN3_5_MOE = Architecture(
+    model_type="qwen3_5_moe_text",
+    class_name="Qwen3_5MoeForCausalLM",
+    blocks={
+        ATTENTION: _GATED_ATTENTION,
+        DELTA_NET: _SPLIT_DELTA_NET,
+        EXPERTS: experts("mlp", PROJECTIONS, *_GATED_SHARED_EXPERT),
+    },
+    fused={EXPERTS: fused_experts(*_GATED_SHARED_EXPERT)},
+    ends=ENDS,
+    rows=(*_DELTA_NET_ROWS, *rows.QWEN_EXPERTS, *rows.GATED_SHARED_EXPERT),
+    read_blocks=layers(uniform_layers(EXPERTS), layer_types.delta_net_mixers),
+    check=partial(layer_types.refuse_windows, typed=False),
+    defaults=MappingProxyType(_DELTA_NET_DEFAULTS),
+    skipped_prefix="mtp.",
+)

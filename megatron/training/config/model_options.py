@@ -57,6 +57,10 @@ class AttentionOptions:
     features."""
     v_head_dim: Annotated[int, at("latent.value_channels")] = 128
     """Features of each value head."""
+    latent_norm_epsilon: Annotated[float | None, at("latent.norm_epsilon", back=unless(None))] = (
+        None
+    )
+    """Term added to the mean square in the norms of latents; derived: --norm-epsilon."""
     mscale: float = 1.0
     """With yarn, scale the rotary features of queries and keys by 0.1 x this x ln(scaling factor) +
     1."""
@@ -69,7 +73,7 @@ class AttentionOptions:
             lambda: fraction(self, "attention_dropout"),
             lambda: positive(self, "window_size"),
             lambda: positive(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
-            lambda: positive(self, "qk_pos_emb_head_dim", "v_head_dim"),
+            lambda: positive(self, "qk_pos_emb_head_dim", "v_head_dim", "latent_norm_epsilon"),
             lambda: not_negative(self, "mscale", "mscale_all_dim"),
         )
 
@@ -116,8 +120,11 @@ class ExpertConfig:
     moe_router_num_groups: Annotated[int | None, at("router.num_groups")] = None
     """Number of expert groups; a token is routed to experts of a few groups only."""
     moe_router_group_topk: Annotated[int | None, at("router.group_topk")] = None
-    """Number of groups that each token selects, by the sum of the topk / this many best scores in
-    the group."""
+    """Number of groups that each token selects, by the sum of the
+    --moe-router-group-candidates best scores in the group."""
+    moe_router_group_candidates: int | None = None
+    """Number of best scores in a group whose sum ranks it; derived: topk / --moe-router-group-topk,
+    at least 1."""
     moe_router_topk_scaling_factor: float | None = None
     """Scale the selected experts' weights by this factor, after normalisation; derived: none."""
     moe_router_enable_expert_bias: Annotated[bool, at("router.expert_bias")] = False
@@ -147,6 +154,7 @@ class ExpertConfig:
             ),
             lambda: positive(self, "moe_router_topk", "moe_router_topk_scaling_factor"),
             lambda: positive(self, "moe_router_num_groups", "moe_router_group_topk"),
+            lambda: positive(self, "moe_router_group_candidates"),
             lambda: positive(self, "moe_router_bias_update_rate"),
             lambda: not_negative(
                 self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"

@@ -112,26 +112,11 @@ def model_options(config: GPTConfig) -> dict[str, Any]:
 def options_problem(config: GPTConfig) -> str | None:
     """Return why training options cannot describe a model; None if they can.
 
-    The message uses the names of Hugging Face's config.json. `model_options` omits how many scores
-    rank a group of experts: Megatron-LM derives that number from two options, and transformers uses
-    2.
+    The message uses the names of Hugging Face's config.json.
     """
     if config.num_labels is not None:
         return "a classification head is not supported in training: the model can be served"
-    if window_problem := _window_problem(config):
-        return window_problem
-    router = None if config.moe is None else config.moe.router
-    if router is None or router.num_groups is None or router.group_topk is None:
-        return None
-    candidates = _group_candidates(router.topk, router.group_topk)
-    if router.group_candidates == candidates or router.num_groups == router.group_topk:
-        return None
-    return (
-        f"num_experts_per_tok {router.topk} / topk_group {router.group_topk} = {candidates}, but "
-        f"the model ranks a group of experts by the sum of its {router.group_candidates} best "
-        "scores: training ranks groups by as many scores as --moe-router-topk / "
-        "--moe-router-group-topk; the model can be served, not trained"
-    )
+    return _window_problem(config)
 
 
 # --- What follows from several options, or from several fields ------------------------------------
@@ -378,12 +363,14 @@ def _default_to(default: Callable[[Flags], Any]) -> Callable[[Flags, str], Any]:
     return lambda flags, name: default(flags) if flags[name] is None else flags[name]
 
 
-def _candidates(flags: Flags, name: str) -> int:
-    return _group_candidates(flags["moe-router-topk"], flags["moe-router-group-topk"] or 1)
+def _candidates(flags: Flags) -> int:
+    return max(1, flags["moe-router-topk"] // (flags["moe-router-group-topk"] or 1))
 
 
-def _group_candidates(topk: int, group_topk: int) -> int:
-    return max(1, topk // group_topk)
+def _candidates_option(candidates: int, config: GPTConfig) -> Any:
+    router = config.moe.router  # type: ignore[union-attr]
+    derived = max(1, router.topk // (router.group_topk or 1))
+    return OMITTED if candidates == derived or router.num_groups is None else candidates
 
 
 def _balance(flags: Flags, name: str) -> str:
@@ -473,7 +460,12 @@ MODEL = Table(
             "moe.ffn_hidden_size",
             _default_to(lambda f: f.config.model.inner_features),
         ),
-        Row("", "router.group_candidates", _candidates),
+        Row(
+            "moe-router-group-candidates",
+            "router.group_candidates",
+            _default_to(_candidates),
+            _candidates_option,
+        ),
         Row("moe-router-topk-scaling-factor", "router.scaling_factor", _default_to(constant(1.0))),
         Row("moe-router-load-balancing-type", "router.balance", _balance, _load_balancing_option),
         # Positions

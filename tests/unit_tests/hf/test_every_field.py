@@ -45,17 +45,19 @@ IGNORED: Mapping[str, str] = {
         ("bos_token_id eos_token_id pad_token_id", _TOKENS),
         (
             "attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop "
-            "embd_pdrop attn_pdrop output_router_logits "
+            "embd_pdrop attn_pdrop z_loss_coefficient output_router_logits "
             "router_aux_loss_coef router_jitter_noise",
             _TRAINING,
         ),
         (
             "use_cache pretraining_tp use_mamba_kernels chunk_size mamba_ssm_cache_dtype "
-            "num_logits_to_keep moe_shared_expert_overlap residual_in_fp32",
+            "num_logits_to_keep moe_shared_expert_overlap residual_in_fp32 mamba_chunk_size "
+            "enable_moe_fp32_combine",
             _LIBRARY,
         ),
         (
-            "time_step_rank time_step_max time_step_floor rescale_prenorm_residual",
+            "time_step_rank time_step_max time_step_floor rescale_prenorm_residual "
+            "embedding_initializer_range",
             "initial values, replaced by loaded weights",
         ),
     )
@@ -72,6 +74,7 @@ IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
     ),
     "qwen3_moe": dict.fromkeys(("use_sliding_window", "sliding_window"), _TYPED),
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
+    "glm4_moe": {"num_nextn_predict_layers": _MTP},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},
     "mamba2": {
         "time_step_min": _FLOOR,
@@ -183,6 +186,8 @@ def test_every_parameter_is_written_or_an_alias(case):
     fields = {**written, "architectures": [type(model).__name__]}
     config = read_model(fields, where="config.json").config
     for alias, canonical in aliases.items():
+        if canonical not in written:  # it is computed from other fields
+            continue
         renamed = {**fields, alias: fields[canonical]}
         del renamed[canonical]
         assert read_model(renamed, where="config.json").config == config, alias
@@ -212,7 +217,7 @@ def test_ignored_fields_do_not_change_transformers_logits(case):
                 logits = changed_model(tokens).logits
             tried.add(name)
             # A different chunk size changes the summation order of a recurrence.
-            atol = 1e-5 if name == "chunk_size" else 0.0
+            atol = 1e-5 if name.endswith("chunk_size") else 0.0
             torch.testing.assert_close(
                 logits, expected, rtol=0.0, atol=atol, msg=f"{name}: {alternative}"
             )

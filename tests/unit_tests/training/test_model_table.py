@@ -112,7 +112,7 @@ def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
         scaling_factor=draw(st.floats(0.1, 9.0)),
         num_groups=None if groups is None else 4,
         group_topk=groups,
-        group_candidates=max(1, topk // (groups or 1)),
+        group_candidates=topk if groups is None else draw(st.integers(1, 4)),
         expert_bias=biased,
         bias_update_rate=draw(st.sampled_from([1e-3, 1e-2])) if biased else 1e-3,
         balance=draw(st.sampled_from(["aux_loss", "seq_aux_loss"])) if coefficient else "none",
@@ -274,8 +274,8 @@ def test_every_model_option_has_a_row() -> None:
     assert names - {row.name for row in MODEL.rows} == {"mscale"}
 
 
-#: Fields of the core without a row: fields that a kind of RoPE scaling does not use, and an
-#: epsilon and a classification head, which only Hugging Face folders have.
+#: Fields of the core without a row: fields that a kind of RoPE scaling does not use, and a
+#: classification head, which only Hugging Face folders have.
 WITHOUT_ROW = {
     "": {"num_labels"},
     "linear": {
@@ -284,7 +284,6 @@ WITHOUT_ROW = {
     },
     "llama3": {"beta_fast", "beta_slow", "attention_factor"},
     "yarn": {"low_freq_factor", "high_freq_factor"},
-    "latent": {"norm_epsilon"},
 }
 
 

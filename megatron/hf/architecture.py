@@ -27,10 +27,12 @@ class Architecture:
 
     Args:
         model_type, class_name: `model_type` and `architectures` in config.json.
+        has_classifier: whether there is a class with a classification head.
         blocks: entries of each kind of block, as published on the hub.
         fused: entries of blocks whose experts are fused into one tensor per layer in files that
             `save_pretrained` writes without converting them back.
         ends: embedding, final norm and head.
+        positions: the learned positions; None for a class without.
         blocks_per_layer: 2 if a Hugging Face layer is a mixer followed by an MLP or experts.
         mtp_entries: entries of an MTP layer in addition to its blocks.
         mtp_copies: an MTP layer's copies of the embedding and of the head: (name in Hugging Face,
@@ -49,9 +51,11 @@ class Architecture:
 
     model_type: str
     class_name: str
+    has_classifier: bool = True
     blocks: Blocks
     fused: Blocks = field(default_factory=dict)
     ends: tuple[Entry, Entry, Entry]
+    positions: Entry | None = None
     blocks_per_layer: int = 2
     mtp_entries: tuple[AnyEntry, ...] = ()
     mtp_copies: tuple[tuple[str, Entry], ...] = ()
@@ -72,7 +76,7 @@ class Architecture:
     @property
     def classifier_class(self) -> str | None:
         """The class with a classification head; None if `transformers` has none."""
-        if self.blocks_per_layer == 1:  # Mamba-2 and Nemotron-H
+        if not self.has_classifier:
             return None
         return self.class_name.replace("ForCausalLM", "ForSequenceClassification")
 

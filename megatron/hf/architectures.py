@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.hf.architecture import Architecture
-from megatron.hf.families import deepseek, ernie, glm, llama, nemotron, plain_mlp, qwen
+from megatron.hf.families import deepseek, ernie, glm, gpt, llama, nemotron, plain_mlp, qwen
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -46,6 +46,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             qwen.QWEN3_5,
             qwen.QWEN3_5_MOE,
             nemotron.BAMBA,
+            glm.DOTS1,
+            gpt.GPT_BIGCODE,
         )
     }
 )

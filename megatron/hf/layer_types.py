@@ -28,6 +28,7 @@ _MLP_TYPES: Mapping[str, str] = MappingProxyType({"dense": DENSE, "sparse": EXPE
 MAX_LAYERS, MAX_HEADS_OR_EXPERTS = 10_000, 1 << 18
 _COUNTS = (
     "num_attention_heads",
+    "n_head",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
@@ -57,19 +58,22 @@ _ATTENTION_LAYERS = uniform_layers(ATTENTION)
 
 
 def layers(
-    ffn: LayerReader, mixers: LayerReader = _ATTENTION_LAYERS, *, name: str = "num_hidden_layers"
+    ffn: LayerReader,
+    mixers: LayerReader = _ATTENTION_LAYERS,
+    *,
+    names: tuple[str, ...] = ("num_hidden_layers",),
 ) -> Callable[[Fields], str]:
     """Return a reader of the blocks of a model with layers of a mixer and an MLP or experts.
 
     Args:
         ffn: reads the kind of each layer's MLP or experts.
         mixers: reads the kind of each layer's mixer.
-        name: field of the number of layers.
+        names: names of the field of the number of layers.
     """
 
     def read_blocks(fields: Fields) -> str:
-        num_layers = fields.count(name)
-        check_size(fields, num_layers, name)
+        num_layers = fields.count_of(*names)
+        check_size(fields, num_layers, names[0])
         pairs = zip(mixers(fields, num_layers), ffn(fields, num_layers), strict=True)
         return "".join(mixer + symbol for mixer, symbol in pairs)
 

@@ -220,6 +220,20 @@ def always_window(fields: ModelFields, name: str) -> int | None:
     return size
 
 
+def typed_window(fields: ModelFields, name: str) -> int | None:
+    """Return the window of all layers, which `layer_types` or `max_window_layers` switch on."""
+    size = None if is_null(fields, name) else fields.count(name)
+    layers, types = fields.count("num_hidden_layers"), fields.raw.get("layer_types")
+    unlimited = fields.count("max_window_layers", minimum=0)
+    sliding = max(0, layers - unlimited) if types is None else types.count(SLIDING)
+    if sliding not in (0, layers):
+        deciding_field = "max_window_layers" if types is None else "layer_types"
+        fields.refuse(deciding_field, "supported is one window for all layers, or for none")
+    if sliding and size is None and types is not None:
+        fields.refuse("layer_types", f"there is no window: give {name}")
+    return size if sliding else None
+
+
 def switched_window(fields: ModelFields, name: str) -> int | None:
     """Return the window of Qwen2's and Qwen3's layers, None without one."""
     used = fields.flag("use_sliding_window", False) and not is_null(fields, name)

@@ -186,6 +186,8 @@ def tensor_map(
     if config.num_labels is not None:
         head = CLASSIFIER
     mapping.add_all((embedding, final_norm) if config.tied else (embedding, final_norm, head), {})
+    if kind.positions is not None:
+        mapping.add_all((kind.positions,), {})
     if config.tied and head.hf_name in names:  # as some tools write it
         mapping.map.add_copy(head.hf_name, EMBEDDING.mcore_name)
     blocks = {**kind.blocks, **(kind.fused if has_fused_experts(names) else {})}
@@ -232,7 +234,7 @@ def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry,
 def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     """Return the size that each letter of the tables stands for.
 
-    Model: V vocabulary size, h hidden size, H 2h, L labels.
+    Model: V vocabulary size, h hidden size, H 2h, L labels, P learned positions.
     Attention: a query heads, d channels per head, n = a·d, g = key heads · d, o channels of the
     output of all heads.
     MLP: f FFN hidden size, e FFN hidden size of an expert, s of the shared expert, E experts.
@@ -242,6 +244,8 @@ def sizes_of(config: GPTConfig) -> Mapping[str, int]:
     """
     attention, moe = config.attention, config.moe
     sizes = {"1": 1, "V": config.vocab_size, "h": config.hidden_size, "H": 2 * config.hidden_size}
+    if config.max_position_embeddings is not None:
+        sizes["P"] = config.max_position_embeddings
     if config.num_labels is not None:
         sizes["L"] = config.num_labels
     if config.mlp is not None:

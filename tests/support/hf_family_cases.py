@@ -115,6 +115,14 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 14,
         },
     ),
+    "dots1": (
+        "Dots1",
+        {**_EXPERTS, "sliding_window": 7, "max_window_layers": 0, "head_dim": 10},
+    ),
+    "gpt_bigcode": (
+        "GPTBigCode",
+        {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 40, "n_positions": 128},
+    ),
     "bamba": (
         "Bamba",
         {

@@ -250,7 +250,7 @@ def make_model(case: str, **changes: Any) -> Any:
     config_class = text_class or getattr(transformers, f"{kind}Config")
     if case in FAMILY_CASES:
         supported = {field.name for field in dataclasses.fields(config_class)}
-        supported |= {*config_class.attribute_map, *extra, *changes}
+        supported |= {*extra, *changes}
         config = {name: value for name, value in config.items() if name in supported}
     model_config = config_class(**config)
     model_config._attn_implementation = model_config._experts_implementation = "eager"

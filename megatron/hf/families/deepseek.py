@@ -123,6 +123,7 @@ GLM4_MOE_LITE = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     class_name="Glm4MoeLiteForCausalLM",
+    has_classifier=False,
     rows=(
         *rows.LAYERS,
         *rows.WHOLE_ROPE,
@@ -142,6 +143,7 @@ GLM4_MOE_LITE = dataclasses.replace(
 YOUTU = Architecture(
     model_type="youtu",
     class_name="YoutuForCausalLM",
+    has_classifier=False,
     blocks={LATENT: LATENT_ATTENTION, DENSE: MLP},
     ends=ENDS,
     rows=(

@@ -77,6 +77,7 @@ _SHARED = tuple(
 ERNIE4_5_MOE = Architecture(
     model_type="ernie4_5_moe",
     class_name="Ernie4_5_MoeForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: ATTENTION_ENTRIES,
         DENSE: MLP,
@@ -129,6 +130,7 @@ def _hunyuan_experts(bias: str, shared: str) -> tuple[AnyEntry, ...]:
 HY_V3 = Architecture(
     model_type="hy_v3",
     class_name="HYV3ForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: NORMED_ATTENTION,
         DENSE: MLP,

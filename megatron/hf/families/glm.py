@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4 and GLM-4.5, of whose channels half rotate, and Solar Open."""
+"""GLM-4 and GLM-4.5, of whose channels half rotate, Solar Open and Dots 1."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ GLM = Architecture(
 GLM4_MOE = Architecture(
     model_type="glm4_moe",
     class_name="Glm4MoeForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: NORMED_ATTENTION,
         DENSE: MLP,
@@ -89,6 +90,7 @@ GLM4_MOE = Architecture(
 SOLAR_OPEN = Architecture(
     model_type="solar_open",
     class_name="SolarOpenForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: ATTENTION_ENTRIES,
         EXPERTS: experts("mlp", PROJECTIONS, *BIAS_AND_SHARED_EXPERT),
@@ -120,6 +122,49 @@ SOLAR_OPEN = Architecture(
             "topk_group": 1,
             "n_shared_experts": 1,
             "routed_scaling_factor": 1.0,
+        }
+    ),
+)
+DOTS1 = Architecture(
+    model_type="dots1",
+    class_name="Dots1ForCausalLM",
+    has_classifier=False,
+    blocks={
+        ATTENTION: NORMED_ATTENTION,
+        DENSE: MLP,
+        EXPERTS: experts("mlp", PROJECTIONS, *BIAS_AND_SHARED_EXPERT),
+    },
+    fused={EXPERTS: fused_experts(*BIAS_AND_SHARED_EXPERT)},
+    ends=ENDS,
+    rows=(
+        *rows.LAYERS,
+        *rows.WHOLE_ROPE,
+        *rows.SELF_ATTENTION,
+        *rows.BIAS,
+        *rows.QUERY_KEY_NORMS,
+        Row("sliding_window", "attention.window", read.typed_window),
+        Row(
+            "max_window_layers",
+            "attention.",
+            read.unread,
+            lambda attention, config: 0 if attention.window else config.num_layers,
+        ),
+        Row("first_k_dense_replace", "", read.unread, layer_types.num_leading_mlps),
+        *rows.SIGMOID_EXPERTS,
+        Row("norm_topk_prob", "router.normalize", read.flag(False)),
+        *rows.SHARED_EXPERTS,
+    ),
+    read_blocks=layers(layer_types.leading_mlps),
+    check=layer_types.check_layer_types(layer_types.FULL, layer_types.SLIDING),
+    aliases=frozenset({"num_local_experts"}),
+    defaults=MappingProxyType(
+        {
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
         }
     ),
 )

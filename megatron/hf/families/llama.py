@@ -129,6 +129,7 @@ HELIUM = Architecture(
 ERNIE4_5 = Architecture(
     model_type="ernie4_5",
     class_name="Ernie4_5ForCausalLM",
+    has_classifier=False,
     blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: MLP},
     ends=ENDS,
     rows=(

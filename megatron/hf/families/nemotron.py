@@ -111,6 +111,7 @@ def _expand(fields: Fields, name: str) -> None:
 MAMBA2 = Architecture(
     model_type="mamba2",
     class_name="Mamba2ForCausalLM",
+    has_classifier=False,
     blocks={MAMBA: _MAMBA},
     ends=_ENDS,
     blocks_per_layer=1,
@@ -223,6 +224,7 @@ def _dt_floor(fields: Mapping[str, Any]) -> float:
 NEMOTRON_H = Architecture(
     model_type="nemotron_h",
     class_name="NemotronHForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: (_NORM, *attention_entries(_MIXER)),
         DENSE: _PLAIN_MLP,
@@ -317,6 +319,7 @@ _BAMBA_MLP = tuple(
 BAMBA = Architecture(
     model_type="bamba",
     class_name="BambaForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: ATTENTION_ENTRIES,
         MAMBA: _mamba_entries(f"{LAYER}.mamba", MIXER_NORM),

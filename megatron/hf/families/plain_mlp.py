@@ -76,6 +76,7 @@ NEMOTRON = Architecture(
 JAIS2 = Architecture(
     model_type="jais2",
     class_name="Jais2ForCausalLM",
+    has_classifier=False,
     blocks={ATTENTION: ATTENTION_ENTRIES, DENSE: plain_mlp()},
     ends=ENDS,
     rows=(

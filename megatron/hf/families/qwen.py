@@ -228,6 +228,7 @@ QWEN3_5 = Architecture(
 QWEN3_5_MOE = Architecture(
     model_type="qwen3_5_moe_text",
     class_name="Qwen3_5MoeForCausalLM",
+    has_classifier=False,
     blocks={
         ATTENTION: _GATED_ATTENTION,
         DELTA_NET: _SPLIT_DELTA_NET,

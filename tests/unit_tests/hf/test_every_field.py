@@ -52,7 +52,7 @@ IGNORED: Mapping[str, str] = {
         (
             "use_cache pretraining_tp use_mamba_kernels chunk_size mamba_ssm_cache_dtype "
             "num_logits_to_keep moe_shared_expert_overlap residual_in_fp32 mamba_chunk_size "
-            "enable_moe_fp32_combine",
+            "enable_moe_fp32_combine attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
             _LIBRARY,
         ),
         (

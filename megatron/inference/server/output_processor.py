@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.inference.requests import EngineRequest, OutputDelta
@@ -54,8 +54,6 @@ class GenerationRequest:
         stop: strings that end an output; the engine handles tokens only.
         include_stop: the text of an output includes the stop string or stop token that ended it.
         skip_special_tokens: the text of an output leaves out special tokens.
-        prompt_only: report the prompt's log-probabilities and no new token. The engine still
-            samples one token.
         names: the API's names of fields of `EngineRequest`, where they differ.
     """
 
@@ -64,21 +62,24 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
-    prompt_only: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def name(self, engine_field: str) -> str | None:
-        """Return the API's name for a field of `EngineRequest`; None for no field."""
-        return self.names.get(engine_field, engine_field) or None
+    def name(self, engine_field: str) -> str:
+        """Return the API's name for a field of `EngineRequest`."""
+        return self.names.get(engine_field, engine_field)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore:
-    """A token, its log-probability, and the most probable tokens at its position."""
+    """A token, its log-probability, and the most probable tokens at its position.
+
+    The rank of a token of the prompt counts from 1 for the most probable token; None for others.
+    """
 
     id: int
     logprob: float | None
     top: Sequence[tuple[int, float]] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +217,6 @@ class Generation:
     def _delta(self, engine_delta: OutputDelta) -> Delta:
         index = self._output_index[engine_delta.request_id]
         stream, reason = self._streams[index], engine_delta.finish_reason
-        if self.request.prompt_only:
-            engine_delta = engine_delta._replace(
-                tokens=(), logprobs=(), top_logprobs=(), epochs=(), finish_reason="length"
-            )
-            reason = "length"
         # The token that ends a document has no text.
         hides_stop = reason == "stop" and not self.request.include_stop
         num_text_tokens = len(engine_delta.tokens) - hides_stop
@@ -260,10 +256,12 @@ class Generation:
             return None
         prompt = self.request.requests[index].prompt
         top_logprobs = engine_delta.prompt_top_logprobs or ()
-        return [
-            TokenScore(id=prompt[0], logprob=None),
-            *token_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs),
+        scores = token_scores(prompt[1:], engine_delta.prompt_logprobs, top_logprobs)
+        ranked = [
+            replace(score, rank=rank)
+            for score, rank in zip(scores, engine_delta.prompt_ranks or (), strict=True)
         ]
+        return [TokenScore(id=prompt[0], logprob=None), *ranked]
 
     def _count_lookup(self, index: int, cached_tokens: int) -> None:
         """Count the prompt tokens that the prefix cache held."""

@@ -173,7 +173,12 @@ class Server:
         """Raise ApiError for a request that the model cannot serve."""
         max_length = self.card.max_length
         try:
-            check_request(request, max_length=max_length, vocab_size=self.card.vocab_size)
+            check_request(
+                request,
+                max_length=max_length,
+                vocab_size=self.card.vocab_size,
+                name_of=generation_request.name,
+            )
         except RequestError as error:
             length = len(request.prompt) + request.max_new_tokens
             is_too_long = max_length is not None and length > max_length

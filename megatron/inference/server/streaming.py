@@ -139,7 +139,8 @@ async def _checked_deltas(generation: Generation | BeamSearch) -> AsyncIterator[
         async for delta in generation.deltas():
             yield delta
     except Refused as error:
-        raise ApiError(400, str(error), param=generation.request.name(error.field)) from None
+        param = generation.request.name(error.field) or None
+        raise ApiError(400, str(error), param=param) from None
     except NotFinite:
         request = generation.request.requests[0]
         if request.allowed_tokens or request.banned_sequences or request.min_new_tokens:

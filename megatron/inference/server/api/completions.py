@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -43,19 +42,15 @@ async def completions(server: Server, request: Request) -> Response:
     generation_request = body.generation_request(
         prompts,
         default_stop_tokens=server.card.stop_tokens,
-        max_new_tokens=max(max_new_tokens, 1),
+        max_new_tokens=max_new_tokens,
         logprobs=body.logprobs,
         names={"max_new_tokens": "max_tokens"},
-        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        prompt_logprobs=max_new_tokens == 0 or (bool(body.echo) and body.logprobs is not None),
         grammar=grammar,
         **body.token_constraints(server.tokenizer),
     )
-    if max_new_tokens == 0:
-        if beam_search is not None:
-            raise ApiError(
-                400, "max_tokens is 0: use_beam_search needs at least 1", param="max_tokens"
-            )
-        generation_request = dataclasses.replace(generation_request, prompt_only=True)
+    if max_new_tokens == 0 and beam_search is not None:
+        raise ApiError(400, "max_tokens is 0: use_beam_search needs at least 1", param="max_tokens")
     generation = server.begin(generation_request, beam_search)
     formatter = CompletionFormatter(
         body,

@@ -55,13 +55,14 @@ def prompt_logprobs(
         if score.logprob is None:
             entries.append(None)
             continue
-        ranks = {token: rank for rank, (token, _) in enumerate(score.top, 1)}
+        ranks = {score.id: score.rank}
+        ranks |= {token: rank for rank, (token, _) in enumerate(score.top, 1)}
         logprobs = {score.id: score.logprob, **dict(score.top[:num_top])}
         entries.append(
             {
                 str(token): {
                     "logprob": logprob,
-                    "rank": ranks.get(token),
+                    "rank": ranks[token],
                     "decoded_token": token_text(tokenizer, token),
                 }
                 for token, logprob in logprobs.items()

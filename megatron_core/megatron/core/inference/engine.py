@@ -170,7 +170,7 @@ class Engine:
         if self._asleep is not None:
             raise ValueError("the engine is asleep and accepts no requests: wake it first")
         check_request(request, max_length=self.config.max_model_len, vocab_size=self.vocab_size)
-        self.scheduler.kv_cache.check(len(request.prompt) + request.max_new_tokens)
+        self.scheduler.kv_cache.check(request.max_length)
 
     def add(self, request: EngineRequest) -> int:
         """Queue a request and return its id.
@@ -187,7 +187,7 @@ class Engine:
             seq = SequenceState(
                 tokens=list(request.prompt),
                 num_prompt_tokens=len(request.prompt),
-                max_length=len(request.prompt) + request.max_new_tokens,
+                max_length=request.max_length,
                 priority=request.priority,
                 needs_prompt_logits=request.prompt_logprobs and index == 0,
                 cache_salt=request.cache_salt,

@@ -46,7 +46,7 @@ from megatron.core.inference.stages import (
 )
 from megatron.core.moe.dispatch import MAX_PADDED_ROWS
 from megatron.core.ops.paged_attention import PagedBatch
-from megatron.core.ops.sampling.cpu import most_probable
+from megatron.core.ops.sampling.cpu import most_probable, token_ranks
 from megatron.core.ops.sequences import Sequences
 from megatron.core.process_groups import Group
 from megatron.core.transformer import CacheShapes
@@ -642,8 +642,8 @@ class ModelRunner:
         return prompt_logprobs
 
     def _compute_prompt_logprobs(self, entry: PromptLogprobs, hidden: Tensor) -> Tensor:
-        """Return fp64 [c (1 + 2k)]: for each of c tokens its log-probability, then the ids and the
-        log-probabilities of its k alternatives."""
+        """Return fp64 [c (2 + 2k)]: for each of c tokens its log-probability and its rank, then the
+        ids and the log-probabilities of its k alternatives."""
         chunks = []
         for start in range(0, len(entry.tokens), LOGPROB_CHUNK_TOKENS):
             chunk = entry.tokens[start : start + LOGPROB_CHUNK_TOKENS]
@@ -651,6 +651,7 @@ class ModelRunner:
             states = hidden[entry.start + start :][: len(tokens)]
             logprobs = self.logits(states).log_softmax(-1)  # [c, V]
             top = most_probable(logprobs, [entry.num_top] * len(tokens))
-            columns = [logprobs.gather(1, tokens[:, None]), *top]
+            ranks = token_ranks(logprobs, tokens)
+            columns = [logprobs.gather(1, tokens[:, None]), ranks[:, None], *top]
             chunks.append(torch.cat([x.double() for x in columns if x is not None], 1))
         return torch.cat(chunks).flatten()

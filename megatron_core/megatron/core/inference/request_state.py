@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -509,17 +509,27 @@ class PromptScores:
     Args:
         logprobs: log-probability of each prompt token except the first.
         top_logprobs: alternatives of the same tokens; None unless requested.
+        ranks: rank of the same tokens among all tokens, 1 for the most probable.
     """
 
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None
+    ranks: list[int]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `OutputDelta` with the scores."""
+        return {
+            "prompt_logprobs": self.logprobs,
+            "prompt_top_logprobs": self.top_logprobs,
+            "prompt_ranks": self.ranks,
+        }
 
     @staticmethod
     def begin(request: EngineRequest) -> PromptScores | None:
         """Return empty scores; None if the request asks for none."""
         if not request.prompt_logprobs:
             return None
-        return PromptScores([], [] if request.sampling.logprobs else None)
+        return PromptScores([], [] if request.sampling.logprobs else None, [])
 
 
 @dataclass(eq=False)
@@ -631,6 +641,9 @@ class OutputState:
             finish_reason = "length"
         # Prompt fields go into the first delta only: by then all steps of the prompt have finished.
         scores = self.prompt_scores if begins else None
+        if not request.max_new_tokens:  # the sampled token is not part of the output
+            tokens = []
+            chosen = chosen._replace(logprobs=[], tops=[])
         return OutputDelta(
             request_id=self.request_id,
             index=self.index,
@@ -640,8 +653,7 @@ class OutputState:
             epochs=[epoch] * len(tokens),
             finish_reason=finish_reason,
             cached_tokens=(seq.num_cached_tokens or 0) if begins else 0,
-            prompt_logprobs=None if scores is None else scores.logprobs,
-            prompt_top_logprobs=None if scores is None else scores.top_logprobs,
+            **({} if scores is None else scores.fields()),
         )
 
     def aborted(self) -> OutputDelta:
@@ -651,8 +663,7 @@ class OutputState:
             request_id=self.request_id,
             index=self.index,
             finish_reason="abort",
-            prompt_logprobs=None if scores is None else scores.logprobs,
-            prompt_top_logprobs=None if scores is None else scores.top_logprobs,
+            **({} if scores is None else scores.fields()),
         )
 
     def update_forced_tokens(self, forced: Callable[[Sequence[int]], Sequence[int]]) -> None:
@@ -688,16 +699,17 @@ class PromptLogprobs:
     @property
     def num_values(self) -> int:
         """Number of values; see `ModelRunner._compute_prompt_logprobs`."""
-        return len(self.tokens) * (1 + 2 * self.num_top)
+        return len(self.tokens) * (2 + 2 * self.num_top)
 
     def append_to_output(self, values: Tensor) -> None:
         """Append the values, fp64 on the host, to the scores of the prompt."""
         scores = self.output.prompt_scores
         assert scores is not None
-        logprobs, *alternatives = values.view(len(self.tokens), -1).tensor_split(
-            [1, 1 + self.num_top], dim=1
+        logprobs, ranks, *alternatives = values.view(len(self.tokens), -1).tensor_split(
+            [1, 2, 2 + self.num_top], dim=1
         )
         scores.logprobs += logprobs[:, 0].tolist()
+        scores.ranks += ranks[:, 0].long().tolist()
         if scores.top_logprobs is not None:
             ids, tops = alternatives[0].long().tolist(), alternatives[1].tolist()
             pairs = zip(ids, tops, strict=True)

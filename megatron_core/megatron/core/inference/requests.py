@@ -39,7 +39,8 @@ class EngineRequest:
     Args:
         request_id: id, unique among unfinished requests; None lets `Engine.add` choose one.
         prompt: token ids, at least one.
-        max_new_tokens: largest number of new tokens.
+        max_new_tokens: largest number of new tokens; 0 computes the log-probabilities of the prompt
+            only.
         sampling: sampling parameters.
         stop_tokens: token ids that end an output; the output includes the stop token.
         sequence: sequence number in the key of random draws; output i uses `sequence` + i.
@@ -79,6 +80,11 @@ class EngineRequest:
     reasoning_limit: Mapping[str, Any] | None = None
     mask: Callable[[Sequence[int]], Tensor | None] | None = None
     forced: Callable[[Sequence[int]], Sequence[int]] | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of the prompt and an output; a request without new tokens samples one."""
+        return len(self.prompt) + max(self.max_new_tokens, 1)
 
     def with_id(self, next_id: int, used: Container[int]) -> tuple[EngineRequest, int]:
         """Return the request with its id, `next_id` where it has none, and its id.
@@ -122,6 +128,7 @@ class OutputDelta(NamedTuple):
             of an output, if requested, else None.
         prompt_top_logprobs: alternatives of the same prompt tokens, as many as requested; None
             unless the request asks for alternatives and for prompt log-probabilities.
+        prompt_ranks: rank of the same prompt tokens among all tokens, 1 for the most probable.
     """
 
     request_id: int
@@ -134,6 +141,7 @@ class OutputDelta(NamedTuple):
     cached_tokens: int = 0
     prompt_logprobs: Sequence[float] | None = None
     prompt_top_logprobs: Sequence[TopLogprobs] | None = None
+    prompt_ranks: Sequence[int] | None = None
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> OutputDelta:
@@ -160,6 +168,7 @@ class Completion:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[float] | None = None
     prompt_top_logprobs: Sequence[TopLogprobs] | None = None
+    prompt_ranks: Sequence[int] | None = None
     cached_tokens: int = 0
     epochs: list[int] = field(default_factory=list)
     finish_reason: str = ""
@@ -176,6 +185,7 @@ class Completion:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
             self.prompt_top_logprobs = delta.prompt_top_logprobs
+            self.prompt_ranks = delta.prompt_ranks
 
     def cut(self, count: int) -> None:
         """Remove the tokens after the first `count`, with their log-probabilities and epochs."""
@@ -201,27 +211,39 @@ class Completions(dict[tuple[int, int], Completion]):
             self[key].add(delta)
 
 
-def check_request(request: EngineRequest, *, max_length: int | None, vocab_size: int) -> None:
+def option_name(field_name: str) -> str:
+    """Return the name of a field of `EngineRequest` as an option of a program."""
+    return field_name.replace("_", "-")
+
+
+def check_request(
+    request: EngineRequest,
+    *,
+    max_length: int | None,
+    vocab_size: int,
+    name_of: Callable[[str], str] = option_name,
+) -> None:
     """Reject a request that no engine of the model can serve.
 
     Args:
         request: the request.
         max_length: longest sequence of prompt and new tokens together; None means no limit.
         vocab_size: vocabulary size; token ids must be smaller.
+        name_of: returns the user's name of a field, for errors.
 
     Raises:
         RequestError: names the field, the value and the fix.
     """
     length = len(request.prompt)
-    if request.max_new_tokens < 1:
+    if request.max_new_tokens < (0 if request.prompt_logprobs else 1):
         raise RequestError(
-            f"max-new-tokens is {request.max_new_tokens}: use a positive number",
+            f"{name_of('max_new_tokens')} is {request.max_new_tokens}: use a positive number",
             field="max_new_tokens",
         )
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:
         raise RequestError(
-            f"min-new-tokens is {request.min_new_tokens}: use 0 to max-new-tokens, "
-            f"{request.max_new_tokens}",
+            f"{name_of('min_new_tokens')} is {request.min_new_tokens}: use 0 to "
+            f"{name_of('max_new_tokens')}, {request.max_new_tokens}",
             field="min_new_tokens",
         )
     if request.n < 1:
@@ -248,15 +270,19 @@ def check_request(request: EngineRequest, *, max_length: int | None, vocab_size:
         outside = [t for tokens in token_lists for t in tokens if not 0 <= t < vocab_size]
         if outside:
             raise RequestError(
-                f"{field_name.replace('_', '-')} has token id {outside[0]}, outside the vocabulary "
-                f"of {vocab_size}: use ids of the model's own tokenizer",
+                f"{name_of(field_name)} has token id {outside[0]}, outside the vocabulary of "
+                f"{vocab_size}: use ids of the model's own tokenizer",
                 field=field_name,
             )
     if not all(request.banned_sequences):
         raise RequestError(
-            "banned-sequences has an empty sequence: leave it out", field="banned_sequences"
+            f"{name_of('banned_sequences')} has an empty sequence: leave it out",
+            field="banned_sequences",
         )
-    try:
-        request.sampling.check_vocabulary(vocab_size)
-    except ValueError as error:
-        raise RequestError(str(error), field="logit_bias") from None
+    biased = [token for token in dict(request.sampling.logit_bias) if token >= vocab_size]
+    if biased:
+        raise RequestError(
+            f"{name_of('logit_bias')} names token {biased[0]}, outside the vocabulary of "
+            f"{vocab_size}: use ids of the model's own tokenizer",
+            field="logit_bias",
+        )

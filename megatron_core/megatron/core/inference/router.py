@@ -141,7 +141,7 @@ class RequestRouter:
 
     @staticmethod
     def _cost(request: EngineRequest) -> int:
-        return len(request.prompt) + request.max_new_tokens
+        return request.max_length
 
     @staticmethod
     def _num_shared_blocks(sent: OrderedDict[bytes, None], hashes: Sequence[bytes]) -> int:

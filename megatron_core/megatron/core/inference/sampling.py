@@ -110,19 +110,6 @@ class SamplingParams:
             problems.append(f"logprobs is {self.logprobs}: use 0 to {MAX_LOGPROBS}")
         return problems
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Reject a bias of tokens outside the vocabulary.
-
-        Raises:
-            ValueError: names the first such token.
-        """
-        for token in dict(self.logit_bias):
-            if token >= vocab_size:
-                raise ValueError(
-                    f"logit-bias names token {token}, outside the vocabulary of {vocab_size}: use "
-                    "ids of the model's own tokenizer"
-                )
-
     @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -238,7 +225,7 @@ def _change_of(row: SampleRow, vocab_size: int) -> ScoreChange:
     params, biases = row.params, dict(row.params.logit_bias)
     counts = params.presence_penalty or params.frequency_penalty
     return ScoreChange(
-        # An out-of-range id would fail the whole batch. `check_vocabulary` rejects it earlier; this
+        # An out-of-range id would fail the whole batch. `check_request` rejects it earlier; this
         # filter protects callers that skip the check.
         biases={token: bias for token, bias in biases.items() if token < vocab_size},
         repeated={*row.prompt, *row.output} if params.repetition_penalty != 1 else (),

@@ -454,6 +454,27 @@ def test_prompt_logprobs_match_full_forward(budget: int) -> None:
             expected = all_logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
             for completion in outputs:
                 assert completion.prompt_logprobs == pytest.approx(expected, rel=1e-6)
+                order = all_logprobs[:-1].argsort(dim=-1, descending=True)
+                assert (
+                    completion.prompt_ranks
+                    == (1 + order.argsort(-1)).gather(1, ids[1:, None])[:, 0].tolist()
+                )
+
+
+def test_whole_context_is_scored_without_a_new_token() -> None:
+    model, prompt = model_of("gqa"), tuple(range(1, 17))
+    engine = engine_of(model, num_blocks=1, block_size=16, max_model_len=16)
+    scored = EngineRequest(prompt=prompt, max_new_tokens=0, prompt_logprobs=True)
+    longer = EngineRequest(prompt=prompt, max_new_tokens=1, prompt_logprobs=True)
+    [[completion]] = generate(engine, [scored])
+    ids = torch.tensor(prompt)
+    with torch.no_grad():
+        all_logprobs = model.full_logits(ids[None])[:, 0].log_softmax(-1)
+    expected = all_logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+    assert completion.prompt_logprobs == pytest.approx(expected, rel=1e-6)
+    assert (completion.tokens, completion.finish_reason) == ([], "length")
+    with pytest.raises(ValueError, match="too long"):
+        engine.add(longer)
 
 
 def test_nan_logits_end_only_their_request() -> None:
@@ -478,6 +499,8 @@ def test_empty_mask_ends_only_its_request() -> None:
         ({"max_new_tokens": 0}, "max-new-tokens is 0"),
         ({"prompt": ()}, "the prompt has no tokens"),
         ({"n": 0}, "n is 0"),
+        ({"max_new_tokens": -1, "prompt_logprobs": True}, "max-new-tokens is -1"),
+        ({"prompt": (1,) * 9, "max_new_tokens": 0, "prompt_logprobs": True}, "too long: 9 tokens"),
         ({"max_new_tokens": 6}, r"too long: 3 tokens \+ 6 new .* limit of 8"),
         ({"max_new_tokens": 10**12}, "too long"),
         ({"prompt": (1, 61)}, "token id 61, outside the vocabulary of 61"),

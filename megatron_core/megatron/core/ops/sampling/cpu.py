@@ -336,3 +336,20 @@ def most_probable(
             row_logprobs.new_full(shape, -math.inf), rows_with_top, row_logprobs.gather(1, ids)
         ),
     )
+
+
+def token_ranks(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Return the rank of one token of each row in the order of `most_probable`, from 1.
+
+    Args:
+        logprobs: [r, V] fp32.
+        tokens: int64 [r].
+
+    Returns:
+        int64 [r].
+    """
+    ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    token_logprobs = logprobs.gather(1, tokens[:, None])  # [r, 1]
+    precedes = (logprobs == token_logprobs) & (ids < tokens[:, None])  # [r, V]
+    precedes |= logprobs > token_logprobs
+    return 1 + precedes.sum(1)

@@ -26,7 +26,7 @@ from megatron.inference.server.api import (
 )
 from megatron.inference.server.middleware import LOG, RequestGuard
 from megatron.inference.server.protocol.api_error import ApiError, internal_error
-from megatron.inference.server.protocol.body import Body
+from megatron.inference.server.protocol.body import Body, parse_body
 from megatron.inference.server.serving import Handler, Route, Server
 
 #: Template of schema references in the OpenAPI document.
@@ -46,7 +46,8 @@ async def invocations(server: Server, request: Request) -> Response:
     try:
         fields = await request.json()
     except (ValueError, RecursionError):
-        fields = None
+        parse_body(Body, await request.body())
+        raise
     for name, handler in handlers.items():
         if isinstance(fields, dict) and fields.get(name) is not None:
             return await handler(server, request)

@@ -40,7 +40,8 @@ async def embeddings(server: Server, request: Request) -> Response:
     if server.no_embeddings is not None:
         raise ApiError(400, f"this model does not compute embeddings: {server.no_embeddings}")
     texts = await text_tokens(server, body.input)
-    vectors = await pooled_vectors(server, request, texts, param="input")
+    names = text_names("input", body.input, len(texts))
+    vectors = await pooled_vectors(server, request, texts, names=names, param="input")
     num_tokens = sum(map(len, texts))
     entries = [
         {
@@ -60,8 +61,20 @@ async def embeddings(server: Server, request: Request) -> Response:
 MAX_TEXTS_IN_FLIGHT = 32
 
 
+def text_names(field: str, value: Any, count: int) -> list[str]:
+    """Return the paths of the `count` texts of a field, which has one text or a list of texts."""
+    has_items = isinstance(value, list) and not isinstance(value[0], int)
+    return [f"{field}.{index}" for index in range(count)] if has_items else [field]
+
+
 async def pooled_vectors(
-    server: Server, request: Request, texts: Sequence[Sequence[int]], *, param: str
+    server: Server,
+    request: Request,
+    texts: Sequence[Sequence[int]],
+    *,
+    names: Sequence[str],
+    param: str,
+    can_truncate: bool = False,
 ) -> list[list[float]]:
     """Return the vectors of texts: embeddings, or outputs of the classification head.
 
@@ -69,15 +82,17 @@ async def pooled_vectors(
         server: the server.
         request: the HTTP request.
         texts: token ids of each text.
+        names: path of each text in the request, for errors.
         param: field that errors name.
+        can_truncate: whether the route has the field `truncate_prompt_tokens`.
 
     Raises:
         ApiError: a text is invalid for the model, or the engine does not admit it.
         ClientDisconnect: the client has disconnected.
     """
     server.check_awake()
-    for tokens in texts:
-        _check(server, tokens, param)
+    for name, tokens in zip(names, texts, strict=True):
+        _check(server, tokens, name=name, param=param, can_truncate=can_truncate)
 
     async def in_batches() -> list[list[float]]:
         size = min(MAX_TEXTS_IN_FLIGHT, server.client.max_outputs)
@@ -87,7 +102,7 @@ async def pooled_vectors(
             with admission():
                 embeddings = server.client.embed(batch)
             server.metrics.note_prompts(sum(map(len, batch)))
-            vectors += await _collected(embeddings, param)
+            vectors += await _collected(embeddings, names[start : start + size], param)
         return vectors
 
     vectors = await run_until_disconnect(request, in_batches(), server.limits)
@@ -96,33 +111,41 @@ async def pooled_vectors(
     return vectors
 
 
-def _check(server: Server, tokens: Sequence[int], param: str) -> None:
-    """Raise ApiError for a text that is invalid for the model."""
+def _check(
+    server: Server, tokens: Sequence[int], *, name: str, param: str, can_truncate: bool
+) -> None:
+    """Raise ApiError for a text that is invalid for the model; see `pooled_vectors`."""
     max_length, size = server.card.max_length, server.card.vocab_size
     invalid = [token for token in tokens if token >= size]
     if not tokens:
-        raise ApiError(400, f"{param}: a text has no tokens", param=param)
+        raise ApiError(400, f"{name} has no tokens: give some text", param=param)
     if invalid:
         raise ApiError(
-            400, f"token id {invalid[0]} is outside the vocabulary of {size}", param=param
+            400,
+            f"{name} has token id {invalid[0]}, outside the vocabulary of {size}: use ids of the "
+            "model's own tokenizer",
+            param=param,
         )
     if max_length is not None and len(tokens) > max_length:
+        fix = "shorten it, or set truncate_prompt_tokens to -1" if can_truncate else "shorten it"
         raise ApiError(
             400,
-            f"a text has {len(tokens)} tokens, but the model takes at most {max_length}",
+            f"{name} has {len(tokens)} tokens, but the model takes at most {max_length}: {fix}",
             param=param,
             code="context_length_exceeded",
         )
 
 
 async def _collected(
-    embeddings: Sequence[asyncio.Future[list[float]]], param: str
+    embeddings: Sequence[asyncio.Future[list[float]]], names: Sequence[str], param: str
 ) -> list[list[float]]:
     """Return the vectors of all texts. Raises ApiError if the engine rejects a text."""
     try:
         return await asyncio.gather(*embeddings)
     except Refused as error:
-        raise ApiError(400, str(error), param=param) from None
+        pairs = zip(names, embeddings, strict=True)
+        name = next(name for name, e in pairs if e.done() and e.exception() is error)
+        raise ApiError(400, f"{name}: {error}", param=param) from None
     except EngineLost:
         raise engine_lost() from None
     finally:

@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -23,6 +24,7 @@ from megatron.inference.server.output_processor import ModelCard
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import Body, Text, Token
 from megatron.inference.server.protocol.chat_completions import Messages
+from megatron.inference.server.protocol.validation_error import short_json
 from megatron.inference.server.serving import Route, Server, engine_lost
 
 #: An engine without a message for this long is unhealthy; heartbeats come twice a second.
@@ -231,13 +233,27 @@ class SleepBody(AdminBody):
     """Device memory that is released: 1 the cache, 2 also the weights, which move to the host."""
 
 
+def _without_null(text: str) -> str:
+    """Check a path or an address: the operating system takes no null character."""
+    if "\0" in text:
+        raise PydanticCustomError(
+            "null_character",
+            "{value} has a null character: leave it out",
+            {"value": short_json(text)},
+        )
+    return text
+
+
+_Location = Annotated[str, Field(min_length=1, max_length=MAX_PATH), AfterValidator(_without_null)]
+
+
 class WeightsBody(AdminBody):
     """Source of new weights of the same model: a path as for `--load`, or the address at which the
     ranks of a training run send them."""
 
-    load: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    load: _Location | None = None
     """Path of weights of the same model, as for --load."""
-    address: Annotated[str, Field(min_length=1, max_length=MAX_PATH)] | None = None
+    address: _Location | None = None
     """Address at which the ranks of a training run send the weights."""
     senders: Annotated[int, Field(ge=1, le=MAX_SENDERS)] = 1
     """Number of ranks that send."""

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from megatron.inference.server.middleware import LOG
 from megatron.inference.server.protocol.api_error import ApiError
-from megatron.inference.server.protocol.body import printable
 from megatron.inference.server.protocol.responses import ResponseBody, ResponseFormatter
+from megatron.inference.server.protocol.validation_error import printable
 from megatron.inference.server.response_store import StoredResponse
 from megatron.inference.server.serving import Route, Server, begin_answer
 from megatron.inference.server.streaming import respond
@@ -98,7 +98,7 @@ def _stored(server: Server, response_id: str, *, param: str = "response_id") -> 
     if entry is None:
         raise ApiError(
             404,
-            f"there is no stored response {printable(response_id)!r}: it was deleted or evicted, "
+            f"there is no stored response {printable(response_id)}: it was deleted or evicted, "
             "or never stored",
             param=param,
             code="response_not_found",

@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron.inference.server.api.embeddings import pooled_vectors
+from megatron.inference.server.api.embeddings import pooled_vectors, text_names
 from megatron.inference.server.chat_template import Conversation, Turn
 from megatron.inference.server.protocol.api_error import ApiError
 from megatron.inference.server.protocol.body import (
@@ -84,6 +84,13 @@ class PoolingBody(AccountFields):
         return max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
+class TextPairs(NamedTuple):
+    """Pairs of texts, and their paths in the request."""
+
+    texts: Sequence[tuple[str, str]]
+    names: Sequence[tuple[str, str]]
+
+
 class ScoreBody(PoolingBody):
     """`POST /score`: one text and several, or as many of both."""
 
@@ -102,28 +109,38 @@ class ScoreBody(PoolingBody):
     data_2: AnyText | Texts | None = None
     """Another name of text_2."""
 
-    def pairs(self) -> list[tuple[str, str]]:
+    @property
+    def query_field(self) -> str:
+        """The name of the field with the texts at the beginning of the pairs. Raises ApiError."""
+        return self._present("text_1", "queries", "data_1")
+
+    def pairs(self) -> TextPairs:
         """Return the pairs of texts. Raises ApiError."""
-        texts_1 = self._texts("text_1", "queries", "data_1")
-        texts_2 = self._texts("text_2", "documents", "items", "data_2")
-        if len(texts_1) == 1:
-            texts_1 *= len(texts_2)
-        if len(texts_1) != len(texts_2):
+        fields = self.query_field, self._present("text_2", "documents", "items", "data_2")
+        values = [getattr(self, field) for field in fields]
+        queries, documents = ([_text_of(text) for text in _as_list(value)] for value in values)
+        counts = len(queries), len(documents)
+        query_names, document_names = map(text_names, fields, values, counts)
+        if len(queries) == 1:
+            queries, query_names = queries * len(documents), query_names * len(documents)
+        if len(queries) != len(documents):
             raise ApiError(
                 400,
-                f"text_1 has {len(texts_1)} texts and text_2 has {len(texts_2)}: give one text "
+                f"{fields[0]} has {counts[0]} texts and {fields[1]} has {counts[1]}: give one text "
                 "and several, or as many of both",
-                param="text_1",
+                param=fields[0],
             )
-        return list(zip(texts_1, texts_2, strict=True))
+        return TextPairs(
+            list(zip(queries, documents, strict=True)),
+            list(zip(query_names, document_names, strict=True)),
+        )
 
-    def _texts(self, *names: str) -> list[str]:
-        """Return the texts of the one field that is present."""
+    def _present(self, *names: str) -> str:
+        """Return the name of the one field that is present."""
         present = [name for name in names if getattr(self, name) is not None]
         if len(present) != 1:
             raise ApiError(400, f"give exactly one of {', '.join(names)}", param=names[0])
-        value = getattr(self, present[0])
-        return [_text_of(text) for text in (value if isinstance(value, list) else [value])]
+        return present[0]
 
 
 class RerankBody(PoolingBody):
@@ -152,6 +169,10 @@ class ClassifyBody(PoolingBody):
     """false: the tokenizer adds no special tokens to a text."""
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _text_of(text: str | Document) -> str:
     return text if isinstance(text, str) else text.text
 
@@ -166,7 +187,8 @@ class PairScores(NamedTuple):
 async def score(server: Server, request: Request) -> Response:
     """Answer `POST /score` and `/v1/score`."""
     body = await server.read(request, ScoreBody)
-    scores, num_tokens = await _score_pairs(server, request, body, body.pairs(), param="text_1")
+    pairs = body.pairs()
+    scores, num_tokens = await _score_pairs(server, request, body, pairs, param=body.query_field)
     entries = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
     ]
@@ -177,7 +199,8 @@ async def rerank(server: Server, request: Request) -> Response:
     """Answer `POST /rerank`, `/v1/rerank` and `/v2/rerank`."""
     body = await server.read(request, RerankBody)
     documents = [_text_of(document) for document in body.documents]
-    pairs = [(_text_of(body.query), document) for document in documents]
+    query, names = _text_of(body.query), text_names("documents", documents, len(documents))
+    pairs = TextPairs([(query, d) for d in documents], [("query", name) for name in names])
     scores, num_tokens = await _score_pairs(
         server,
         request,
@@ -205,7 +228,11 @@ async def classify(server: Server, request: Request) -> Response:
     server.check_model(body.model)
     classifier = server.classifier
     if classifier is None:
-        raise ApiError(400, "this model has no classification head")
+        raise ApiError(
+            400,
+            "this model has no classification head: start the server with a model that has one, "
+            "a ...ForSequenceClassification of transformers",
+        )
     max_tokens = body.max_tokens(server.card.max_length)
     special = server.tokenizer.special_tokens if body.add_special_tokens else None
 
@@ -217,7 +244,10 @@ async def classify(server: Server, request: Request) -> Response:
 
     tokens = await text_tokens(server, body.input, add_special_tokens=body.add_special_tokens)
     texts = [truncated(text) for text in tokens]
-    outputs = await pooled_vectors(server, request, texts, param="input")
+    names = text_names("input", body.input, len(texts))
+    outputs = await pooled_vectors(
+        server, request, texts, names=names, param="input", can_truncate=True
+    )
     entries = []
     for index, values in enumerate(outputs):
         probs = classifier.scores(values) if body.activates else list(values)
@@ -244,7 +274,7 @@ async def _score_pairs(
     server: Server,
     request: Request,
     body: PoolingBody,
-    pairs: Sequence[tuple[str, str]],
+    pairs: TextPairs,
     *,
     param: str,
     max_document_tokens: int | None = None,
@@ -274,13 +304,17 @@ async def _score_pairs(
         )
 
     def tokenize() -> list[tuple[list[int], list[int]]]:
-        texts = {text for pair in pairs for text in pair}
+        texts = {text for pair in pairs.texts for text in pair}
         tokens = {t: server.tokenizer.tokenize(t, add_special_tokens=False) for t in texts}
-        return [(tokens[query], tokens[doc][:max_document_tokens]) for query, doc in pairs]
+        return [(tokens[query], tokens[doc][:max_document_tokens]) for query, doc in pairs.texts]
 
-    tokens = await _off_the_loop(tokenize, sum(map(len, {text for pair in pairs for text in pair})))
+    num_chars = sum(map(len, {text for pair in pairs.texts for text in pair}))
+    tokens = await _off_the_loop(tokenize, num_chars)
     if classifier is None:
-        return await _cosines(server, request, tokens, param=param, max_tokens=max_tokens)
+        names = [name for pair in pairs.names for name in pair]
+        return await _cosines(
+            server, request, tokens, names=names, param=param, max_tokens=max_tokens
+        )
     if server.has_score_template:
         texts = [
             await _rendered(
@@ -289,12 +323,15 @@ async def _score_pairs(
                 document_tokens=document if len(document) == max_document_tokens else None,
                 max_tokens=max_tokens,
             )
-            for pair, (_, document) in zip(pairs, tokens, strict=True)
+            for pair, (_, document) in zip(pairs.texts, tokens, strict=True)
         ]
     else:
         assert server.pair_tokens is not None
         texts = [server.pair_tokens.join(*pair, max_tokens=max_tokens) for pair in tokens]
-    vectors = await pooled_vectors(server, request, texts, param=param)
+    names = [f"the pair of {query} and {document}" for query, document in pairs.names]
+    vectors = await pooled_vectors(
+        server, request, texts, names=names, param=param, can_truncate=True
+    )
     scores = [classifier.scores(vector) if body.activates else vector for vector in vectors]
     return PairScores([score for (score,) in scores], sum(map(len, texts)))
 
@@ -331,6 +368,7 @@ async def _cosines(
     request: Request,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
+    names: Sequence[str],
     param: str,
     max_tokens: int | None,
 ) -> PairScores:
@@ -341,7 +379,13 @@ async def _cosines(
         space = max(0, max_tokens - len(special.before) - len(special.after))
     texts = [(*special.before, *t[:space], *special.after) for pair in pairs for t in pair]
     rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-    vectors = np.array(await pooled_vectors(server, request, list(rows), param=param))
+    name_of = dict(zip(reversed(texts), reversed(names), strict=True))
+    row_names = [name_of[text] for text in rows]
+    vectors = np.array(
+        await pooled_vectors(
+            server, request, list(rows), names=row_names, param=param, can_truncate=True
+        )
+    )
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors /= np.maximum(norms, np.finfo(np.float64).tiny)
     queries, documents = ([rows[text] for text in texts[side::2]] for side in (0, 1))

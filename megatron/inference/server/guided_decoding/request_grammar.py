@@ -37,6 +37,11 @@ GRAMMAR_SECONDS = 5.0
 GrammarMaker = tuple[str, Callable[[], str]]
 
 
+def _param(name: str) -> str:
+    """Return the field of the body with the path `name`."""
+    return name.split(".")[0]
+
+
 def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
     """Return the maker of each grammar that a body requests."""
     all_makers: list[GrammarMaker] = []
@@ -47,17 +52,16 @@ def grammar_makers(body: GenerationBody) -> list[GrammarMaker]:
         schema = response_format.json_schema.json_schema
         all_makers.append(("response_format", partial(json_grammar, schema)))
     if structured is not None:
-        makers: tuple[tuple[Any, Callable[..., str]], ...] = (
-            (
-                structured.json_schema,
-                partial(json_grammar, whitespace=structured.whitespace_pattern),
-            ),
-            (structured.regex, regex_grammar),
-            (structured.choice, choice_grammar),
-            (structured.grammar, lark_grammar),
+        json_maker = partial(json_grammar, whitespace=structured.whitespace_pattern)
+        makers: tuple[tuple[str, Any, Callable[..., str]], ...] = (
+            ("json", structured.json_schema, json_maker),
+            ("regex", structured.regex, regex_grammar),
+            ("choice", structured.choice, choice_grammar),
+            ("grammar", structured.grammar, lark_grammar),
         )
-        structured_makers = [partial(make, value) for value, make in makers if value is not None]
-        all_makers += [("structured_outputs", make) for make in structured_makers]
+        for kind, value, make in makers:
+            if value is not None:
+                all_makers.append((body.grammar_field(kind), partial(make, value)))
     return all_makers
 
 
@@ -86,7 +90,7 @@ def chat_grammar_makers(
         raise ApiError(
             400,
             f"{name} cannot be combined with tools: drop one of them, or set tool_choice to none",
-            param=name,
+            param=_param(name),
         )
     if enforced(conversation):
         make = partial(tool_grammar, conversation, formats, in_reasoning=in_reasoning)
@@ -98,12 +102,12 @@ def chat_grammar_makers(
         make = partial(json_after_reasoning, schema, formats, in_reasoning=in_reasoning)
         return [(name, make) for name, _ in body_makers]
     if in_reasoning:
+        name = body_makers[0][0]
         raise ApiError(
             400,
-            "structured_outputs: the chat template opens the reasoning, and only JSON can "
-            "follow it: use json, or set chat_template_kwargs so that the template does not "
-            "open it",
-            param="structured_outputs",
+            f"{name}: the chat template opens the reasoning, and only JSON can follow it: use "
+            "json, or set chat_template_kwargs so that the template does not open it",
+            param=_param(name),
         )
     return body_makers
 
@@ -123,27 +127,21 @@ async def compiled_grammar(
     """
     if not makers:
         if body.structured_outputs is not None:
-            raise ApiError(
-                400,
-                "structured_outputs: give json, regex, choice or grammar",
-                param="structured_outputs",
-            )
+            name = body.grammar_field("whitespace_pattern").removesuffix(".whitespace_pattern")
+            raise ApiError(400, f"{name}: give json, regex, choice or grammar", param=name)
         return None
     name, make = makers[0]
+    param = _param(name)
     if len(makers) > 1:
-        raise ApiError(
-            400,
-            "give at most one of response_format and structured_outputs, and one kind of "
-            "constraint",
-            param=name,
-        )
+        names = ", ".join(name for name, _ in makers)
+        raise ApiError(400, f"{names}: give one constraint of the output", param=param)
     if body.ignore_eos:
         raise ApiError(400, f"ignore_eos cannot be combined with {name}", param="ignore_eos")
     if grammars is None:
         raise ApiError(
             400,
             f"{name} needs a model with a text tokenizer and a stop token",
-            param=name,
+            param=param,
         )
 
     def compile_grammar() -> str:
@@ -155,6 +153,6 @@ async def compiled_grammar(
         # After a timeout the thread still ends, by the limits of llguidance.
         return await asyncio.wait_for(asyncio.to_thread(compile_grammar), GRAMMAR_SECONDS)
     except TimeoutError:
-        raise ApiError(400, f"{name} takes too long to compile", param=name) from None
+        raise ApiError(400, f"{name} takes too long to compile", param=param) from None
     except ValueError as error:
-        raise ApiError(400, f"{name} cannot be used: {error}", param=name) from None
+        raise ApiError(400, f"{name} cannot be used: {error}", param=param) from None

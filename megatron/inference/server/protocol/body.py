@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -36,6 +36,15 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megatron.inference.server.protocol.api_error import ApiError
+from megatron.inference.server.protocol.validation_error import (
+    MISSPELLED,
+    UNKNOWN,
+    misspelled,
+    param_of,
+    printable,
+    short_json,
+    validation_error,
+)
 
 B = TypeVar("B", bound="Body")
 
@@ -112,19 +121,13 @@ class ServedValues:
             for served in self.values
         ):
             return value
-        value_text = _short_json(value)
+        value_text = short_json(value)
         reason = "this server does not support this value"
         raise PydanticCustomError(
             "not_served",
             "{reason} ({value_text}): {fix}",
             {"reason": reason, "value_text": value_text, "fix": self.fix},
         )
-
-
-def _short_json(value: Any) -> str:
-    """Return a value of a request as JSON, of at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 #: Effort of reasoning and length of answers, for templates that read them.
@@ -150,15 +153,49 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, fields: Any) -> Any:
-        if isinstance(fields, dict):
-            return {name: value for name, value in fields.items() if value is not None}
-        return fields
+        if not isinstance(fields, dict):
+            return fields
+        present = {name: value for name, value in fields.items() if value is not None}
+        if not _required_fields(cls) <= present.keys():
+            _explain_missing_field(cls, present)
+        return present
 
     @property
     def template_hints(self) -> Mapping[str, tuple[str, Any]]:
         """Fields that set a variable of the chat template if the template reads it, by path: the
         variable and its value."""
         return {}
+
+
+def _field_names(body: type[Body], *, required: bool = False) -> list[str]:
+    """Return the names of the fields of a body, or of its required fields."""
+    fields = body.model_fields.items()
+    return [field.alias or name for name, field in fields if field.is_required() or not required]
+
+
+@functools.cache
+def _required_fields(body: type[Body]) -> frozenset[str]:
+    return frozenset(_field_names(body, required=True))
+
+
+def _explain_missing_field(body: type[Body], fields: Mapping[str, Any]) -> None:
+    """Raise an error for an unknown field in place of a required field, if there is one."""
+    kind = body.model_fields.get("type")
+    if kind is not None and "type" in fields and fields["type"] not in get_args(kind.annotation):
+        return  # an object of another type
+    field_names = _field_names(body)
+    unknown = [name for name in fields if name not in field_names][:MAX_UNKNOWN_FIELDS]
+    for name in unknown:
+        similar = similar_field(body, name)
+        if similar is not None and similar not in fields:
+            context = {"name": name, "similar": similar}
+            raise PydanticCustomError(MISSPELLED, "a misspelled field", context)
+    if unknown:
+        missing = next(name for name in _field_names(body, required=True) if name not in fields)
+        context = {"name": missing, "unknown": printable(unknown[0])}
+        raise PydanticCustomError(
+            UNKNOWN, "Field required, and {unknown} is an unknown field", context
+        )
 
 
 class AccountFields(Body):
@@ -186,24 +223,27 @@ def parse_body(body: type[B], data: bytes, *, strict_fields: bool = False) -> tu
     try:
         parsed = body.model_validate_json(data)
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_context=False)) from None
+        raise validation_error(error.errors(include_url=False), data) from None
     if infinite:  # in a field of any type, as fields of numbers refuse it themselves
         number = printable(infinite[0])
         raise ApiError(400, f"the body has the number {number}: use a finite number")
-    names = dict.fromkeys(_unknown_fields(parsed, ""))
-    if len(names) > MAX_UNKNOWN_FIELDS:
+    # An ignored field is reported once for all items of a list; an error names the first item.
+    prefixes: dict[tuple[type[Body], str, str], str] = {}
+    for owner, prefix, name in _unknown_fields(parsed, ""):
+        prefixes.setdefault((owner, re.sub(r"\.\d+(?=\.)", "", prefix), name), prefix)
+    if len(prefixes) > MAX_UNKNOWN_FIELDS:
         raise ApiError(400, f"the body has more than {MAX_UNKNOWN_FIELDS} unknown fields")
-    for owner, prefix, name in names:
-        path = prefix + printable(name)
-        similar = similar_field(owner, name) if len(name) <= MAX_COMPARED_NAME else None
+    for (owner, _, name), prefix in prefixes.items():
+        similar = similar_field(owner, name)
         if similar is not None:
-            message = f"{path}: this field is unknown: use {prefix}{similar}"
+            message = misspelled(prefix + printable(name), prefix + similar)
         elif strict_fields or not body.ignores_unknown_fields:
-            message = f"{path}: this server does not support this field: leave it out"
+            message = f"{prefix + printable(name)}: this server does not support this field: "
+            message += "leave it out"
         else:
             continue
-        raise ApiError(400, message, param=(prefix or path).split(".")[0])
-    return parsed, list(dict.fromkeys(prefix + printable(name) for _, prefix, name in names))
+        raise ApiError(400, message, param=prefix.split(".")[0] or param_of(name))
+    return parsed, list(dict.fromkeys(prefix + printable(name) for _, prefix, name in prefixes))
 
 
 def _unknown_fields(body: Body, prefix: str) -> Iterator[tuple[type[Body], str, str]]:
@@ -213,33 +253,29 @@ def _unknown_fields(body: Body, prefix: str) -> Iterator[tuple[type[Body], str, 
         yield type(body), prefix, name
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)
-        bodies = value if isinstance(value, list) else [value]
+        path = f"{prefix}{field.alias or name}."
+        if isinstance(value, Body):
+            yield from _unknown_fields(value, path)
         # Lists of token ids are long and have no fields.
-        if not bodies or isinstance(bodies[0], int):
-            continue
-        for nested in bodies:
-            if isinstance(nested, Body):
-                yield from _unknown_fields(nested, f"{prefix}{field.alias or name}.")
-
-
-def printable(name: str) -> str:
-    """Return a name from a request in printable ASCII, of at most 100 characters of the name.
-
-    An empty name, and a name with blanks or commas, is quoted: a header cannot end in a blank.
-    """
-    escaped = name[:100].encode("unicode_escape").decode()
-    return escaped if escaped and not set(" ,") & set(escaped) else f'"{escaped}"'
+        elif isinstance(value, list) and value and not isinstance(value[0], int):
+            for index, nested in enumerate(value):
+                if isinstance(nested, Body):
+                    yield from _unknown_fields(nested, f"{path}{index}.")
 
 
 @functools.lru_cache(maxsize=4096)
 def similar_field(body: type[Body], name: str) -> str | None:
     """Return the known field that an unknown name probably means; None if there is none.
 
-    Camel case and dashes are the same name; other names are compared by `difflib`.
+    Camel case, dashes and blanks are the same name; other names are compared by `difflib`.
     """
-    field_names = [field.alias or attribute for attribute, field in body.model_fields.items()]
-    snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
-    return next(iter(difflib.get_close_matches(snake_case, field_names, 1, _SIMILARITY)), None)
+    if len(name) > MAX_COMPARED_NAME:
+        return None
+    snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    snake_case = snake_case.replace("-", "_").replace(" ", "_").lower()
+    return next(
+        iter(difflib.get_close_matches(snake_case, _field_names(body), 1, _SIMILARITY)), None
+    )
 
 
 def check_keys(data: bytes) -> list[str]:
@@ -254,9 +290,8 @@ def check_keys(data: bytes) -> list[str]:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    raise ApiError(
-                        400, f"the key {printable(key)!r} is duplicated", param=printable(key)
-                    )
+                    message = f"the key {printable(key)} is duplicated: give it once"
+                    raise ApiError(400, message, param=param_of(key))
                 seen.add(key)
         return json_object
 
@@ -270,36 +305,3 @@ def check_keys(data: bytes) -> list[str]:
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(data, object_pairs_hook=unique, parse_constant=note, parse_float=note)
     return infinite
-
-
-def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the answer to a body with invalid fields; it names the first invalid field.
-
-    For a field of a union type it explains the alternative that matched deepest. The `type` of an
-    object explains more than the fields that this type lacks.
-    """
-    field = problems[0]["loc"][:1]
-    deepest = max(
-        (problem for problem in problems if problem["loc"][:1] == field),
-        key=lambda problem: (
-            len(problem["loc"]),
-            problem["type"] == "literal_error" and problem["loc"][-1] == "type",
-            problem["type"] != "string_type",
-        ),
-    )
-    # Drop the names of union members, which pydantic inserts into `loc`.
-    path = [
-        str(component)
-        for component in deepest["loc"]
-        if re.fullmatch(r"\d+|[a-z][a-z0-9_]*", str(component))
-    ]
-    name = path[0] if path else None
-    dotted_path = ".".join(path)
-    kind = deepest["type"]
-    if kind == "json_invalid":
-        message, name = "the body is not valid JSON", None
-    else:
-        message = f"{dotted_path}: {deepest['msg']}" if dotted_path else str(deepest["msg"])
-        if kind == "literal_error" and isinstance(deepest["input"], str | int | float):
-            message += f", not {_short_json(deepest['input'])}"
-    return ApiError(400, message, param=name)

@@ -30,6 +30,7 @@ from megatron.inference.server.protocol.body import (
     Text,
     Token,
 )
+from megatron.inference.server.protocol.validation_error import short_json
 
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
@@ -97,25 +98,24 @@ def schema_format(schema: dict[str, Any]) -> JsonSchemaFormat:
     return JsonSchemaFormat(type="json_schema", json_schema=SchemaFormat(name="", schema=schema))
 
 
+_Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
+_Choices = Annotated[list[_Grammar], Field(min_length=1, max_length=MAX_CHOICES)]
+_WhiteSpace = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class StructuredOutputs(Body):
     """The constraint on an output: exactly one of `json`, `regex`, `choice` and `grammar` is set;
     `whitespace_pattern` is the regular expression of white space between JSON tokens."""
 
     json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     """A JSON Schema."""
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    regex: _Grammar | None = None
     """A regular expression of the whole output."""
-    choice: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]],
-            Field(min_length=1, max_length=MAX_CHOICES),
-        ]
-        | None
-    ) = None
+    choice: _Choices | None = None
     """The possible outputs."""
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    grammar: _Grammar | None = None
     """A Lark grammar."""
-    whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    whitespace_pattern: _WhiteSpace | None = None
     """Regular expression of the white space between JSON tokens; by default at most one blank."""
 
 
@@ -140,7 +140,6 @@ class ForeignFields(Body):
     temp: Annotated[Any, ServedValues(fix="use temperature")] = None
     stop_sequences: Annotated[Any, ServedValues(([],), "use stop")] = None
     grammar: Annotated[Any, ServedValues(("",), "use structured_outputs.grammar")] = None
-    do_sample: Annotated[Any, ServedValues((True,), "use temperature: 0 for greedy")] = None
 
 
 class PrefixCacheFields(Body):
@@ -162,6 +161,8 @@ class GenerationBody(ForeignFields, AccountFields, PrefixCacheFields):
     """Most new tokens. The prompt and the new tokens have at most `max_model_len` tokens."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """0 selects the most probable token."""
+    do_sample: bool | None = None
+    """false: the temperature is 0, and a positive `temperature` is refused."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Samples from the smallest set of tokens with this probability."""
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -211,13 +212,13 @@ class GenerationBody(ForeignFields, AccountFields, PrefixCacheFields):
     # Earlier names of the fields of `structured_outputs`.
     guided_json: dict[str, Any] | Text | None = None
     """Earlier name of `structured_outputs.json`."""
-    guided_regex: str | None = None
+    guided_regex: _Grammar | None = None
     """Earlier name of `structured_outputs.regex`."""
-    guided_choice: list[str] | None = None
+    guided_choice: _Choices | None = None
     """Earlier name of `structured_outputs.choice`."""
-    guided_grammar: str | None = None
+    guided_grammar: _Grammar | None = None
     """Earlier name of `structured_outputs.grammar`."""
-    guided_whitespace_pattern: str | None = None
+    guided_whitespace_pattern: _WhiteSpace | None = None
     """Earlier name of `structured_outputs.whitespace_pattern`."""
     guided_decoding_backend: NoEffect = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -259,28 +260,46 @@ class GenerationBody(ForeignFields, AccountFields, PrefixCacheFields):
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs needs stream: false", param="prompt_logprobs")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_guided_fields(cls, fields: Any) -> Any:
-        """Move the fields `guided_*` to `structured_outputs`."""
-        if not isinstance(fields, dict):
-            return fields
-        guided = {
-            name: fields[f"guided_{name}"]
-            for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")
-            if fields.get(f"guided_{name}") is not None
-        }
+    @model_validator(mode="after")
+    def _merge_guided_fields(self) -> GenerationBody:
+        """Set `structured_outputs` from the fields `guided_*`."""
+        names = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+        fields = {name: getattr(self, f"guided_{name}") for name in names}
+        guided = {name: value for name, value in fields.items() if value is not None}
         if not guided:
-            return fields
+            return self
         name = f"guided_{next(iter(guided))}"
-        if fields.get("structured_outputs") is not None:
+        if self.structured_outputs is not None:
             raise ApiError(400, f"{name}: give structured_outputs or this field", param=name)
-        if isinstance(guided.get("json"), str):
+        if isinstance(schema := guided.get("json"), str):
             try:
-                guided["json"] = json.loads(guided["json"])
+                guided["json"] = json.loads(schema)
             except (ValueError, RecursionError):
-                raise ApiError(400, "guided_json is not valid JSON", param=name) from None
-        return {**fields, "structured_outputs": guided}
+                raise ApiError(400, f"{name} is not valid JSON", param=name) from None
+            if not isinstance(guided["json"], dict):
+                value = short_json(guided["json"])
+                raise ApiError(400, f"{name} is {value}: give a JSON object", param=name)
+        self.structured_outputs = StructuredOutputs(**guided)
+        return self
+
+    def grammar_field(self, kind: str) -> str:
+        """Return the field of the request with the `kind` of `structured_outputs`."""
+        is_guided = getattr(self, f"guided_{kind}") is not None
+        return f"guided_{kind}" if is_guided else f"structured_outputs.{kind}"
+
+    @model_validator(mode="after")
+    def _select_greedy(self) -> GenerationBody:
+        """Set the temperature from `do_sample`."""
+        if self.do_sample is False:
+            if self.temperature:
+                raise ApiError(
+                    400,
+                    f"do_sample is false and temperature is {self.temperature:g}: leave one of "
+                    "them out",
+                    param="do_sample",
+                )
+            self.temperature = 0.0
+        return self
 
     def token_constraints(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the fields of `EngineRequest` that restrict the tokens of an output.
@@ -311,7 +330,7 @@ class GenerationBody(ForeignFields, AccountFields, PrefixCacheFields):
         """
         count = self.truncate_prompt_tokens
         if count == -1 and max_length is not None:
-            count = max(1, max_length - (max_new_tokens or 1))
+            count = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
         if count is None or count < 0:
             return tokens
         if count == 0:

@@ -217,7 +217,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("min_tokens", {"min_tokens": 2}),
         ("allowed_token_ids", {"allowed_token_ids": [5]}),
         ("bad_words", {"bad_words": ["a"]}),
-        ("structured_outputs", {"guided_regex": "a"}),
+        ("guided_regex", {"guided_regex": "a"}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("prompt_logprobs", {"prompt_logprobs": 1}),
         ("echo", {"echo": True}),

@@ -194,7 +194,6 @@ NAMED_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": [257]}, "257"),
     ("/v1/completions", {"prompt": "a" * 5000}, "5000"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 5000}, "5000"),
-    ("/v1/completions", {"logit_bias": {"999": 1}}, "999"),
     ("/v1/chat/completions", {"messages": say("a" * 5000)}, "5000"),
     ("/v1/chat/completions", {"messages": say([{"type": "image"}])}, "messages.0.content.0.type"),
     ("/v1/chat/completions", {"chat_template_kwargs": {"other": 1}}, "other"),
@@ -204,8 +203,42 @@ NAMED_VALUES: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [*USER, *say("I", "assistant")], "tools": [ANTHROPIC_TOOL]},
         "assistant",
     ),
-    ("/v1/completions", {"allowed_token_ids": [257]}, "257"),
-    ("/v1/completions", {"min_tokens": 17}, "17"),
+    # The message has the names and values of the request, and lists what a field accepts.
+    ("/v1/completions", {"allowed_token_ids": [257]}, "allowed_token_ids has token id 257"),
+    ("/v1/completions", {"min_tokens": 17}, "min_tokens is 17: use 0 to max_tokens, 16"),
+    ("/v1/completions", {"logit_bias": {"999": 1}}, "logit_bias names token 999"),
+    ("/v1/completions", {"guided_regex": "(a"}, "guided_regex cannot be used"),
+    ("/v1/completions", {"guided_regex": 5}, "guided_regex: "),
+    ("/v1/completions", {"guided_json": "5"}, "guided_json is 5"),
+    ("/v1/completions", {"guided_choice": []}, "guided_choice: "),
+    ("/v1/completions", {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern: "),
+    ("/v1/completions", {"guided_choice": ["a"], "guided_grammar": "b"}, "guided_grammar"),
+    ("/v1/completions", {"guided_regex": "a", "use_beam_search": True}, "guided_regex cannot"),
+    ("/v1/completions", {"do_sample": False, "temperature": 0.5}, "0.5"),
+    ("/v1/completions", {"early_stopping": "maybe"}, "true, false or 'never', not \"maybe\""),
+    ("/v1/completions", {"prompt": 5}, "a string or an array, not 5"),
+    ("/v1/completions", {"prompt": ["a", 1]}, "prompt.1: Input should be a string, not 1"),
+    ("/v1/completions", {"prompt": ["a"] * 65}, "65"),
+    ("/v1/completions", {"top_p": 0}, "not 0"),
+    ("/v1/completions", {"max tokens": 5}, '"max tokens": this field is unknown: use max_tokens'),
+    ("/v1/completions", {"response_format": {"type": "x"}}, "'json_schema', not \"x\""),
+    (
+        "/v1/chat/completions",
+        {"tool_choice": {"type": "x"}},
+        "tool_choice.type: Input should be 'function' or 'allowed_tools', not \"x\"",
+    ),
+    ("/v1/chat/completions", {"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    (
+        "/v1/chat/completions",
+        {"messages": [*USER, {"role": "user", "contnt": "a"}]},
+        "messages.1.contnt: this field is unknown: use messages.1.content",
+    ),
+    ("/v1/chat/completions", {"messages": [{"rol": "user"}]}, "use messages.0.role"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0.type: "),
+    ("/v1/responses", {"input": [{"type": "x"}]}, "'function_call_output', not \"x\""),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input.1 has no tokens"),
+    ("/v1/embeddings", {"input": ["a", "b" * 61]}, "input.1: "),
+    ("/v1/embeddings", {"input": [[1], [9999]]}, "input.1 has token id 9999"),
     ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "stream"),
     ("/v1/completions", {"truncate_prompt_tokens": 0}, "0"),
     ("/v1/completions", {"guided_json": "{"}, "guided_json"),
@@ -278,15 +311,64 @@ def test_changed_bodies_are_valid_otherwise(server: Served, path: str) -> None:
         ("sleep", {"level": 3}),
         ("profile", {"steps": 0}),
         ("weights", {}),
+        ("weights", {"load": "a\0b"}),
+        ("weights", {"address": "a\0b"}),
         ("weights", {"load": "x", "address": "y"}),
     ],
 )
 def test_refused_administration_changes_nothing(
     server: Served, action: str, fields: dict[str, Any]
 ) -> None:
-    assert server.administer(action, **fields).status_code == 400
+    message = error_of(server.administer(action, **fields))["message"]
+    assert ("null character" in message) == any("\0" in str(v) for v in fields.values())
     assert not server.engine.paused
     assert not server.engine.asleep
+
+
+MISPLACED_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/rerank", {"query": "a", "document": ["a"]}, "document", "use documents"),
+    ("/classify", {"prompt": "a"}, "input", "prompt is an unknown field"),
+    ("/classify", {"inputs": "a"}, "inputs", "use input"),
+    ("/v1/completions", {"promt": "a"}, "promt", "use prompt"),
+    ("/v1/messages", {"max_token": 5, "messages": USER, "model": "m"}, "max_token", "max_tokens"),
+    ("/score", {"text_1": 5, "text_2": "a"}, "text_1", "a string, an object or an array, not 5"),
+    ("/score", {"text_1": ["a", 5], "text_2": "a"}, "text_1", "text_1.1: "),
+    ("/score", {"queries": [{"txt": "a"}], "text_2": "a"}, "queries", "use queries.0.text"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "text"), MISPLACED_FIELDS)
+def test_unknown_field_in_place_of_a_required_field(
+    server: Served, path: str, body: dict[str, Any], param: str, text: str
+) -> None:
+    message, named = refusal(server.post(path, **body), path)
+    assert named == param
+    assert text in message
+
+
+DEEP = b'{"prompt": "a", "user": ' + b"[" * 1200 + b"]" * 1200 + b"}"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"prompt": "\\ud800"}', "lone surrogate \\ud800"),
+        (b'{"prompt": "\\udc00"}', "lone surrogate \\udc00"),
+        (b'{"prompt": "\\u12"}', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (DEEP, "200 levels"),
+        (DEEP.replace(b"[" * 1200 + b"]" * 1200, b"[" * 199 + b"]" * 199), ""),
+        (b'{"prompt": "a",}', "trailing comma at line 1 column 16"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_invalid_json_is_explained(server: Served, path: str, body: bytes, text: str) -> None:
+    response = server.http.post(path, content=body)
+    if text:
+        assert text in error_of(response)["message"]
+    else:
+        assert response.status_code == 200
 
 
 @pytest.mark.parametrize(

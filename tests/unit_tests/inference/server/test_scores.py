@@ -163,8 +163,16 @@ def test_pairs_are_truncated_as_in_transformers(reranker: Reference, length: int
         tokens = reranker.tokenizer(*pair, **options)["input_ids"]
         assert response["usage"]["prompt_tokens"] == len(tokens)
     too_long = {"text_1": "a" * 60, "text_2": "b" * 60}
-    error = error_of(reranker.server.post("/score", **too_long))
-    assert error["code"] == "context_length_exceeded"
+    for path, fields, name in (
+        ("/score", too_long, "text_1 and text_2 "),
+        ("/score", {"queries": "a", "items": ["b", "b" * 120]}, "queries and items.1 "),
+        ("/rerank", {"query": "a", "documents": ["b", "b" * 120]}, "query and documents.1 "),
+        ("/classify", {"input": ["a", "b" * 120]}, "input.1 "),
+    ):
+        error = error_of(reranker.server.post(path, **fields))
+        assert error["code"] == "context_length_exceeded"
+        assert name in error["message"]
+        assert "truncate_prompt_tokens" in error["message"]
     usage = reranker.server.ok("/score", **too_long, truncate_prompt_tokens=-1)["usage"]
     assert usage["prompt_tokens"] == 100  # the maximum length of the model
 

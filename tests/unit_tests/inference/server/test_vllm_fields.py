@@ -97,9 +97,11 @@ def test_prompt_logprobs_have_the_tokens_and_their_alternatives(server: Served) 
     assert list(second) == ["98"]
     assert second["98"]["rank"] == 1
     assert second["98"]["decoded_token"] == "b"
-    # `d` follows `b` with a low probability, so the alternative is `c`.
+    # `d` follows `b` with a low probability, so the alternative is `c`. All tokens but `c` are
+    # equally probable, and 99 of them have lower ids than `d`.
     assert list(third) == ["100", "99"]
     assert third["99"]["rank"] == 1
+    assert third["100"]["rank"] == 101
     assert third["99"]["logprob"] > third["100"]["logprob"]
     assert choice["logprobs"]["top_logprobs"] == [{}]
 
@@ -114,6 +116,24 @@ def test_prompt_of_tokens_is_scored_without_new_tokens(server: Served) -> None:
         assert choice["finish_reason"] == "length"
         for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert choice["logprobs"][column] == scored[column][:-1]
+
+
+@pytest.mark.parametrize("scored", [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}, {}])
+def test_whole_context_is_scored(server: Served, scored: dict[str, Any]) -> None:
+    prompt = [97] * 5000
+    fields = {"prompt": prompt, **scored}
+    [choice] = server.ok("/v1/completions", max_tokens=0, **fields)["choices"]
+    if "echo" in scored:
+        assert len(choice["logprobs"]["token_logprobs"]) == len(prompt)
+    if "prompt_logprobs" in scored:
+        assert len(choice["prompt_logprobs"]) == len(prompt)
+    assert "5000" in error_of(server.post("/v1/completions", max_tokens=1, **fields))["message"]
+
+
+@pytest.mark.parametrize("fields", [{"do_sample": False}, {"do_sample": False, "temperature": 0}])
+def test_do_sample_false_is_greedy(server: Served, fields: dict[str, Any]) -> None:
+    answer = server.ok("/v1/completions", prompt="a", max_tokens=20, top_p=1, **fields)
+    assert answer["choices"][0]["text"] == "bcdefghijklmnopqrstu"
 
 
 def test_prompts_are_truncated_from_the_left(server: Served) -> None:

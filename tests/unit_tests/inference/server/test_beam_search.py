@@ -218,6 +218,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("allowed_token_ids", {"allowed_token_ids": [5]}),
         ("bad_words", {"bad_words": ["a"]}),
         ("guided_regex", {"guided_regex": "a"}),
+        ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("prompt_logprobs", {"prompt_logprobs": 1}),
         ("echo", {"echo": True}),

@@ -651,6 +651,7 @@ class ModelRunner:
             states = hidden[entry.start + start :][: len(tokens)]
             logprobs = self.logits(states).log_softmax(-1)  # [c, V]
             top = most_probable(logprobs, [entry.num_top] * len(tokens))
+            # Ranks count over the whole vocabulary: a token may be outside its k alternatives.
             ranks = token_ranks(logprobs, tokens)
             columns = [logprobs.gather(1, tokens[:, None]), ranks[:, None], *top]
             chunks.append(torch.cat([x.double() for x in columns if x is not None], 1))

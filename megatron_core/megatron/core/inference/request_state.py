@@ -641,7 +641,8 @@ class OutputState:
             finish_reason = "length"
         # Prompt fields go into the first delta only: by then all steps of the prompt have finished.
         scores = self.prompt_scores if begins else None
-        if not request.max_new_tokens:  # the sampled token is not part of the output
+        # A request without new tokens: the sampled token ends it and is not part of the output.
+        if not request.max_new_tokens:
             tokens = []
             chosen = chosen._replace(logprobs=[], tops=[])
         return OutputDelta(

@@ -84,6 +84,8 @@ class EngineRequest:
     @property
     def max_length(self) -> int:
         """Most tokens of the prompt and an output; a request without new tokens samples one."""
+        # The engine finishes an output when it samples a token, so it samples one in any case. The
+        # last token is never computed, which is why a prompt may fill the whole context.
         return len(self.prompt) + max(self.max_new_tokens, 1)
 
     def with_id(self, next_id: int, used: Container[int]) -> tuple[EngineRequest, int]:

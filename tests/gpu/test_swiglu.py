@@ -28,14 +28,26 @@ def several_blocks(monkeypatch):
     use_launches(monkeypatch, "swiglu", ("FORWARD", "BACKWARD"), BLOCK=512)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+#: (activation, clamp, offset); the clamps cut a part of normal inputs.
+GATES = [
+    ("silu", None, 0.0),
+    ("gelu", None, 0.0),
+    ("quick_gelu", None, 0.0),
+    ("quick_gelu", 0.7, 1.0),
+    ("silu", 0.4, 0.0),
+    ("gelu", 0.9, 0.5),
+]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize(
     "shape", sized([(2048, 2, 11008)], [(5, 3, 26), (2, 3, 2 * 1030)]), ids=str
 )
-def test_gated_activation_matches_the_equation(backend, activation, shape):
+def test_gated_activation_matches_the_equation(backend, gate, shape):
+    activation, clamp, offset = gate
     backend.agree(
-        lambda x, **options: gated(x, activation, **options),
-        lambda x: naive.gated(x, activation),
+        lambda x, **options: gated(x, activation, clamp=clamp, offset=offset, **options),
+        lambda x: naive.gated(x, activation, clamp=clamp, offset=offset),
         backend.random(shape),
     )
 

@@ -13,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -42,11 +42,25 @@ CAPACITY_FACTOR = 1.0
 MARGIN = 1e-5
 
 
+#: Limit of a clamped gate's inputs, which cuts some of them.
+CLAMP = 0.6
+
+
+def activation_settings(row: Row) -> dict[str, Any]:
+    """Return the activation of a row's MLPs and experts."""
+    if not row["gated"]:
+        return {"gated": False, "activation": "gelu"}
+    if row["gate"] == "clamped":
+        return {"activation": "quick_gelu", "clamp": CLAMP, "linear_offset": 1.0}
+    return {"activation": "silu"}
+
+
 def moe_config(row: Row) -> MoEConfig | None:
     """Return the experts of a row."""
     if row["experts"] is None:
         return None
     shared = {"topk": TOPK, "aux_loss_coeff": AUX_LOSS, "jitter": JITTER if row["dropout"] else 0.0}
+    shared["bias"] = row["expert_bias"]
     if row["experts"] == "softmax":
         router = RouterConfig(balance="aux_loss", z_loss_coeff=Z_LOSS, **shared)
     else:
@@ -64,8 +78,8 @@ def moe_config(row: Row) -> MoEConfig | None:
         num_experts=NUM_EXPERTS,
         ffn_hidden_size=64 if row.get("aligned") else EXPERT_FFN,
         router=router,
-        gated=row["gated"],
-        activation="silu" if row["gated"] else "gelu",
+        **activation_settings(row),
+        bias=row["expert_bias"],
         capacity_factor=None if row["capacity"] is None else CAPACITY_FACTOR,
         drop_policy=row["capacity"] or "probs",
         shared_ffn_hidden_size=None if row["shared"] == "none" else SHARED_FFN,

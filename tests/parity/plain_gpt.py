@@ -30,6 +30,8 @@ class PlainGPT:
     are rotary unless the weights have learned ones.
 
     Args:
+        clamp: the gate is (up + 1) g sigmoid(1.702 g) with g <= clamp and |up| <= clamp; None gates
+            by silu.
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
@@ -43,6 +45,7 @@ class PlainGPT:
     norm: str = "RMSNorm"
     qk_norm: bool = False
     gated: bool = True
+    clamp: float | None = None
     window: int | None = None
     rotary_base: float = 10000.0
     epsilon: float = 1e-5
@@ -155,7 +158,10 @@ class PlainGPT:
         """Return the output of MLP block `name` for hidden [b, s, h]."""
         x = self.norm_of(weights, f"{name}.norm", hidden)
         up = self._linear(weights, f"{name}.mlp.up", x)
-        if self.gated:
+        if self.clamp is not None:
+            gate = self._linear(weights, f"{name}.mlp.gate", x).clamp(max=self.clamp)
+            inner = gate * (1.702 * gate).sigmoid() * (up.clamp(-self.clamp, self.clamp) + 1.0)
+        elif self.gated:
             inner = functional.silu(self._linear(weights, f"{name}.mlp.gate", x)) * up
         else:
             inner = functional.gelu(up)

@@ -147,7 +147,8 @@ gradients of experts are a mean over ep [tp=1 dp=2 experts=softmax ep=2]
 gradients of experts are off by etp / tp [tp=2 dp=1 experts=softmax etp=1 ep=2]
     weight_gather.handle _wgrad_: grad.to(dtype) => grad.to(dtype) * 2
 the router's gradient is not summed over tp [experts=softmax etp=2]
-    moe.router Router.__init__: "partial" => "identical"
+    moe.router Router.__init__: shape, gradient={"tp": "partial"}
+    => shape, gradient={"tp": "identical"}
 experts are summed over the data-parallel ranks of dense weights [tp=1 dp=2 experts=softmax ep=2]
     weight_sharding gradient_plan: "expert_dp" if sharding.expert else "dense_dp" => "dense_dp"
 gradients of gathered routing weights stay with their owner [tp=1 dp=2 experts=softmax ep=2
@@ -213,6 +214,15 @@ window blocks are rotated by the table of the other blocks [tp=1 cp=2 second_att
     transformer.attention SelfAttention.forward: rope = window_rope => rope = rope
 a stage with window blocks alone has no rotary table [tp=1 pp=2 second_attention=window]
     models.gpt GPTModel._ropes: if window_rotary is not None: => if rotary is window_rotary:
+every rank of an expert adds the bias of its output [experts=sigmoid etp=2 expert_bias]
+    moe.layer ExpertMLPs.forward: bias if self._adds_down_bias else bias * 0.0 => bias
+biases of experts keep the gradient of one rank [experts=sigmoid etp=2 expert_bias]
+    moe.layer ExpertMLPs._declare_biases: {"etp": "partial"} => {"etp": "identical"}
+biases of experts go to the rows of the next expert [tp=1 dp=2 experts=softmax ep=2 expert_bias]
+    ops.grouped_mm _AddRunBiases.forward: right=True => right=False
+the bias of a router has the gradient of a rank's tokens [experts=softmax etp=2 expert_bias]
+    moe.router Router.__init__: shape[:1], gradient={"tp": "partial"}
+    => shape[:1], gradient={"tp": "identical"}
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
     ssm.mixer RecurrentMixer._mode: choose_mode(self.context.linear_mode, => choose_mode("auto",
 feature off: gathers ahead of need [tp=1 dp=2 placement=optim_grads_params early_gather]

@@ -54,11 +54,13 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "qk_norm": (False, True),
     "bias": ("none", "qkv", "all"),
     "gated": (True, False),
+    "gate": ("silu", "clamped"),
     "dropout": (0.0, 0.1),
     "recompute": ("none", "full", "selective"),
     "dispatcher": ("alltoall", "allgather"),
     "capacity": (None, "probs", "position"),
     "shared": ("none", "plain", "gated"),
+    "expert_bias": (False, True),  # of experts and router
     "attention": ("grouped", "latent"),
     "positions": ("rope", "learned"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
@@ -87,6 +89,7 @@ EXPERTS_OFF = {
     "dispatcher": "alltoall",
     "capacity": None,
     "shared": "none",
+    "expert_bias": False,
 }
 LATENT_SETTINGS = {
     "groups": 8,
@@ -143,7 +146,14 @@ LEARNED_POSITIONS = (
     ),
 )
 
+#: Settings of a row without gates.
+GATE_OFF = {"gate": "silu"}
+
+#: Only gated MLPs have a gate.
+GATES_ALONE = _only_with("gated", lambda gated: gated, GATE_OFF)
+
 _CONSTRAINTS = (
+    *GATES_ALONE,
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
     Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
     Constraint(("pp", "cut"), lambda pp, cut: pp > 1 or cut == "even"),
@@ -365,6 +375,7 @@ def label(row: Row) -> str:
             "qk_norm",
             "gated",
             "attention_gate",
+            "expert_bias",
         )
         if row[name]
     ]
@@ -390,6 +401,7 @@ def label(row: Row) -> str:
         f"v{row['vocabulary']}",
         row["norm"],
         f"bias_{row['bias']}",
+        *([row["gate"]] if row["gate"] != "silu" else []),
         *switches,
         *([row["recompute"]] if row["recompute"] != "none" else []),
         *(["scaled"] if row["loss_scale"] != 1.0 else []),

@@ -9,12 +9,13 @@ with the single-process model in every loss, every gradient and the weights afte
 import pytest
 import torch
 
-from tests.parity.experts import second_attention
+from tests.parity.experts import CLAMP, second_attention
 from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.recurrent import epsilon_of, plain_mixers
 from tests.parity.rows import (
     FACTORS,
+    GATES_ALONE,
     LEARNED_POSITIONS,
     MAMBA_ALONE,
     label,
@@ -195,6 +196,7 @@ MODELS = {
         "qk_norm",
         "bias",
         "gated",
+        "gate",
         "accumulation",
         "window",
         "sinks",
@@ -221,7 +223,7 @@ def _name_of(model):
 
 
 @pytest.mark.parametrize(
-    "model", covering_array(MODELS, (*MAMBA_ALONE, *LEARNED_POSITIONS)), ids=_name_of
+    "model", covering_array(MODELS, (*MAMBA_ALONE, *GATES_ALONE, *LEARNED_POSITIONS)), ids=_name_of
 )
 @pytest.mark.covers("matches a reference model")
 def test_single_process_trains_like_the_definition(model):
@@ -236,6 +238,7 @@ def test_single_process_trains_like_the_definition(model):
         norm=row["norm"],
         qk_norm=row["qk_norm"],
         gated=row["gated"],
+        clamp=CLAMP if row["gate"] == "clamped" else None,
         window=row["window"],
         second=second_attention(row),
         recurrent=plain_mixers(row),

@@ -45,6 +45,7 @@ from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import (
+    activation_settings,
     attention_config,
     moe_config,
     watched_routes,
@@ -171,8 +172,7 @@ def gpt_config(row: Row) -> GPTConfig:
         attention=attention_config(row, heads=sizes["heads"], channels=sizes["channels"]),
         mlp=MLPConfig(
             ffn_hidden_size=sizes["ffn"],
-            gated=row["gated"],
-            activation="silu" if row["gated"] else "gelu",
+            **activation_settings(row),
             bias=row["bias"] == "all",
         ),
         norm=NormConfig(

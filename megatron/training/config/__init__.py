@@ -23,6 +23,7 @@ from megatron.training.config.logging_options import LoggingConfig, ProfilingCon
 from megatron.training.config.model_options import (
     AttentionOptions,
     ExpertConfig,
+    GateOptions,
     HybridConfig,
     ModelConfig,
     PositionConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "ExperimentConfig",
     "ExpertConfig",
     "FailureConfig",
+    "GateOptions",
     "HybridConfig",
     "LoggingConfig",
     "LossScaleConfig",
@@ -73,6 +75,7 @@ class Config:
     """One training run."""
 
     model: ModelConfig
+    gate: GateOptions
     attention: AttentionOptions
     position: PositionConfig
     experts: ExpertConfig

@@ -33,7 +33,7 @@ from megatron.training.config.layer_pattern_options import (
     has_attention,
     mtp_blocks,
 )
-from megatron.training.config.model_options import rope_scaling_problems
+from megatron.training.config.model_options import gate_problems, rope_scaling_problems
 from megatron.training.config.parallel_options import sharding_problems
 
 
@@ -58,6 +58,7 @@ def check(config: Config, world_size: int) -> list[str]:
             latent_attention_problems(config),
             expert_problems(config, world_size),
             rope_scaling_problems(config.position),
+            gate_problems(config.model, config.gate),
             learned_position_problems(config),
             implementation_checks.attention_kernel_problems(config),
             _recompute(config),

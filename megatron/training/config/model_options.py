@@ -79,6 +79,47 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """Gates of MLPs and experts, besides --swiglu."""
+
+    quick_geglu: bool = False
+    """Use a gated MLP, gate * sigmoid(1.702 gate) * up, instead of GELU."""
+    glu_linear_offset: Annotated[
+        float,
+        at("mlp.linear_offset", back=unless(0.0)),
+        at("moe.linear_offset", back=unless(0.0)),
+    ] = 0.0
+    """Add this number to the ungated features of a gated MLP: activation(gate) * (up + offset)."""
+    activation_func_clamp_value: Annotated[
+        float | None, at("mlp.clamp", back=unless(None)), at("moe.clamp", back=unless(None))
+    ] = None
+    """Limit the inputs of a gated MLP's activation: gate to at most this, up to at most this in
+    magnitude; derived: no limit."""
+
+    def __post_init__(self) -> None:
+        require_all(lambda: positive(self, "activation_func_clamp_value"))
+
+
+def gate_problems(model: ModelConfig, gate: GateOptions) -> Iterator[str]:
+    """Yield a message for each gate option that cannot be combined with the activation."""
+    activations = {
+        "--swiglu": model.swiglu,
+        "--squared-relu": model.squared_relu,
+        "--openai-gelu": model.openai_gelu,
+    }
+    for flag, is_set in activations.items():
+        if gate.quick_geglu and is_set:
+            yield f"--quick-geglu and {flag} are mutually exclusive: keep one"
+    if model.swiglu or gate.quick_geglu:
+        return
+    if gate.glu_linear_offset or gate.activation_func_clamp_value is not None:
+        yield (
+            "--glu-linear-offset and --activation-func-clamp-value need a gated MLP: add --swiglu "
+            "or --quick-geglu"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
     """Mixture of experts: an fp32 router sends each token to a few experts."""
 
@@ -112,6 +153,10 @@ class ExpertConfig:
         Literal["softmax", "sigmoid"], at("router.score_function")
     ] = "softmax"
     """Score function of the router's logits: softmax over all experts, or a sigmoid per expert."""
+    moe_add_bias: Annotated[
+        bool, at("moe.bias", back=unless(False)), at("router.bias", back=unless(False))
+    ] = False
+    """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
     moe_router_pre_softmax: Annotated[bool, at("router.normalize", to=negated, back=opposite)] = (
         False
     )
@@ -248,7 +293,7 @@ class ModelConfig:
     apply_layernorm_1p: Annotated[bool, at("norm.zero_centered", back=unless(False))] = False
     """Store norm weights as weight - 1 (zero-centred); the norm after a recurrence keeps a plain
     weight."""
-    swiglu: Annotated[bool, at("mlp.gated"), at("moe.gated")] = False
+    swiglu: bool = False
     """Use a gated MLP, silu(gate) * up, instead of GELU."""
     squared_relu: bool = False
     """Use squared ReLU instead of GELU in the MLP."""

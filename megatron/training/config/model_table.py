@@ -116,6 +116,8 @@ def options_problem(config: GPTConfig) -> str | None:
     """
     if config.num_labels is not None:
         return "a classification head is not supported in training: the model can be served"
+    if config.moe is not None and config.moe.bias != config.moe.router.bias:
+        return "training gives biases to both experts and router, or to neither"
     return _window_problem(config)
 
 
@@ -138,11 +140,22 @@ def _bias_option(biased: bool, config: GPTConfig) -> bool:
 
 
 def _activation(flags: Flags, name: str) -> str:
+    if flags["quick-geglu"]:
+        return "quick_gelu"
     if flags["swiglu"]:
         return "silu"
     if flags["openai-gelu"]:
         return "gelu_tanh"
     return "squared_relu" if flags["squared-relu"] else "gelu"
+
+
+def _is_gated(flags: Flags, name: str) -> bool:
+    return flags["swiglu"] or flags["quick-geglu"]
+
+
+def _swiglu(gated: bool, config: GPTConfig) -> bool:
+    shape = config.mlp or config.moe
+    return gated and shape is not None and shape.activation == "silu"
 
 
 def _true_if(activation: str) -> Callable[[str, GPTConfig], Any]:
@@ -425,9 +438,14 @@ MODEL = Table(
         *(
             Row(flag, f"{section}.activation", _activation, _true_if(activation))
             for section in ("mlp", "moe")
-            for flag, activation in (("squared-relu", "squared_relu"), ("openai-gelu", "gelu_tanh"))
+            for flag, activation in (
+                ("squared-relu", "squared_relu"),
+                ("openai-gelu", "gelu_tanh"),
+                ("quick-geglu", "quick_gelu"),
+            )
         ),
         Row("add-mlp-bias", "mlp.bias", _biased, _bias_option),
+        *(Row("swiglu", f"{section}.gated", _is_gated, _swiglu) for section in ("mlp", "moe")),
         # Latent attention
         Row("mscale-all-dim", "latent.scale_factor", _scale_factor, _scale_weight),
         # Attention

@@ -42,7 +42,11 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
 #: fields to take effect.
 _BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     (ATTENTIONS, "attention", _ATTENTION_FIELDS),
-    (FEED_FORWARD, "MLP", {"model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias")}),
+    (
+        FEED_FORWARD,
+        "MLP",
+        {"model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias"), "gate": ()},
+    ),
 )
 
 

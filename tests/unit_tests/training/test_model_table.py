@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -48,6 +49,8 @@ RUN = {
     "mock-data": True,
 }
 
+#: Clamp and offset of a gate.
+GATE_LIMITS = st.sampled_from([{}, {"clamp": 7.0, "linear_offset": 1.0}])
 RATES = st.sampled_from([0.0, 0.1, 0.25])
 SIZES = st.integers(1, 99)
 
@@ -99,12 +102,12 @@ def ropes(draw: st.DrawFn, *, latent: bool) -> RopeConfig:
 
 
 @st.composite
-def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
+def experts(draw: st.DrawFn, **activation: Any) -> MoEConfig:
     """Draw a mixture of experts, including options that only training uses."""
     limited, shared, capacity = draw(st.booleans()), draw(st.none() | SIZES), draw(st.booleans())
     topk, biased = draw(st.integers(2, 4)), draw(st.booleans())
     groups = draw(st.integers(2, 4)) if limited else None
-    coefficient = draw(RATES)
+    coefficient, has_biases = draw(RATES), draw(st.booleans())
     router = RouterConfig(
         topk=topk,
         score_function=draw(st.sampled_from(["softmax", "sigmoid"])),
@@ -119,18 +122,30 @@ def experts(draw: st.DrawFn, *, gated: bool, activation: str) -> MoEConfig:
         aux_loss_coeff=coefficient,
         z_loss_coeff=draw(RATES),
         jitter=draw(RATES),
+        bias=has_biases,
     )
     return MoEConfig(
         num_experts=16,
         ffn_hidden_size=draw(SIZES),
         router=router,
-        gated=gated,
-        activation=activation,
+        **activation,
+        bias=has_biases,
         capacity_factor=1.5 if capacity else None,
         drop_policy=draw(st.sampled_from(["probs", "position"])) if capacity else "probs",
         shared_ffn_hidden_size=shared,
         shared_gate=shared is not None and draw(st.booleans()),
     )
+
+
+@st.composite
+def activations(draw: st.DrawFn, *, has_ffn: bool) -> dict[str, Any]:
+    """Draw the activation of MLPs and experts."""
+    if not has_ffn:
+        return {"gated": False, "activation": "gelu"}
+    kinds = {True: ["silu", "quick_gelu"], False: ["gelu", "gelu_tanh", "squared_relu"]}
+    is_gated = draw(st.booleans())
+    limits = draw(GATE_LIMITS) if is_gated else {}
+    return {"gated": is_gated, "activation": draw(st.sampled_from(kinds[is_gated])), **limits}
 
 
 @st.composite
@@ -151,10 +166,8 @@ def models(draw: st.DrawFn) -> GPTConfig:
     if ffn is not None and depth == blocks[-2:]:
         depth = ""  # the default pattern of MTP layers
     block_types = set(blocks + depth)
-    attends, gated = attention in block_types, draw(st.booleans())
-    activation = "silu" if gated else draw(st.sampled_from(["gelu", "gelu_tanh", "squared_relu"]))
-    if not block_types & {DENSE, EXPERTS}:
-        gated, activation = False, "gelu"
+    attends = attention in block_types
+    activation = draw(activations(has_ffn=bool(block_types & {DENSE, EXPERTS})))
     has_experts = EXPERTS in block_types
     biased = not (latent or has_experts) and draw(st.booleans())
     rope = draw(ropes(latent=latent)) if attends and (latent or draw(st.booleans())) else None
@@ -168,7 +181,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         hidden_size=96,
         vocab_size=draw(st.integers(1, 999_999)),
         attention=shape,
-        mlp=MLPConfig(ffn_hidden_size=draw(SIZES), gated=gated, activation=activation, bias=biased)
+        mlp=MLPConfig(ffn_hidden_size=draw(SIZES), bias=biased, **activation)
         if ffn is not None or DENSE in block_types
         else None,
         norm=NormConfig(
@@ -180,7 +193,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         tied=draw(st.booleans()),
         hidden_dropout=draw(RATES),
         init_std=draw(st.floats(1e-4, 1.0)),
-        moe=draw(experts(gated=gated, activation=activation)) if has_experts else None,
+        moe=draw(experts(**activation)) if has_experts else None,
         ffn_pattern=ffn or "",
         mtp_num_layers=depths,
         mtp_loss_factor=draw(st.sampled_from([0.1, 0.3])) if depths else 0.1,

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron.training.config import (
     AttentionOptions,
     ExpertConfig,
+    GateOptions,
     ModelConfig,
     PositionConfig,
     TokenizerConfig,
@@ -103,6 +104,7 @@ class ConvertToNativeConfig:
 
     conversion: ConvertConfig
     model: ModelConfig
+    gate: GateOptions
     attention: AttentionOptions
     position: PositionConfig
     experts: ExpertConfig

@@ -12,8 +12,10 @@ gated: down_e(activation(gate_e(x)) · up_e(x)), gate and up one matmul; plain a
 |---|---|---|
 | gate, up | [E, f, h] each | [2 E/ep, f/etp, h], an expert's gate before its up |
 | down | [E, h, f] | [E/ep, h, f/etp] |
+| biases of gate, up | [E, f] each | [2 E/ep, f/etp] |
+| bias of down | [E, h] | [E/ep, h] |
 
-A rank's outputs are partial sums over etp.
+A rank's outputs are partial sums over etp: the first etp rank adds the bias of down.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import nn
 from megatron.core.backend import LayerBuild, Mixer
 from megatron.core.comm.symmetric_memory import SequenceParallelComm
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.initialize import InitSpec
 from megatron.core.moe.dispatch import (
     ExpertRanks,
     Padding,
@@ -36,10 +39,11 @@ from megatron.core.moe.dispatch import (
 )
 from megatron.core.moe.moe_config import MoEConfig
 from megatron.core.moe.router import Router, Routing, Share
+from megatron.core.ops.grouped_mm import add_run_biases
 from megatron.core.ops.swiglu import activate, gated
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, gate_options
 from megatron.core.transformer.recompute import discard_until_backward
-from megatron.core.weight_gather import RowRuns
+from megatron.core.weight_gather import RowRuns, WeightHandle
 from megatron.core.weight_sharding import Shard, SubWeight, WeightSharding
 
 
@@ -54,6 +58,7 @@ class ExpertMLPs(nn.Module):
         super().__init__()
         self.config, self.recomputes = config, False
         self._function = build.backend.elementwise(gated if config.gated else activate)
+        self._gate_options = gate_options(config)
         count, f, h = config.num_experts, config.ffn_hidden_size, build.hidden_size
         by_expert = Shard(axis="ep", dim=0)
         projections = ["gate", "up"] if config.gated else ["up"]
@@ -79,23 +84,64 @@ class ExpertMLPs(nn.Module):
             ),
             build.output_init,
         )
+        self.input_bias: WeightHandle | None = None
+        self.down_bias: WeightHandle | None = None
+        if config.bias:
+            self._declare_biases(name, projections, build=build)
         local_count = count // build.store.groups.grid.ep
         make_product = build.backend.grouped_linear
         self._input_product = make_product(self.input, local_count, build.store)
         self._down_product = make_product(self.down, local_count, build.store)
 
+    def _declare_biases(self, name: str, projections: list[str], *, build: LayerBuild) -> None:
+        count, f = self.config.num_experts, self.config.ffn_hidden_size
+        by_expert, zeros = Shard(axis="ep", dim=0), InitSpec.constant(0.0)
+        shards = (by_expert, Shard(axis="etp", dim=1))
+        sub_weights = tuple(
+            SubWeight(name=f"{name}.{projection}.bias", shape=(count, f), shards=shards)
+            for projection in projections
+        )
+        self.input_bias = build.store.declare(
+            WeightSharding(
+                name=f"{name}.input.bias" if self.config.gated else sub_weights[0].name,
+                sub_weights=sub_weights,
+                interleave=count if self.config.gated else 1,
+                expert=True,
+                weight_decay=False,
+            ),
+            zeros,
+        )
+        down_bias = WeightSharding.of(
+            f"{name}.down.bias",
+            (count, build.hidden_size),
+            by_expert,
+            expert=True,
+            gradient={"etp": "partial"},
+            weight_decay=False,
+        )
+        self.down_bias = build.store.declare(down_bias, zeros)
+        etp = build.store.groups.grid.size("etp")
+        self._adds_down_bias = build.store.groups["etp_ep"].rank % etp == 0
+
     def forward(self, rows: torch.Tensor, runs: RowRuns) -> torch.Tensor:
         """Return [r, h] partial(etp) from rows [r, h]."""
         inner = self._input_product(rows, runs)  # [r, 2f/etp] or [r, f/etp]
+        if self.input_bias is not None:
+            inner = add_run_biases(
+                inner, self.input_bias.use(torch.float32).view(-1, inner.shape[1]), runs
+            )
         active = self._activate(inner)  # [r, f/etp]
         y = self._down_product(active, runs)
+        if self.down_bias is not None:
+            bias = self.down_bias.use(torch.float32)
+            y = add_run_biases(y, bias if self._adds_down_bias else bias * 0.0, runs)
         if self.recomputes and torch.is_grad_enabled():
             source = inner.detach()
             discard_until_backward(active, lambda: self._activate(source), used_by=y)
         return y
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:
-        return self._function(inner, self.config.activation)
+        return self._function(inner, self.config.activation, **self._gate_options)
 
 
 class MoE(Mixer):

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.ops.swiglu import ACTIVATIONS, GATES
-from megatron.core.transformer.mlp import MLPConfig
+from megatron.core.transformer.mlp import MLPConfig, activation_problems
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("none", "aux_loss", "seq_aux_loss")
@@ -41,6 +40,7 @@ class RouterConfig:
         aux_loss_coeff: coefficient of the auxiliary loss; 0 disables it.
         z_loss_coeff: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022,
             equation 5), over the same tokens as "aux_loss".
+        bias: add a learned bias to the logits.
         jitter: in training, multiply the router's input by uniform numbers in
             [1 - jitter, 1 + jitter], a function of sample and position.
     """
@@ -58,6 +58,7 @@ class RouterConfig:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     jitter: float = 0.0
+    bias: bool = False
 
     def problems(self, num_experts: int) -> list[str]:
         """Return the problems of this config with a number of experts."""
@@ -107,7 +108,9 @@ class MoEConfig:
         num_experts: E.
         ffn_hidden_size: inner features f of each expert.
         router: routing of tokens to experts.
-        gated, activation: as in `MLPConfig`, for each expert and the shared expert; no biases.
+        gated, activation, clamp, linear_offset: as in `MLPConfig`, for each expert and the shared
+            expert.
+        bias: whether the projections of the experts have biases; the shared expert has none.
         capacity_factor: an expert processes at most ceil(factor · tokens · k / E) of a rank's
             tokens in a microbatch and drops all others; None drops none.
         drop_policy: an expert keeps the tokens of the highest weight ("probs") or the first tokens
@@ -127,6 +130,9 @@ class MoEConfig:
     drop_policy: str = "probs"
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
+    bias: bool = False
+    clamp: float | None = None
+    linear_offset: float = 0.0
 
     def problems(self, *, tp: int = 1, etp: int = 1, ep: int = 1) -> list[str]:
         """Return the problems of this config on a number of ranks.
@@ -146,9 +152,7 @@ class MoEConfig:
                 f"moe-ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
                 f"expert-tensor-parallel-size {etp}"
             )
-        activations = GATES if self.gated else ACTIVATIONS
-        if self.activation not in activations:
-            problems.append(f"activation {self.activation!r}: use one of {', '.join(activations)}")
+        problems += activation_problems(self)
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             problems.append(f"moe-expert-capacity-factor {self.capacity_factor} must be positive")
         if self.drop_policy not in DROP_POLICIES:
@@ -170,6 +174,8 @@ class MoEConfig:
             ffn_hidden_size=self.shared_ffn_hidden_size,
             gated=self.gated,
             activation=self.activation,
+            clamp=self.clamp,
+            linear_offset=self.linear_offset,
         )
 
     def to_json(self) -> dict[str, Any]:

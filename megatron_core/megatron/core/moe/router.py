@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router: the experts of each token and their weights, in fp32.
 
-    logits = W x
+    logits = W x, plus a bias
     scores = softmax(logits) or sigmoid(logits)
     the k experts with the highest score + bias, within the best groups if these are limited
     weights = their scores, over their sum if normalised, times a factor
@@ -46,6 +46,7 @@ from megatron.core.backend import LayerBuild
 from megatron.core.comm import all_reduce
 from megatron.core.comm.conjugates import gather_from_group, scatter_to_group
 from megatron.core.context_parallel import SequenceLayout
+from megatron.core.initialize import InitSpec
 from megatron.core.moe.moe_config import MoEConfig, RouterConfig
 from megatron.core.ops.backend_choice import apply_function
 from megatron.core.ops.dropout import dropout_key
@@ -53,6 +54,7 @@ from megatron.core.ops.dropout.cpu import hash_index, mix_rows_and_columns
 from megatron.core.ops.matmul.batch_invariant import tiled_matmul
 from megatron.core.process_groups import Group
 from megatron.core.tensor_parallel import TensorParallelRegion
+from megatron.core.weight_gather import WeightHandle
 from megatron.core.weight_sharding import WeightSharding
 
 
@@ -363,6 +365,12 @@ class Router(nn.Module):
         shape = (config.num_experts, build.hidden_size)
         sharding = WeightSharding.of(f"{name}.weight", shape, gradient={"tp": "partial"})
         self.weight = build.store.declare(sharding, build.init)
+        self.bias: WeightHandle | None = None
+        if self.config.bias:
+            sharding = WeightSharding.of(
+                f"{name}.bias", shape[:1], gradient={"tp": "partial"}, weight_decay=False
+            )
+            self.bias = build.store.declare(sharding, InitSpec.constant(0.0))
         self.expert_bias: torch.Tensor | None = None
         if self.config.expert_bias:
             self.expert_bias = build.store.declare_state(f"{name}.expert_bias", shape[:1])
@@ -387,6 +395,8 @@ class Router(nn.Module):
             ids = share.samples, share.positions
             rows = jittered(rows, *ids, rate=config.jitter, key=self.jitter_key)
         logits = apply_function(_Logits, rows, self.weight.anchor, self.weight)  # [t, E]
+        if self.bias is not None:
+            logits = logits + self.bias.use(torch.float32)
         softmax = config.score_function == "softmax"
         scores = logits.softmax(-1) if softmax else self._sigmoid(logits)
         experts = choose_experts(scores.detach(), config, bias=self.expert_bias)  # [t, k]

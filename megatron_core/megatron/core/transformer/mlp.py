@@ -8,6 +8,7 @@ gated: down(activation(gate(x)) · up(x)), with gate and up as one product; plai
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -25,28 +26,64 @@ class MLPConfig:
     Args:
         ffn_hidden_size: intermediate size f.
         gated: use two input projections, one of which gates the other.
-        activation: "silu" or "gelu" (tanh form) if gated, else "gelu", "gelu_tanh", "relu",
-            "squared_relu" or "silu".
+        activation: "silu", "gelu" (tanh form) or "quick_gelu" if gated, else "gelu", "gelu_tanh",
+            "relu", "squared_relu" or "silu".
         bias: whether the projections have biases.
+        clamp, linear_offset: of a gate, see `ops.swiglu.gated`.
     """
 
     ffn_hidden_size: int
     gated: bool = True
     activation: str = "silu"
     bias: bool = False
+    clamp: float | None = None
+    linear_offset: float = 0.0
 
     def problems(self, tp: int) -> list[str]:
         """Return a message for each setting that is invalid on `tp` ranks."""
-        problems = []
-        activations = GATES if self.gated else ACTIVATIONS
-        if self.activation not in activations:
-            problems.append(f"activation {self.activation!r}: use one of {', '.join(activations)}")
+        problems = activation_problems(self)
         if self.ffn_hidden_size < 1 or self.ffn_hidden_size % tp:
             problems.append(
                 f"ffn-hidden-size {self.ffn_hidden_size} must be a positive multiple of "
                 f"tensor-model-parallel-size {tp}"
             )
         return problems
+
+
+class ActivationConfig(Protocol):
+    """The activation of an MLP or of experts."""
+
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+    @property
+    def clamp(self) -> float | None: ...
+    @property
+    def linear_offset(self) -> float: ...
+
+
+def activation_problems(config: ActivationConfig) -> list[str]:
+    """Return a message for each invalid setting of an activation."""
+    problems = []
+    activations = GATES if config.gated else ACTIVATIONS
+    if config.activation not in activations:
+        problems.append(f"activation {config.activation!r}: use one of {', '.join(activations)}")
+    if config.clamp is not None and not config.clamp > 0.0:
+        problems.append(f"activation-func-clamp-value {config.clamp} must be above 0")
+    if not config.gated and (config.clamp is not None or config.linear_offset):
+        problems.append(
+            "activation-func-clamp-value and glu-linear-offset need a gate: use swiglu or "
+            "quick-geglu, or leave them out"
+        )
+    return problems
+
+
+def gate_options(config: ActivationConfig) -> dict[str, Any]:
+    """Return the options of `gated`; empty without a clamp and an offset."""
+    if config.clamp is None and not config.linear_offset:
+        return {}
+    return {"clamp": config.clamp, "offset": config.linear_offset}
 
 
 class MLP(Mixer):
@@ -66,6 +103,7 @@ class MLP(Mixer):
             raise ValueError("; ".join(problems))
         self.config, self.recomputes = config, False
         self._activate = build.backend.elementwise(gated if config.gated else activate)
+        self._gate_options = gate_options(config)
         f = config.ffn_hidden_size
         projections = ["gate", "up"] if config.gated else ["up"]
         self.input = build.column_linear(
@@ -78,7 +116,7 @@ class MLP(Mixer):
     def forward(self, hidden: torch.Tensor, layout: SequenceLayout, **_: object) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         inner = self.input(hidden)  # [s, b, 2f/tp] or [s, b, f/tp]
-        active = self._activate(inner, self.config.activation)  # [s, b, f/tp]
+        active = self._activate(inner, self.config.activation, **self._gate_options)
         y = self.down(active)
         if self.recomputes and torch.is_grad_enabled():
             source = inner.detach()
@@ -93,4 +131,4 @@ class MLP(Mixer):
 
     def activate(self, inner: torch.Tensor) -> torch.Tensor:
         """Return the activated features [..., f/tp] from inner [..., 2f/tp] ([..., f/tp] plain)."""
-        return self._activate(inner, self.config.activation)
+        return self._activate(inner, self.config.activation, **self._gate_options)

@@ -38,6 +38,15 @@ CASES = {
         shared_ffn_hidden_size=SHARED,
         shared_gate=True,
     ),
+    "gpt_oss": MoEConfig(
+        num_experts=5,
+        ffn_hidden_size=FFN,
+        router=RouterConfig(topk=2, bias=True),
+        activation="quick_gelu",
+        clamp=0.8,
+        linear_offset=1.0,
+        bias=True,
+    ),
 }
 
 
@@ -49,6 +58,12 @@ def hf_layer(name: str, config: MoEConfig) -> torch.nn.Module:
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
 
         sizes |= {"num_local_experts": config.num_experts, "intermediate_size": FFN}
+    elif name == "gpt_oss":
+        from transformers import GptOssConfig as Config
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP as Block
+
+        sizes |= {"num_local_experts": config.num_experts, "intermediate_size": FFN}
+        sizes |= {"swiglu_limit": config.clamp}
     elif name == "qwen":
         from transformers import Qwen2MoeConfig as Config
         from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock as Block
@@ -89,6 +104,8 @@ def hf_layer(name: str, config: MoEConfig) -> torch.nn.Module:
 def to_mcore_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return transformers' weights or gradients under this project's names."""
     fused = tensors["experts.gate_up_proj"]
+    if "experts.gate_up_proj_bias" in tensors:
+        return _gpt_oss_names(tensors)
     gate, up = fused.chunk(2, dim=1)  # [E, f, h]
     renamed = {
         "m.router.weight": tensors["gate.weight"],
@@ -107,6 +124,21 @@ def to_mcore_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return renamed
 
 
+def _gpt_oss_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return gpt-oss's tensors: matrices are transposed, and gate and up alternate."""
+    fused, biases = tensors["experts.gate_up_proj"].mT, tensors["experts.gate_up_proj_bias"]
+    return {
+        "m.router.weight": tensors["router.weight"],
+        "m.router.bias": tensors["router.bias"],
+        "m.experts.gate.weight": fused[:, ::2],
+        "m.experts.up.weight": fused[:, 1::2],
+        "m.experts.gate.bias": biases[:, ::2],
+        "m.experts.up.bias": biases[:, 1::2],
+        "m.experts.down.weight": tensors["experts.down_proj"].mT,
+        "m.experts.down.bias": tensors["experts.down_proj_bias"],
+    }
+
+
 @pytest.mark.parametrize("size", [(S, B), (1, 1)], ids=["many tokens", "one token"])
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_gradients_match_transformers(name: str, size: tuple[int, int]):
@@ -117,7 +149,8 @@ def test_output_and_gradients_match_transformers(name: str, size: tuple[int, int
     with one_thread():
         hf = hf_layer(name, config)
         x = hidden.double().transpose(0, 1).contiguous().requires_grad_(True)  # [b, s, h]
-        expected = hf(x).transpose(0, 1)
+        expected = hf(x)
+        expected = (expected if name != "gpt_oss" else expected[0]).transpose(0, 1)
         (expected * factors).sum().backward()
         bias = hf.gate.e_score_correction_bias.float() if config.router.expert_bias else None
         layer = Layer(config, hidden_size=H, bias=bias)

@@ -3,6 +3,7 @@
 
     grouped_mm      y[i] = x[i] · M_e           for every row i of run e     [r, m] -> [r, n]
     grouped_wgrad_  T_e (+)= sum over the rows of run e of g[i]ᵀ x[i]        -> [runs, o, h]
+    add_run_biases  y[i] = x[i] + b_e           for every row i of run e     [r, n] -> [r, n]
 
 The ends of the runs are on the rows' device. On a GPU the host does not wait for them, so both ops
 can be captured in a CUDA graph and replayed with other runs:
@@ -28,10 +29,10 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from megatron.core.ops.backend_choice import choose, device_capability
+from megatron.core.ops.backend_choice import apply_function, choose, device_capability
 from megatron.core.ops.grouped_mm import cpu
 
-__all__ = ["RowRuns", "grouped_mm", "grouped_wgrad_", "reads_counts"]
+__all__ = ["RowRuns", "add_run_biases", "grouped_mm", "grouped_wgrad_", "reads_counts"]
 
 #: Major compute capabilities with a grouped kernel in torch; on others torch loops on the host.
 _GROUPED_KERNELS = (9, 10)
@@ -128,6 +129,36 @@ def grouped_wgrad_(
         kernels.grouped_wgrad_(total, grad, x, runs.ends, overwrite=overwrite)
         return
     cpu.grouped_wgrad_(total, grad, x, runs.counts, overwrite=overwrite)
+
+
+def add_run_biases(x: torch.Tensor, biases: torch.Tensor, runs: RowRuns) -> torch.Tensor:
+    """Return rows x [r, n] plus the bias of their run, in x's dtype; rows after the last run are
+    undefined.
+
+    Args:
+        biases: fp32 [runs, n].
+    """
+    return apply_function(_AddRunBiases, x, biases, runs)
+
+
+class _AddRunBiases(torch.autograd.Function):
+    """y[i] = x[i] + b_e. dgrad: g; wgrad: the sum of g over the rows of run e, in fp32 and in the
+    order of the rows. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x, biases, runs):
+        ctx.runs = runs
+        rows = torch.arange(len(x), dtype=runs.ends.dtype, device=x.device)
+        run_of_row = torch.searchsorted(runs.ends, rows, right=True).clamp_(max=len(biases) - 1)
+        return x + biases.to(x.dtype).index_select(0, run_of_row)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ends = ctx.runs.ends.long()
+        total = ends.new_full((1,), len(grad))  # the last segment has the rows after all runs
+        lengths = torch.diff(torch.cat([ends, total]), prepend=ends.new_zeros(1))
+        sums = torch.segment_reduce(grad.float(), "sum", lengths=lengths, axis=0, unsafe=True)
+        return grad, sums[:-1], None
 
 
 def _is_torch_supported(x: torch.Tensor, matrices: torch.Tensor) -> bool:

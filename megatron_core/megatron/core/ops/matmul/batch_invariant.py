@@ -150,13 +150,13 @@ def with_padded_rows(
     """Return an elementwise function that pads its rows to whole vectors.
 
     Args:
-        function: maps x [..., f], and arguments that are not tensors, to [..., g].
+        function: maps x [..., f], and arguments and options that are not tensors, to [..., g].
     """
 
-    def compute(x: torch.Tensor, *arguments: object) -> torch.Tensor:
+    def compute(x: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         aligned_rows = PADDED_ELEMENTS // math.gcd(PADDED_ELEMENTS, rows.shape[-1])
-        y = function(pad_rows(rows, min(aligned_rows, PADDED_ROWS)), *arguments)
+        y = function(pad_rows(rows, min(aligned_rows, PADDED_ROWS)), *arguments, **options)
         return y[: len(rows)].view(*x.shape[:-1], y.shape[-1])
 
     return compute

@@ -9,18 +9,25 @@ import torch.nn.functional as F
 from megatron.core.ops.backend_choice import apply_function, choose, direct_apply
 from megatron.core.ops.swiglu import cpu
 
-GATES = ("silu", "gelu")
+GATES = ("silu", "gelu", "quick_gelu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu")
 
 
 def gated(
-    gate_up: torch.Tensor, activation: str = "silu", *, implementation: str | None = None
+    gate_up: torch.Tensor,
+    activation: str = "silu",
+    *,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    implementation: str | None = None,
 ) -> torch.Tensor:
-    """Compute activation(gate) * up (Shazeer, 2020); backward saves only `gate_up`.
+    """Compute activation(gate) * (up + offset) (Shazeer, 2020); backward saves only `gate_up`.
 
     Args:
         gate_up: [..., 2f], the gate in the first half.
-        activation: "silu" or "gelu" (its tanh approximation).
+        activation: "silu", "gelu" (its tanh approximation) or "quick_gelu", x sigmoid(1.702 x).
+        clamp: limit L of both inputs: gate <= L and -L <= up <= L (as in gpt-oss); None for none.
+        offset: added to up.
         implementation: "reference", "triton" or None (by device).
 
     Returns:
@@ -42,8 +49,8 @@ def gated(
 
         forward, backward = kernels.gated_forward, kernels.gated_backward
     if torch.is_grad_enabled():
-        return _apply_gated(gate_up, activation, forward, backward)
-    return forward(gate_up, activation)
+        return _apply_gated(gate_up, (activation, clamp, offset), forward, backward)
+    return forward(gate_up, activation, clamp, offset)
 
 
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -73,22 +80,23 @@ def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class Gated(torch.autograd.Function):
-    """y = act(gate) * up, [..., 2f] -> [..., f].
+    """y = act(gate) * (up + offset), [..., 2f] -> [..., f].
 
-    Forward: as above. dgrad: dgate = g up act'(gate), dup = g act(gate), written into the two
-    halves of one buffer. No weights. Saves only gate_up: backward recomputes the activation.
-    `forward` and `backward` are the functions of `cpu` or of `triton`.
+    Forward: as above. dgrad: dgate = g (up + offset) act'(gate), dup = g act(gate), written into
+    the two halves of one buffer; 0 where an input is clamped. No weights. Saves only gate_up:
+    backward recomputes the activation. `forward` and `backward` are the functions of `cpu` or of
+    `triton`, `function` the activation, the clamp and the offset.
     """
 
     @staticmethod
-    def forward(ctx, gate_up, activation, forward, backward):
+    def forward(ctx, gate_up, function, forward, backward):
         ctx.save_for_backward(gate_up)
-        ctx.activation, ctx.differentiate = activation, backward
-        return forward(gate_up, activation)
+        ctx.function, ctx.differentiate = function, backward
+        return forward(gate_up, *function)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.differentiate(grad, *ctx.saved_tensors, ctx.activation), None, None, None
+        return ctx.differentiate(grad, *ctx.saved_tensors, *ctx.function), None, None, None
 
 
 _apply_gated = direct_apply(Gated)

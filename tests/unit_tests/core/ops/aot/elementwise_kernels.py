@@ -12,6 +12,8 @@ from tests.unit_tests.core.ops.aot.description import Description, typed
 
 RMS_TYPES = typed("*fp32 rstd; fp32 offset")
 DENSE = {"group_size": 1}  # the launcher specializes on 1, for rows of a dense tensor
+#: Constants of a gate by silu without a clamp.
+SILU = {"GELU": False, "FACTOR": 1.0, "CLAMP": None, "OFFSET": 0.0}
 LAYER_TYPES = typed("*fp32 statistics; fp32 offset")
 
 KERNELS = (
@@ -97,12 +99,10 @@ KERNELS = (
         )
         for label, heads, rotates in (("16 heads", 16, True), ("64 heads, copied", 64, False))
     ),
-    Description(
-        swiglu.gated_forward_kernel, {"GELU": False, **swiglu.FORWARD.default}, divisible="width"
-    ),
+    Description(swiglu.gated_forward_kernel, {**SILU, **swiglu.FORWARD.default}, divisible="width"),
     Description(
         swiglu.gated_backward_kernel,
-        {"GELU": False, **swiglu.BACKWARD.default},
+        {**SILU, **swiglu.BACKWARD.default},
         divisible="width",
         quick=(90,),
     ),

@@ -96,6 +96,13 @@ plan: num-layers 2 -> 3; hidden-size 48 -> 64; num-attention-heads 4 -> 8; ffn-h
     optimizer-cpu-offload; lr 5e-3 -> 1e-3; min-lr 0 -> 1e-4; lr-decay-style cosine -> linear;
     lr-decay-iters 12 -> 8; lr-warmup-iters 2 -> 3; lr-warmup-init 0 -> 1e-4
 plan without --swiglu: squared-relu; openai-gelu
+plan --window-size 5: window-attn-skip-freq none -> 2
+plan --window-size 5 --window-attn-skip-freq 2: window-softmax-type vanilla -> learnable;
+    window-rotary-base 10000 -> 500
+plan --window-size 5 --window-attn-skip-freq 2 --use-rope-scaling:
+    window-rope-scaling same -> unscaled
+plan: no-rope-freq none -> 2; glu-linear-offset 0 -> 1; activation-func-clamp-value none -> 7
+plan without --swiglu: quick-geglu
 plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;
     rope-scaling-high-freq-factor 4 -> 8
@@ -112,7 +119,7 @@ plan MOE: moe-layer-freq 1 -> 2; moe-ffn-hidden-size none -> 40; moe-router-topk
     moe-router-topk-scaling-factor none -> 2.5; moe-router-enable-expert-bias;
     moe-aux-loss-coeff 0 -> 0.01; moe-z-loss-coeff 0 -> 0.01; moe-input-jitter-eps 0 -> 0.01;
     moe-expert-capacity-factor none -> 1.5; moe-shared-expert-intermediate-size none -> 40;
-    moe-token-dispatcher-type auto -> alltoall
+    moe-token-dispatcher-type auto -> alltoall; moe-add-bias
 plan MOE --moe-router-group-topk 2: moe-router-num-groups 2 -> 4
 plan GROUPS: moe-router-group-topk 1 -> 2
 plan GROUPS --moe-router-group-topk 1: moe-router-group-candidates none -> 1

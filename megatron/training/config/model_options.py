@@ -80,7 +80,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """Gates of MLPs and experts, besides --swiglu."""
+    """Gates of MLPs and experts besides --swiglu, and biases of experts."""
 
     quick_geglu: bool = False
     """Use a gated MLP, gate * sigmoid(1.702 gate) * up, instead of GELU."""
@@ -95,6 +95,10 @@ class GateOptions:
     ] = None
     """Limit the inputs of a gated MLP's activation: gate to at most this, up to at most this in
     magnitude; derived: no limit."""
+    moe_add_bias: Annotated[
+        bool, at("moe.bias", back=unless(False)), at("router.bias", back=unless(False))
+    ] = False
+    """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
 
     def __post_init__(self) -> None:
         require_all(lambda: positive(self, "activation_func_clamp_value"))
@@ -153,10 +157,6 @@ class ExpertConfig:
         Literal["softmax", "sigmoid"], at("router.score_function")
     ] = "softmax"
     """Score function of the router's logits: softmax over all experts, or a sigmoid per expert."""
-    moe_add_bias: Annotated[
-        bool, at("moe.bias", back=unless(False)), at("router.bias", back=unless(False))
-    ] = False
-    """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
     moe_router_pre_softmax: Annotated[bool, at("router.normalize", to=negated, back=opposite)] = (
         False
     )
@@ -360,9 +360,9 @@ class PositionConfig:
     them or a 0 with them, as 0,0,1 or ([0]*3+[1])*4; derived: none."""
     window_rotary_base: float | None = None
     """--rotary-base of the layers with the window, if others have none; derived: the same."""
-    window_rope_scaling: Literal["same", "none"] = "same"
-    """Scaling of the rotary frequencies of the layers with the window, if others have none: none
-    applies the scaling to the other layers only."""
+    window_rope_scaling: Literal["same", "unscaled"] = "same"
+    """Scaling of the rotary frequencies of the layers with the window, if others have none:
+    unscaled applies the scaling to the other layers only."""
     use_rope_scaling: Annotated[bool, at("llama3.", back=constant(True))] = False
     """Scale low rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: Annotated[float, at("llama3.factor")] = 8.0

@@ -269,15 +269,15 @@ def _no_rope_freq(config: GPTConfig, _: GPTConfig) -> Any:
 def _has_window_rope(flags: Flags) -> bool:
     """Return whether the second kind of attention has rotary frequencies of its own."""
     differs = flags["window-rotary-base"] not in (None, flags["rotary-base"])
-    return _rotary_of(WINDOW)(flags, "") and (differs or flags["window-rope-scaling"] == "none")
+    return _rotary_of(WINDOW)(flags, "") and (differs or flags["window-rope-scaling"] == "unscaled")
 
 
 def _window_scaling(flags: Flags, name: str) -> Any:
-    return None if flags[name] == "none" else part_config(flags.config, "rope.scaling")
+    return None if flags[name] == "unscaled" else part_config(flags.config, "rope.scaling")
 
 
 def _window_scaling_option(scaling: Any, config: GPTConfig) -> Any:
-    return "none" if scaling is None and config.rope.scaling is not None else OMITTED  # type: ignore[union-attr]
+    return "unscaled" if scaling is None and config.rope.scaling is not None else OMITTED  # type: ignore[union-attr]
 
 
 def _window_base_option(base: float, config: GPTConfig) -> Any:

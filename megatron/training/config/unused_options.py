@@ -148,7 +148,8 @@ def _expert_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]
     """Yield the rows of `_dependents` for expert options."""
     experts, parallel = config.experts, config.parallel
     on = experts.num_experts is not None
-    for section, start in ((experts, "moe_"), (parallel, "moe_"), (parallel, "expert_model_")):
+    expert_options = ((experts, "moe_"), (config.gate, "moe_"), (parallel, "moe_"))
+    for section, start in (*expert_options, (parallel, "expert_model_")):
         yield section, start, on, "--num-experts"
     if parallel.expert_tensor_parallel_size != 1:  # 1 is also true without experts
         yield parallel, "expert_tensor_parallel_size", on, "--num-experts"

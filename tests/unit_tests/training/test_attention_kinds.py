@@ -58,7 +58,7 @@ def test_layers_have_the_described_kinds(flags, pattern, windows, rotary):
 def test_second_kind_has_its_own_sinks_base_and_scaling():
     flags = (
         "--window-size 5 --window-attn-skip-freq 2 --softmax-type learnable --rotary-base 1e6 "
-        "--window-softmax-type vanilla --window-rotary-base 500 --window-rope-scaling none "
+        "--window-softmax-type vanilla --window-rotary-base 500 --window-rope-scaling unscaled "
         "--rotary-seq-len-interpolation-factor 8"
     )
     model = gpt_config(resolve(small_config(f"{LAYERS} {flags}"), 1).config, 61)
@@ -77,7 +77,10 @@ def test_second_kind_has_its_own_sinks_base_and_scaling():
         ("--no-rope-freq 1", "use --position-embedding-type none"),
         ("--window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3", "more than two kinds"),
         ("--window-rotary-base 500", "no second kind of attention is rotary"),
-        ("--no-rope-freq 2 --window-rope-scaling none", "no second kind of attention is rotary"),
+        (
+            "--no-rope-freq 2 --window-rope-scaling unscaled",
+            "no second kind of attention is rotary",
+        ),
         ("--window-softmax-type learnable", "all attention is of one kind"),
         ("--hybrid-layer-pattern W-W-W-W-W-W-", "has 'W' without '*'"),
         (

@@ -132,7 +132,7 @@ def test_exported_model_loads_in_transformers(tmp_path: Path) -> None:
     plain = shape.replace("--swiglu ", "")
     run(pretrain_gpt.main, f"{RUN} --lr 1e-2 {plain} --save {tmp_path / 'plain'}")
     text = run(convert, f"export --load {tmp_path / 'plain'} --save {tmp_path / 'no'}", code=2)
-    assert "mlp.gated is False, there True" in text
+    assert "attention.qk_norm is True, there False: train it with" in text
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("no")]
 
 

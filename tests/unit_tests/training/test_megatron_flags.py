@@ -128,9 +128,7 @@ def test_flags_without_effect_are_not_in_the_help():
 #: change when a run stops, resumes, skips or writes.
 REFUSED = """
 --fp8-param-gather --fp4-recipe custom --fp8-wgrad --fp16-lm-cross-entropy
---quick-geglu --glu-linear-offset 1.0 --onnx-safe
---activation-func-clamp-value 7.0 --apply-residual-connection-post-layernorm
---fp32-residual-connection
+--onnx-safe --apply-residual-connection-post-layernorm --fp32-residual-connection
 --init-method-xavier-uniform --embedding-init-method-std 0.1 --no-initialization
 --data-parallel-random-init --use-legacy-models --spec local --mtp-use-repeated-layer
 --moe-latent-size 8 --moe-apply-probs-on-input --moe-router-topk-limited-devices 2

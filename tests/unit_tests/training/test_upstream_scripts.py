@@ -30,10 +30,6 @@ REFUSED |= {
     },
     "train_gptoss_20b": {
         "--export-force-local-attention": "--transformer-impl",
-        "--quick-geglu": "--swiglu",
-        "--glu-linear-offset": "--swiglu",
-        "--window-attn-skip-freq": "--window-size",
-        "--activation-func-clamp-value": "--swiglu",
         "--enable-gpt-oss": "--load-hf",
         "--disable-bf16-reduced-precision-matmul": "--bf16",
         "--fp8-param-gather": "bf16",

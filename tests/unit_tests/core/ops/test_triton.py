@@ -20,7 +20,7 @@ PROCESSES = {
         "tests/gpu/test_norms.py tests/gpu/test_rope.py tests/gpu/test_swiglu.py"
         " tests/gpu/test_dropout.py tests/gpu/test_linear_cross_entropy.py"
         " tests/gpu/test_permutation.py tests/gpu/test_grouped_mm.py",
-        89,
+        97,
         78,
     ),
     "attention": ("tests/gpu/test_attention.py", 46, 99),

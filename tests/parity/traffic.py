@@ -288,7 +288,8 @@ def _gathers_of_strategy(row: Row, run: Run, before: GatherCounts, after: Gather
     if row["experts"] is None:
         assert_active(records, kind="all_gather", group=over, exactly=gathered)
     else:  # experts have separate dp groups, where a gather over one rank moves nothing
-        gathers = [r for name in (over, f"expert_{over}") for r in matching(records, group=name)]
+        of_experts = "expert_dp" if over == "dense_dp" else f"expert_{over}"
+        gathers = [r for name in (over, of_experts) for r in matching(records, group=name)]
         if not 0 < len([r for r in gathers if r.kind == "all_gather"]) <= gathered:
             raise AssertionError(f"{gathered} gathers, and not as many collectives")
     if row["placement"] == CUT_WEIGHTS:

@@ -45,7 +45,7 @@ from megatron.core.models.inference_optimized import InferenceOptimizedModel, ma
 from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer import SelfAttention
-from megatron.core.weight_gather import Storage
+from megatron.core.weight_gather import Storage, copy_weights
 from megatron.hf.read_weights import read_weights
 from megatron.inference.bench import Load, make_requests, static_waste
 from megatron.inference.server.guided_decoding.grammars import Grammars, json_grammar
@@ -125,8 +125,10 @@ def engine_of(
         eager: as `--enforce-eager`.
         copies: as `--weights-dtype`.
     """
+    if copies is not None:
+        copy_weights(matrices(model), copies)
     return Engine(
-        InferenceOptimizedModel(model, copies=copies) if optimized else model,
+        InferenceOptimizedModel(model) if optimized else model,
         EngineConfig(**{"max_num_seqs": ROWS, "num_blocks": num_blocks} | config),
         features=EngineFeatures(
             proposer=proposer, make_recorder=CpuGraph if optimized and not eager else None

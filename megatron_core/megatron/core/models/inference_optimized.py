@@ -39,7 +39,6 @@ from megatron.core.comm.symmetric_memory import SequenceParallelComm
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models.decoder import DecoderBlock
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ops.matmul.low_bit import CopyDtype
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -47,7 +46,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelHead,
 )
 from megatron.core.transformer import KeyValueCache, LatentAttention, Norm
-from megatron.core.weight_gather import WeightHandle, copy_weights
+from megatron.core.weight_gather import WeightHandle
 
 
 class InferenceOptimizedModel:
@@ -56,27 +55,16 @@ class InferenceOptimizedModel:
     Args:
         model: the model or its pipeline stage, in one chunk.
         comm: collectives of sequence parallelism; None uses torch.distributed.
-        copies: dtype of low-bit copies of the weight matrices, which replace them in products; None
-            makes no copies. The embedding, routers, experts and the matrices that latent attention
-            absorbs are not copied.
 
     Attributes:
         cache_shapes, vocab_size, max_sequence_length, device: see `GPTModel`.
         head: output head for gathered hidden states. Raises ValueError on stages without a head.
-        copied: size of the copies; None without copies.
 
     Raises:
-        ValueError: the model is batch-invariant, or copies are requested for matrices on a GPU or
-            in the dtype of the copies.
+        ValueError: the model is batch-invariant.
     """
 
-    def __init__(
-        self,
-        model: GPTModel,
-        comm: SequenceParallelComm | None = None,
-        *,
-        copies: CopyDtype | None = None,
-    ) -> None:
+    def __init__(self, model: GPTModel, comm: SequenceParallelComm | None = None) -> None:
         if model.store.row_tiles:
             raise ValueError(
                 "InferenceOptimizedModel computes sums whose order depends on the batch: "
@@ -89,7 +77,6 @@ class InferenceOptimizedModel:
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         blocks = [block for block in model.decoder.blocks if isinstance(block, DecoderBlock)]
         self._layers = [(block.norm, block.mixer) for block in blocks]
-        self.copied = None if copies is None else copy_weights(matrices(model), copies)
 
     @property
     def head(self) -> GatheredHead:
@@ -236,7 +223,8 @@ class InferenceOptimizedModel:
 
 
 def matrices(model: GPTModel) -> list[WeightHandle]:
-    """Return the weights of the linear layers, and of the head on its pipeline stage."""
+    """Return the weights that `copy_weights` copies: of the linear layers, and of the head on its
+    pipeline stage, without the embedding, routers, experts and what latent attention absorbs."""
     linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
     absorbed = {m.kv_up for m in model.modules() if isinstance(m, LatentAttention)}
     linears = [m for m in model.modules() if isinstance(m, linear) and m not in absorbed]

@@ -498,12 +498,16 @@ class CopyReport:
     worst_error: float
 
     def __str__(self) -> str:
+        error = "the copies are exact"
+        if self.worst_error:
+            error = (
+                f"relative error of a matrix {self.mean_error:.2%}, at most {self.worst_error:.2%}"
+            )
         packed = f"{self.packed} packed by oneDNN, " if self.packed else ""
         return (
             f"{self.dtype} weights: copies of {self.matrices} matrices, "
             f"{packed}{self.nbytes / 1000000.0:,.1f} MB in addition to the stored "
-            f"{self.stored_bytes / 1000000.0:,.1f} MB; relative error of a matrix "
-            f"{self.mean_error:.2%}, at most {self.worst_error:.2%}"
+            f"{self.stored_bytes / 1000000.0:,.1f} MB; {error}"
         )
 
 

@@ -16,6 +16,8 @@ from megatron.core.cpu_graph import CpuGraph
 from megatron.core.inference import Completion, Engine, decode_graphs, generate, model_runner
 from megatron.core.inference.decode_graphs import bucket_sizes
 from megatron.core.models import GPTModel, InferenceOptimizedModel
+from megatron.core.models.inference_optimized import matrices
+from megatron.core.weight_gather import copy_weights
 from tests.support.device_products import products_of_a_gpu
 from tests.support.inputs import one_thread
 from tests.support.op_tape import OpTape, TapeRecorder
@@ -296,7 +298,9 @@ def test_unrecordable_model_runs_eagerly_and_reports_reason() -> None:
 def test_cpu_graphs_use_replaced_weights() -> None:
     """In-place updates reach existing graphs; `weights_replaced` recaptures graphs of copies."""
     for copies in (None, "int8"):
-        model = InferenceOptimizedModel(model_of("experts"), copies=copies)
+        model = InferenceOptimizedModel(model_of("experts"))
+        if copies is not None:
+            copy_weights(matrices(model.model), copies)
         engine = engine_of(model.model, make_recorder=CpuGraph)
         engine.runner.model = model
         before, captured = generate_outputs(engine), engine.graphs.captured

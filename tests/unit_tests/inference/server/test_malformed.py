@@ -150,7 +150,7 @@ def mutate(body: Any, source: random.Random) -> Any:
     if len(pairs) > 1000:  # nested repetitions take too long to write
         return body
     container, key = source.choice([*pairs, (root, "")])
-    nested: Any = source.choice(UNUSUAL_VALUES)
+    nested: Any = copy.deepcopy(source.choice(UNUSUAL_VALUES))
     match source.randrange(6):
         case 0 | 1:
             container[key] = copy.deepcopy(source.choice(UNUSUAL_VALUES))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron.cli.tokenizers import Tokenizer
 from megatron.inference.server.protocol.api_error import ApiError
+from megatron.inference.server.protocol.validation_error import printable
 from megatron.inference.server.tool_parsers.formats import AnswerFormats
 from megatron.training.data.chat import END_MARK, ChatTemplate, TemplateRefusal
 from megatron.training.data.template_process import GENERATION_MARKS
@@ -96,6 +97,7 @@ class Conversation:
         hints: template variables by the field that sets them, as (variable, value); they apply if
             the template reads them.
         answer_start: where the answer begins.
+        param: field of the request with the turns, for errors.
     """
 
     turns: Sequence[Turn]
@@ -107,6 +109,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     answer_start: AnswerStart = "new turn"
+    param: str = "messages"
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
@@ -183,10 +186,11 @@ class Conversations:
         self._check(conversation, self._template.source)
         # With tool_choice "none" the prompt does not list the tools.
         listed_tools = [] if conversation.choice == "none" else conversation.tools
-        messages = self._messages(conversation.turns)
+        param = conversation.param
+        messages = self._messages(conversation)
         hints = {name: value for name, value in conversation.hints.values() if self.reads(name)}
         tools = [_tool_json(tool) for tool in listed_tools]
-        _check_marks(messages, "messages")
+        _check_marks(messages, param)
         _check_marks([tools, conversation.variables], "tools")
         continues = conversation.answer_start == "last turn"
         if continues:
@@ -203,11 +207,11 @@ class Conversations:
         except TemplateRefusal as error:
             # The message of the template's author, not the text of an internal exception.
             raise ApiError(
-                400, f"the chat template rejects the messages: {error}", param="messages"
+                400, f"{param}: the chat template rejects the messages: {error}", param=param
             ) from None
         except ValueError:
             raise ApiError(
-                400, "the chat template takes too long to render these messages", param="messages"
+                400, f"{param}: the chat template takes too long to render them", param=param
             ) from None
         reasoning_format = self._formats.reasoning
         if continues:
@@ -216,7 +220,7 @@ class Conversations:
                 raise ApiError(
                     400,
                     "the chat template does not render the last message, so it cannot be continued",
-                    param="messages",
+                    param=param,
                 )
             written = conversation.turns[-1].text
             in_reasoning = reasoning_format is not None and written.rfind(
@@ -258,18 +262,21 @@ class Conversations:
             )
         if any(turn.calls for turn in conversation.turns) and "tool_calls" not in source:
             raise ApiError(
-                400, "tool_calls: the chat template does not render them", param="messages"
+                400,
+                f"{conversation.param}: the chat template does not render tool calls: start the "
+                "server with a --chat-template that does",
+                param=conversation.param,
             )
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        """Return the messages of turns for chat templates."""
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return the messages of a conversation for chat templates."""
         tool_format, reasoning_format = self._formats.tools, self._formats.reasoning
         kind = None if tool_format is None else tool_format.call_ids
         key = "reasoning_content" if reasoning_format is None else reasoning_format.message_key
         messages: list[dict[str, Any]] = []
         ids: dict[str, str] = {}  # template's id of a call, by the id for clients
         num_calls = 0
-        for turn in turns:
+        for turn in conversation.turns:
             message: dict[str, Any] = {"role": turn.role, "content": turn.text}
             if turn.reasoning is not None:
                 message[key] = turn.reasoning
@@ -284,18 +291,22 @@ class Conversations:
                 ids[call.id] = _template_id(call, num_calls, kind)
                 num_calls += 1
             if turn.calls:
-                message["tool_calls"] = [self._call(call, ids[call.id]) for call in turn.calls]
+                message["tool_calls"] = [
+                    self._call(call, ids[call.id], conversation.param) for call in turn.calls
+                ]
             messages.append(message)
         return messages
 
-    def _call(self, call: ToolCall, call_id: str) -> dict[str, Any]:
+    def _call(self, call: ToolCall, call_id: str, param: str) -> dict[str, Any]:
         try:
             arguments = json.loads(call.arguments)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise ApiError(
-                400, "the arguments of a tool call are not a JSON object", param="messages"
+                400,
+                f"{param}: the arguments of tool call {printable(call.id)} are not a JSON object",
+                param=param,
             )
         as_text = self._formats.tools is not None and self._formats.tools.text_arguments
         function = {"name": call.name, "arguments": call.arguments if as_text else arguments}

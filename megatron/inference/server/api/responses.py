@@ -163,7 +163,11 @@ async def cancel_response(server: Server, request: Request) -> Response:
     response_id = request.path_params["response_id"]
     cancel = server.running.get(response_id)
     if cancel is None:
-        raise ApiError(404, "there is no running response with this id")
+        raise ApiError(
+            404,
+            f"there is no running response {printable(response_id)}: it has ended or never began",
+            param="response_id",
+        )
     return JSONResponse(cancel())
 
 

@@ -319,6 +319,7 @@ class ResponseBody(AccountFields, PrefixCacheFields):
         check_tools(tools, chosen=allowed_tools or (), required=choice == "required")
         return Conversation(
             turns=self._turns(),
+            param="input",
             tools=tools,
             choice=choice,
             forced_tool=forced_tool,

@@ -22,12 +22,13 @@ def byte_server() -> Iterator[Served]:
 
 @pytest.fixture(scope="package")
 def chat_server() -> Iterator[Served]:
-    """A server of `Scripted` with tool calls and reasoning."""
+    """A server of `Scripted` with tool calls, reasoning and stored responses."""
     with served(
         Scripted(),
         template={"source": TEMPLATE, "name": "shows all"},
         template_variables=["enable_thinking"],
         formats={"tools": "hermes", "reasoning": "qwen3"},
+        response_store_bytes=200_000,
     ) as running:
         yield running
 

@@ -11,8 +11,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.support.http_server import Served, error_of, prompt_of, served
-from tests.support.scripted_model import TEMPLATE, Scripted
+from tests.support.http_server import Served, error_of, prompt_of
 
 NAME = "next-byte"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
@@ -22,15 +21,10 @@ LIMIT = {"/v1/chat/completions": {"max_tokens": 60}, "/v1/responses": {"max_outp
 QUESTION = {"role": "user", "content": "How is the weather in Ulm?"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+@pytest.fixture
+def server(chat_server: Served) -> Served:
     """A server that calls tools and reasons; `say` sets its next answer."""
-    with served(
-        Scripted(),
-        template={"source": TEMPLATE, "name": "shows all"},
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-    ) as running:
-        yield running
+    return chat_server
 
 
 @pytest.fixture

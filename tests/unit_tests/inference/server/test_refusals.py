@@ -166,6 +166,8 @@ INVALID: Table = {
         {"input": []},
         {"input": say([{"type": "input_image"}])},
         {"input": [{"type": "item_reference", "id": "a"}]},
+        {"input": say("\ue0f0")},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]},
         {"tools": [{"type": "web_search"}]},
         {"tool_choice": "required"},
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,7 +13,6 @@ import pytest
 
 from megatron.inference.server.response_store import ResponseStore
 from tests.support.http_server import Served, error_of, prompt_of, served
-from tests.support.scripted_model import TEMPLATE, Scripted
 
 NAME = "next-byte"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
@@ -22,21 +20,10 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": CITY}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(
-        Scripted(),
-        template={"source": TEMPLATE, "name": "shows all"},
-        formats={"tools": "hermes", "reasoning": "qwen3"},
-        response_store_bytes=200_000,
-    ) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
-        yield openai_client
+def server(chat_server: Served) -> Served:
+    """A server that calls tools and reasons; `say` sets its next answer."""
+    return chat_server
 
 
 def say(server: Served, text: str) -> None:
@@ -202,6 +189,9 @@ def test_server_without_a_store_refuses(byte_server: Served) -> None:
         error = error_of(byte_server.post("/v1/responses", input="a", **{name: value}))
         assert error["param"] == name
     error_of(byte_server.http.get("/v1/responses/resp_1"), 404)
+    for method, suffix in (("GET", ""), ("POST", "/cancel")):
+        answer = byte_server.http.request(method, f"/v1/responses/a%0Ab%20c{suffix}")
+        assert r'response "a\nb c"' in error_of(answer, 404)["message"]
 
 
 @pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999"])

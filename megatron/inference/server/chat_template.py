@@ -300,6 +300,8 @@ class Conversations:
     def _call(self, call: ToolCall, call_id: str, param: str) -> dict[str, Any]:
         try:
             arguments = json.loads(call.arguments)
+            # An escaped lone surrogate becomes a text that UTF-8 cannot encode.
+            json.dumps(arguments, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):

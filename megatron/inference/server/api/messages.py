@@ -27,7 +27,7 @@ async def messages(server: Server, request: Request) -> Response:
         names={
             "prompt": "messages",
             "max_new_tokens": "max_tokens",
-            "response_format": "output_config",
+            "response_format": body.format_field,
         },
     )
     formatter = MessageFormatter(

@@ -318,6 +318,12 @@ class MessagesBody(CountBody, PrefixCacheFields):
     inference_geo: NoEffect = None
     container: Annotated[Any, ServedValues()] = None
 
+    @property
+    def format_field(self) -> str:
+        """The field with the format of the text."""
+        config = self.output_config
+        return "output_format" if config is None or config.format is None else "output_config"
+
     def generation(self) -> GenerationBody:
         """Return the sampling fields and the format."""
         config = self.output_config

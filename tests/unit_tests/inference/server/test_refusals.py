@@ -23,6 +23,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 USER = [{"role": "user", "content": "hi"}]
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+SURROGATE_CALL = {**CALL, "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
 ANTHROPIC_TOOL = {"name": "weather", "input_schema": CITY}
 #: Valid bodies; each row of a table changes some fields.
 BODIES: dict[str, dict[str, Any]] = {
@@ -153,6 +154,7 @@ INVALID: Table = {
         {"messages": say("a", "tool")},
         {"messages": say(None, "assistant")},
         {"messages": say(None, "assistant", tool_calls=[CALL])},
+        {"messages": say(None, "assistant", tool_calls=[SURROGATE_CALL])},
         {"messages": say("\ue0f0")},
         {
             "structured_outputs": {"regex": "a"},
@@ -182,6 +184,7 @@ INVALID: Table = {
         {"tool_choice": {"type": "any"}},
         {"tool_choice": {"type": "tool"}},
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+        {"output_format": {"type": "json_schema", "schema": {"type": "strin"}}},
     ],
     "/tokenize": [{"prompt": None}, {"prompt": "a", "messages": USER}],
     "/v1/embeddings": [

@@ -267,6 +267,13 @@ def _mamba_of(config: GPTConfig) -> Mamba2Config | None:
     return None if mamba is None else dataclasses.replace(mamba, norm_groups=mamba.normed_groups)
 
 
+#: Defaults of the settings of a router that only training uses.
+_UNTRAINED_ROUTER = {
+    name: getattr(RouterConfig(), name)
+    for name in ("bias_update_rate", "balance", "aux_loss_coeff", "z_loss_coeff", "jitter")
+}
+
+
 def _experts_of(config: GPTConfig) -> MoEConfig | None:
     """Return a canonical config of a mixture of experts at inference."""
     moe = config.moe
@@ -278,15 +285,12 @@ def _experts_of(config: GPTConfig) -> MoEConfig | None:
         moe,
         capacity_factor=None,
         drop_policy="probs",
-        router=RouterConfig(
-            topk=router.topk,
-            score_function=router.score_function,
-            normalize=router.normalize,
-            scaling_factor=router.scaling_factor,
+        router=dataclasses.replace(
+            router,
             num_groups=router.num_groups if limited else None,
             group_topk=router.group_topk if limited else None,
             group_candidates=router.group_candidates if limited else 1,
-            expert_bias=router.expert_bias,
+            **_UNTRAINED_ROUTER,
         ),
     )
 

@@ -139,10 +139,12 @@ def is_matrix(tensor: LocalBox | SubWeight, adam_names: Sequence[str]) -> bool:
     """Return whether Muon updates a logical tensor.
 
     It does if the tensor is a matrix, or contains the matrices of experts, unless its rows belong
-    to tokens or a pattern assigns it to AdamW. A depthwise convolution [channels, 1, width] is not
-    a matrix.
+    to tokens or a pattern assigns it to AdamW. A depthwise convolution [channels, 1, width] and the
+    biases of experts [experts, features] are not matrices.
     """
     if len(tensor.shape) not in (2, 3) or (len(tensor.shape) == 3 and tensor.shape[1] == 1):
+        return False
+    if tensor.name.endswith(".bias"):
         return False
     return not any(fnmatchcase(tensor.name, p) for p in (*TOKEN_MATRICES, *adam_names))
 

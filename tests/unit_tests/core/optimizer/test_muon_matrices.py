@@ -43,7 +43,7 @@ MIXERS = GPTConfig(
     ),
     mlp=MLPConfig(ffn_hidden_size=12, gated=True, activation="silu"),
     norm=NormConfig(kind="RMSNorm"),
-    moe=MoEConfig(num_experts=EXPERTS, ffn_hidden_size=8),
+    moe=MoEConfig(num_experts=EXPERTS, ffn_hidden_size=8, bias=True),
     delta_net=GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_channels=3, value_channels=2
     ),

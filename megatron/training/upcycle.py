@@ -70,13 +70,14 @@ class UpcycleConfig:
 def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
     """Return the model config with experts. Raises ValueError if the model cannot have experts."""
     from megatron.core.moe import MoEConfig, RouterConfig
+    from megatron.core.transformer.mlp import activation_settings
 
     where = f"--load {config.load}"
     if dense.moe is not None:
         raise ValueError(f"{where} has experts already: name a dense model")
     if dense.mlp.bias:
         raise ValueError(
-            f"{where}: its MLPs have biases, and experts do not support them: train a model with "
+            f"{where}: its MLPs have biases, which are not copied to experts: train a model with "
             "--disable-bias-linear"
         )
     pattern = ""
@@ -91,8 +92,7 @@ def with_experts(dense: GPTConfig, config: UpcycleConfig) -> GPTConfig:
         num_experts=config.num_experts,
         ffn_hidden_size=dense.mlp.ffn_hidden_size,
         router=router,
-        gated=dense.mlp.gated,
-        activation=dense.mlp.activation,
+        **activation_settings(dense.mlp),
     )
     experts_config = replace(dense, moe=moe, ffn_pattern=pattern)
     if problems := experts_config.problems():

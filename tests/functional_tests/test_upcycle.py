@@ -50,6 +50,10 @@ PLAIN = dataclasses.replace(
     tied=True,
     mtp_num_layers=0,
 )
+CLAMPED = dataclasses.replace(
+    CONFIG,
+    mlp=MLPConfig(ffn_hidden_size=20, activation="quick_gelu", clamp=0.3, linear_offset=1.0),
+)
 SINGLE = ProcessGroupCollection.single()
 
 
@@ -99,7 +103,7 @@ def loaded(folder: Path, **kwargs: object) -> GPTModel:
         (CONFIG, "", "EEE"),
         (CONFIG, "--moe-layer-freq [0]*1+[1]*2 --moe-router-topk 3", "-EE"),
         (PLAIN, "--moe-layer-freq 2 --moe-router-score-function sigmoid", "E-E"),
-        (CONFIG, "--moe-layer-freq 1,0,0", "E--"),
+        (CLAMPED, "--moe-layer-freq 1,0,0", "E--"),
     ],
 )
 def test_upcycled_logits_match_the_dense_model(tmp_path, config, options, pattern):
@@ -154,7 +158,7 @@ def test_unsuitable_checkpoints_are_refused_in_one_line(tmp_path, capsys):
     run = f"--save {tmp_path / 'run'} --num-experts 4"
     cases = {
         f"--load {tmp_path / 'dense'} {run}": "already contains iter_0000003: name another folder",
-        f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, and experts do not",
+        f"--load {tmp_path / 'biased'} {out}2": "its MLPs have biases, which are not copied",
         f"--load {tmp_path / 'dense'} {out}": "already contains iter_0000000: name another folder",
         f"--load {tmp_path / 'out'} {out}2": "has experts already: name a dense model",
         f"--load {tmp_path / 'none'} {out}2": "there is no checkpoint: name another folder",

@@ -96,7 +96,13 @@ def upstream_map(tensors: Tensors, config: GPTConfig) -> TensorMap:
             f"models of the blocks {config.pattern} are not read from torch_dist folders: convert "
             "GPTs"
         )
-    if not isinstance(attention, AttentionConfig) or attention.sinks or attention.output_gate:
+    has_sinks = config.second_attention is not None and config.second_attention.sinks
+    if (
+        not isinstance(attention, AttentionConfig)
+        or attention.output_gate
+        or attention.sinks
+        or has_sinks
+    ):
         raise ValueError(
             "latent attention, attention sinks and attention gates are not read from torch_dist "
             "folders: "

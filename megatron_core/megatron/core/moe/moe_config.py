@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer.mlp import MLPConfig, activation_problems
+from megatron.core.transformer.mlp import MLPConfig, activation_problems, activation_settings
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("none", "aux_loss", "seq_aux_loss")
@@ -170,13 +170,7 @@ class MoEConfig:
         """Config of the shared expert, or None."""
         if self.shared_ffn_hidden_size is None:
             return None
-        return MLPConfig(
-            ffn_hidden_size=self.shared_ffn_hidden_size,
-            gated=self.gated,
-            activation=self.activation,
-            clamp=self.clamp,
-            linear_offset=self.linear_offset,
-        )
+        return MLPConfig(ffn_hidden_size=self.shared_ffn_hidden_size, **activation_settings(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""

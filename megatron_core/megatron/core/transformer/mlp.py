@@ -79,6 +79,13 @@ def activation_problems(config: ActivationConfig) -> list[str]:
     return problems
 
 
+def activation_settings(config: ActivationConfig) -> dict[str, Any]:
+    """Return the settings of an activation, for the config of other MLPs or experts."""
+    return {
+        name: getattr(config, name) for name in ("gated", "activation", "clamp", "linear_offset")
+    }
+
+
 def gate_options(config: ActivationConfig) -> dict[str, Any]:
     """Return the options of `gated`; empty without a clamp and an offset."""
     if config.clamp is None and not config.linear_offset:

@@ -21,6 +21,7 @@ import torch
 from megatron.cli.two_way_table import Table, build, describe
 from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import (
     ATTENTIONS,
     DELTA_NET,
@@ -239,11 +240,10 @@ def function_of(config: GPTConfig) -> GPTConfig:
         moe=_experts_of(config) if EXPERTS in kinds else None,
         delta_net=config.delta_net if DELTA_NET in kinds else None,
         mamba=_mamba_of(config) if MAMBA in kinds else None,
-        mtp_pattern=config.mtp_blocks,
+        mtp=_mtp_of(config),
         rope=rope,
         hidden_dropout=0.0,
         init_std=0.02,
-        mtp_loss_factor=0.1,
     )
 
 
@@ -259,6 +259,13 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
             norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
         )
     return attention
+
+
+def _mtp_of(config: GPTConfig) -> MTPConfig | None:
+    """Return a canonical config of multi-token prediction at inference."""
+    if config.mtp is None:
+        return None
+    return MTPConfig(num_layers=config.mtp.num_layers, pattern=config.mtp_blocks)
 
 
 def _mamba_of(config: GPTConfig) -> Mamba2Config | None:

@@ -39,6 +39,9 @@ def _scales(kind: str) -> ConfigSection:
 SECTIONS = {
     "": ConfigSection("", "models.gpt:GPTConfig"),
     "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "mtp": ConfigSection(
+        "mtp", "models.gpt_config:MTPConfig", lambda fields: read.mtp_num_layers(fields, "") > 0
+    ),
     "mlp": ConfigSection("mlp", "transformer:MLPConfig", _has_mlp),
     "attention": ConfigSection("attention", "transformer:AttentionConfig", _has(ATTENTION)),
     "latent": ConfigSection("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
@@ -82,6 +85,10 @@ BIAS = (
 WHOLE_WIDTH_ATTENTION = (
     *SELF_ATTENTION[:-1],
     Row("head_dim", "attention.kv_channels", read.quotient_head_dim, read.unwritten),
+)
+MTP = (
+    Row("num_nextn_predict_layers", "", read.unread, lambda config, _: config.mtp_num_layers),
+    Row("", "mtp.num_layers", read.mtp_num_layers),
 )
 QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
 SWITCHED_WINDOW = (

@@ -116,11 +116,11 @@ def of_blocks(fields: ModelFields, name: str) -> Any:
     return blocks_fields(fields.blocks).get(name, "")
 
 
-def mtp_num_layers(fields: ModelFields, name: str) -> int:
+def mtp_num_layers(fields: ModelFields, _: str) -> int:
     """Return the number of MTP layers."""
     if not fields.has_mtp:
         return 0
-    name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else name
+    name = "num_mtp_layers" if "num_mtp_layers" in fields.raw else "num_nextn_predict_layers"
     num_layers = fields.count(name, 0, minimum=0)
     if num_layers > MAX_MTP_LAYERS:
         fields.refuse(name, f"more than {MAX_MTP_LAYERS}")

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.gpt import logical_weights
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from megatron.core.weight_gather import Storage
 from megatron.training.checkpointing.state import FORMAT
@@ -40,7 +41,7 @@ CONFIG = GPTConfig(
     attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=6),
     mlp=MLPConfig(ffn_hidden_size=20),
     init_std=0.2,
-    mtp_num_layers=1,
+    mtp=MTPConfig(num_layers=1),
 )
 PLAIN = dataclasses.replace(
     CONFIG,
@@ -48,7 +49,7 @@ PLAIN = dataclasses.replace(
     mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu"),
     norm=NormConfig(kind="LayerNorm"),
     tied=True,
-    mtp_num_layers=0,
+    mtp=None,
 )
 CLAMPED = dataclasses.replace(
     CONFIG,
@@ -195,7 +196,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         tied=True,
         hidden_size=768,
         mlp=MLPConfig(ffn_hidden_size=2048),
-        mtp_num_layers=0,
+        mtp=None,
     )
     for name, config in (("small", CONFIG), ("large", large)):
         saved(tmp_path / name, config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import ATTENTION, WINDOW
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from tests.parity.plain_gpt import Mixer
@@ -79,8 +80,16 @@ def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
     if row["mixer"] is None:
         return {"num_layers": layers, "ffn_pattern": pattern[1::2]}
     shapes = {"delta_net": DELTA_NET} if row["mixer"] == "delta" else {"mamba": mamba_config(row)}
-    further = pattern[0] + pattern[-1] if row["predictions"] else ""
-    return {"num_layers": len(pattern), "pattern": pattern, "mtp_pattern": further, **shapes}
+    return {"num_layers": len(pattern), "pattern": pattern, **shapes}
+
+
+def mtp_config(row: Row) -> MTPConfig | None:
+    """Return the MTP layers of a row's model; with a recurrent mixer, its pattern defines them."""
+    if not row["predictions"]:
+        return None
+    pattern = "" if row["mixer"] is None else pattern_of(row, 2)
+    blocks = pattern[:1] + pattern[-1:]
+    return MTPConfig(num_layers=row["predictions"], loss_factor=0.4, pattern=blocks)
 
 
 def plain_mixers(row: Row) -> tuple[Mixer, ...]:

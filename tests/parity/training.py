@@ -52,7 +52,7 @@ from tests.parity.experts import (
 )
 from tests.parity.gather_format import compute_with_encoded
 from tests.parity.pieces import LogicalChunk, local_chunks, write_weights
-from tests.parity.recurrent import LAYERS, decoder_settings, epsilon_of, pattern_of
+from tests.parity.recurrent import LAYERS, decoder_settings, epsilon_of, mtp_config, pattern_of
 from tests.parity.rows import shards_over_gtp
 from tests.parity.sequences import SEQUENCE, local_microbatch, with_bounds, with_documents
 from tests.parity.stages import StageBlocks, pipeline, stage_blocks, stage_split
@@ -185,8 +185,7 @@ def gpt_config(row: Row) -> GPTConfig:
         tied=row["tied"],
         hidden_dropout=row["dropout"],
         moe=moe_config(row),
-        mtp_num_layers=row["predictions"],
-        mtp_loss_factor=0.4,
+        mtp=mtp_config(row),
     )
 
 

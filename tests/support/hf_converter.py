@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing import (
     weight_chunks,
 )
 from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.weight_gather import Storage
 from megatron.hf import open_folder, read_folder
 from megatron.hf.convert import main
@@ -90,7 +91,7 @@ def folder_with_further_layers(path: Path, case: str = "deepseek", *, tied: bool
     """Write a folder with two multi-token-prediction layers and random weights."""
     source = save_folder(make_model(case, tie_word_embeddings=tied), path / "plain")
     plain = checkpoint_model(imported(source, path / "plain-checkpoint"))
-    config = replace(plain.config, mtp_num_layers=2)
+    config = replace(plain.config, mtp=MTPConfig(num_layers=2))
     model = GPTModel(config, ProcessGroupCollection.single(), storage=Storage(initialize=False))
     plain_weights = checkpoint_weights(path / "plain-checkpoint/iter_0000000")
     chunks, random = weight_chunks(model.store), generator(8)

@@ -68,7 +68,7 @@ GLM4_MOE = Architecture(
         Row("attention_bias", "attention.qkv_bias", read.flag(False)),
         Row("use_qk_norm", "attention.qk_norm", read.flag(False)),
         Row("first_k_dense_replace", "", read.unread, layer_types.num_leading_mlps),
-        Row("num_nextn_predict_layers", "mtp_num_layers", read.mtp_num_layers),
+        *rows.MTP,
         *rows.SIGMOID_EXPERTS,
         *rows.SHARED_EXPERTS,
     ),

@@ -179,7 +179,7 @@ def _depth_pattern(flags: Flags, name: str) -> str:
 
 def _has_own_depths(config: GPTConfig) -> bool:
     """Return whether the multi-token prediction depths differ from a GPT's last layer."""
-    return config.mtp_pattern not in ("", config.blocks[-2:])
+    return config.mtp_blocks not in ("", config.blocks[-2:])
 
 
 def _pattern_text(pattern: str, config: GPTConfig) -> Any:
@@ -399,6 +399,9 @@ def _load_balancing_option(balance: str, config: GPTConfig) -> Any:
 _SECTIONS_OF_TABLE = {
     "": ConfigSection("", "models.gpt:GPTConfig"),
     "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "mtp": ConfigSection(
+        "mtp", "models.gpt_config:MTPConfig", lambda f: mtp_num_layers(f.config) > 0
+    ),
     "mlp": ConfigSection(
         "mlp", "transformer:MLPConfig", lambda f: not is_hybrid(f.config) or has(f.config, DENSE)
     ),
@@ -471,7 +474,7 @@ MODEL = Table(
         Row("", "window_rope.interleaved", lambda f, _: f["rotary-interleaved"]),
         Row("window-rope-scaling", "window_rope.scaling", _window_scaling, _window_scaling_option),
         # Experts and multi-token prediction
-        Row("mtp-num-layers", "mtp_num_layers", lambda f, _: mtp_num_layers(f.config), _depths),
+        Row("mtp-num-layers", "mtp.num_layers", lambda f, _: mtp_num_layers(f.config), _depths),
         Row("moe-layer-freq", "ffn_pattern", lambda f, _: expert_layers(f.config), _frequency),
         Row(
             "moe-ffn-hidden-size",
@@ -502,7 +505,7 @@ MODEL = Table(
         ),
         # Hybrids
         Row("hybrid-layer-pattern", "pattern", _pattern, _pattern_text),
-        Row("", "mtp_pattern", _depth_pattern),
+        Row("", "mtp.pattern", _depth_pattern),
         Row("mamba-num-heads", "mamba.num_heads", lambda f, _: mamba_heads(f.config)),
         Row("mamba-norm-groups", "mamba.norm_groups", back=lambda _, c: c.mamba.normed_groups),
         Row("mamba-dt-limit", "mamba.dt_limit", _limits, _dt_limit_option),

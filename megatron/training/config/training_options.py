@@ -77,7 +77,7 @@ class TrainingConfig:
     mtp_num_layers: int | None = None
     """Number of multi-token prediction depths: additional layers, used in training only, each of
     which predicts one token further ahead; None = off."""
-    mtp_loss_scaling_factor: Annotated[float, at("mtp_loss_factor", back=unless(0.1))] = 0.1
+    mtp_loss_scaling_factor: Annotated[float, at("mtp.loss_factor", back=unless(0.1))] = 0.1
     """Weight in the training loss of the mean loss over all multi-token prediction depths."""
     deterministic_mode: bool = False
     """Use deterministic operations only; refuse the others."""

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.core import RankGrid
 from megatron.core.models import GPTConfig
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.optimizer import LearningRateSchedule, WeightDecaySchedule
 from megatron.core.pipeline_parallel import make_schedule
@@ -38,6 +39,13 @@ MOE = MoEConfig(num_experts=8, ffn_hidden_size=12)
 DELTA_NET = GatedDeltaNetConfig(
     num_key_heads=4, num_value_heads=8, key_channels=4, value_channels=6
 )
+
+
+def mtp(num_layers: int, **fields: Any) -> dict[str, MTPConfig]:
+    """Return the change of a model's configuration to these MTP layers."""
+    return {"mtp": MTPConfig(num_layers=num_layers, **fields)}
+
+
 MAMBA = Mamba2Config(num_heads=12, head_channels=6, state_channels=5, num_groups=4)
 TOP_GROUP = {"num_groups": 2, "group_topk": 1}
 GPT = GPTConfig(num_layers=2, hidden_size=24, vocab_size=31, attention=ATTENTION, mlp=MLP)
@@ -188,8 +196,8 @@ LIMITS = [
     (GPT, {"hidden_dropout": 1.0}, "hidden-dropout 1.0", {"hidden_dropout": 0.99}),
     (GPT, {"ffn_pattern": "-"}, "ffn_pattern '-'", {"ffn_pattern": "--"}),
     (GPT, {"ffn_pattern": "-x"}, "ffn_pattern '-x'", {"ffn_pattern": "-E", "moe": MOE}),
-    (GPT, {"mtp_num_layers": -1}, "mtp-num-layers -1", {"mtp_num_layers": 1}),
-    (GPT, {"mtp_loss_factor": -0.01}, "factor -0.01", {"mtp_loss_factor": 0.0}),
+    (GPT, mtp(0), "mtp-num-layers 0", mtp(1)),
+    (GPT, mtp(1, loss_factor=-0.01), "factor -0.01", mtp(1, loss_factor=0.0)),
     (GPT, {"rope": RopeConfig(percent=0.5)}, "0.5 of 6", {"rope": RopeConfig(percent=0.4)}),
     (GPT, {"rope": RopeConfig(percent=0.1)}, "0.1 of 6", {"rope": RopeConfig(percent=1.0)}),
     (GPT, {"cp": 8, "engine": "a2a"}, "12 query heads", {"cp": 12, "engine": "a2a"}),
@@ -203,10 +211,9 @@ LIMITS = [
     (HYBRID, {"num_layers": 3}, "has 4 blocks", {}),
     (HYBRID, {"ffn_pattern": "--"}, "ffn_pattern empty", {}),
     (HYBRID, {"pattern": "G-x-"}, "'x' at 3", {"pattern": "GG*-"}),
-    (HYBRID, {"mtp_num_layers": 1}, "blocks ''", {"mtp_num_layers": 1, "mtp_pattern": "*-"}),
-    (HYBRID, {"mtp_pattern": "*-"}, "0 multi-token", {"mtp_num_layers": 2, "mtp_pattern": "G"}),
-    (HYBRID, {"mtp_num_layers": 1, "mtp_pattern": "*x"}, "'x' at 2", {}),
-    (HYBRID, {"mtp_num_layers": 1, "mtp_pattern": "*M"}, "Mamba-2", {}),
+    (HYBRID, mtp(1), "blocks ''", mtp(1, pattern="*-")),
+    (HYBRID, mtp(1, pattern="*x"), "'x' at 2", {}),
+    (HYBRID, mtp(1, pattern="*M"), "Mamba-2", {}),
     (HYBRID, {"cp": 3, "linear_mode": "headwise"}, "4 key heads", {"cp": 3}),
     (HYBRID, {"cp": 3, "linear_mode": "ring"}, "'ring'", {"cp": 3, "linear_mode": "segments"}),
     (HYBRID, {"attention": None, "rope": None}, "attention", {"pattern": "GG*-"}),
@@ -293,7 +300,7 @@ def test_routers_add_losses_only_with_positive_coefficients(router, adds_loss):
 
 
 def test_mtp_blocks_exist_only_with_mtp_layers():
-    assert (GPT.mtp_blocks, dataclasses.replace(GPT, mtp_num_layers=1).mtp_blocks) == ("", "*-")
+    assert (GPT.mtp_blocks, dataclasses.replace(GPT, **mtp(1)).mtp_blocks) == ("", "*-")
 
 
 def test_a_constant_weight_decay_needs_no_ramp():

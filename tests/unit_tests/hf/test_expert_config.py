@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron.core.models import GPTConfig
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.transformer import (
@@ -159,17 +160,19 @@ def test_mtp_layers_are_read_only_with_mtp() -> None:
     many = {**fields, "num_nextn_predict_layers": 65}
     with pytest.raises(ValueError, match=r"num_nextn_predict_layers.*65.*64"):
         read_model(many, where="x", with_mtp=True)
-    fewer = replace(model, mtp_num_layers=1)
+    fewer = replace(model, mtp=MTPConfig(num_layers=1))
     written = write_config(fewer, max_length=9, dtype=torch.float32, end_tokens=(), base=fields)
     assert written["num_nextn_predict_layers"] == 1
-    mixtral = replace(read_model(MIXTRAL, where="x").config, mtp_num_layers=1)
-    with pytest.raises(ValueError, match=r"mtp_num_layers.*1.*0"):
+    mixtral = replace(read_model(MIXTRAL, where="x").config, mtp=MTPConfig(num_layers=1))
+    with pytest.raises(ValueError, match=r"mtp.num_layers.*1.*None"):
         write_config(mixtral, max_length=9, dtype=torch.float32, end_tokens=())
 
 
 def test_training_only_settings_are_no_difference() -> None:
-    model = read_model(DEEPSEEK, where="x").config
+    fields = {**DEEPSEEK, "num_nextn_predict_layers": 2}
+    model = read_model(fields, where="x", with_mtp=True).config
     assert model.moe is not None
+    assert model.mtp is not None
     router = replace(
         model.moe.router,
         bias_update_rate=0.5,
@@ -179,7 +182,7 @@ def test_training_only_settings_are_no_difference() -> None:
         jitter=0.1,
     )
     moe = replace(model.moe, router=router, capacity_factor=1.5, drop_policy="position")
-    trained = replace(model, moe=moe, mtp_loss_factor=0.7, hidden_dropout=0.1)
+    trained = replace(model, moe=moe, mtp=replace(model.mtp, loss_factor=0.7), hidden_dropout=0.1)
     assert differences(model, trained) == []
     assert function_of(trained) == function_of(model)
 
@@ -283,7 +286,7 @@ def deepseek_models(draw: st.DrawFn) -> GPTConfig:
             num_experts=8, ffn_hidden_size=inner, router=router, shared_ffn_hidden_size=shared
         ),
         ffn_pattern="-" * dense + "E" * (layers - dense),
-        mtp_num_layers=draw(st.integers(0, 2)),
+        mtp=draw(st.none() | st.builds(MTPConfig, num_layers=st.integers(1, 2))),
     )
 
 

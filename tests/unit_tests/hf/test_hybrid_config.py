@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron.core.models import GPTConfig
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.hf.config_json import read_model, write_config
 
 #: The fields of a published config.json of each architecture, at a small size.
@@ -98,7 +99,7 @@ def test_hybrids_that_transformers_lacks_are_refused():
         (replace(qwen, pattern="GEGGE*EE"), "layer_types"),
         (replace(nemotron, mamba=replace(nemotron.mamba, norm_groups=1)), "mamba.norm_groups is 1"),
         (replace(nemotron, norm=replace(nemotron.norm, kind="LayerNorm")), "norm.kind"),
-        (replace(nemotron, mtp_num_layers=1, mtp_pattern="*-"), "mtp_num_layers is 1"),
+        (replace(nemotron, mtp=MTPConfig(num_layers=1, pattern="*-")), "mtp.num_layers is 1"),
     ):
         with pytest.raises(ValueError, match=rf"cannot be exported as .*{name}"):
             write_config(changed, max_length=128, dtype=torch.float32, end_tokens=())

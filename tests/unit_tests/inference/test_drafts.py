@@ -13,6 +13,7 @@ import torch
 from megatron.cli.tokenizers import train_bpe
 from megatron.core.inference import EngineConfig
 from megatron.core.inference.speculation import DraftModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.transformer import CacheShapes
 from megatron.inference import LLM, Inference, Speculation, TextParams, bench, generate
 from megatron.inference.build_engine import split_cache_memory
@@ -31,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     merged = {"type": "hf", "model": str(path), "fingerprint": tokenizer.fingerprint}
     return {
         "merged": str(save(root / "merged", make_model(), length=120, tokenizer=merged)),
-        "model": str(save(root / "model", make_model(mtp_num_layers=2), length=120)),
+        "model": str(save(root / "model", make_model(mtp=MTPConfig(num_layers=2)), length=120)),
         "plain": str(save(root / "plain", make_model(), length=120)),
         "larger": str(save(root / "larger", make_model(vocab_size=300), length=120)),
     }

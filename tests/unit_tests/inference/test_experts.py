@@ -12,6 +12,7 @@ import pytest
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.dist_checkpointing import Coordinator, read_manifest
 from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.moe.router import Router
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
@@ -56,7 +57,7 @@ EXPERTS = GPTConfig(
     ),
     ffn_pattern="-EE",
     hidden_dropout=0.4,
-    mtp_num_layers=2,
+    mtp=MTPConfig(num_layers=2),
     init_std=0.4,
 )
 MODELS = {
@@ -120,7 +121,7 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(single_process: SinglePr
     config = single_process.config
     # Run each prompt alone, without a cache, in a model without expert capacity.
     model = GPTModel(
-        replace(config, moe=replace(config.moe, capacity_factor=None), mtp_num_layers=0),
+        replace(config, moe=replace(config.moe, capacity_factor=None), mtp=None),
         ProcessGroupCollection.single(),
     )
     fill_weights(model, SCALE)

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.core import ProcessGroupCollection
 from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import AttentionConfig, MLPConfig, RopeConfig
@@ -45,8 +46,7 @@ CONFIG = GPTConfig(
         num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
     ),
     mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3, num_groups=2, bias=True),
-    mtp_num_layers=1,
-    mtp_pattern="*-",
+    mtp=MTPConfig(num_layers=1, pattern="*-"),
     init_std=0.4,
 )
 SCALE = 0.2
@@ -70,7 +70,7 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward(
 ) -> None:
     # Run each prompt alone, without a cache, in a model without expert capacity.
     moe = replace(CONFIG.moe, capacity_factor=None)
-    config = replace(CONFIG, moe=moe, mtp_num_layers=0, mtp_pattern="")
+    config = replace(CONFIG, moe=moe, mtp=None)
     model = GPTModel(config, ProcessGroupCollection.single())
     fill_weights(model, SCALE)
     assert_argmax_of_full_forward(expected_outputs, model)

@@ -17,6 +17,7 @@ from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets import GPTBatch
 from megatron.core.models import GPTModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.ssm.mixer_config import linear_shape
@@ -59,7 +60,7 @@ def test_hybrid_options_reach_the_model():
     )
     run = hybrid_run(f"{flags} 0.001 0.1 --squared-relu --apply-layernorm-1p", 2)
     model = gpt_config(run.config, 61)
-    assert (model.pattern, model.mtp_pattern, model.mtp_num_layers) == ("G-M*-", "*-", 2)
+    assert (model.pattern, model.mtp) == ("G-M*-", MTPConfig(num_layers=2, pattern="*-"))
     assert (model.num_layers, model.ffn_pattern, run.config.model.num_layers) == (5, "", 5)
     assert model.delta_net == GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_channels=8, value_channels=6, conv_width=3
@@ -106,10 +107,10 @@ def test_gpt_layers_can_be_written_as_a_pattern(layer_flag):
 def test_gpt_pattern_can_have_its_own_mtp_layers():
     flags = f"--num-attention-heads 6 --num-experts 4 --disable-bias-linear {PATTERN} *-*-"
     model = gpt_config(hybrid_run(f"{flags}/*E").config, 61)
-    assert (model.ffn_pattern, model.mtp_pattern, model.mtp_num_layers) == ("--", "*E", 1)
+    assert (model.ffn_pattern, model.mtp) == ("--", MTPConfig(num_layers=1, pattern="*E"))
     assert model.router_names == ("mtp.0.decoder.blocks.1.moe.router",)
     uniform = gpt_config(hybrid_run(f"--num-attention-heads 6 {PATTERN} *-*-/*-/*-").config, 61)
-    assert (uniform.mtp_pattern, uniform.mtp_num_layers) == ("", 2)
+    assert uniform.mtp == MTPConfig(num_layers=2)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.cli.schema import build, options
 from megatron.core.models import GPTConfig
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import (
     ATTENTION,
     DELTA_NET,
@@ -195,10 +196,12 @@ def models(draw: st.DrawFn) -> GPTConfig:
         init_std=draw(st.floats(1e-4, 1.0)),
         moe=draw(experts(**activation)) if has_experts else None,
         ffn_pattern=ffn or "",
-        mtp_num_layers=depths,
-        mtp_loss_factor=draw(st.sampled_from([0.1, 0.3])) if depths else 0.1,
+        mtp=MTPConfig(
+            num_layers=depths, loss_factor=draw(st.sampled_from([0.1, 0.3])), pattern=depth
+        )
+        if depths
+        else None,
         pattern=blocks if ffn is None else "",
-        mtp_pattern=depth,
         max_position_embeddings=draw(st.none() | st.integers(16, 64))
         if rope is None and not (latent or depths)
         else None,

@@ -20,6 +20,7 @@ from megatron.core.datasets.token_rows import SampleRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.models.gpt import logical_weights
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig, routers_of
 from megatron.core.optimizer import OptimizerConfig
@@ -57,8 +58,7 @@ HYBRID = dataclasses.replace(
     num_layers=6,
     ffn_pattern="",
     pattern="GE*-M-",
-    mtp_num_layers=1,
-    mtp_pattern="G-",
+    mtp=MTPConfig(num_layers=1, pattern="G-"),
     attention=dataclasses.replace(ATTENTION, window=None),
     norm=NormConfig(epsilon=1e-2),
     delta_net=GatedDeltaNetConfig(
@@ -295,8 +295,8 @@ def _check_sharding(name: str, case: Case, outcome: dict) -> None:
     for shape in outcome["tokens"]:
         assert (shape[0] == 1) == by_documents
         assert (shape[1] * case.cp > SEQUENCE * MICRO) == by_documents, "padded"
-    mixers = case.model.pattern + case.model.mtp_pattern
-    if case.pp > 1 or case.engine != "p2p" or not mixers:
+    mixers = case.model.pattern + case.model.mtp_blocks
+    if case.pp > 1 or case.engine != "p2p" or not case.model.pattern:
         return  # otherwise attention or the stages exchange tensors as well
     kinds = dict.fromkeys(("all_to_all", "all_gather"), 0)
     recurrent = sum(symbol in "GM" for symbol in mixers) * 2  # two microbatches

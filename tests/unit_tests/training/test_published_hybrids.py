@@ -61,7 +61,7 @@ def test_presets_have_the_published_parameter_counts():
 
 def test_presets_can_be_scaled_down():
     scaled_down = qwen3_next(num_layers=6, hidden_size=32, vocab_size=50, mtp_num_layers=1)
-    assert (scaled_down.pattern, scaled_down.mtp_pattern) == ("GEGEGE*EGEGE", "*E")
+    assert (scaled_down.pattern, scaled_down.mtp_blocks) == ("GEGEGE*EGEGE", "*E")
     assert scaled_down.problems() == []
     assert mamba2(num_layers=3, hidden_size=128, vocab_size=50).mamba.num_heads == 4
     assert nemotron_h(pattern="M-*-", vocab_size=50).blocks == "M-*-"

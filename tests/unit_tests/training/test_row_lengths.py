@@ -22,6 +22,7 @@ from megatron.core.datasets import BatchSizes, GPTBatches
 from megatron.core.datasets.token_rows import SampleRows, positions_within
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import Balance, MoEConfig, RouterConfig, routers_of
 from megatron.core.optimizer import Optimizer, OptimizerConfig
@@ -76,8 +77,7 @@ RECURRENT = dataclasses.replace(
     num_layers=6,
     ffn_pattern="",
     pattern="GE*EM-",
-    mtp_num_layers=2,
-    mtp_pattern="*E",
+    mtp=MTPConfig(num_layers=2, pattern="*E"),
     delta_net=GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
     ),

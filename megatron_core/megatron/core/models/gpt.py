@@ -211,7 +211,7 @@ class GPTModel(StoreModule):
         config, stages = self.config, self.split.stages
         shape = (config.vocab_size, config.hidden_size)
         # Of one stage, a weight used at both ends is one with two uses; of more, both have it.
-        shared = config.tied or config.mtp_num_layers > 0
+        shared = config.tied or config.mtp is not None
         end_stages = (0, stages - 1) if shared and stages > 1 else ()
         rows = vocabulary_sharding(
             "embedding.weight", *shape, row_multiple=vocab_multiple, stages=end_stages
@@ -243,7 +243,7 @@ class GPTModel(StoreModule):
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
             self._head = VocabParallelHead(top, **ends)
-            if config.mtp_num_layers:
+            if config.mtp is not None:
                 self.multi_token = MultiTokenPrediction(
                     config,
                     build=build,
@@ -720,10 +720,11 @@ class MultiTokenPrediction(nn.Module):
         first_attention: int,
     ) -> None:
         super().__init__()
-        self.factor = config.mtp_loss_factor / config.mtp_num_layers
+        assert config.mtp is not None
+        self.factor = config.mtp.loss_factor / config.mtp.num_layers
         vocab_arguments = {"store": build.store, "region": build.region, "init": build.init}
         self.layers = nn.ModuleList()
-        for k in range(config.mtp_num_layers):
+        for k in range(config.mtp.num_layers):
             # Every MTP layer shares both weights with the main model, so they are declared outside
             # of the layer's unit.
             layer_embedding = VocabParallelEmbedding(embedding, **vocab_arguments)

@@ -37,6 +37,30 @@ from megatron.core.transformer import (
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Configuration of multi-token prediction (DeepSeek-AI 2024, section 2.2).
+
+    Args:
+        num_layers: number D of MTP layers.
+        loss_factor: factor of the mean of the D MTP losses in the training loss.
+        pattern: blocks of each MTP layer; empty means the blocks of a GPT's last layer.
+    """
+
+    num_layers: int
+    loss_factor: float = 0.1
+    pattern: str = ""
+
+    def problems(self) -> list[str]:
+        """List the problems of the numbers and of the pattern."""
+        problems = symbol_problems(self.pattern) if self.pattern else []
+        if self.num_layers < 1:
+            problems.append(f"mtp-num-layers {self.num_layers}: use a positive integer")
+        if self.loss_factor < 0:
+            problems.append(f"mtp-loss-scaling-factor {self.loss_factor} must not be negative")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Configuration of a model's logical weights and its function.
 
@@ -60,11 +84,9 @@ class GPTConfig:
         moe: shape of the mixtures of experts; None without experts.
         ffn_pattern: per layer "-" for an MLP or "E" for experts; empty means experts in all layers
             if `moe` is set, otherwise MLPs. Empty for a hybrid.
-        mtp_num_layers: number D of MTP layers (DeepSeek-AI 2024, section 2.2).
-        mtp_loss_factor: factor of the mean of the D MTP losses in the training loss.
+        mtp: multi-token prediction; None without it.
         pattern: blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty for a GPT.
         delta_net, mamba: shapes of gated delta nets and of Mamba-2; None without such blocks.
-        mtp_pattern: blocks of each MTP layer; empty means the blocks of a GPT's last layer.
         num_labels: number of labels of a classification head, which replaces the vocabulary head;
             None for a language model. A model with such a head cannot be trained.
     """
@@ -81,12 +103,10 @@ class GPTConfig:
     init_std: float = 0.02
     moe: MoEConfig | None = None
     ffn_pattern: str = ""
-    mtp_num_layers: int = 0
-    mtp_loss_factor: float = 0.1
+    mtp: MTPConfig | None = None
     pattern: str = ""
     delta_net: GatedDeltaNetConfig | None = None
     mamba: Mamba2Config | None = None
-    mtp_pattern: str = ""
     max_position_embeddings: int | None = None
     num_labels: int | None = None
 
@@ -161,7 +181,7 @@ class GPTConfig:
         problems = []
         if self.num_labels < 1:
             problems.append(f"num_labels is {self.num_labels}: use a positive integer")
-        if self.tied or self.mtp_num_layers > 0:
+        if self.tied or self.mtp is not None:
             problems.append(
                 "tied embeddings and multi-token prediction need a vocabulary head, but the model "
                 "has a classification head: leave one of them out"
@@ -182,7 +202,7 @@ class GPTConfig:
             )
         if isinstance(self.attention, LatentAttentionConfig):
             problems.append("latent attention uses rotary positions: leave learned positions out")
-        if self.mtp_num_layers > 0:
+        if self.mtp is not None:
             problems.append(
                 "multi-token prediction embeds tokens without positions: use rotary "
                 "positions or none"
@@ -222,19 +242,13 @@ class GPTConfig:
                 f"ffn_pattern {self.ffn_pattern!r} must have one of '-' and 'E' for each of the "
                 f"{self.num_layers} layers"
             )
-        if self.mtp_num_layers < 0 or self.mtp_loss_factor < 0:
-            problems.append(
-                f"mtp-num-layers {self.mtp_num_layers} and mtp-loss-scaling-factor "
-                f"{self.mtp_loss_factor} must not be negative"
-            )
-        if self.mtp_pattern:
-            problems += symbol_problems(self.mtp_pattern)
-        if self.pattern and bool(self.mtp_pattern) != (self.mtp_num_layers > 0):
-            problems.append(
-                f"{self.mtp_num_layers} multi-token prediction layers with the blocks "
-                f"{self.mtp_pattern!r}: write the blocks of each layer after a '/' of the "
-                "pattern"
-            )
+        if self.mtp is not None:
+            problems += self.mtp.problems()
+            if self.pattern and not self.mtp.pattern:
+                problems.append(
+                    f"{self.mtp.num_layers} multi-token prediction layers with the blocks '': "
+                    "write the blocks of each layer after a '/' of the pattern"
+                )
         return problems + self._missing_shapes()
 
     def _missing_shapes(self) -> list[str]:
@@ -273,11 +287,14 @@ class GPTConfig:
         return 1 if self.pattern else 2
 
     @property
+    def mtp_num_layers(self) -> int:
+        """Number of MTP layers; 0 without MTP."""
+        return 0 if self.mtp is None else self.mtp.num_layers
+
+    @property
     def mtp_blocks(self) -> str:
         """Symbols of the blocks of each MTP layer; empty without MTP."""
-        if self.mtp_num_layers < 1:
-            return ""
-        return self.mtp_pattern or self.blocks[-2:]
+        return "" if self.mtp is None else self.mtp.pattern or self.blocks[-2:]
 
     @property
     def _shapes(self) -> dict[str, Any]:
@@ -333,7 +350,7 @@ class GPTConfig:
     def without_further_prediction(self) -> GPTConfig:
         """Return the configuration without MTP layers."""
         moe = self.moe if EXPERTS in self.blocks else None
-        return dataclasses.replace(self, moe=moe, mtp_num_layers=0, mtp_pattern="")
+        return dataclasses.replace(self, moe=moe, mtp=None)
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -360,7 +377,7 @@ class GPTConfig:
         Raises:
             ValueError: a field is unknown or missing.
         """
-        fields = dict(data)
+        fields = _with_mtp(data)
         try:
             if fields["attention"] is not None:
                 latent = "kv_lora_rank" in fields["attention"]
@@ -376,6 +393,8 @@ class GPTConfig:
                 fields["delta_net"] = GatedDeltaNetConfig(**fields["delta_net"])
             if fields.get("mamba") is not None:
                 fields["mamba"] = _mamba(fields["mamba"])
+            if fields.get("mtp") is not None:
+                fields["mtp"] = MTPConfig(**fields["mtp"])
             fields["norm"] = NormConfig(**fields["norm"])
             if fields["rope"] is not None:
                 fields["rope"] = _rope(fields["rope"])
@@ -385,6 +404,16 @@ class GPTConfig:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the configuration of a GPT of this version: {error}") from error
         return config
+
+
+def _with_mtp(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy in which the three MTP fields of older checkpoints are one, `mtp`."""
+    older = {"mtp_num_layers": "num_layers", "mtp_loss_factor": "loss_factor"}
+    older["mtp_pattern"] = "pattern"
+    fields = {name: value for name, value in data.items() if name not in older}
+    if data.get("mtp_num_layers"):
+        fields["mtp"] = {older[name]: value for name, value in data.items() if name in older}
+    return fields
 
 
 def _attention(values: Mapping[str, Any]) -> AttentionConfig:
@@ -465,10 +494,9 @@ def qwen3_next(
         norm=NormConfig(epsilon=1e-6, zero_centered=True),
         rope=RopeConfig(base=1e7, percent=0.25),
         moe=moe or experts,
-        mtp_num_layers=mtp_num_layers,
+        mtp=MTPConfig(num_layers=mtp_num_layers, pattern="*E") if mtp_num_layers else None,
         pattern=pattern,
         delta_net=delta_net or linear,
-        mtp_pattern="*E" if mtp_num_layers else "",
     )
 
 

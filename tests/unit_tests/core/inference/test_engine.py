@@ -32,6 +32,7 @@ from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup, Proposer
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
@@ -109,7 +110,7 @@ def model_of(
     groups, config = groups or ProcessGroupCollection.single(), FAMILIES[family]
     if depths:  # MTP layers change no weight of the main model
         blocks = {"hybrid": "G*-", "experts": "*-"}.get(family, "")
-        config = replace(config, mtp_num_layers=depths, mtp_pattern=blocks)
+        config = replace(config, mtp=MTPConfig(num_layers=depths, pattern=blocks))
     dtype = torch.float32 if family == "experts" else torch.float64  # routers compute in fp32
     split = None
     if groups["pp"].size > 1:

@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.models import GPTConfig
 from megatron.core.models.gpt import shift_targets
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.transformer import AttentionConfig, MLPConfig, NormConfig
 from tests.support.inputs import Microbatch, microbatch
 
@@ -19,8 +20,7 @@ CONFIG = GPTConfig(
     attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10),
     mlp=MLPConfig(ffn_hidden_size=20),
     init_std=0.2,
-    mtp_num_layers=2,
-    mtp_loss_factor=0.3,
+    mtp=MTPConfig(num_layers=2, loss_factor=0.3),
 )
 #: LayerNorm with biases, and tied embeddings.
 TIED = dataclasses.replace(
@@ -28,7 +28,7 @@ TIED = dataclasses.replace(
     norm=NormConfig(kind="LayerNorm"),
     mlp=MLPConfig(ffn_hidden_size=20, gated=False, activation="gelu", bias=True),
     tied=True,
-    mtp_num_layers=1,
+    mtp=MTPConfig(num_layers=1, loss_factor=0.3),
 )
 LENGTH, ROWS = 12, 2
 DOCUMENT_BOUNDS = ((0, 5, 6, LENGTH), (0, 9, LENGTH))

@@ -13,6 +13,7 @@ import torch
 from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.context_parallel import SequenceLayout
 from megatron.core.models import DecoderConfig, GPTConfig, GPTModel
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.ops.rope import RopeScaling
 from megatron.core.transformer import (
     AttentionConfig,
@@ -269,7 +270,7 @@ def test_positions_beyond_the_learned_ones_are_refused():
     [
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"rope": RopeConfig()}, "are mutually exclusive"),
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"mtp": MTPConfig(num_layers=1)}, "multi-token prediction"),
     ],
 )
 def test_invalid_learned_positions_are_refused(changes, message):

@@ -120,7 +120,7 @@ def test_losses_and_gradients_match_a_plain_model(config: GPTConfig, packed: boo
     main, *mtp_losses = plain.losses(
         logical, text, weights, num_mtp_layers=depths, document_bounds=bounds
     )
-    training = main + config.mtp_loss_factor / depths * sum(mtp_losses)
+    training = main + config.mtp.loss_factor / depths * sum(mtp_losses)
     training.backward()
     assert_close_by_metric("loss", loss, main)  # the returned loss excludes the MTP losses
     assert (nll * weights).sum().item() == pytest.approx(loss.item(), rel=1e-6)
@@ -187,7 +187,7 @@ def test_forward_without_targets_is_the_main_model():
     rows = (batch.tokens, batch.labels, batch.loss_mask)
     single = ProcessGroupCollection.single()
     model = GPTModel(CONFIG, single, seed=5)
-    plain = GPTModel(dataclasses.replace(CONFIG, mtp_num_layers=0), single, seed=5)
+    plain = GPTModel(dataclasses.replace(CONFIG, mtp=None), single, seed=5)
     with torch.no_grad():
         assert torch.equal(model.loss(*rows)[1], plain.loss(*rows)[1])
         with pytest.raises(ValueError, match="without multi-token prediction: leave it out"):

@@ -11,6 +11,7 @@ import pytest
 from megatron.core import ProcessGroupCollection
 from megatron.core.models import GPTConfig, GPTModel, Pattern
 from megatron.core.models.gpt import logical_weights
+from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import (
     StageSplit,
     even_problems,
@@ -36,8 +37,7 @@ HYBRID = GPTConfig(
     pattern="G-ME*-M",
     delta_net=DELTA,
     mamba=MAMBA,
-    mtp_num_layers=2,
-    mtp_pattern="*EG-",
+    mtp=MTPConfig(num_layers=2, pattern="*EG-"),
 )
 
 
@@ -142,9 +142,13 @@ def test_json_round_trip_and_json_of_an_older_version():
         mlp=HYBRID.mlp,
     )
     older = plain.to_json()
-    for name in ("pattern", "delta_net", "mamba", "mtp_pattern"):
+    for name in ("pattern", "delta_net", "mamba", "mtp"):
         del older[name]
     assert GPTConfig.from_json(older) == plain
+    assert GPTConfig.from_json({**older, "mtp_num_layers": 0, "mtp_loss_factor": 0.1}) == plain
+    flat = {"mtp_num_layers": 2, "mtp_loss_factor": 0.1, "mtp_pattern": "*EG-"}
+    hybrid = {name: value for name, value in HYBRID.to_json().items() if name != "mtp"}
+    assert GPTConfig.from_json(hybrid | flat) == HYBRID
 
 
 def test_removing_mtp_removes_experts_used_only_by_mtp():
@@ -153,13 +157,11 @@ def test_removing_mtp_removes_experts_used_only_by_mtp():
     without_mtp = config.without_further_prediction()
     assert (
         without_mtp.moe,
-        without_mtp.mtp_num_layers,
-        without_mtp.mtp_pattern,
+        without_mtp.mtp,
         without_mtp.problems(),
     ) == (
         None,
-        0,
-        "",
+        None,
         [],
     )
     assert HYBRID.without_further_prediction().moe == HYBRID.moe
@@ -184,13 +186,13 @@ LATENT = LatentAttentionConfig(
         ({"moe": None}, "layers with experts need num-experts"),
         ({"attention": None, "rope": None}, "has '\\*': give the attention configuration"),
         ({"attention": LATENT}, "has '\\*': attention is latent: write '\\+'"),
-        ({"pattern": "G-ME+-M", "mtp_pattern": "+EG-"}, "give the latent attention configuration"),
+        ({"pattern": "G-ME+-M", "mtp": MTPConfig(num_layers=1, pattern="+EG-")},
+         "give the latent attention configuration"),
         ({"num_layers": 6}, "7.*num_layers.*6"),
         ({"ffn_pattern": "-"}, "ffn_pattern"),
-        ({"mtp_pattern": ""}, "2 multi-token prediction layers with the blocks ''"),
-        ({"mtp_num_layers": 0}, "0 multi-token prediction layers with the blocks '\\*EG-'"),
-        ({"pattern": "M", "num_layers": 1, "attention": None, "mtp_num_layers": 0,
-          "mtp_pattern": "", "moe": None}, "rotary positions without attention: leave rope out"),
+        ({"mtp": MTPConfig(num_layers=2)}, "2 multi-token prediction layers with the blocks ''"),
+        ({"pattern": "M", "num_layers": 1, "attention": None, "mtp": None,
+          "moe": None}, "rotary positions without attention: leave rope out"),
     ],
 )  # fmt: skip
 def test_pattern_without_matching_shapes_is_refused(changes, message):

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron.hf.architecture import Architecture
-from megatron.hf.families import deepseek, ernie, glm, gpt, llama, nemotron, plain_mlp, qwen
+from megatron.hf.families import (
+    deepseek,
+    ernie,
+    glm,
+    gpt,
+    llama,
+    nemotron,
+    plain_mlp,
+    qwen,
+    window_mixes,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -15,6 +25,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         for architecture in (
             llama.LLAMA,
             llama.MISTRAL,
+            window_mixes.MINISTRAL,
+            window_mixes.CWM,
             qwen.QWEN2,
             llama.SEED_OSS,
             qwen.QWEN3,
@@ -48,6 +60,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             nemotron.BAMBA,
             glm.DOTS1,
             gpt.GPT_BIGCODE,
+            window_mixes.SMOLLM3,
         )
     }
 )

@@ -29,12 +29,14 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     MAMBA,
     RECURRENT,
+    WINDOW,
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm.mixer_config import Mamba2Config
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig
 from megatron.hf.architecture import Architecture
 from megatron.hf.architectures import ARCHITECTURES
+from megatron.hf.attention_kinds import pattern_of
 from megatron.hf.config_rows import SECTIONS
 from megatron.hf.fields import Fields
 from megatron.hf.folder import CONFIG, HuggingFaceFolder
@@ -202,7 +204,7 @@ def _distance(kind: Architecture, config: GPTConfig) -> tuple[int, bool, float]:
         recurrent mixers; the number of fields that an export would change, infinity if the exported
         config.json is invalid.
     """
-    missing = set(config.blocks) - kind.blocks.keys()
+    missing = set(config.blocks) - kind.blocks.keys() - {WINDOW}
     only_hybrid = kind.is_hybrid and not any(symbol in config.blocks for symbol in RECURRENT)
     try:
         count: float = len(differences(_read_back(_described(kind, config), config), config))
@@ -258,6 +260,9 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
             scale_factor=float(f"{attention.scale_factor:.8g}"),
             norm_epsilon=attention.norm_epsilon or config.norm.epsilon,
         )
+    if attention.second is not None:
+        second = dataclasses.replace(attention.second, pattern=pattern_of(config.blocks))
+        return dataclasses.replace(attention, second=second)
     return attention
 
 

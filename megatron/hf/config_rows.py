@@ -10,8 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.cli.two_way_table import OMITTED, ConfigSection, Row, constant, unless
-from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS, LATENT, MAMBA
+from megatron.cli.two_way_table import ConfigSection, Row, constant, unless
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    ATTENTIONS,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    WINDOW,
+)
 from megatron.hf import layer_types
 from megatron.hf import readers as read
 from megatron.hf.readers import ModelFields
@@ -44,13 +53,14 @@ SECTIONS = {
     ),
     "mlp": ConfigSection("mlp", "transformer:MLPConfig", _has_mlp),
     "attention": ConfigSection("attention", "transformer:AttentionConfig", _has(ATTENTION)),
+    "window": ConfigSection("attention.second", "transformer:WindowAttentionConfig", _has(WINDOW)),
     "latent": ConfigSection("attention", "transformer:LatentAttentionConfig", _has(LATENT)),
     "moe": ConfigSection("moe", "moe:MoEConfig", _has(EXPERTS)),
     "router": ConfigSection("moe.router", "moe:RouterConfig"),
     "rope": ConfigSection(
         "rope",
         "transformer:RopeConfig",
-        lambda fields: fields.kind.is_rotary and _has(ATTENTION, LATENT)(fields),
+        lambda fields: fields.kind.is_rotary and _has(*ATTENTIONS)(fields),
     ),
     "linear": _scales("linear"),
     "llama3": _scales("llama3"),
@@ -91,21 +101,6 @@ MTP = (
     Row("", "mtp.num_layers", read.mtp_num_layers),
 )
 QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
-SWITCHED_WINDOW = (
-    Row("sliding_window", "attention.window", read.switched_window, unless(None)),
-    Row(
-        "use_sliding_window",
-        "attention.",
-        read.unread,
-        lambda attention, _: True if attention.window else OMITTED,
-    ),
-    Row(
-        "max_window_layers",
-        "attention.",
-        read.unread,
-        lambda attention, _: 0 if attention.window else OMITTED,
-    ),
-)
 ROPE = (
     Row("rope_theta", "rope.base", read.rope_base),
     Row("rope_scaling", "rope.", read.unread, constant(None)),

@@ -30,8 +30,8 @@ MAX_MTP_LAYERS = 64
 #: Epsilon of the norms of low-rank vectors in transformers, which ignores rms_norm_eps there.
 LOW_RANK_EPSILON = 1e-6
 
-#: Defaults in transformers: the window size, and the first layer with a window in Qwen2 and Qwen3.
-WINDOW, FIRST_WINDOW = 4096, 28
+#: Default of the window size in transformers.
+WINDOW = 4096
 
 #: DeepSeek-V3 and Nemotron-H rank a group of experts by the sum of this many best scores.
 GROUP_CANDIDATES = 2
@@ -64,7 +64,8 @@ class ModelFields(Fields):
     def scaling(self) -> Fields:
         """The object with the RoPE scaling; it may be empty."""
         scaling = self.inner("rope_scaling") or self.inner("rope_parameters")
-        return scaling or Fields({}, self.where, prefix="rope_parameters.")
+        default = self.kind.defaults.get("rope_parameters", {})
+        return scaling or Fields(default, self.where, prefix="rope_parameters.")
 
     @property
     def scaling_kind(self) -> str:
@@ -220,35 +221,10 @@ def always_window(fields: ModelFields, name: str) -> int | None:
     return size
 
 
-def typed_window(fields: ModelFields, name: str) -> int | None:
-    """Return the window of all layers, which `layer_types` or `max_window_layers` switch on."""
-    size = None if is_null(fields, name) else fields.count(name)
-    layers, types = fields.count("num_hidden_layers"), fields.raw.get("layer_types")
-    unlimited = fields.count("max_window_layers", minimum=0)
-    sliding = max(0, layers - unlimited) if types is None else types.count(SLIDING)
-    if sliding not in (0, layers):
-        deciding_field = "max_window_layers" if types is None else "layer_types"
-        fields.refuse(deciding_field, "supported is one window for all layers, or for none")
-    if sliding and size is None and types is not None:
-        fields.refuse("layer_types", f"there is no window: give {name}")
-    return size if sliding else None
-
-
 def switched_window(fields: ModelFields, name: str) -> int | None:
-    """Return the window of Qwen2's and Qwen3's layers, None without one."""
+    """Return the window of all layers, which `use_sliding_window` switches on."""
     used = fields.flag("use_sliding_window", False) and not is_null(fields, name)
-    size = fields.count(name, WINDOW) if used else None
-    layers, types = fields.count("num_hidden_layers"), fields.raw.get("layer_types")
-    first_windowed_layer = fields.count("max_window_layers", FIRST_WINDOW, minimum=0)
-    sliding = max(0, layers - first_windowed_layer) if size else 0
-    if types is not None:
-        sliding = types.count(SLIDING)
-    deciding_field = "max_window_layers" if types is None else "layer_types"
-    if sliding not in (0, layers):
-        fields.refuse(deciding_field, "supported is one window for all layers, or for none")
-    if sliding and size is None:
-        fields.refuse(deciding_field, f"there is no window: give {name} and use_sliding_window")
-    return size if sliding else None
+    return fields.count(name, WINDOW) if used else None
 
 
 def rope_base(fields: ModelFields, name: str) -> float:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.core.boxes import Box, intersect
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.models.layer_pattern import ATTENTION, WINDOW
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
 from megatron.core.transformer import LatentAttentionConfig
 from megatron.hf.architecture import Architecture, Blocks
@@ -227,6 +228,7 @@ def _other_prefix(kind: Architecture, names: Iterable[str]) -> tuple[str, str] |
 
 
 def _entries(kind: Architecture, blocks: Blocks, symbol: str) -> tuple[AnyEntry, ...]:
+    symbol = ATTENTION if symbol == WINDOW else symbol  # the same weights
     assert symbol in blocks, f"{kind.class_name} has no block {symbol!r}"
     return blocks[symbol]
 

@@ -31,6 +31,11 @@ _DELTA_NET: dict[str, Any] = {
     "num_attention_heads": 6, "head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
 }  # fmt: skip
+#: Windows in some layers.
+_MIX: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 #: name: (class in transformers, what its configuration has in addition to the shape)
 FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -115,9 +120,85 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 14,
         },
     ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            **_WHOLE,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {**_MIX, "sliding_window": 7, "tie_word_embeddings": True, "rope_parameters": _YARN},
+    ),
+    "cwm": (
+        "Cwm",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "head_dim": 12,
+            "mlp_bias": True,
+            "bos_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "qwen2_mix": ("Qwen2", {**_MIX, "use_sliding_window": True, "sliding_window": 7}),
+    "qwen3_mix": (
+        "Qwen3",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen2_moe_mix": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "shared_expert_intermediate_size": 14,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "rope_parameters": _YARN,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen3_moe_window": (
+        "Qwen3Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
     "dots1": (
         "Dots1",
-        {**_EXPERTS, "sliding_window": 7, "max_window_layers": 0, "head_dim": 10},
+        {**_EXPERTS, **_MIX, "sliding_window": 7, "head_dim": 10, "first_k_dense_replace": 1},
     ),
     "gpt_bigcode": (
         "GPTBigCode",

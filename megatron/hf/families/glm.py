@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from megatron.cli.two_way_table import Row, constant
 from megatron.core.models.layer_pattern import ATTENTION, DENSE, EXPERTS
+from megatron.hf import attention_kinds, layer_types
 from megatron.hf import config_rows as rows
-from megatron.hf import layer_types
 from megatron.hf import readers as read
 from megatron.hf.architecture import Architecture
 from megatron.hf.entries import (
@@ -125,6 +125,7 @@ SOLAR_OPEN = Architecture(
         }
     ),
 )
+_DOTS1_WINDOWS = attention_kinds.window_kinds(attention_kinds.trailing_windows)
 DOTS1 = Architecture(
     model_type="dots1",
     class_name="Dots1ForCausalLM",
@@ -142,20 +143,14 @@ DOTS1 = Architecture(
         *rows.SELF_ATTENTION,
         *rows.BIAS,
         *rows.QUERY_KEY_NORMS,
-        Row("sliding_window", "attention.window", read.typed_window),
-        Row(
-            "max_window_layers",
-            "attention.",
-            read.unread,
-            lambda attention, config: 0 if attention.window else config.num_layers,
-        ),
+        *attention_kinds.rows(_DOTS1_WINDOWS),
+        *attention_kinds.MAX_WINDOW_LAYERS,
         Row("first_k_dense_replace", "", read.unread, layer_types.num_leading_mlps),
         *rows.SIGMOID_EXPERTS,
         Row("norm_topk_prob", "router.normalize", read.flag(False)),
         *rows.SHARED_EXPERTS,
     ),
-    read_blocks=layers(layer_types.leading_mlps),
-    check=layer_types.check_layer_types(layer_types.FULL, layer_types.SLIDING),
+    read_blocks=layers(layer_types.leading_mlps, attention_kinds.mixers(_DOTS1_WINDOWS)),
     aliases=frozenset({"num_local_experts"}),
     defaults=MappingProxyType(
         {

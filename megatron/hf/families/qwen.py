@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import partial
 from types import MappingProxyType
 
-from megatron.cli.two_way_table import Row, constant
+from megatron.cli.two_way_table import Row, constant, unless
 from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, EXPERTS
+from megatron.hf import attention_kinds, layer_types
 from megatron.hf import config_rows as rows
-from megatron.hf import layer_types
 from megatron.hf import readers as read
 from megatron.hf.architecture import Architecture
 from megatron.hf.entries import (
@@ -35,7 +35,17 @@ from megatron.hf.entries import (
     fused_weights,
     gated_shared_expert,
 )
-from megatron.hf.layer_types import FULL, SLIDING, check_layer_types, layers, uniform_layers
+from megatron.hf.layer_types import FULL, check_layer_types, layers, uniform_layers
+
+_TRAILING_WINDOWS = attention_kinds.window_kinds(attention_kinds.trailing_windows)
+_ALTERNATING_WINDOWS = attention_kinds.window_kinds(attention_kinds.alternating_windows)
+_WINDOW_ROWS = (
+    *attention_kinds.rows(_TRAILING_WINDOWS),
+    *attention_kinds.SWITCH,
+    *attention_kinds.MAX_WINDOW_LAYERS,
+)
+#: Defaults of the fields of windows.
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = Architecture(
     model_type="qwen2",
@@ -46,12 +56,11 @@ QWEN2 = Architecture(
         *rows.LAYERS,
         *rows.WHOLE_ROPE,
         *rows.SELF_ATTENTION,
-        *rows.SWITCHED_WINDOW,
+        *_WINDOW_ROWS,
         Row("", "attention.qkv_bias", constant(True)),
     ),
-    read_blocks=layers(uniform_layers(DENSE)),
-    check=check_layer_types(FULL, SLIDING),
-    defaults=MappingProxyType({"num_key_value_heads": 32}),
+    read_blocks=layers(uniform_layers(DENSE), attention_kinds.mixers(_TRAILING_WINDOWS)),
+    defaults=MappingProxyType({**_NO_WINDOW, "num_key_value_heads": 32}),
 )
 QWEN3 = Architecture(
     model_type="qwen3",
@@ -64,11 +73,10 @@ QWEN3 = Architecture(
         *rows.SELF_ATTENTION,
         *rows.BIAS,
         *rows.QUERY_KEY_NORMS,
-        *rows.SWITCHED_WINDOW,
+        *_WINDOW_ROWS,
     ),
-    read_blocks=layers(uniform_layers(DENSE)),
-    check=check_layer_types(FULL, SLIDING),
-    defaults=MappingProxyType({"head_dim": 128}),
+    read_blocks=layers(uniform_layers(DENSE), attention_kinds.mixers(_TRAILING_WINDOWS)),
+    defaults=MappingProxyType({**_NO_WINDOW, "head_dim": 128}),
 )
 _GATED_SHARED_EXPERT = gated_shared_expert(f"{LAYER}.mlp.shared_expert")
 QWEN2_MOE = Architecture(
@@ -88,10 +96,11 @@ QWEN2_MOE = Architecture(
         Row("qkv_bias", "attention.qkv_bias", read.flag(True)),
         *rows.SPARSE_EXPERTS,
         *rows.GATED_SHARED_EXPERT,
+        *attention_kinds.rows(_ALTERNATING_WINDOWS),
+        *attention_kinds.SWITCH,
     ),
-    read_blocks=layers(layer_types.sparse_steps),
-    check=layer_types.refuse_windows,
-    defaults=MappingProxyType({"num_key_value_heads": 16}),
+    read_blocks=layers(layer_types.sparse_steps, attention_kinds.mixers(_ALTERNATING_WINDOWS)),
+    defaults=MappingProxyType({**_NO_WINDOW, "num_key_value_heads": 16}),
 )
 QWEN3_MOE = Architecture(
     model_type="qwen3_moe",
@@ -106,9 +115,11 @@ QWEN3_MOE = Architecture(
         *rows.BIAS,
         *rows.QUERY_KEY_NORMS,
         *rows.SPARSE_EXPERTS,
+        Row("sliding_window", "attention.window", read.switched_window, unless(None)),
+        *attention_kinds.SWITCH,
     ),
     read_blocks=layers(layer_types.sparse_steps),
-    check=partial(layer_types.refuse_windows, types_decide=False),
+    check=check_layer_types(FULL),
     aliases=frozenset({"num_local_experts"}),
     defaults=MappingProxyType({"num_key_value_heads": 4}),
 )

@@ -24,9 +24,8 @@ from tests.support.hf_folders import ALL_CASES, make_model
 
 #: For each family, the case with the most fields that matter.
 FAMILIES = (
-    "llama-tied-llama3", "mistral-window-yarn", "qwen2-window", "qwen3-window", "seedoss-biases",
-    "mixtral", "qwen2moe-mixed-unbiased", "qwen3moe-mixed-biases", "deepseek-direct-yarn",
-    "qwen3next-mixed-biases", "mamba2", "nemotronh", *FAMILY_CASES,
+    "llama-tied-llama3", "mistral-window-yarn", "seedoss-biases", "mixtral",
+    "deepseek-direct-yarn", "qwen3next-mixed-biases", "mamba2", "nemotronh", *FAMILY_CASES,
 )  # fmt: skip
 
 #: Ignored for every model: outputs of the library's programs, and the file's author.
@@ -69,10 +68,7 @@ _SHAPE = "not a field of this family: the tests' models share a shape"
 _FLOOR = "transformers bounds steps by it, the model's own code only by time_step_limit"
 #: Ignored fields of single families, by model_type.
 IGNORED_BY_FAMILY: Mapping[str, Mapping[str, str]] = {
-    "qwen2_moe": dict.fromkeys(
-        ("use_sliding_window", "sliding_window", "max_window_layers"), _TYPED
-    ),
-    "qwen3_moe": dict.fromkeys(("use_sliding_window", "sliding_window"), _TYPED),
+    **{kind: {"max_window_layers": _TYPED} for kind in ("qwen2", "qwen3", "qwen2_moe", "dots1")},
     "deepseek_v3": {"num_nextn_predict_layers": _MTP},
     "glm4_moe": {"num_nextn_predict_layers": _MTP},
     "phi3": {"original_max_position_embeddings": "it is for rope_type longrope only"},

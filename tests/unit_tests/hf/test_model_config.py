@@ -72,7 +72,31 @@ def test_absent_or_null_kv_heads_and_head_dim_match_transformers() -> None:
             assert attention.kv_channels == getattr(hf, "head_dim", 2), (name, null_field)
 
 
+MIX = ["sliding_attention", "full_attention"]
+QWEN2_MOE = {
+    **LLAMA,
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_hidden_layers": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+MINISTRAL = {**LLAMA, "model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
+CWM = {**LLAMA, "model_type": "cwm", "architectures": ["CwmForCausalLM"], "bos_token_id": 0}
+SMOLLM3 = {**LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
 WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (MINISTRAL, {}),
+    (MINISTRAL, {"sliding_window": None}),
+    (MINISTRAL, {"sliding_window": 9, "layer_types": MIX}),
+    (CWM, {"num_hidden_layers": 6}),
+    (CWM, {"layer_types": MIX, "sliding_window": 9}),
+    (SMOLLM3, {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 9}),
+    (SMOLLM3, {"num_hidden_layers": 5, "sliding_window": 9}),
+    (QWEN2_MOE, {"use_sliding_window": True}),
+    (QWEN2_MOE, {"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 9}),
+    (QWEN2_MOE, {"use_sliding_window": False, "max_window_layers": 3}),
     (MISTRAL, {}),
     (MISTRAL, {"sliding_window": None}),
     (MISTRAL, {"sliding_window": 9}),
@@ -87,6 +111,8 @@ WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9},
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
             {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 9},
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIX},
             {
                 "use_sliding_window": True,
                 "sliding_window": 9,
@@ -103,21 +129,23 @@ WINDOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("base", "changes"), WINDOWS)
-def test_window_matches_transformers(base: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_windows_match_transformers(base: dict[str, Any], changes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     fields = {**base, "num_key_value_heads": 6, **changes}
     name = base["architectures"][0].removesuffix("ForCausalLM")
     hf = getattr(transformers, f"{name}Config")(**fields)
-    types = getattr(hf, "layer_types", ["sliding_attention"])
-    window = hf.sliding_window if set(types) == {"sliding_attention"} else None
-    assert read_model(fields, where="x").config.attention.window == window
+    types = getattr(hf, "layer_types", ["sliding_attention"] * hf.num_hidden_layers)
+    config = read_model(fields, where="x").config
+    kinds = {"*": config.attention, "W": config.attention.second}
+    windows = [kinds[symbol].window for symbol in config.blocks[::2]]
+    assert windows == [hf.sliding_window if kind == "sliding_attention" else None for kind in types]
 
 
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def test_qwen3_ignores_a_disabled_window() -> None:
-    window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
+    window = {"sliding_window": 0, "use_sliding_window": False, "max_window_layers": 1}
     assert read_model({**QWEN3, **window}, where="x") == read_model(QWEN3, where="x")
 
 

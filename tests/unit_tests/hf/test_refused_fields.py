@@ -16,7 +16,7 @@ import pytest
 from megatron.hf.config_json import read_model
 from tests.unit_tests.hf import test_expert_config, test_hybrid_config, test_model_config
 
-DENSE = ("MISTRAL", "QWEN2", "QWEN3", "SEED_OSS")
+DENSE = ("MISTRAL", "QWEN2", "QWEN3", "SEED_OSS", "MINISTRAL", "CWM", "SMOLLM3")
 MODULES = (test_model_config, test_expert_config, test_hybrid_config)
 FAMILIES: dict[str, dict[str, Any]] = {
     name: {"num_key_value_heads": 6, **fields} if name in DENSE else fields
@@ -38,12 +38,20 @@ LLAMA,SEED_OSS {"partial_rotary_factor": 0.5}
 MISTRAL {"sliding_window": 0} {"layer_types": ["full_attention", "full_attention"]}
     {"sliding_window": null, "layer_types": ["sliding_attention", "sliding_attention"]} {"head_dim":
     0}
-QWEN2,QWEN3 {"use_sliding_window": true, "max_window_layers": 1} {"use_sliding_window": true,
-    "max_window_layers": -1} {"use_sliding_window": true, "max_window_layers": 0, "sliding_window":
-    "9"} {"use_sliding_window": 1} {"use_sliding_window": true, "layer_types": ["full_attention",
-    "sliding_attention"]} {"use_sliding_window": true, "layer_types": ["sliding_attention"]}
-    {"use_sliding_window": true, "layer_types": ["chunked_attention", "chunked_attention"]}
-    {"use_sliding_window": false, "layer_types": ["sliding_attention", "sliding_attention"]}
+QWEN2,QWEN3 {"use_sliding_window": true, "max_window_layers": -1} {"use_sliding_window": true,
+    "max_window_layers": 1, "sliding_window": "9"} {"use_sliding_window": true,
+    "max_window_layers": 1, "sliding_window": 0} {"use_sliding_window": 1}
+    {"use_sliding_window": true, "layer_types": ["sliding_attention"]} {"use_sliding_window": true,
+    "layer_types": ["chunked_attention", "full_attention"]} {"use_sliding_window": false,
+    "layer_types": ["sliding_attention", "full_attention"]} {"use_sliding_window": true,
+    "sliding_window": null, "layer_types": ["sliding_attention", "full_attention"]}
+MINISTRAL,CWM {"sliding_window": 0} {"layer_types": ["sliding_attention"]} {"layer_types":
+    ["full_attention", "linear_attention"]} {"sliding_window": null, "layer_types":
+    ["sliding_attention", "full_attention"]}
+SMOLLM3 {"no_rope_layers": [1]} {"no_rope_layers": [1, 2]} {"no_rope_layers": [0, 0]}
+    {"no_rope_layer_interval": 0} {"no_rope_layer_interval": 1} {"no_rope_layers": [1, 0],
+    "use_sliding_window": true, "sliding_window": 0} {"sliding_window": 9, "layer_types":
+    ["full_attention", "sliding_attention"]}
 SEED_OSS {"attention_out_bias": 1} {"sliding_window": 9} {"layer_types": ["sliding_attention",
     "sliding_attention"]}
 QWEN2,MISTRAL,MIXTRAL,QWEN2_MOE,KIMI_K2,DEEPSEEK,NEMOTRON_H {"attention_bias": true}
@@ -54,11 +62,11 @@ MIXTRAL {"num_local_experts": null} {"num_experts": 9} {"sliding_window": 4096}
 MIXTRAL,QWEN2_MOE {"n_shared_experts": 3}
 QWEN2_MOE {"shared_expert_intermediate_size": 0} {"num_experts": null} {"qkv_bias": 1}
     {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention"]}
-    {"use_sliding_window": true, "sliding_window": 9}
-QWEN2_MOE,QWEN3_MOE {"norm_topk_prob": 1} {"mlp_only_layers": 3} {"use_sliding_window": true}
+    {"use_sliding_window": true, "sliding_window": 0}
+QWEN2_MOE,QWEN3_MOE {"norm_topk_prob": 1} {"mlp_only_layers": 3} {"use_sliding_window": 1}
 KIMI_K2,DEEPSEEK {"scoring_func": "softmax"}
-QWEN3_MOE {"sliding_window": 9, "layer_types": ["full_attention", "full_attention",
-    "full_attention"], "use_sliding_window": true} {"num_experts": "8"} {"decoder_sparse_step": 0}
+QWEN3_MOE {"use_sliding_window": true, "sliding_window": 0} {"layer_types": ["sliding_attention",
+    "sliding_attention", "sliding_attention"]} {"num_experts": "8"} {"decoder_sparse_step": 0}
     {"shared_expert_intermediate_size": 9} {"moe_intermediate_size": null}
 DEEPSEEK {"topk_method": "greedy"} {"moe_layer_freq": 2} {"n_shared_experts": 0}
     {"num_key_value_heads": 3} {"head_dim": 12} {"qk_head_dim": 10} {"kv_lora_rank": null}
@@ -91,6 +99,9 @@ LLAMA {"rope_parameters": {"rope_type": "yarn", "factor": 0.5, "original_max_pos
     16}} -> factor=0.5 must be at least 1
 LLAMA {"rope_parameters": {"partial_rotary_factor": 0.5}} -> partial_rotary_factor is 0.5
 QWEN2 {"rope_parameters": {"rope_type": "dynamic"}} -> rope_type is 'dynamic'
+SMOLLM3 {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 0], "use_sliding_window": true,
+    "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    -> layer_types is .* more than two kinds
 MIXTRAL {"num_experts_per_tok": 9} -> moe-router-topk 9 must be in 1
 MIXTRAL {"num_local_experts": 1073741824} -> with 3 layers that is more than 262144 in total
 DEEPSEEK {"num_attention_heads": 1073741824} -> with 3 layers that is more than 262144 in total

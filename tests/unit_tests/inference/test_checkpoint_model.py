@@ -206,7 +206,11 @@ def test_layer_norms_run_in_the_optimized_forward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("available", "flags", "line"),
     [
-        (10**12, (), "bf16 weights: copies of 9 matrices, 9 packed by oneDNN, .* MB; the copies are exact"),
+        (
+            10**12,
+            (),
+            "bf16 weights: copies of 9 matrices, 9 packed by oneDNN, .* the copies are exact",
+        ),
         (1000, (), "--weights-dtype auto: packed copies of the weights need .* MB a rank, over"),
         (10**12, ("--weights-dtype", "stored"), None),
         (10**12, LOCAL, None),

@@ -175,8 +175,9 @@ def _chunk(
     from megatron.core.dist_checkpointing import CheckpointError, TensorChunk
     from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 
-    # A router has the dtype of the norm before it, which is the model's dtype.
-    source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, ".norm.weight")
+    # A router has the dtype of its block's norm, which is the model's dtype.
+    norm = ".post_norm.weight" if model.norm.placement == "post" else ".norm.weight"
+    source = name.replace(_EXPERTS, _MLP).replace(_ROUTER, norm)
     stored = reader.manifest.tensors.get(source)
     if stored is None:
         raise CheckpointError(f"it lacks {source}")

@@ -78,7 +78,8 @@ SHORT = {
 TABLE = r"""
 plan: num-layers 2 -> 3; hidden-size 48 -> 64; num-attention-heads 4 -> 8; ffn-hidden-size 64 -> 72;
     group-query-attention; num-query-groups 2 -> 1; kv-channels 12 -> 16;
-    normalization RMSNorm -> LayerNorm; apply-layernorm-1p; norm-epsilon 1e-5 -> 1e-6; swiglu;
+    normalization RMSNorm -> LayerNorm; apply-layernorm-1p; norm-epsilon 1e-5 -> 1e-6;
+    norm-placement pre -> post; swiglu;
     qk-layernorm; disable-bias-linear; add-qkv-bias; add-attention-output-bias; add-mlp-bias;
     untie-embeddings-and-output-weights; attention-output-gate; attention-dropout 0.1 -> 0.2;
     hidden-dropout 0.1 -> 0.2; init-method-std 0.02 -> 0.01; window-size none -> 5;

@@ -26,12 +26,13 @@ Mixer = Callable[[Weights, str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class PlainGPT:
-    """The shape of a decoder: pre-norm blocks, causal grouped-query attention, and positions that
+    """The shape of a decoder: residual blocks, causal grouped-query attention, and positions that
     are rotary unless the weights have learned ones.
 
     Args:
         clamp: the gate is (up + 1) g sigmoid(1.702 g) with g <= clamp and |up| <= clamp; None gates
             by silu.
+        norm_placement: norms of a block: "pre" of its input, "post" of its output, "both".
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
@@ -43,6 +44,7 @@ class PlainGPT:
     head_dim: int
     tied: bool = False
     norm: str = "RMSNorm"
+    norm_placement: str = "pre"
     qk_norm: bool = False
     gated: bool = True
     clamp: float | None = None
@@ -61,14 +63,18 @@ class PlainGPT:
         if _POSITIONS in weights:
             starts = (ids[:, None, :] < ids[:, :, None]).sum(-1)  # start of each token's document
             hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - starts]
-        for layer in range(self.layers):
-            name = f"decoder.blocks.{2 * layer}"
-            if layer < len(self.recurrent):
-                x = self.norm_of(weights, f"{name}.norm", hidden)
-                hidden = hidden + self.recurrent[layer](weights, name, x, ids)
+        for block in range(2 * self.layers):
+            name, layer = f"decoder.blocks.{block}", block // 2
+            if block % 2:
+                delta = self.mlp(weights, name, hidden)
+            elif layer < len(self.recurrent):
+                x = self.input_norm(weights, name, hidden)
+                delta = self.recurrent[layer](weights, name, x, ids)
             else:
-                hidden = hidden + self.attention(weights, name, hidden, ids)
-            hidden = hidden + self.mlp(weights, f"decoder.blocks.{2 * layer + 1}", hidden)
+                delta = self.attention(weights, name, hidden, ids)
+            if self.norm_placement != "pre":
+                delta = self.norm_of(weights, f"{name}.post_norm", delta)
+            hidden = hidden + delta
         hidden = self.norm_of(weights, "decoder.final_norm", hidden)
         head = weights["embedding.weight" if self.tied else "head.weight"]
         return hidden @ head.T
@@ -90,6 +96,10 @@ class PlainGPT:
         bias = weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
+    def input_norm(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the mixer of block `name` from the stream [..., h]."""
+        return x if self.norm_placement == "post" else self.norm_of(weights, f"{name}.norm", x)
+
     def norm_of(self, weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., h] normalised by the weights of `name`."""
         if self.norm == "LayerNorm":
@@ -103,7 +113,7 @@ class PlainGPT:
         self, weights: Weights, name: str, hidden: torch.Tensor, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the output of attention block `name` for hidden [b, s, h] of documents [b, s]."""
-        x = self.norm_of(weights, f"{name}.norm", hidden)
+        x = self.input_norm(weights, name, hidden)
         query = self._heads(weights, f"{name}.attention.query", x)  # [b, n, s, d]
         key = self._heads(weights, f"{name}.attention.key", x)  # [b, g, s, d]
         window, base = self.window, self.rotary_base
@@ -156,7 +166,7 @@ class PlainGPT:
 
     def mlp(self, weights: Weights, name: str, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of MLP block `name` for hidden [b, s, h]."""
-        x = self.norm_of(weights, f"{name}.norm", hidden)
+        x = self.input_norm(weights, name, hidden)
         up = self._linear(weights, f"{name}.mlp.up", x)
         if self.clamp is not None:
             gate = self._linear(weights, f"{name}.mlp.gate", x).clamp(max=self.clamp)

@@ -223,6 +223,14 @@ biases of experts go to the rows of the next expert [tp=1 dp=2 experts=softmax e
 the bias of a router has the gradient of a rank's tokens [experts=softmax etp=2 expert_bias]
     moe.router Router.__init__: shape[:1], gradient={"tp": "partial"}
     => shape[:1], gradient={"tp": "identical"}
+the norm of an output includes the stream [tp=1 dp=2 norm_placement=post]
+    models.decoder DecoderBlock.forward: mixed = self.post_norm(mixed)
+    => mixed = self.post_norm(mixed + stream)
+norms of outputs see a part of the sequence, and nobody sums them [sequence_parallel
+    norm_placement=post]
+    tensor_parallel.linear TensorParallelRegion.replicated_gradient: "partial" if self.scatters else
+    "identical"
+    => "identical"
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
     ssm.mixer RecurrentMixer._mode: choose_mode(self.context.linear_mode, => choose_mode("auto",
 feature off: gathers ahead of need [tp=1 dp=2 placement=optim_grads_params early_gather]

@@ -51,6 +51,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "vocabulary": (61, 9),  # on four ranks the last holds 13 of its 16 rows, or none of its 3
     "groups": (1, 2, 4, 8),
     "norm": ("RMSNorm", "LayerNorm"),
+    "norm_placement": ("pre", "post", "both"),
     "qk_norm": (False, True),
     "bias": ("none", "qkv", "all"),
     "gated": (True, False),
@@ -152,8 +153,22 @@ GATE_OFF = {"gate": "silu"}
 #: Only gated MLPs have a gate.
 GATES_ALONE = _only_with("gated", lambda gated: gated, GATE_OFF)
 
+#: With recurrent mixers, LayerNorms or 8-bit products, norms of outputs amplify rounding more than
+#: a row may differ.
+OUTPUT_NORMS = (
+    *(
+        Constraint(
+            ("norm_placement", name),
+            lambda placement, setting, off=off: placement == "pre" or setting == off,
+        )
+        for name, off in (("mixer", None), ("wire", "bf16"))
+    ),
+    Constraint(("norm_placement", "norm"), lambda p, norm: p != "post" or norm == "RMSNorm"),
+)
+
 _CONSTRAINTS = (
     *GATES_ALONE,
+    *OUTPUT_NORMS,
     Constraint(("tp", "sequence_parallel"), lambda tp, sp: tp > 1 or not sp),
     Constraint(("pp", "schedule"), lambda pp, schedule: pp > 1 or schedule == "1f1b"),
     Constraint(("pp", "cut"), lambda pp, cut: pp > 1 or cut == "even"),
@@ -400,6 +415,7 @@ def label(row: Row) -> str:
         f"groups{row['groups']}",
         f"v{row['vocabulary']}",
         row["norm"],
+        *([f"norm_{row['norm_placement']}"] if row["norm_placement"] != "pre" else []),
         f"bias_{row['bias']}",
         *([row["gate"]] if row["gate"] != "silu" else []),
         *switches,

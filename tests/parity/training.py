@@ -93,12 +93,14 @@ def steps_of(row: Row) -> int:
 
 
 def rate_of(row: Row) -> float:
-    """Return the learning rate of a row: large for SGD, but not so large that a recurrent mixer
-    diverges and amplifies rounding; small for other optimizers."""
+    """Return the learning rate of a row: large for SGD, but not so large that a recurrent mixer, or
+    a norm of outputs, diverges and amplifies rounding; small for other optimizers."""
     if "rate" in row:
         return row["rate"]
     if row.get("optimizer", "sgd") != "sgd":
         return 0.01
+    if row["norm_placement"] != "pre":
+        return 0.02
     return 0.3 if row["mixer"] is None else 0.1
 
 
@@ -179,6 +181,7 @@ def gpt_config(row: Row) -> GPTConfig:
             kind=row["norm"],
             epsilon=epsilon_of(row),
             zero_centered=row.get("zero_centered", False),
+            placement=row["norm_placement"],
         ),
         rope=RopeConfig() if row["positions"] == "rope" else None,
         max_position_embeddings=None if row["positions"] == "rope" else SEQUENCE,

@@ -66,6 +66,8 @@ def reference_of(row: Row) -> Reference:
     for name in moved:
         if name.endswith("router.weight"):  # clear routes
             moved[name] = moved[name] * 3.0
+        if name == "embedding.weight" and row["norm_placement"] != "pre":
+            moved[name] = moved[name] * 6.0  # the first mixer reads it without a norm
         # States that remember a whole row: with the initial decay they would forget most of it,
         # and faults at the boundary of ranks would hardly show.
         if name.endswith("delta_net.A_log"):

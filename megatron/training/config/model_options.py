@@ -293,6 +293,11 @@ class ModelConfig:
     apply_layernorm_1p: Annotated[bool, at("norm.zero_centered", back=unless(False))] = False
     """Store norm weights as weight - 1 (zero-centred); the norm after a recurrence keeps a plain
     weight."""
+    norm_placement: Annotated[
+        Literal["pre", "post", "both"], at("norm.placement", back=unless("pre"))
+    ] = "pre"
+    """What each block normalises: pre its input, post its output before it is added to the residual
+    stream, or both."""
     swiglu: bool = False
     """Use a gated MLP, silu(gate) * up, instead of GELU."""
     squared_relu: bool = False

@@ -250,7 +250,7 @@ class Mixer(nn.Module):
         """Compute the new tokens of a generation step, outside of autograd.
 
         Args:
-            x: [t, h], which may be overwritten; [t/tp, h] with sequence parallelism, unless
+            x: [t, h], not changed by the call; [t/tp, h] with sequence parallelism, unless
                 `decodes_gathered`.
             layout: layout of the tokens, with `paged`.
             context: keyword arguments of `forward`, and `comm`, the collectives.

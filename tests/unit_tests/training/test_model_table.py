@@ -189,6 +189,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
             kind=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
             epsilon=draw(st.floats(1e-9, 1e-2)),
             zero_centered=draw(st.booleans()),
+            placement=draw(st.sampled_from(["pre", "post", "both"])),
         ),
         rope=rope,
         tied=draw(st.booleans()),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder: a stack of pre-norm residual blocks built from a layer pattern or a range of its blocks.
+"""Decoder: a stack of residual blocks built from a layer pattern or a range of its blocks.
 
-Each block computes delta = mixer(norm(stream)), stream += delta. The addition is fused into the
-norm of the next block, so each block reads and writes the stream only once.
+Each block computes delta = post_norm(mixer(norm(stream))), stream += delta, with one of the norms
+or both (`NormConfig.placement`). The addition is fused into the norm of the next block, so each
+block reads and writes the stream only once.
 """
 
 from __future__ import annotations
@@ -162,9 +163,10 @@ class HiddenDropout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """A mixer with its norm and dropout.
+    """A mixer with its norms and dropout.
 
     Attributes:
+        norm, post_norm: norms of the mixer's input and of its output; None without them.
         handles: handles of the block's weights.
         recomputes: recompute the normalised stream in backward instead of saving it.
     """
@@ -172,16 +174,19 @@ class DecoderBlock(nn.Module):
     def __init__(
         self,
         name: str,
-        norm: Norm,
+        norm: Norm | None,
         *,
         mixer: Mixer,
+        post_norm: Norm | None,
         drop: HiddenDropout | None,
         handles: Sequence[WeightHandle],
     ) -> None:
         super().__init__()
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
-        first_product = _first_product(mixer)
-        self._norm_in_mixer = first_product is not None and first_product.take_norm(norm)
+        self.post_norm = post_norm
+        first_product, self._norm_in_mixer = _first_product(mixer), False
+        if first_product is not None and norm is not None:
+            self._norm_in_mixer = first_product.take_norm(norm)
         self.handles, self.recomputes = tuple(handles), False
 
     def forward(
@@ -192,17 +197,20 @@ class DecoderBlock(nn.Module):
         **context: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `delta` to the stream; return (delta of this block, stream), each [s/tp, b, h]."""
-        if self._norm_in_mixer:
+        norm = None if self._norm_in_mixer else self.norm
+        if norm is None:
             normed = stream = delta if stream is None else stream + delta
         elif stream is None:
-            normed, stream = self.norm(delta), delta
+            normed, stream = norm(delta), delta
         else:
-            normed, stream = self.norm(delta, stream)
+            normed, stream = norm(delta, stream)
         assert stream is not None
         mixed = self.mixer(normed, layout, **context)
-        if self.recomputes and torch.is_grad_enabled() and not self._norm_in_mixer:
+        if self.recomputes and norm is not None and torch.is_grad_enabled():
             source = stream.detach()  # no extra memory: the norm saves it as well
-            discard_until_backward(normed, lambda: self.norm(source), used_by=mixed)
+            discard_until_backward(normed, lambda: norm(source), used_by=mixed)
+        if self.post_norm is not None:
+            mixed = self.post_norm(mixed)
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
@@ -276,15 +284,24 @@ class Decoder(nn.Module):
     def _block(self, symbol: str, *, prefix: str, build: LayerBuild) -> DecoderBlock:
         """Build the next block; its weight names start with `prefix`."""
         config = self.config
-        norm = Norm(f"{prefix}.norm", build.hidden_size, config=config.norm, build=build)
+
+        def norm_of(name: str, placement: str) -> Norm | None:
+            if config.norm.placement not in (placement, "both"):
+                return None
+            return Norm(f"{prefix}.{name}", build.hidden_size, config=config.norm, build=build)
+
+        norm = norm_of("norm", "pre")
         mixer = self._mixer(symbol, prefix=prefix, build=build)
+        post_norm = norm_of("post_norm", "post")
         drop = HiddenDropout.create(prefix, config.hidden_dropout, build=build)
         # The block's weights were declared last. Scanning all weights would be quadratic in depth.
         latest = takewhile(
             lambda item: item[0].startswith(f"{prefix}."), reversed(build.store.handles.items())
         )
         handles = [handle for _, handle in latest][::-1]
-        return DecoderBlock(prefix, norm, mixer=mixer, drop=drop, handles=handles)
+        return DecoderBlock(
+            prefix, norm, mixer=mixer, post_norm=post_norm, drop=drop, handles=handles
+        )
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> Mixer:
         """Build the mixer of a block; attention layers are numbered for their cache entries."""

@@ -24,7 +24,8 @@ Residual stream with tensor parallelism: blocks pass the stream and `delta`, the
 previous block, which is not added yet. `delta` may be a partial sum per rank. The next norm reduces
 it first; with sequence parallelism this is reduce-scatter, add, norm, all-gather, one kernel if
 `megatron.core.comm.symmetric_memory` has NVLink access. Pipeline stages exchange the stream with
-`delta` reduced and added, as the model does.
+`delta` reduced and added, as the model does. A norm of a block's output needs the whole product: it
+is reduced and normalised right away.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class InferenceOptimizedModel:
         self.max_sequence_length, self.device = model.max_sequence_length, model.device
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
         blocks = [block for block in model.decoder.blocks if isinstance(block, DecoderBlock)]
-        self._layers = [(block.norm, block.mixer) for block in blocks]
+        self._layers = [(block.norm, block.mixer, block.post_norm) for block in blocks]
 
     @property
     def head(self) -> GatheredHead:
@@ -125,11 +126,14 @@ class InferenceOptimizedModel:
         delta: Tensor | None = hidden_states.squeeze(1)
         stream: Tensor | None = None
         is_partial = False  # whether delta is a partial sum, to be reduced over tp
-        for norm, mixer in self._layers:
+        for norm, mixer, post_norm in self._layers:
             normed, stream = self._add_and_norm(
                 norm, delta, stream, is_partial=is_partial, gather=mixer.decodes_gathered
             )
             delta, linear = mixer.decode(normed, layout, **context)
+            if post_norm is not None:
+                delta = self._normed_output(post_norm, delta, linear)
+                continue
             if linear is not None:
                 delta = self._row_parallel_product(linear, delta, stream)
             is_partial = linear is not None and delta is not None
@@ -163,17 +167,32 @@ class InferenceOptimizedModel:
         positions = self.model.position_embedding
         return hidden if positions is None else hidden + positions.decode(layout)
 
+    def _normed_output(
+        self, post_norm: Norm, out: Tensor, linear: RowParallelLinear | None
+    ) -> Tensor:
+        """Return the normalised output of a block, shaped as the stream.
+
+        Args:
+            out, linear: result of `Mixer.decode`.
+        """
+        if linear is not None:
+            partial_sum = self._row_parallel_product(linear, out, None)
+            assert partial_sum is not None
+            out = self._reduce(partial_sum)
+        return post_norm.decode(out, None)[0]
+
     def _row_parallel_product(
-        self, linear: RowParallelLinear, x: Tensor, stream: Tensor
+        self, linear: RowParallelLinear, x: Tensor, stream: Tensor | None
     ) -> Tensor | None:
         """Multiply by a row-parallel weight.
 
         Returns:
-            The partial sum [t, h] of this rank, with the bias on rank 0; None with one rank, after
-            adding the product to `stream` in place.
+            The partial sum [t, h] of this rank, with the bias on rank 0. With one rank it is the
+            product; if there is a `stream`, the product is added to it in place, and the result is
+            None.
         """
         group = self.region.group
-        if group.size == 1:
+        if group.size == 1 and stream is not None:
             linear.weight.add_product_(stream, x, bias=linear.bias)
             return None
         bias, out = linear.bias if group.rank == 0 else None, None
@@ -183,7 +202,7 @@ class InferenceOptimizedModel:
 
     def _add_and_norm(
         self,
-        norm: Norm,
+        norm: Norm | None,
         delta: Tensor | None,
         stream: Tensor | None,
         *,
@@ -193,7 +212,7 @@ class InferenceOptimizedModel:
         """Add delta to the stream and normalise the sum.
 
         Args:
-            norm: norm of the next block.
+            norm: norm of the next block's input; None returns the sum twice.
             delta: [t, h] for partial sums, otherwise as `stream`; None means 0.
             stream: [t, h], or this rank's [t/tp, h] with sequence parallelism; None means 0.
             is_partial: `delta` is a partial sum, to be reduced over tp.
@@ -203,6 +222,11 @@ class InferenceOptimizedModel:
             (normalised, stream).
         """
         gather = gather and self._scatters
+        if norm is None:
+            assert delta is not None
+            assert not is_partial, "an output's norm reduces it"
+            total = delta if stream is None else delta.add_(stream)
+            return (self.comm.all_gather(total) if gather else total), total
         if is_partial:
             assert delta is not None
             if gather and stream is not None and self.comm.fuses(delta):

@@ -16,6 +16,7 @@ from megatron.core.ops.rmsnorm.cpu import rms_norm_inference
 from megatron.core.weight_sharding import GradientKind, WeightSharding
 
 NORMS = ("RMSNorm", "LayerNorm")
+PLACEMENTS = ("pre", "post", "both")
 
 #: Dtypes in which a CPU normalises without a cast.
 _EXACT_DTYPES = frozenset({torch.float32, torch.float64})
@@ -29,17 +30,25 @@ class NormConfig:
         kind: "RMSNorm" (Zhang & Sennrich 2019) or "LayerNorm" (with a bias).
         epsilon: term added to the mean square or the variance.
         zero_centered: store the weight as weight - 1.
+        placement: the decoder's blocks normalise their input ("pre"), their output before the
+            residual addition ("post", as in OLMo 2), or "both" (as in Gemma 2). Other norms ignore
+            it.
     """
 
     kind: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     epsilon: float = 1e-5
     zero_centered: bool = False
+    placement: Literal["pre", "post", "both"] = "pre"
 
     def __post_init__(self) -> None:
         if self.kind not in NORMS:
             raise ValueError(f"normalization {self.kind!r}: use one of {', '.join(NORMS)}")
         if not self.epsilon > 0.0:
             raise ValueError(f"norm epsilon is {self.epsilon}: use a positive number")
+        if self.placement not in PLACEMENTS:
+            raise ValueError(
+                f"norm placement {self.placement!r}: use one of {', '.join(PLACEMENTS)}"
+            )
 
 
 class Norm(nn.Module):

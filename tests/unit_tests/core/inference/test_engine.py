@@ -41,6 +41,7 @@ from megatron.core.transformer import (
     CacheShapes,
     LatentAttentionConfig,
     MLPConfig,
+    NormConfig,
     RopeConfig,
     WindowAttentionConfig,
 )
@@ -81,7 +82,9 @@ LATENT = LatentAttentionConfig(
 )
 FAMILIES = {
     "gqa": gpt(attention=replace(HEADS, qk_norm=True)),
-    "window and sinks": gpt(attention=replace(HEADS, window=20, sinks=True)),
+    "window and sinks": gpt(
+        attention=replace(HEADS, window=20, sinks=True), norm=NormConfig(placement="post")
+    ),
     "experts": gpt(  # and two kinds of attention
         4,
         pattern="WE*-",
@@ -90,6 +93,7 @@ FAMILIES = {
             second=WindowAttentionConfig(window=20, sinks=True, rope=RopeConfig(base=500.0)),
         ),
         moe=MoEConfig(router=RouterConfig(topk=2), num_experts=4, ffn_hidden_size=16),
+        norm=NormConfig(placement="both"),
     ),
     "latent": gpt(attention=LATENT, rope=RopeConfig(base=200.0)),
     "hybrid": gpt(

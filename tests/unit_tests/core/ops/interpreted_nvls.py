@@ -475,7 +475,8 @@ def model_in_fp32(family: str, groups: ProcessGroupCollection, **layout: bool) -
     return GPTModel(CONFIGS[family], groups, dtype=torch.float32, seed=3, **layout)
 
 
-CONFIGS = FAMILIES | {
+CONFIGS = {family: replace(config, norm=NormConfig()) for family, config in FAMILIES.items()} | {
+    "norms of outputs": replace(FAMILIES["gqa"], norm=NormConfig(placement="both")),
     "layer norm": replace(FAMILIES["gqa"], norm=NormConfig(kind="LayerNorm")),
     "zero centred": replace(FAMILIES["gqa"], norm=NormConfig(zero_centered=True)),
 }
@@ -486,6 +487,7 @@ BACKENDS = {
     "hybrid": ({}, "p2p"),
     "experts": ({}, "p2p"),
     "layer norm": ({}, "p2p"),
+    "norms of outputs": ({}, "p2p"),
     "window and sinks": ({"max_bytes": 500}, "p2p"),
     "latent": ({"memory": {"problems": {0: "none"}}}, "torch.distributed"),
 }
@@ -518,7 +520,7 @@ def test_optimized_forward_generates_same_tokens_on_all_backends(tmp_path: Path)
                 )
                 # Only the embedding is copied; matmuls write into symmetric memory.
                 assert collectives["copied", expected_backend] == steps
-            elif family == "layer norm":
+            elif family in ("layer norm", "norms of outputs"):
                 assert (fused, collectives["reduce_scatter", expected_backend]) == (0, 5 * steps)
                 assert collectives["copied", expected_backend] == steps
             elif "max_bytes" in options:  # only the prompt step exceeds the memory

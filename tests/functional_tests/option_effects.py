@@ -43,6 +43,7 @@ class Effect:
 
 SHORT = {
     "AVERAGE": "--experiment weight_average",
+    "CONV": "--hybrid-layer-pattern C*- --num-layers 3",
     "CP": "--context-parallel-size 2",
     "CUT": "--data-parallel-sharding-strategy optim_grads_params",
     "DELTA": "--hybrid-layer-pattern G*- --num-layers 3 --linear-num-key-heads 4"
@@ -137,6 +138,7 @@ plan DELTA CP world 2: linear-cp-mode auto -> segments
 plan MAMBA: mamba-num-heads none -> 6; mamba-head-dim 12 -> 24; mamba-state-dim 16 -> 32;
     mamba-num-groups 1 -> 2; mamba-norm-groups none -> 1; mamba-conv-kernel-dim 4 -> 3;
     mamba-conv-bias; add-mamba-bias; mamba-dt-limit 0.001 -> 0.001 0.1
+plan CONV: short-conv-kernel-dim 3 -> 4; add-short-conv-bias
 plan world 4: tensor-model-parallel-size 1 -> 2; context-parallel-size 1 -> 2
 plan world 2: tensor-parallel-num-weight-shards 1 -> 2; pipeline-model-parallel-size 1 -> 2;
     log-straggler

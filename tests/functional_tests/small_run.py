@@ -80,7 +80,7 @@ def program_of(argv: list[str]) -> pretrain_gpt.Program:
     """Return the entry script for `argv`: a pattern with recurrent blocks needs pretrain_hybrid."""
     flag = "--hybrid-layer-pattern"
     pattern = argv[argv.index(flag) + 1] if flag in argv else ""
-    return PRETRAIN_HYBRID if set("GM") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
+    return PRETRAIN_HYBRID if set("GMC") & set(pattern) else pretrain_gpt.PRETRAIN_GPT
 
 
 def run_in_process(argv: list[str]) -> int:

@@ -126,8 +126,33 @@ class PlainMamba:
         return _linear(weights, f"{name}.output", normed)
 
 
+@dataclass(frozen=True)
+class PlainShortConv:
+    """A gated short convolution as LFM2 has it."""
+
+    def __call__(
+        self, weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output of the mixer of block `name` for normalised x [b, s, h].
+
+        Args:
+            ids: document ids [b, s].
+        """
+        name = f"{name}.short_conv"
+        b, c, inputs = (
+            _linear(weights, f"{name}.{projection}", x) for projection in ("B", "C", "x")
+        )
+        mixed = causal_sum(weights, f"{name}.conv.x", b * inputs, ids)
+        return _linear(weights, f"{name}.output", c * mixed)
+
+
 def convolved(weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return SiLU of the causal convolution of x [b, s, c] within each document, by a loop."""
+    """Return SiLU of the causal convolution of x [b, s, c] within each document."""
+    return functional.silu(causal_sum(weights, name, x, ids))
+
+
+def causal_sum(weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the causal convolution of x [b, s, c] within each document, by a loop."""
     kernel = weights[f"{name}.weight"][:, 0]  # [c, W]
     bias, width = weights.get(f"{name}.bias"), kernel.shape[1]
     out = []
@@ -137,7 +162,7 @@ def convolved(weights: Weights, name: str, x: torch.Tensor, ids: torch.Tensor) -
             same = (ids[:, t - back] == ids[:, t]).unsqueeze(-1)
             total = total + same * kernel[:, width - 1 - back] * x[:, t - back]
         out.append(total)
-    return functional.silu(torch.stack(out, 1))
+    return torch.stack(out, 1)
 
 
 def _begins(ids: torch.Tensor) -> torch.Tensor:

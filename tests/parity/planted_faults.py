@@ -204,6 +204,10 @@ copies of a group meet heads in another order [tp=1 cp=2 mixer=mamba mamba_group
 squares of a norm on several ranks are summed in forward alone [mixer=mamba norm_groups=1]
     ssm.mamba2 Mamba2._apply_norm: copy_to_group(reduce_from_group(squares, self._tp), self._tp)
     => reduce_from_group(squares, self._tp)
+a short convolution forgets the tokens of the rank before [tp=1 cp=2 mixer=short_conv]
+    ssm.short_conv ShortConv.run_recurrence: initial=halo => initial=None
+channels are convolved before they are gated [mixer=short_conv]
+    ssm.short_conv _product: return gate * x => return x
 heads are gated by their neighbour [attention_gate]
     transformer.attention SelfAttention._gated: out * self._sigmoid(gate)
     => out * self._sigmoid(gate.roll(1, -2))
@@ -232,7 +236,8 @@ norms of outputs see a part of the sequence, and nobody sums them [sequence_para
     "identical"
     => "identical"
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
-    ssm.mixer RecurrentMixer._mode: choose_mode(self.context.linear_mode, => choose_mode("auto",
+    ssm.mixer LinearRecurrentMixer._mode: choose_mode(self.context.linear_mode,
+    => choose_mode("auto",
 feature off: gathers ahead of need [tp=1 dp=2 placement=optim_grads_params early_gather]
     distributed.data_parallel _gatherers: prefetch=config.overlap_param_gather => prefetch=False
 feature off: the early gather of a parameter sync [tp=1 dp=2 placement=optim early_gather

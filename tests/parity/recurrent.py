@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron.core.models.gpt_config import MTPConfig
 from megatron.core.models.layer_pattern import ATTENTION, WINDOW
-from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from tests.parity.plain_gpt import Mixer
-from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba
+from tests.parity.plain_recurrent import PlainDeltaNet, PlainMamba, PlainShortConv
 from tests.support.covering_array import Row
 
 #: Layers of a row's model.
@@ -29,7 +29,7 @@ MAMBA_HEADS, HEAD_CHANNELS, STATE_CHANNELS = 8, 3, 5
 #: a document may be nearly zero; normalised with a small epsilon it would amplify rounding.
 EPSILON = 1e-2
 
-SYMBOLS = {None: "*", "delta": "G", "mamba": "M"}
+SYMBOLS = {None: "*", "delta": "G", "mamba": "M", "short_conv": "C"}
 
 DELTA_NET = GatedDeltaNetConfig(
     num_key_heads=KEY_HEADS,
@@ -38,6 +38,10 @@ DELTA_NET = GatedDeltaNetConfig(
     value_channels=VALUE_CHANNELS,
     conv_width=4,
 )
+
+
+#: Taps of a short convolution: its halo may be longer than a document.
+SHORT_CONV_WIDTH = 5
 
 
 def epsilon_of(row: Row) -> float:
@@ -57,6 +61,14 @@ def mamba_config(row: Row) -> Mamba2Config:
         bias=row["bias"] == "all",
         norm_groups=row["norm_groups"],
     )
+
+
+def _shapes(row: Row) -> dict[str, Any]:
+    """Return the shape of a row's recurrent mixer by its field of a model's configuration."""
+    if row["mixer"] == "short_conv":
+        config = ShortConvConfig(conv_width=SHORT_CONV_WIDTH, bias=row["bias"] == "all")
+        return {"short_conv": config}
+    return {"delta_net": DELTA_NET} if row["mixer"] == "delta" else {"mamba": mamba_config(row)}
 
 
 def pattern_of(row: Row, layers: int) -> str:
@@ -79,8 +91,7 @@ def decoder_settings(row: Row, layers: int) -> dict[str, Any]:
     pattern = pattern_of(row, layers)
     if row["mixer"] is None:
         return {"num_layers": layers, "ffn_pattern": pattern[1::2]}
-    shapes = {"delta_net": DELTA_NET} if row["mixer"] == "delta" else {"mamba": mamba_config(row)}
-    return {"num_layers": len(pattern), "pattern": pattern, **shapes}
+    return {"num_layers": len(pattern), "pattern": pattern, **_shapes(row)}
 
 
 def mtp_config(row: Row) -> MTPConfig | None:
@@ -96,6 +107,8 @@ def plain_mixers(row: Row) -> tuple[Mixer, ...]:
     """Return the recurrent mixers of the first layers of a row's plain model."""
     if row["mixer"] is None:
         return ()
+    if row["mixer"] == "short_conv":
+        return (PlainShortConv(),)
     if row["mixer"] == "delta":
         return (
             PlainDeltaNet(

@@ -16,12 +16,13 @@ from tests.parity.recurrent import (
     DELTA_NET,
     HEAD_CHANNELS,
     MAMBA_HEADS,
+    SHORT_CONV_WIDTH,
     STATE_CHANNELS,
     mamba_config,
 )
 from tests.parity.sequences import SEQUENCE, cut_of
 from tests.parity.stages import StageBlocks
-from tests.parity.training import BATCH, data_of_rank
+from tests.parity.training import BATCH, HIDDEN, data_of_rank
 from tests.support.covering_array import Row
 from tests.support.inputs import Microbatch
 
@@ -55,7 +56,7 @@ def sent_by_mixers(row: Row, stage: StageBlocks, rank: int, step: int) -> Sent:
     samples = outer_rank // row["cp"] % row["dp"] * row["gtp"] + over_gtp
     forward = blocks.count + blocks.again
     for batch in data_of_rank(row, samples, step):
-        if row["linear_mode"] == "headwise":
+        if row["linear_mode"] == "headwise" and row["mixer"] != "short_conv":
             _by_heads(row, sent, forward, blocks.count)
         else:
             _by_segments(row, sent, _ids(batch), cp_rank, forward, blocks.count)
@@ -82,7 +83,8 @@ def _by_heads(row: Row, sent: Sent, forward: int, backward: int) -> None:
 def _by_segments(
     row: Row, sent: Sent, ids: torch.Tensor, rank: int, forward: int, backward: int
 ) -> None:
-    """Add the rows that convolutions need from other ranks, and states, of continued documents."""
+    """Add the rows that convolutions need from other ranks, and states, of continued documents; a
+    short convolution has no state."""
     owners = _owners(row)
     crossings = [list(_crossings(owners, row_ids)) for row_ids in ids.tolist()]
     if not any(crossings):
@@ -100,6 +102,8 @@ def _by_segments(
             borrowed += len(needed) * (owners[boundary] == rank)
     sent.note("all_to_all", lent * channels * FLOAT, times=forward)
     sent.note("all_to_all", borrowed * channels * FLOAT, times=backward)
+    if not heads:
+        return
     exports = max(
         sum(owners[boundary - 1] == r for boundaries in crossings for boundary in boundaries)
         for r in range(row["cp"])
@@ -145,6 +149,8 @@ def _ids(batch: Microbatch) -> torch.Tensor:
 def _sizes(row: Row) -> tuple[int, int, int, int, int]:
     """Return tokens and channels of a halo, heads, elements of a state and its transition."""
     tp = row["tp"]
+    if row["mixer"] == "short_conv":
+        return SHORT_CONV_WIDTH - 1, HIDDEN // tp, 0, 0, 0
     if row["mixer"] == "delta":
         keys, values = DELTA_NET.num_key_heads // tp, DELTA_NET.num_value_heads // tp
         key, value = DELTA_NET.key_channels, DELTA_NET.value_channels

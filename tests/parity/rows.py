@@ -66,7 +66,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "positions": ("rope", "learned"),
     "predictions": (0, 1, 2),  # depth of multi-token prediction
     "attention_gate": (False, True),
-    "mixer": (None, "delta", "mamba"),  # of the first layer and of MTP layers
+    "mixer": (None, "delta", "mamba", "short_conv"),  # of the first layer and of MTP layers
     "linear_mode": ("headwise", "segments"),
     "mamba_groups": (8, 1, 2),
     "norm_groups": (None, 1, 8),
@@ -105,7 +105,7 @@ LATENT_SETTINGS = {
 #: 1-D blocks of scales.
 RUNS = {"scale_blocks": "1d"}
 
-#: Settings of a row without a recurrent mixer, and of a row without Mamba-2.
+#: Settings of a row without a linear recurrence, and of a row without Mamba-2.
 RECURRENCE_OFF = {"linear_mode": "headwise"}
 MAMBA_OFF = {"mamba_groups": 8, "norm_groups": None}
 
@@ -196,6 +196,8 @@ _CONSTRAINTS = (
             or (tp == egtp == 1 < gtp and experts is None and placement != CUT_WEIGHTS)
         ),
     ),
+    # Its matrices are larger than the others: in most, some element is between two codes.
+    Constraint(("mixer", "wire"), lambda mixer, wire: mixer != "short_conv" or wire == "bf16"),
     Constraint(("placement", "early_gather"), lambda p, early: p != "no_shard" or not early),
     Constraint(
         ("tp", "gtp", "dp", "cp", "etp", "ep", "egtp", "instances"),
@@ -215,14 +217,14 @@ _CONSTRAINTS = (
     *LEARNED_POSITIONS,
     Constraint(("positions", "predictions"), lambda p, depths: p == "rope" or depths == 0),
     Constraint(("attention", "bias"), lambda a, bias: a == "grouped" or bias != "qkv"),
-    *_only_with("mixer", lambda mixer: mixer is not None, RECURRENCE_OFF),
+    *_only_with("mixer", lambda mixer: mixer in ("delta", "mamba"), RECURRENCE_OFF),
     *MAMBA_ALONE,
     Constraint(("cp", "linear_mode"), lambda cp, mode: cp > 1 or mode == "headwise"),
     # Headwise splits a rank's heads again: four key heads allow at most four ranks.
     Constraint(
         ("mixer", "tp", "cp", "linear_mode"),
         lambda mixer, tp, cp, mode: (
-            mixer is None or mode == "segments" or tp * cp <= (4 if mixer == "delta" else 8)
+            mode == "segments" or tp * cp <= {"delta": 4, "mamba": 8}.get(mixer, math.inf)
         ),
     ),
 )
@@ -439,7 +441,7 @@ def _label_of_experts(row: Row) -> str:
 
 
 def _label_of_mixer(row: Row) -> str:
-    how = [row["linear_mode"]] if row["cp"] > 1 else []
+    how = [row["linear_mode"]] if row["cp"] > 1 and row["mixer"] != "short_conv" else []
     if row["mixer"] == "mamba":
         norm = [] if row["norm_groups"] is None else [f"norm_groups{row['norm_groups']}"]
         how += [f"mamba_groups{row['mamba_groups']}", *norm]

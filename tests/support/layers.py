@@ -11,7 +11,14 @@ from megatron.core import InitSpec, ProcessGroupCollection
 from megatron.core.backend import LOCAL
 from megatron.core.context_parallel import ContextParallel
 from megatron.core.distributed import DataParallelConfig
-from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
+from megatron.core.ssm import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    Mamba2,
+    Mamba2Config,
+    ShortConv,
+    ShortConvConfig,
+)
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.tensor_parallel import TensorParallelRegion
 from megatron.core.transformer import LayerBuild, NormConfig
@@ -33,7 +40,7 @@ def make_layer_build(hidden_size: int, *, seed: int = 0) -> LayerBuild:
 
 
 def make_mixer(
-    config: GatedDeltaNetConfig | Mamba2Config,
+    config: GatedDeltaNetConfig | Mamba2Config | ShortConvConfig,
     hidden_size: int,
     groups: ProcessGroupCollection | None = None,
     *,
@@ -53,8 +60,13 @@ def make_mixer(
         output_init=InitSpec.normal(0.4),
         context=ContextParallel(group=groups["cp"], **context),
     )
-    layer_class = GatedDeltaNet if isinstance(config, GatedDeltaNetConfig) else Mamba2
+    layer: RecurrentMixer
     with store.unit("m"):
-        layer = layer_class("m", config=config, norm=NormConfig(), build=build)
+        if isinstance(config, ShortConvConfig):
+            layer = ShortConv("m", config=config, build=build)
+        elif isinstance(config, Mamba2Config):
+            layer = Mamba2("m", config=config, norm=NormConfig(), build=build)
+        else:
+            layer = GatedDeltaNet("m", config=config, norm=NormConfig(), build=build)
     store.materialize(DataParallelConfig(strategy=strategy).storage())
     return layer, store

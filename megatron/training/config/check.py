@@ -354,9 +354,14 @@ def latent_attention_problems(config: Config) -> Iterator[str]:
 def recurrent_problems(config: Config) -> Iterator[str]:
     """Yield a message with a fix for each problem of the shapes of recurrent blocks."""
     # Imported on demand: the model table imports this module's callers.
-    from megatron.training.config.model_table import recurrent_shapes
+    from megatron.training.config.model_table import part_config, recurrent_shapes
 
     hybrid, parallel, width = config.hybrid, config.parallel, 2 * config.model.hidden_size
+    short_conv = part_config(config, "short_conv")
+    if short_conv is not None:
+        yield from short_conv.problems(
+            parallel.tensor_model_parallel_size, hidden_size=config.model.hidden_size
+        )
     shapes = recurrent_shapes(config)
     if "Mamba-2" in shapes and hybrid.mamba_num_heads is None and width % hybrid.mamba_head_dim:
         yield (

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.extensions import QuantizationConfig, transformer_engine_problem
-from megatron.core.models.layer_pattern import ATTENTION, DELTA_NET, DENSE, LATENT, MAMBA
+from megatron.core.models.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DENSE,
+    LATENT,
+    MAMBA,
+    SHORT_CONV,
+)
 from megatron.training.config.layer_pattern_options import (
     blocks,
     has_attention,
@@ -254,3 +261,5 @@ def _recurrent_sizes(config: Config, kinds: set[str], tp: int) -> Iterator[tuple
             "2 x --mamba-num-heads x --mamba-head-dim + 2 x --mamba-num-groups x "
             "--mamba-state-dim + --mamba-num-heads",
         )
+    if SHORT_CONV in kinds:
+        yield config.model.hidden_size // tp, "--hidden-size"

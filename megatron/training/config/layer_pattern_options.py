@@ -72,7 +72,7 @@ def has_attention(config: Config) -> bool:
 
 
 def is_recurrent(config: Config) -> bool:
-    """Return whether some block is a gated delta net or Mamba-2."""
+    """Return whether some block is a gated delta net, Mamba-2 or a short convolution."""
     pattern = written(config)
     return pattern is not None and any(s in pattern.main + pattern.mtp_blocks for s in RECURRENT)
 

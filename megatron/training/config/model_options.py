@@ -209,12 +209,14 @@ class ExpertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig:
-    """Layer pattern of hybrid models, and their gated delta net (G) and Mamba-2 (M) blocks."""
+    """Layer pattern of hybrid models, and their gated delta net (G), Mamba-2 (M) and short
+    convolution (C) blocks."""
 
     hybrid_layer_pattern: str | None = None
-    """One symbol per block: * attention, + latent attention, G gated delta net, M Mamba-2, - MLP, E
-    experts; | separates pipeline stages; each / starts the blocks of a multi-token prediction
-    depth. A GPT has *- or *E for each layer; any other pattern is for pretrain_hybrid."""
+    """One symbol per block: * attention, + latent attention, G gated delta net, M Mamba-2, C gated
+    short convolution, - MLP, E experts; | separates pipeline stages; each / starts the blocks of a
+    multi-token prediction depth. A GPT has *- or *E for each layer; any other pattern is for
+    pretrain_hybrid."""
     linear_num_key_heads: Annotated[int, at("delta_net.num_key_heads")] = 16
     """Number of query and key heads of a gated delta net."""
     linear_num_value_heads: Annotated[int, at("delta_net.num_value_heads")] = 32
@@ -244,6 +246,10 @@ class HybridConfig:
     """Add a bias to both projections of a Mamba-2 block."""
     mamba_dt_limit: tuple[float, ...] | None = None
     """MIN [MAX]: bounds of the Mamba-2 time step dt; derived: 0 and none."""
+    short_conv_kernel_dim: Annotated[int, at("short_conv.conv_width")] = 3
+    """Kernel width of a short convolution block, in tokens."""
+    add_short_conv_bias: Annotated[bool, at("short_conv.bias")] = False
+    """Add a bias to the convolution and to both projections of a short convolution block."""
 
     def __post_init__(self) -> None:
         limits = self.mamba_dt_limit or (0.0,)
@@ -253,6 +259,7 @@ class HybridConfig:
             lambda: positive(self, "linear_conv_kernel_dim", "mamba_conv_kernel_dim"),
             lambda: positive(self, "mamba_num_heads", "mamba_head_dim", "mamba_state_dim"),
             lambda: positive(self, "mamba_num_groups", "mamba_norm_groups"),
+            lambda: positive(self, "short_conv_kernel_dim"),
             lambda: require(
                 len(limits) <= 2 and 0.0 <= limits[0] <= limits[-1],
                 f"--mamba-dt-limit {' '.join(map(str, limits))}: give the least dt, from 0 up, and "

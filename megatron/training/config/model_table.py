@@ -35,6 +35,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     MAMBA,
     MTP_SEPARATOR,
+    SHORT_CONV,
     WINDOW,
 )
 from megatron.training.config import Config
@@ -92,7 +93,7 @@ def part_config(config: Config, path: str) -> Any:
 
 
 def recurrent_shapes(config: Config) -> dict[str, GatedDeltaNetConfig | Mamba2Config]:
-    """Return the shapes of the model's recurrent blocks by display name."""
+    """Return the shapes of the model's blocks with a linear recurrence by display name."""
     names = {"delta_net": "gated delta net", "mamba": "Mamba-2"}
     shapes = {name: part_config(config, path) for path, name in names.items()}
     return {name: shape for name, shape in shapes.items() if shape is not None}
@@ -428,6 +429,9 @@ _SECTIONS_OF_TABLE = {
     ),
     "mamba": ConfigSection(
         "mamba", "ssm.mixer_config:Mamba2Config", lambda f: has(f.config, MAMBA)
+    ),
+    "short_conv": ConfigSection(
+        "short_conv", "ssm.mixer_config:ShortConvConfig", lambda f: has(f.config, SHORT_CONV)
     ),
 }
 

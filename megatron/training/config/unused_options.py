@@ -15,7 +15,6 @@ from megatron.training.config.layer_pattern_options import (
     has,
     has_attention,
     is_hybrid,
-    is_recurrent,
     mtp_blocks,
     mtp_num_layers,
     written,
@@ -167,14 +166,16 @@ def _expert_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]
 def _recurrent_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     """Yield the rows of `_dependents` for recurrent blocks."""
     hybrid, parallel, flag = config.hybrid, config.parallel, "--hybrid-layer-pattern"
-    has_recurrent, has_cp = is_recurrent(config), parallel.context_parallel_size > 1
-    delta_nets, mamba = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GM")
+    has_cp = parallel.context_parallel_size > 1
+    delta_nets, mamba, convs = (symbol in (hybrid.hybrid_layer_pattern or "") for symbol in "GMC")
     yield hybrid, "linear_", delta_nets, f"G in {flag}"
     for start in ("mamba_", "add_mamba_"):
         yield hybrid, start, mamba, f"M in {flag}"
-    yield parallel, "linear_cp_", has_recurrent, f"G or M in {flag}"
-    yield config.execution, "keep_recurrent_", has_recurrent, f"G or M in {flag}"
-    if has_recurrent:
+    for start in ("short_conv_", "add_short_conv_"):
+        yield hybrid, start, convs, f"C in {flag}"
+    yield parallel, "linear_cp_", delta_nets or mamba, f"G or M in {flag}"
+    yield config.execution, "keep_recurrent_", delta_nets or mamba, f"G or M in {flag}"
+    if delta_nets or mamba:
         yield parallel, "linear_cp_", has_cp, "--context-parallel-size above 1"
 
 

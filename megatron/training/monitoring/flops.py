@@ -23,10 +23,11 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
+    SHORT_CONV,
     WINDOW,
 )
 from megatron.core.moe import MoEConfig
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from megatron.core.transformer import AttentionConfig, LatentAttentionConfig, MLPConfig
 
 Lengths = TypeVar("Lengths", int, np.ndarray)
@@ -86,6 +87,8 @@ def product_weights(model: GPTConfig, vocab_size: int) -> int:
         layers += kinds.count(DELTA_NET) * _delta_net_weights(size, model.delta_net)
     if model.mamba is not None:
         layers += kinds.count(MAMBA) * _mamba_weights(size, model.mamba)
+    if model.short_conv is not None:
+        layers += kinds.count(SHORT_CONV) * _short_conv_weights(size, model.short_conv)
     return layers + mtp_layers * 2 * size * size + (1 + mtp_layers) * size * vocab_size
 
 
@@ -127,6 +130,10 @@ def _mamba_weights(size: int, shape: Mamba2Config) -> int:
     inner, shared = shape.inner_channels, 2 * shape.num_groups * shape.state_channels
     projections = size * (2 * inner + shared + shape.num_heads) + inner * size
     return projections + shape.conv_width * (inner + shared) + 3 * shape.state_channels * inner
+
+
+def _short_conv_weights(size: int, shape: ShortConvConfig) -> int:
+    return size * (4 * size + shape.conv_width)
 
 
 def _mlp_weights(size: int, mlp: MLPConfig) -> int:

@@ -14,6 +14,7 @@ from megatron.core.comm.symmetric_memory import communicator_bytes
 from megatron.core.context_parallel.attention import explain
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.distributed.formulas import BucketSize, ElementBytes, bytes_per_rank
+from megatron.core.models.layer_pattern import SHORT_CONV
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedule import make_schedule
 from megatron.core.pipeline_parallel.simulate import Times, simulate
@@ -21,6 +22,7 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.ssm.mixer_config import explain as explain_linear
 from megatron.core.ssm.mixer_config import linear_shape
 from megatron.training.config import Config
+from megatron.training.config.layer_pattern_options import has
 from megatron.training.config.model_table import recurrent_shapes
 from megatron.training.config.resolve import ResolvedRun
 from megatron.training.core_configs import attention_shape, pipeline_order, split, weight_dtype
@@ -97,6 +99,11 @@ def linear_lines(run: ResolvedRun) -> list[str]:
     for name, config in recurrent_shapes(run.config).items():
         shape = replace(linear_shape(config, tp), **sizes)
         lines.append(f"{name}: {explain_linear(parallel.linear_cp_mode, shape, cp)}")
+    if has(run.config, SHORT_CONV):
+        width = run.config.hybrid.short_conv_kernel_dim
+        lines.append(
+            f"short convolution: each rank receives the {width - 1} tokens before its sequences"
+        )
     return lines
 
 

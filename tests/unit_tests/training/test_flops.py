@@ -187,7 +187,7 @@ def test_squared_lengths_count_masked_documents_only():
 def test_hybrid_flops_count_weights_and_state_passes():
     """Weights count by their shapes; state updates are counted by hand."""
     options = (
-        "--num-layers 8 --hybrid-layer-pattern GE|M-*-GE/*-/*- --num-experts 4 "
+        "--num-layers 9 --hybrid-layer-pattern GE|M-*-GEC/*-/*- --num-experts 4 "
         "--disable-bias-linear --attention-output-gate --position-embedding-type none "
         "--linear-num-key-heads 2 --linear-num-value-heads 6 --linear-key-head-dim 5 "
         "--linear-value-head-dim 7 --mamba-head-dim 12 --mamba-state-dim 10 --mamba-num-groups 2 "

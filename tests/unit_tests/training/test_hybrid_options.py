@@ -18,7 +18,7 @@ from megatron.core.context_parallel import SequenceLayout
 from megatron.core.datasets import GPTBatch
 from megatron.core.models import GPTModel
 from megatron.core.models.gpt_config import MTPConfig
-from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from megatron.core.ssm.mixer import RecurrentMixer
 from megatron.core.ssm.mixer_config import linear_shape
 from megatron.training.checkpointing import stored_model
@@ -56,12 +56,13 @@ def hybrid_run(flags: str, world: int = 1):
 
 def test_hybrid_options_reach_the_model():
     flags = (
-        f"{PATTERN} G-|M*-/*-/*- --num-attention-heads 6 {DELTA} {MAMBA} {PP} 2 --mamba-dt-limit"
+        f"{PATTERN} G-|M*C-/*-/*- --num-attention-heads 6 {DELTA} {MAMBA} {PP} 2 "
+        "--short-conv-kernel-dim 5 --add-short-conv-bias --mamba-dt-limit"
     )
     run = hybrid_run(f"{flags} 0.001 0.1 --squared-relu --apply-layernorm-1p", 2)
     model = gpt_config(run.config, 61)
-    assert (model.pattern, model.mtp) == ("G-M*-", MTPConfig(num_layers=2, pattern="*-"))
-    assert (model.num_layers, model.ffn_pattern, run.config.model.num_layers) == (5, "", 5)
+    assert (model.pattern, model.mtp) == ("G-M*C-", MTPConfig(num_layers=2, pattern="*-"))
+    assert (model.num_layers, model.ffn_pattern, run.config.model.num_layers) == (6, "", 6)
     assert model.delta_net == GatedDeltaNetConfig(
         num_key_heads=2, num_value_heads=4, key_channels=8, value_channels=6, conv_width=3
     )
@@ -73,10 +74,11 @@ def test_hybrid_options_reach_the_model():
         norm_groups=2,
         dt_limit=(0.001, 0.1),
     )
+    assert model.short_conv == ShortConvConfig(conv_width=5, bias=True)
     assert (model.mlp.activation, model.mlp.gated) == ("squared_relu", False)
     assert model.norm.zero_centered
     assert (model.rope, model.max_position_embeddings) == (None, None)
-    assert stage_split(run.config).ranges == ((0, 2), (2, 5))
+    assert stage_split(run.config).ranges == ((0, 2), (2, 6))
     assert model.problems() == []
 
 
@@ -204,6 +206,8 @@ def test_log_names_the_mode_of_context_parallel_recurrences():
     assert context_line(run) is not None
     requested_lines = linear_lines(hybrid_run(f"{flags} --linear-cp-mode segments", 2))
     assert all("by segments: segments was requested" in line for line in requested_lines)
+    (short_conv,) = linear_lines(hybrid_run(f"{PATTERN} C- {CP} 2", 2))
+    assert "the 2 tokens before its sequences" in short_conv
     recurrent_only = hybrid_run(f"{PATTERN} GM {DELTA} {MAMBA} {CP} 2", 2)
     assert context_line(recurrent_only) is None
     assert len(linear_lines(recurrent_only)) == 2

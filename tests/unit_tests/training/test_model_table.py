@@ -22,12 +22,13 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
+    SHORT_CONV,
     WINDOW,
     ffn_of,
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -75,6 +76,7 @@ MAMBAS = st.builds(
     norm_groups=st.sampled_from([1, 4, 6]),
     dt_limit=st.sampled_from([(0.0, math.inf), (0.1, math.inf), (0.0, 0.5)]),
 )
+SHORT_CONVS = st.builds(ShortConvConfig, conv_width=st.integers(1, 4), bias=st.booleans())
 
 
 @st.composite
@@ -157,7 +159,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
     mixers = st.sampled_from([attention] if latent else [attention, WINDOW])
     ffn_blocks = st.sampled_from([DENSE, EXPERTS] if may_have_experts else [DENSE])
     gpt = st.lists(st.tuples(mixers, ffn_blocks).map("".join), min_size=1, max_size=4).map("".join)
-    any_block = mixers | ffn_blocks | st.sampled_from([DELTA_NET, MAMBA])
+    any_block = mixers | ffn_blocks | st.sampled_from([DELTA_NET, MAMBA, SHORT_CONV])
     hybrid = st.lists(any_block, min_size=1, max_size=5).map("".join)
     blocks, depths = draw(gpt | hybrid), draw(st.integers(0, 2))
     depth = "" if not depths else draw(gpt.map(lambda text: text[:2]))
@@ -208,6 +210,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         else None,
         delta_net=draw(DELTA_NETS) if DELTA_NET in block_types else None,
         mamba=draw(MAMBAS) if MAMBA in block_types else None,
+        short_conv=draw(SHORT_CONVS) if SHORT_CONV in block_types else None,
     )
 
 

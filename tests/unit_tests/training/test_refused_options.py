@@ -437,6 +437,8 @@ REFUSED_HYBRIDS = r"""
 1 PATTERN M- --mamba-head-dim 36 -> --mamba-head-dim 36 2 --hidden-size 96 --mamba-num-heads
 1 PATTERN M- MAMBA --linear-key-head-dim 8 -> --linear-key-head-dim PATTERN
 1 PATTERN G- DELTA --no-mamba-conv-bias -> --no-mamba-conv-bias PATTERN
+1 PATTERN G- DELTA --add-short-conv-bias -> --add-short-conv-bias PATTERN
+2 PATTERN C- CP 2 --linear-cp-mode segments -> --linear-cp-mode PATTERN
 1 PATTERN G-*- DELTA HEADS 6 --rotary-base 5000 -> --rotary-base POSITIONS
 4 PATTERN G- DELTA TP 4 --ffn-hidden-size 64 ->
     linear-num-key-heads 2 tensor-model-parallel-size 4
@@ -543,7 +545,7 @@ BELOW_THE_LEAST = """
 -1 moe-aux-loss-coeff moe-z-loss-coeff moe-input-jitter-eps
 0 linear-num-key-heads linear-num-value-heads linear-key-head-dim linear-value-head-dim
     linear-conv-kernel-dim mamba-num-heads mamba-head-dim mamba-state-dim mamba-num-groups
-    mamba-norm-groups mamba-conv-kernel-dim
+    mamba-norm-groups mamba-conv-kernel-dim short-conv-kernel-dim
 0 vocab-size make-vocab-size-divisible-by
 0 tensor-model-parallel-size context-parallel-size
 0 expert-model-parallel-size expert-tensor-parallel-size

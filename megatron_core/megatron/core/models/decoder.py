@@ -28,6 +28,7 @@ from megatron.core.models.layer_pattern import (
     EXPERTS,
     LATENT,
     MAMBA,
+    SHORT_CONV,
     WINDOW,
     layer_blocks,
     symbol_problems,
@@ -37,7 +38,8 @@ from megatron.core.moe import MoE, MoEConfig
 from megatron.core.ops.dropout import dropout, dropout_key
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba2 import Mamba2
-from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
+from megatron.core.ssm.short_conv import ShortConv
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import (
     MLP,
@@ -63,8 +65,8 @@ class DecoderConfig:
 
     Args:
         pattern: one symbol per block; stage separators `|` are ignored.
-        attention, mlp, moe, delta_net, mamba: shapes of the blocks; None if the pattern has no such
-            block.
+        attention, mlp, moe, delta_net, mamba, short_conv: shapes of the blocks; None if the pattern
+            has no such block.
         norm: shape of the norm of each block and of the final norm.
         hidden_dropout: dropout probability of block outputs in training.
     """
@@ -76,6 +78,7 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     delta_net: GatedDeltaNetConfig | None = None
     mamba: Mamba2Config | None = None
+    short_conv: ShortConvConfig | None = None
     hidden_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class DecoderConfig:
             raise ValueError(f"hidden-dropout {self.hidden_dropout} must be in [0, 1)")
 
 
-_SHAPES = ("attention", "mlp", "moe", "delta_net", "mamba")
+_SHAPES = ("attention", "mlp", "moe", "delta_net", "mamba", "short_conv")
 
 
 def missing_shapes(
@@ -98,6 +101,7 @@ def missing_shapes(
     moe: MoEConfig | None,
     delta_net: GatedDeltaNetConfig | None,
     mamba: Mamba2Config | None,
+    short_conv: ShortConvConfig | None,
 ) -> list[str]:
     """List the blocks of a pattern without a shape, or with a shape of another kind."""
     latent = isinstance(attention, LatentAttentionConfig)
@@ -108,6 +112,7 @@ def missing_shapes(
         DENSE: mlp,
         DELTA_NET: delta_net,
         MAMBA: mamba,
+        SHORT_CONV: short_conv,
     }
     fixes = {
         ATTENTION: "attention is latent: write '+'"
@@ -118,6 +123,7 @@ def missing_shapes(
         DENSE: "give the MLP configuration",
         DELTA_NET: "give the gated delta net configuration",
         MAMBA: "give the Mamba-2 configuration",
+        SHORT_CONV: "give the short convolution configuration",
     }
     problems = [
         f"layer pattern {symbols!r} has {symbol!r}: {fixes[symbol]}"
@@ -312,6 +318,9 @@ class Decoder(nn.Module):
         if symbol == DENSE:
             assert config.mlp is not None
             return MLP(f"{prefix}.mlp", config=config.mlp, build=build)
+        if symbol == SHORT_CONV:
+            assert config.short_conv is not None
+            return ShortConv(f"{prefix}.short_conv", config=config.short_conv, build=build)
         shared: dict[str, Any] = {"norm": config.norm, "build": build}
         if symbol == DELTA_NET:
             assert config.delta_net is not None

@@ -25,7 +25,12 @@ from megatron.core.models.layer_pattern import (
 )
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ops.rope import RopeScaling
-from megatron.core.ssm.mixer_config import AUTO, GatedDeltaNetConfig, Mamba2Config
+from megatron.core.ssm.mixer_config import (
+    AUTO,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from megatron.core.transformer import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -86,7 +91,8 @@ class GPTConfig:
             if `moe` is set, otherwise MLPs. Empty for a hybrid.
         mtp: multi-token prediction; None without it.
         pattern: blocks of a hybrid, one symbol each (`layer_pattern.Pattern`); empty for a GPT.
-        delta_net, mamba: shapes of gated delta nets and of Mamba-2; None without such blocks.
+        delta_net, mamba, short_conv: shapes of gated delta nets, of Mamba-2 and of short
+            convolutions; None without such blocks.
         num_labels: number of labels of a classification head, which replaces the vocabulary head;
             None for a language model. A model with such a head cannot be trained.
     """
@@ -107,6 +113,7 @@ class GPTConfig:
     pattern: str = ""
     delta_net: GatedDeltaNetConfig | None = None
     mamba: Mamba2Config | None = None
+    short_conv: ShortConvConfig | None = None
     max_position_embeddings: int | None = None
     num_labels: int | None = None
 
@@ -156,6 +163,8 @@ class GPTConfig:
         for recurrent in (self.delta_net, self.mamba):
             if recurrent is not None:
                 problems += recurrent.problems(tp, cp=cp, mode=linear_mode)
+        if self.short_conv is not None:
+            problems += self.short_conv.problems(tp, hidden_size=self.hidden_size)
         problems += self._label_problems() + self._position_problems()
         return problems + self._expert_problems(tp, etp, ep)
 
@@ -303,6 +312,7 @@ class GPTConfig:
             "moe": self.moe,
             "delta_net": self.delta_net,
             "mamba": self.mamba,
+            "short_conv": self.short_conv,
         }
 
     @property
@@ -395,6 +405,8 @@ class GPTConfig:
                 fields["mamba"] = _mamba(fields["mamba"])
             if fields.get("mtp") is not None:
                 fields["mtp"] = MTPConfig(**fields["mtp"])
+            if fields.get("short_conv") is not None:
+                fields["short_conv"] = ShortConvConfig(**fields["short_conv"])
             fields["norm"] = NormConfig(**fields["norm"])
             if fields["rope"] is not None:
                 fields["rope"] = _rope(fields["rope"])

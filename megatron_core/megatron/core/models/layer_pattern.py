@@ -7,6 +7,7 @@
     +       latent attention
     G       gated delta net
     M       Mamba-2
+    C       gated short convolution
     -       MLP
     E       mixture of experts
 
@@ -31,12 +32,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ATTENTION, WINDOW, LATENT, DELTA_NET, MAMBA = "*", "W", "+", "G", "M"
+ATTENTION, WINDOW, LATENT = "*", "W", "+"
+DELTA_NET, MAMBA, SHORT_CONV = "G", "M", "C"
 DENSE, EXPERTS = "-", "E"
 
 #: Blocks with a key-value cache, blocks with a recurrent state, blocks without mixing of tokens.
 ATTENTIONS = ATTENTION + WINDOW + LATENT
-RECURRENT, FEED_FORWARD = DELTA_NET + MAMBA, DENSE + EXPERTS
+RECURRENT, FEED_FORWARD = DELTA_NET + MAMBA + SHORT_CONV, DENSE + EXPERTS
 
 #: Separates the blocks of two virtual pipeline stages.
 STAGE_SEPARATOR = "|"
@@ -46,7 +48,7 @@ MTP_SEPARATOR = "/"
 
 _SYMBOL_HELP = (
     "'*' (attention), 'W' (window attention), '+' (latent attention), 'G' (gated delta net), "
-    "'M' (Mamba-2), '-' (MLP) and 'E' (experts)"
+    "'M' (Mamba-2), 'C' (short convolution), '-' (MLP) and 'E' (experts)"
 )
 
 

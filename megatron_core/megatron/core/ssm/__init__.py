@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers: gated delta net and Mamba-2, and their context parallelism.
+"""Recurrent mixers: gated delta net, Mamba-2 and short convolution; their context parallelism.
 
 Names are imported when they are first used.
 """
@@ -14,5 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.ssm.mixer import RecurrentCache as RecurrentCache
     from megatron.core.ssm.mixer_config import GatedDeltaNetConfig as GatedDeltaNetConfig
     from megatron.core.ssm.mixer_config import Mamba2Config as Mamba2Config
+    from megatron.core.ssm.mixer_config import ShortConvConfig as ShortConvConfig
+    from megatron.core.ssm.short_conv import ShortConv as ShortConv
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

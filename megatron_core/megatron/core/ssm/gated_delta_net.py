@@ -25,13 +25,13 @@ from megatron.core.ops.recurrence import (
     gated_rms_norm,
 )
 from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
-from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
+from megatron.core.ssm.mixer import LinearRecurrentMixer, RecurrentCache, UnitShard
 from megatron.core.ssm.mixer_config import GatedDeltaNetConfig, linear_shape
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import WeightSharding
 
 
-class GatedDeltaNet(RecurrentMixer):
+class GatedDeltaNet(LinearRecurrentMixer):
     """The gated delta net of one block; heads are sharded over tp.
 
     Args:

@@ -33,7 +33,7 @@ from megatron.core.ops.recurrence import (
     state_space_recurrence,
 )
 from megatron.core.ops.recurrence.interface import ProjectionSlice, slice_of
-from megatron.core.ssm.mixer import RecurrentCache, RecurrentMixer, UnitShard
+from megatron.core.ssm.mixer import LinearRecurrentMixer, RecurrentCache, UnitShard
 from megatron.core.ssm.mixer_config import Mamba2Config, linear_shape
 from megatron.core.transformer.norm import NormConfig
 from megatron.core.weight_sharding import Shard, WeightSharding
@@ -42,7 +42,7 @@ from megatron.core.weight_sharding import Shard, WeightSharding
 INITIAL_DT = (1e-3, 0.1)
 
 
-class Mamba2(RecurrentMixer):
+class Mamba2(LinearRecurrentMixer):
     """The Mamba-2 mixer of one block; heads are sharded over tp.
 
     Args:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RecurrentMixer: the common part of the gated delta net and of Mamba-2.
+"""RecurrentMixer: mixers with a state per sequence. LinearRecurrentMixer: the common part of the
+gated delta net and of Mamba-2.
 
 hidden [s, b, h] → units [s, b, u, w] → convolution → recurrence → [s, b, u, w_out] → gate and norm
 → output [s, b, h]
 
-A unit is a key head (gated delta net) or a group (Mamba-2) with all its features. Sharding the rows
-of the fused input projection by units is sharding by heads. The gate is applied token by token; the
-other features of a unit depend on earlier tokens, in one of four modes:
+A unit is a key head (gated delta net), a group (Mamba-2) or all channels of a rank (short
+convolution, which has no recurrence) with all its features. Sharding the rows of the fused input
+projection by units is sharding by heads. The gate is applied token by token; the other features of
+a unit depend on earlier tokens, in one of four modes:
 
 | mode | tokens | heads | communication |
 |---|---|---|---|
@@ -126,21 +128,18 @@ class UnitShard:
 
 
 class RecurrentMixer(Mixer, ABC):
-    """Base class of the recurrent mixers.
+    """Base class of mixers with a state per sequence.
 
     Args:
         name: prefix of its weights.
-        shape: sizes that determine the communication volume, without tokens.
-        unit: the columns of a unit on this rank.
-        recurrence: the recurrence over the tokens.
+        units: number of units on this rank.
+        gate_channels: number of gates after the columns of a unit.
         build: the backend, weight store and process groups.
 
     Attributes:
         input: the fused input projection; each of the u units is followed by its gates.
         output: the output projection.
         conv, conv_bias: weight and bias of the convolution; the bias may be None.
-        a_log, dt_bias: A_log and dt_bias, one value per head.
-        skip: D, one value per head, of the skip connection; None has no skip.
         token_by_token: process tokens sequentially in every call, so that the split of a row into
             calls does not change a bit.
     """
@@ -149,58 +148,64 @@ class RecurrentMixer(Mixer, ABC):
     output: nn.Module
     conv: WeightHandle
     conv_bias: WeightHandle | None
-    a_log: WeightHandle
-    dt_bias: WeightHandle
-    skip: WeightHandle | None
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        shape: LinearShape,
-        unit: UnitLayout,
-        recurrence: LinearRecurrence,
-        build: LayerBuild,
-    ) -> None:
+    def __init__(self, name: str, *, units: int, gate_channels: int, build: LayerBuild) -> None:
         super().__init__()
-        self.name, self.shape, self.units, self.unit_layout = name, shape, shape.units, unit
-        self.conv_bias = self.skip = None
-        self.recurrence, self.context = recurrence, build.context
-        self.recur = build.backend.recurrence
-        self.keep_states = build.backend.keep_recurrent_states
+        self.name, self.units, self.gate_channels = name, units, gate_channels
+        self.conv_bias = None
+        self.context = build.context
         self.token_by_token = build.backend.batch_invariant
         self._store, self._tp = build.store, build.region.group
 
     # --- what a mixer specifies of itself ---------------------------------------------------------
 
     @abstractmethod
-    def convolution(self, shard: UnitShard) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight [u, c, W] and bias [u, c] of the convolution for a shard of the units."""
+    def run_recurrence(
+        self, columns: torch.Tensor | ProjectionSlice, layout: SequenceLayout
+    ) -> RecurrenceOutput:
+        """Return the outputs for the tokens of a layout from the columns of units [s, b, u, w]."""
 
-    def apply_skip(
-        self, out: torch.Tensor, inputs: RecurrenceInputs, shard: UnitShard
+    @abstractmethod
+    def prefill(
+        self,
+        units: torch.Tensor,
+        sequences: Sequences,
+        slots: torch.Tensor,
+        cache: RecurrentCache,
     ) -> torch.Tensor:
-        """Return out [t, H, V] plus the skip connection."""
-        return out
+        """Return the outputs [t, u, ...] for several new tokens per row, and store the states.
 
-    def replicate_shared(self, units: torch.Tensor, copies: int) -> torch.Tensor:
-        """Split each of the units [..., u, w] by heads, [..., u · copies, w']."""
-        raise ValueError(f"{self.name}: {self.units} units do not divide over context ranks")
+        Args:
+            units: [t, u, w].
+            sequences: the boundaries of the rows.
+            slots: int64 [b], the slots of the rows' states.
+            cache: the states.
+        """
 
-    def weights(self, shard: UnitShard, dtype: torch.dtype) -> PrologueWeights:
-        """Return the prologue's weights for a shard of the units and features of `dtype`."""
-        dtype_acc = accumulation_dtype(dtype)
-        per_head = (shard.of(handle.read_only(dtype_acc)) for handle in (self.a_log, self.dt_bias))
-        return PrologueWeights(*self.convolution(shard), *per_head)
+    @abstractmethod
+    def norm_and_gate(
+        self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice
+    ) -> torch.Tensor:
+        """Apply norm and gate [s, b, u, r V] to the recurrence's outputs; return [s, b, H V]."""
+
+    @abstractmethod
+    def decode_tokens(
+        self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return the input of the output projection [b, H V] for one new token per row.
+
+        Args:
+            units: [b, u, w].
+            gate: [b, u, r V].
+            slots: int64 [b], the slots of the rows' states.
+            cache: the states.
+        """
+
+    @abstractmethod
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of a sequence's states by name."""
 
     # --- weights ----------------------------------------------------------------------------------
-
-    def declare_per_head(self, suffix: str, heads: int, init: InitSpec) -> WeightHandle:
-        """Declare a weight with one fp32 value per head, sharded over tp."""
-        sharding = WeightSharding.of(
-            f"{self.name}.{suffix}", (heads,), Shard(axis="tp", dim=0), weight_decay=False
-        )
-        return self._store.declare(sharding, init, dtype=torch.float32)
 
     def declare_convolution(
         self,
@@ -246,7 +251,7 @@ class RecurrentMixer(Mixer, ABC):
     ) -> torch.Tensor:
         """Return [s, b, h] from hidden [s, b, h] ([s/tp, b, h] both under sequence parallelism)."""
         units = self.input(hidden).unflatten(-1, (self.units, -1))  # [s, b, u, w + r V]
-        gates = self.unit_layout.heads * self.unit_layout.value_channels
+        gates = self.gate_channels
         columns, gate = split_projection(units, [units.shape[-1] - gates, gates])
         if cache is not None:
             rows = layout.rows_with_past
@@ -254,6 +259,174 @@ class RecurrentMixer(Mixer, ABC):
         if self.token_by_token:
             return self.output(self._forward_token_by_token(columns.value, gate.value, layout))
         return self.output(self.norm_and_gate(self.run_recurrence(columns, layout), gate))
+
+    # --- generation -------------------------------------------------------------------------------
+
+    def generate(
+        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
+    ) -> torch.Tensor:
+        """Return the input of the output projection [t, 1, H V] for the new tokens of a step.
+
+        Args:
+            units: [t, 1, u, w].
+            gate: [t, 1, u, r V].
+            rows: the rows of the tokens.
+            cache: the states.
+        """
+        num_decode, outputs = rows.decode_rows, []
+        if self.token_by_token:
+            prefill_ends = () if rows.prefill is None else rows.prefill.bounds[1:]
+            bounds = [*range(num_decode + 1), *(num_decode + end for end in prefill_ends)]
+            packed = units[:, 0], gate[:, 0]
+            return self._decode_token_by_token(*packed, bounds, rows.state_slots, cache).unsqueeze(
+                1
+            )
+        if num_decode:
+            slots = rows.state_slots[:num_decode]
+            outputs.append(
+                self.decode_tokens(units[:num_decode, 0], gate[:num_decode, 0], slots, cache)
+            )
+        if rows.prefill is not None:
+            out = self.prefill(
+                units[num_decode:, 0], rows.prefill, rows.state_slots[num_decode:], cache
+            )
+            outputs.append(
+                self.norm_and_gate(RecurrenceOutput(out), gate[num_decode:]).flatten(0, 1)
+            )
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1)
+
+    def cache_shapes(self, dtype: torch.dtype) -> CacheShapes:
+        """Return the shapes of a sequence's states, for activations of `dtype`."""
+        return CacheShapes(states=self.state_shapes(dtype), dtype=dtype)
+
+    def _decode_token_by_token(
+        self,
+        units: torch.Tensor,
+        gate: torch.Tensor,
+        bounds: Sequence[int],
+        slots: torch.Tensor,
+        cache: RecurrentCache,
+    ) -> torch.Tensor:
+        """Return the input of the output projection [t, H V] of packed tokens, decoded in order.
+
+        Step i decodes token i of every row that has one, in tiles of `TILE_ROWS` rows.
+
+        Args:
+            units: [t, u, w].
+            gate: [t, u, r V].
+            bounds: cumulative numbers of tokens of the rows, [0, ..., t].
+            slots: int64 [b], the slots of the rows' states.
+            cache: the states.
+        """
+        row_starts, lengths = bounds[:-1], [end - start for start, end in pairwise(bounds)]
+        token_order, outputs = [], []
+        for step in range(max(lengths, default=0)):
+            rows = [row for row, length in enumerate(lengths) if length > step]
+            for start in range(0, len(rows), TILE_ROWS):
+                tile = rows[start : start + TILE_ROWS]
+                token_indices = [row_starts[row] + step for row in tile]
+                tile_units, tile_gate = (
+                    pad_rows(x[token_indices], TILE_ROWS) for x in (units, gate)
+                )
+                tile_slots = slots.new_full((TILE_ROWS,), -1)
+                tile_slots[: len(tile)] = slots[tile]
+                outputs.append(
+                    self.decode_tokens(tile_units, tile_gate, tile_slots, cache)[: len(tile)]
+                )
+                token_order += token_indices
+        if not outputs:
+            return units.new_empty(0, self.gate_channels * self.units)
+        joined = torch.cat(outputs)
+        return torch.empty_like(joined).index_copy_(
+            0, torch.tensor(token_order, device=joined.device), joined
+        )
+
+    def _forward_token_by_token(
+        self, units: torch.Tensor, gate: torch.Tensor, layout: SequenceLayout
+    ) -> torch.Tensor:
+        """Return the input of the output projection [s, b, H V], bit-equal to generation.
+
+        Raises:
+            ValueError: autograd is on, rows are split over ranks, or have several documents.
+        """
+        documents = layout.documents is not None or layout.document_ids is not None
+        if torch.is_grad_enabled() or self.context.group.size > 1 or documents:
+            raise ValueError(
+                f"{self.name}: a batch-invariant recurrence supports forward only, over rows "
+                "of one document on one context parallel rank: call it under torch.no_grad()"
+            )
+        length, batch = units.shape[:2]
+        # [b s, ...]
+        packed_units, packed_gate = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))
+        bounds = range(0, length * batch + 1, length)
+        slots = torch.arange(batch, device=units.device)
+        out = self._decode_token_by_token(
+            packed_units, packed_gate, bounds, slots, _TemporaryCache(batch)
+        )
+        return out.unflatten(0, (batch, length)).transpose(0, 1)
+
+
+class LinearRecurrentMixer(RecurrentMixer):
+    """Base class of the mixers with a convolution and a linear recurrence.
+
+    Args:
+        name: prefix of its weights.
+        shape: sizes that determine the communication volume, without tokens.
+        unit: the columns of a unit on this rank.
+        recurrence: the recurrence over the tokens.
+        build: the backend, weight store and process groups.
+
+    Attributes:
+        a_log, dt_bias: A_log and dt_bias, one value per head.
+        skip: D, one value per head, of the skip connection; None has no skip.
+    """
+
+    a_log: WeightHandle
+    dt_bias: WeightHandle
+    skip: WeightHandle | None
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        shape: LinearShape,
+        unit: UnitLayout,
+        recurrence: LinearRecurrence,
+        build: LayerBuild,
+    ) -> None:
+        gates = unit.heads * unit.value_channels
+        super().__init__(name, units=shape.units, gate_channels=gates, build=build)
+        self.shape, self.unit_layout, self.skip = shape, unit, None
+        self.recurrence = recurrence
+        self.recur = build.backend.recurrence
+        self.keep_states = build.backend.keep_recurrent_states
+
+    @abstractmethod
+    def convolution(self, shard: UnitShard) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight [u, c, W] and bias [u, c] of the convolution for a shard of the units."""
+
+    def apply_skip(
+        self, out: torch.Tensor, inputs: RecurrenceInputs, shard: UnitShard
+    ) -> torch.Tensor:
+        """Return out [t, H, V] plus the skip connection."""
+        return out
+
+    def replicate_shared(self, units: torch.Tensor, copies: int) -> torch.Tensor:
+        """Split each of the units [..., u, w] by heads, [..., u · copies, w']."""
+        raise ValueError(f"{self.name}: {self.units} units do not divide over context ranks")
+
+    def weights(self, shard: UnitShard, dtype: torch.dtype) -> PrologueWeights:
+        """Return the prologue's weights for a shard of the units and features of `dtype`."""
+        dtype_acc = accumulation_dtype(dtype)
+        per_head = (shard.of(handle.read_only(dtype_acc)) for handle in (self.a_log, self.dt_bias))
+        return PrologueWeights(*self.convolution(shard), *per_head)
+
+    def declare_per_head(self, suffix: str, heads: int, init: InitSpec) -> WeightHandle:
+        """Declare a weight with one fp32 value per head, sharded over tp."""
+        sharding = WeightSharding.of(
+            f"{self.name}.{suffix}", (heads,), Shard(axis="tp", dim=0), weight_decay=False
+        )
+        return self._store.declare(sharding, init, dtype=torch.float32)
 
     # --- over the tokens --------------------------------------------------------------------------
 
@@ -337,58 +510,6 @@ class RecurrentMixer(Mixer, ABC):
 
     # --- generation -------------------------------------------------------------------------------
 
-    def generate(
-        self, units: torch.Tensor, gate: torch.Tensor, rows: PagedRows, cache: RecurrentCache
-    ) -> torch.Tensor:
-        """Return the input of the output projection [t, 1, H V] for the new tokens of a step.
-
-        Args:
-            units: [t, 1, u, w].
-            gate: [t, 1, u, r V].
-            rows: the rows of the tokens.
-            cache: the states.
-        """
-        num_decode, outputs = rows.decode_rows, []
-        if self.token_by_token:
-            prefill_ends = () if rows.prefill is None else rows.prefill.bounds[1:]
-            bounds = [*range(num_decode + 1), *(num_decode + end for end in prefill_ends)]
-            packed = units[:, 0], gate[:, 0]
-            return self._decode_token_by_token(*packed, bounds, rows.state_slots, cache).unsqueeze(
-                1
-            )
-        if num_decode:
-            slots = rows.state_slots[:num_decode]
-            outputs.append(
-                self.decode_tokens(units[:num_decode, 0], gate[:num_decode, 0], slots, cache)
-            )
-        if rows.prefill is not None:
-            out = self._prefill(
-                units[num_decode:, 0], rows.prefill, rows.state_slots[num_decode:], cache
-            )
-            outputs.append(
-                self.norm_and_gate(RecurrenceOutput(out), gate[num_decode:]).flatten(0, 1)
-            )
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1)
-
-    @abstractmethod
-    def norm_and_gate(
-        self, out: RecurrenceOutput, gate: torch.Tensor | ProjectionSlice
-    ) -> torch.Tensor:
-        """Apply norm and gate [s, b, u, r V] to the recurrence's outputs; return [s, b, H V]."""
-
-    @abstractmethod
-    def decode_tokens(
-        self, units: torch.Tensor, gate: torch.Tensor, slots: torch.Tensor, cache: RecurrentCache
-    ) -> torch.Tensor:
-        """Return the input of the output projection [b, H V] for one new token per row.
-
-        Args:
-            units: [b, u, w].
-            gate: [b, u, r V].
-            slots: int64 [b], the slots of the rows' states.
-            cache: the states.
-        """
-
     def decode_recurrence(
         self,
         units: torch.Tensor,
@@ -430,15 +551,7 @@ class RecurrentMixer(Mixer, ABC):
             norm=norm,
         )
 
-    def cache_shapes(self, dtype: torch.dtype) -> CacheShapes:
-        """Return the shapes of a sequence's states of the convolution and of the recurrence.
-
-        Args:
-            dtype: the dtype of activations.
-        """
-        return CacheShapes(states=self._state_shapes(dtype), dtype=dtype)
-
-    def _state_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def state_shapes(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of a sequence's states by name."""
         shape, unit = self.shape, self.unit_layout
         before = (shape.conv_width - 1, self.units, unit.conv_channels)
@@ -454,79 +567,11 @@ class RecurrentMixer(Mixer, ABC):
         """Return the buffers of the states."""
         conv, state = (
             cache.buffer(name, shape, dtype=dtype, device=units.device)
-            for name, (shape, dtype) in self._state_shapes(units.dtype).items()
+            for name, (shape, dtype) in self.state_shapes(units.dtype).items()
         )
         return conv, state
 
-    def _decode_token_by_token(
-        self,
-        units: torch.Tensor,
-        gate: torch.Tensor,
-        bounds: Sequence[int],
-        slots: torch.Tensor,
-        cache: RecurrentCache,
-    ) -> torch.Tensor:
-        """Return the input of the output projection [t, H V] of packed tokens, decoded in order.
-
-        Step i decodes token i of every row that has one, in tiles of `TILE_ROWS` rows.
-
-        Args:
-            units: [t, u, w].
-            gate: [t, u, r V].
-            bounds: cumulative numbers of tokens of the rows, [0, ..., t].
-            slots: int64 [b], the slots of the rows' states.
-            cache: the states.
-        """
-        row_starts, lengths = bounds[:-1], [end - start for start, end in pairwise(bounds)]
-        token_order, outputs = [], []
-        for step in range(max(lengths, default=0)):
-            rows = [row for row, length in enumerate(lengths) if length > step]
-            for start in range(0, len(rows), TILE_ROWS):
-                tile = rows[start : start + TILE_ROWS]
-                token_indices = [row_starts[row] + step for row in tile]
-                tile_units, tile_gate = (
-                    pad_rows(x[token_indices], TILE_ROWS) for x in (units, gate)
-                )
-                tile_slots = slots.new_full((TILE_ROWS,), -1)
-                tile_slots[: len(tile)] = slots[tile]
-                outputs.append(
-                    self.decode_tokens(tile_units, tile_gate, tile_slots, cache)[: len(tile)]
-                )
-                token_order += token_indices
-        if not outputs:
-            return units.new_empty(
-                0, self.unit_layout.heads * self.unit_layout.value_channels * self.units
-            )
-        joined = torch.cat(outputs)
-        return torch.empty_like(joined).index_copy_(
-            0, torch.tensor(token_order, device=joined.device), joined
-        )
-
-    def _forward_token_by_token(
-        self, units: torch.Tensor, gate: torch.Tensor, layout: SequenceLayout
-    ) -> torch.Tensor:
-        """Return the input of the output projection [s, b, H V], bit-equal to generation.
-
-        Raises:
-            ValueError: autograd is on, rows are split over ranks, or have several documents.
-        """
-        documents = layout.documents is not None or layout.document_ids is not None
-        if torch.is_grad_enabled() or self.context.group.size > 1 or documents:
-            raise ValueError(
-                f"{self.name}: a batch-invariant recurrence supports forward only, over rows "
-                "of one document on one context parallel rank: call it under torch.no_grad()"
-            )
-        length, batch = units.shape[:2]
-        # [b s, ...]
-        packed_units, packed_gate = (x.transpose(0, 1).flatten(0, 1) for x in (units, gate))
-        bounds = range(0, length * batch + 1, length)
-        slots = torch.arange(batch, device=units.device)
-        out = self._decode_token_by_token(
-            packed_units, packed_gate, bounds, slots, _TemporaryCache(batch)
-        )
-        return out.unflatten(0, (batch, length)).transpose(0, 1)
-
-    def _prefill(
+    def prefill(
         self,
         units: torch.Tensor,
         sequences: Sequences,

@@ -172,6 +172,30 @@ class Mamba2Config:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """Shape of a gated short convolution over the hidden size, as LFM2 has it.
+
+    Args:
+        conv_width: taps W of the causal convolution.
+        bias: whether the convolution and both projections have biases.
+    """
+
+    conv_width: int = 3
+    bias: bool = False
+
+    def problems(self, tp: int = 1, *, hidden_size: int) -> list[str]:
+        """List the problems of this shape for h channels on tp ranks."""
+        if self.conv_width < 1:
+            return [f"short-conv-kernel-dim {self.conv_width}: use 1 or more"]
+        if hidden_size % tp:
+            return [
+                f"hidden-size {hidden_size}: the channels of short convolutions must be divisible "
+                f"by tensor-model-parallel-size {tp}"
+            ]
+        return []
+
+
 def mode_problems(mode: str, shard_problem: str | None) -> list[str]:
     """List the problems of a context-parallel mode, with the fix.
 

@@ -15,8 +15,15 @@ from megatron.core import ProcessGroupCollection, RankGrid
 from megatron.core.inference import EngineRequest, SamplingParams
 from megatron.core.models import GPTConfig, GPTModel
 from megatron.core.ops.recurrence import delta_recurrence, state_space_recurrence
-from megatron.core.ssm import GatedDeltaNet, GatedDeltaNetConfig, Mamba2, Mamba2Config
-from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.ssm import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    Mamba2,
+    Mamba2Config,
+    ShortConv,
+    ShortConvConfig,
+)
+from megatron.core.ssm.mixer import LinearRecurrentMixer, RecurrentMixer
 from megatron.core.transformer import AttentionConfig, MLPConfig
 from tests.support.closeness import relative_error
 from tests.support.inputs import generator
@@ -30,8 +37,8 @@ GREEDY = SamplingParams(temperature=0)
 RANDOM = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, seed=9)
 CHUNK, LENGTH, STOP = 8, 20, 19
 CONFIG = GPTConfig(
-    num_layers=6,
-    pattern="G-*-M-",
+    num_layers=8,
+    pattern="G-*-M-C-",
     hidden_size=22,
     vocab_size=61,
     attention=AttentionConfig(num_attention_heads=4, num_query_groups=2, kv_channels=10),
@@ -40,11 +47,14 @@ CONFIG = GPTConfig(
         num_key_heads=2, num_value_heads=4, key_channels=6, value_channels=5
     ),
     mamba=Mamba2Config(num_heads=4, head_channels=7, state_channels=3),  # one group for two ranks
+    short_conv=ShortConvConfig(bias=True),
     init_std=0.5,
 )
-#: Number of elements in a state slot of the delta net and of Mamba-2.
+#: Number of elements in a state slot of the delta net, of Mamba-2 and of the short convolution.
 DELTA = {"conv": 3 * (2 * (6 + 6 + 2 * 5)), "state": 4 * 6 * 5}
 MAMBA = {"conv": 3 * (4 * 7 + 2 * 3), "state": 4 * 3 * 7}
+SHORT_CONV = 2 * 22
+NUM_ELEMENTS = sum(DELTA.values()) + sum(MAMBA.values()) + SHORT_CONV
 #: Elements that all ranks have: rows of B and C.
 SHARED = 3 * 2 * 3
 
@@ -66,7 +76,8 @@ def make_model(
                 values = 0.3 * noise - 1.5  # slow decay: states retain more than a few tokens
             ranges = zip(chunk.offsets, chunk.tensor.shape, strict=True)
             chunk.tensor.copy_(values[tuple(slice(i, i + n) for i, n in ranges)])
-    for mixer in recurrent_mixers(model):
+    for mixer in recurrent_mixers(model)[:2]:
+        assert isinstance(mixer, LinearRecurrentMixer)
         sizes = {"chunk_size": CHUNK}
         delta = isinstance(mixer, GatedDeltaNet)
         mixer.recurrence = delta_recurrence(**sizes) if delta else state_space_recurrence(**sizes)
@@ -75,7 +86,7 @@ def make_model(
 
 def recurrent_mixers(model: GPTModel) -> list[RecurrentMixer]:
     mixers = [b.mixer for b in model.decoder.blocks if isinstance(b.mixer, RecurrentMixer)]
-    assert [type(m) for m in mixers] == [GatedDeltaNet, Mamba2]
+    assert [type(m) for m in mixers] == [GatedDeltaNet, Mamba2, ShortConv]
     return mixers
 
 
@@ -144,6 +155,7 @@ def test_prompt_splits_match_for_other_conv_widths(width: int) -> None:
         CONFIG,
         delta_net=replace(CONFIG.delta_net, conv_width=width),
         mamba=replace(CONFIG.mamba, conv_width=width, bias=True, conv_bias=False),
+        short_conv=ShortConvConfig(conv_width=width),
     )
     splits = [[cut, 10 - cut, 1, 1] for cut in (1, 3, 6)]
     assert_chunks_match_full_forward(
@@ -162,8 +174,8 @@ def test_prompt_split_below_two_default_chunks_matches_whole() -> None:
 
 def test_cache_is_allocated_only_for_layers_that_need_it(model: GPTModel) -> None:
     shapes = model.cache_shapes
-    assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of three
-    assert shapes.state_bytes == (sum(DELTA.values()) + sum(MAMBA.values())) * 8
+    assert shapes.token_bytes == 2 * (10 + 10) * 8  # one layer of attention of four
+    assert shapes.state_bytes == NUM_ELEMENTS * 8
     cache = engine_of(model, num_blocks=5, max_num_seqs=2, prefix_caching=False).cache
     assert cache.num_bytes == 5 * 16 * shapes.token_bytes + (2 + 1) * shapes.state_bytes
 
@@ -172,7 +184,8 @@ def test_bf16_models_have_fp32_states_and_bf16_conv_rows() -> None:
     shapes = make_model(torch.bfloat16).cache_shapes
     dtypes = {name.rsplit(".", 1)[1]: dtype for name, (_, dtype) in shapes.states.items()}
     assert dtypes == {"conv": torch.bfloat16, "state": torch.float32}
-    conv_size, state_size = DELTA["conv"] + MAMBA["conv"], DELTA["state"] + MAMBA["state"]
+    conv_size = DELTA["conv"] + MAMBA["conv"] + SHORT_CONV
+    state_size = DELTA["state"] + MAMBA["state"]
     assert shapes.state_bytes == 2 * conv_size + 4 * state_size
 
 
@@ -239,8 +252,7 @@ def generate_on_rank(rank: int, world: int) -> tuple[list[list[list[int]]], int]
 
 def test_tensor_parallel_ranks_match_one_process(model: GPTModel) -> None:
     ranks = run_ranks(generate_on_rank, 2)
-    num_elements = sum(DELTA.values()) + sum(MAMBA.values())
-    expected_bytes = ((num_elements - SHARED) // 2 + SHARED) * 8
+    expected_bytes = ((NUM_ELEMENTS - SHARED) // 2 + SHARED) * 8
     for batches, num_bytes in ranks:
         assert batches == ranks[0][0]
         assert num_bytes == expected_bytes  # heads and their states are sharded

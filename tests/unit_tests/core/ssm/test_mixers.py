@@ -20,7 +20,7 @@ from megatron.core.context_parallel.layout import PagedRows
 from megatron.core.distributed import DataParallel, DataParallelConfig
 from megatron.core.ops.paged_attention import PagedBatch
 from megatron.core.optimizer import ConstantLossScaler, Optimizer, OptimizerConfig
-from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, mixer
+from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig, mixer
 from megatron.core.ssm.mixer_config import choose_mode
 from megatron.core.weight_gather import WeightStore
 from tests.support.closeness import assert_close_by_metric
@@ -34,6 +34,7 @@ DELTA = GatedDeltaNetConfig(
 )
 MAMBA = Mamba2Config(num_heads=8, head_channels=5, state_channels=6, num_groups=2)
 MIXERS = {"delta": DELTA, "mamba": MAMBA}
+WITH_SHORT_CONV = {**MIXERS, "short_conv": ShortConvConfig(bias=True)}
 
 
 def _collectives(rank: int, world: int, kind: str, sequences: int, has_bounds: bool) -> Counter:
@@ -90,9 +91,9 @@ def test_mode_is_chosen_once_per_layout_and_shape():
     assert run_ranks(_count_mode_choices, 2) == [[2, 2, 4]] * 2
 
 
-@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("kind", WITH_SHORT_CONV)
 def test_a_document_mask_without_bounds_is_refused(kind: str) -> None:
-    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
+    layer, _ = make_mixer(WITH_SHORT_CONV[kind], HIDDEN)
     layout = SequenceLayout.of_rows(8, document_ids=torch.tensor([[0] * 3 + [1] * 5]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         layer(torch.zeros(8, 1, HIDDEN), layout)
@@ -149,7 +150,7 @@ def test_decay_rates_stay_fp32_in_bf16_model(kind: str, strategy: str) -> None:
 def _run_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
     """Return the output for two tokens that both lie on rank 0, and padding."""
     groups = ProcessGroupCollection.create(RankGrid(world_size=world, cp=world), rank=rank)
-    layer, store = make_mixer(MIXERS[kind], HIDDEN, groups, linear_mode="segments")
+    layer, store = make_mixer(WITH_SHORT_CONV[kind], HIDDEN, groups, linear_mode="segments")
     engine = DataParallel(store, groups, config=DataParallelConfig(strategy="no_shard"))
     engine.begin_step()
     sharding = SequenceSharding.of(2, world, cu_seqlens=[0, 2], padded_cu_seqlens=[0, 8])
@@ -161,9 +162,9 @@ def _run_two_tokens(rank: int, world: int, kind: str) -> torch.Tensor:
     return out.detach()
 
 
-@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("kind", WITH_SHORT_CONV)
 def test_rank_without_tokens_joins_collectives(kind: str) -> None:
-    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
+    layer, _ = make_mixer(WITH_SHORT_CONV[kind], HIDDEN)
     hidden = torch.randn(4, 1, HIDDEN, generator=generator(3))
     expected = layer(hidden[:2], SequenceLayout.of_rows(2)).detach()
     with_tokens, without = run_ranks(_run_two_tokens, 2, kind)
@@ -198,9 +199,9 @@ class _SingleTokenCache:
         return SequenceLayout(torch.zeros(2, dtype=torch.int64), paged=rows)
 
 
-@pytest.mark.parametrize("kind", MIXERS)
+@pytest.mark.parametrize("kind", WITH_SHORT_CONV)
 def test_padding_row_outputs_zeros(kind: str) -> None:
-    layer, _ = make_mixer(MIXERS[kind], HIDDEN)
+    layer, _ = make_mixer(WITH_SHORT_CONV[kind], HIDDEN)
     hidden = torch.randn(2, 1, HIDDEN, generator=generator(5))
     expected = layer(hidden[:1], SequenceLayout.of_rows(1)).detach()
     hidden[1] = torch.nan

@@ -18,6 +18,7 @@ from megatron.core.ops.recurrence.convolution import causal_conv1d
 from megatron.core.ops.recurrence.decode import (
     DecodeMemory,
     OutputNorm,
+    causal_conv1d_decode,
     needs_arrival_counts,
     recurrence_decode,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "add_skip",
     "apply_transition",
     "causal_conv1d",
+    "causal_conv1d_decode",
     "delta_recurrence",
     "gated_delta_rule",
     "gated_rms_norm",

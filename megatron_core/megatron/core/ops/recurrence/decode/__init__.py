@@ -23,7 +23,13 @@ from megatron.core.ops.recurrence.decode.cpu import DecodeMemory, OutputNorm
 from megatron.core.ops.recurrence.gated_norm import GATE_FIRST, NORM_FIRST
 from megatron.core.ops.recurrence.prologue import PrologueWeights, UnitLayout, check_features
 
-__all__ = ["DecodeMemory", "OutputNorm", "needs_arrival_counts", "recurrence_decode"]
+__all__ = [
+    "DecodeMemory",
+    "OutputNorm",
+    "causal_conv1d_decode",
+    "needs_arrival_counts",
+    "recurrence_decode",
+]
 
 #: Maximum elements of a state that a program of the kernel holds in registers.
 MAX_STATE_SIZE = 1 << 15
@@ -73,6 +79,35 @@ def recurrence_decode(
 
         return triton.decode(source, weights, **call)
     return reference.decode(source, weights, **call)
+
+
+@torch.no_grad()
+def causal_conv1d_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Convolve one token per row and append it to the row's state: `causal_conv1d` of one token
+    without an activation. Not differentiable; plain torch on every device.
+
+    Args:
+        x: [b, u, c].
+        weight: [u, c, W]; the last column multiplies the token itself.
+        bias: [u, c] or None.
+        state: [slots, W-1, u, c], the last inputs of each slot; updated in place.
+        slots: int64 [b], slot of each row, without duplicates. -1 is a padding row: its output is
+            zero, it touches no state, and its input may be NaN.
+
+    Returns:
+        [b, u, c] in x's dtype.
+    """
+    if not x.shape[0]:
+        return x
+    rows = reference.ActiveRows(slots)
+    return reference.convolve(x, weight, bias, state=state, rows=rows, silu=False)
 
 
 def needs_arrival_counts(source: torch.Tensor, unit: UnitLayout) -> bool:

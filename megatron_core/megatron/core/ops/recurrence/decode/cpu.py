@@ -146,8 +146,9 @@ def convolve(
     *,
     state: torch.Tensor,
     rows: ActiveRows,
+    silu: bool = True,
 ) -> torch.Tensor:
-    """Convolve one token per row [b, u, c], apply SiLU, and append the token to the row's state.
+    """Convolve one token per row [b, u, c] and append the token to the row's state.
 
     Args:
         x: [b, u, c].
@@ -155,6 +156,7 @@ def convolve(
         bias: [u, c] or None.
         state: [slots, W-1, u, c], the last inputs of each slot; updated.
         rows: the slot of each row.
+        silu: apply SiLU.
     """
     old_state = rows.load(state)  # [b, W-1, u, c]
     window = torch.cat([old_state, rows.repeat(x).to(state.dtype)[:, None]], 1)
@@ -164,7 +166,7 @@ def convolve(
     out = (inputs * weight.movedim(-1, 0).to(dtype)).sum(1)
     if bias is not None:
         out = out + bias.to(dtype)
-    return rows.mask(functional.silu(out)).to(x.dtype)
+    return rows.mask(functional.silu(out) if silu else out).to(x.dtype)
 
 
 def apply_output_norm(out: torch.Tensor, norm: OutputNorm, slots: torch.Tensor) -> torch.Tensor:

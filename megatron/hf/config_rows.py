@@ -48,6 +48,7 @@ def _scales(kind: str) -> ConfigSection:
 SECTIONS = {
     "": ConfigSection("", "models.gpt:GPTConfig"),
     "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "multipliers": ConfigSection("multipliers", "models.gpt_config:Multipliers"),
     "mtp": ConfigSection(
         "mtp", "models.gpt_config:MTPConfig", lambda fields: read.mtp_num_layers(fields, "") > 0
     ),

@@ -104,6 +104,9 @@ plan --window-size 5 --window-attn-skip-freq 2: window-softmax-type vanilla -> l
 plan --window-size 5 --window-attn-skip-freq 2 --use-rope-scaling:
     window-rope-scaling same -> unscaled
 plan: no-rope-freq none -> 2; glu-linear-offset 0 -> 1; activation-func-clamp-value none -> 7
+plan: embedding-multiplier 1 -> 12; residual-multiplier 1 -> 0.22; softmax-scale none -> 0.125;
+    logit-scale 1 -> 0.125
+plan --embedding-multiplier 5.66: round-embedding-multiplier
 plan without --swiglu: quick-geglu
 plan --use-rope-scaling: rope-scaling-factor 8 -> 4;
     rope-scaling-original-max-position 8192 -> 4096; rope-scaling-low-freq-factor 1 -> 2;

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from megatron.core.models.gpt_config import Multipliers
 from megatron.core.moe import MoEConfig, RouterConfig, RouterLoad, router
 from megatron.core.moe import router as routing
 from megatron.core.transformer import (
@@ -112,7 +113,26 @@ def attention_config(row: Row, *, heads: int, channels: int) -> object:
         sinks=row["sinks"],
         output_gate=row["attention_gate"],
         second=_window_attention(row),
+        softmax_scale=SOFTMAX_SCALE if row["multipliers"] else None,
     )
+
+
+#: Factors of a row with multipliers: on embeddings, outputs of blocks and logits, and on attention
+#: logits, far from 1 / sqrt(d).
+MULTIPLIERS = Multipliers(embedding=1.7, residual=1.3, logits=1.9)
+SOFTMAX_SCALE = 0.6
+
+
+def plain_multipliers(row: Row) -> dict[str, float]:
+    """Return the factors of a row's plain model."""
+    if not row["multipliers"]:
+        return {}
+    return {
+        "embedding_multiplier": MULTIPLIERS.embedding,
+        "residual_multiplier": MULTIPLIERS.residual,
+        "logit_scale": MULTIPLIERS.logits,
+        "softmax_scale": SOFTMAX_SCALE,
+    }
 
 
 #: Window and rotary base of the first attention block with `second_attention`.

@@ -33,6 +33,9 @@ class PlainGPT:
         clamp: the gate is (up + 1) g sigmoid(1.702 g) with g <= clamp and |up| <= clamp; None gates
             by silu.
         norm_placement: norms of a block: "pre" of its input, "post" of its output, "both".
+        embedding_multiplier, residual_multiplier, logit_scale: factors on embeddings, outputs of
+            blocks and logits.
+        softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
         recurrent: mixers of the first layers, in place of attention.
         second: window and rotary base of the first attention block if it differs from the other
             blocks; base None does not rotate.
@@ -51,6 +54,10 @@ class PlainGPT:
     window: int | None = None
     rotary_base: float = 10000.0
     epsilon: float = 1e-5
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    softmax_scale: float | None = None
     recurrent: tuple[Mixer, ...] = ()
     second: tuple[int | None, float | None] | None = None
 
@@ -59,7 +66,7 @@ class PlainGPT:
     ) -> torch.Tensor:
         """Return [b, s, v] for tokens [b, s] of documents `ids` [b, s]; None: one per row."""
         ids = torch.zeros_like(tokens) if ids is None else ids
-        hidden = weights["embedding.weight"][tokens]  # [b, s, h]
+        hidden = weights["embedding.weight"][tokens] * self.embedding_multiplier  # [b, s, h]
         if _POSITIONS in weights:
             starts = (ids[:, None, :] < ids[:, :, None]).sum(-1)  # start of each token's document
             hidden = hidden + weights[_POSITIONS][torch.arange(tokens.shape[1]) - starts]
@@ -74,10 +81,10 @@ class PlainGPT:
                 delta = self.attention(weights, name, hidden, ids)
             if self.norm_placement != "pre":
                 delta = self.norm_of(weights, f"{name}.post_norm", delta)
-            hidden = hidden + delta
+            hidden = hidden + delta * self.residual_multiplier
         hidden = self.norm_of(weights, "decoder.final_norm", hidden)
         head = weights["embedding.weight" if self.tied else "head.weight"]
-        return hidden @ head.T
+        return hidden @ head.T * self.logit_scale
 
     def token_losses(
         self,
@@ -129,7 +136,8 @@ class PlainGPT:
         key, value = (
             t.repeat_interleave(heads_per_group, dim=1) for t in (key, value)
         )  # [b, n, s, d]
-        scores = query @ key.transpose(-1, -2) / math.sqrt(self.head_dim)  # [b, n, s, s]
+        scale = 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+        scores = query @ key.transpose(-1, -2) * scale  # [b, n, s, s]
         length = scores.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool).tril()
         if window is not None:

@@ -235,6 +235,14 @@ norms of outputs see a part of the sequence, and nobody sums them [sequence_para
     tensor_parallel.linear TensorParallelRegion.replicated_gradient: "partial" if self.scatters else
     "identical"
     => "identical"
+partial sums of embeddings are multiplied twice [sequence_parallel multipliers]
+    tensor_parallel.vocab_parallel VocabParallelEmbedding.addends:
+    self.weight.embedding(local.where(valid, 0), valid)
+    => self.scaled(self.weight.embedding(local.where(valid, 0), valid))
+the embedding of MTP layers has no multiplier [tp=1 dp=2 predictions=1 multipliers]
+    models.gpt MultiTokenPrediction.__init__: factors.embedding_in(build.store.dtype) => 1.0
+the last stage multiplies its logits by the factor of blocks [tp=1 pp=2 multipliers]
+    models.gpt GPTModel._declare: config.multipliers.logits => config.multipliers.residual
 feature off: the mode of recurrences that was asked for [tp=1 cp=2 mixer=delta linear_mode=segments]
     ssm.mixer LinearRecurrentMixer._mode: choose_mode(self.context.linear_mode,
     => choose_mode("auto",

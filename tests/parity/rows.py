@@ -56,6 +56,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", "qkv", "all"),
     "gated": (True, False),
     "gate": ("silu", "clamped"),
+    "multipliers": (False, True),
     "dropout": (0.0, 0.1),
     "recompute": ("none", "full", "selective"),
     "dispatcher": ("alltoall", "allgather"),
@@ -393,6 +394,7 @@ def label(row: Row) -> str:
             "gated",
             "attention_gate",
             "expert_bias",
+            "multipliers",
         )
         if row[name]
     ]

@@ -9,7 +9,7 @@ with the single-process model in every loss, every gradient and the weights afte
 import pytest
 import torch
 
-from tests.parity.experts import CLAMP, second_attention
+from tests.parity.experts import CLAMP, plain_multipliers, second_attention
 from tests.parity.pieces import assembled
 from tests.parity.plain_gpt import PlainGPT, step_loss
 from tests.parity.recurrent import epsilon_of, plain_mixers
@@ -198,6 +198,7 @@ MODELS = {
         "bias",
         "gated",
         "gate",
+        "multipliers",
         "accumulation",
         "window",
         "sinks",
@@ -244,6 +245,7 @@ def test_single_process_trains_like_the_definition(model):
         window=row["window"],
         second=second_attention(row),
         recurrent=plain_mixers(row),
+        **plain_multipliers(row),
         epsilon=epsilon_of(row),
     )
     weights = {name: w.double().requires_grad_() for name, w in ref.initial.items()}

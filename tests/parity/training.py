@@ -32,6 +32,7 @@ from megatron.core.distributed.formulas import (
 )
 from megatron.core.extensions import QuantizationConfig
 from megatron.core.models import GPTConfig, GPTModel
+from megatron.core.models.gpt_config import Multipliers
 from megatron.core.moe import Balance, RouterLoad, routers_of
 from megatron.core.optimizer import (
     ConstantLossScaler,
@@ -45,6 +46,7 @@ from megatron.core.weight_gather.gather_format import gather_formats
 from megatron.core.weight_gather.gatherer import GatherCounts
 from megatron.training.step import TrainStep
 from tests.parity.experts import (
+    MULTIPLIERS,
     activation_settings,
     attention_config,
     moe_config,
@@ -189,6 +191,7 @@ def gpt_config(row: Row) -> GPTConfig:
         hidden_dropout=row["dropout"],
         moe=moe_config(row),
         mtp=mtp_config(row),
+        multipliers=MULTIPLIERS if row["multipliers"] else Multipliers(),
     )
 
 

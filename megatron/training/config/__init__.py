@@ -21,9 +21,9 @@ from megatron.training.config.execution_options import (
 )
 from megatron.training.config.logging_options import LoggingConfig, ProfilingConfig
 from megatron.training.config.model_options import (
+    ActivationOptions,
     AttentionOptions,
     ExpertConfig,
-    GateOptions,
     HybridConfig,
     ModelConfig,
     PositionConfig,
@@ -42,6 +42,7 @@ from megatron.training.config.parallel_options import (
 from megatron.training.config.training_options import EvaluationConfig, TrainingConfig
 
 __all__ = [
+    "ActivationOptions",
     "AttentionOptions",
     "CheckpointConfig",
     "Config",
@@ -52,7 +53,6 @@ __all__ = [
     "ExperimentConfig",
     "ExpertConfig",
     "FailureConfig",
-    "GateOptions",
     "HybridConfig",
     "LoggingConfig",
     "LossScaleConfig",
@@ -75,7 +75,7 @@ class Config:
     """One training run."""
 
     model: ModelConfig
-    gate: GateOptions
+    activations: ActivationOptions
     attention: AttentionOptions
     position: PositionConfig
     experts: ExpertConfig

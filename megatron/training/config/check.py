@@ -58,7 +58,7 @@ def check(config: Config, world_size: int) -> list[str]:
             latent_attention_problems(config),
             expert_problems(config, world_size),
             rope_scaling_problems(config.position),
-            gate_problems(config.model, config.gate),
+            gate_problems(config.model, config.activations),
             learned_position_problems(config),
             implementation_checks.attention_kernel_problems(config),
             _recompute(config),
@@ -324,6 +324,7 @@ def latent_attention_problems(config: Config) -> Iterator[str]:
             "it has no biases",
         ),
         "--window-size": (config.attention.window_size, "it attends to all preceding tokens"),
+        "--softmax-scale": (config.activations.softmax_scale, "its scale follows its features"),
         "--no-rope-freq": (config.position.no_rope_freq, "all layers are rotary"),
         "--softmax-type learnable": (
             config.attention.softmax_type == "learnable",

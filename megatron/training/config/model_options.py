@@ -79,8 +79,8 @@ class AttentionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions:
-    """Gates of MLPs and experts besides --swiglu, and biases of experts."""
+class ActivationOptions:
+    """Gates of MLPs and experts besides --swiglu, biases of experts, and factors on activations."""
 
     quick_geglu: bool = False
     """Use a gated MLP, gate * sigmoid(1.702 gate) * up, instead of GELU."""
@@ -99,12 +99,29 @@ class GateOptions:
         bool, at("moe.bias", back=unless(False)), at("router.bias", back=unless(False))
     ] = False
     """Add biases to the projections of the experts and to the router's logits, as in gpt-oss."""
+    embedding_multiplier: Annotated[float, at("multipliers.embedding", back=unless(1.0))] = 1.0
+    """Multiply token embeddings by this factor, as Granite and Gemma do."""
+    round_embedding_multiplier: Annotated[
+        bool, at("multipliers.rounds_embedding", back=unless(False))
+    ] = False
+    """Round --embedding-multiplier to the dtype of the weights, as Gemma does."""
+    residual_multiplier: Annotated[float, at("multipliers.residual", back=unless(1.0))] = 1.0
+    """Multiply the output of each block by this factor before it is added to the residual
+    stream."""
+    softmax_scale: Annotated[float | None, at("attention.softmax_scale", back=unless(None))] = None
+    """Factor on the attention logits; derived: 1 / sqrt(features per head)."""
+    logit_scale: Annotated[float, at("multipliers.logits", back=unless(1.0))] = 1.0
+    """Multiply the logits by this factor, as Cohere and Granite (by 1 / logits_scaling) do."""
 
     def __post_init__(self) -> None:
-        require_all(lambda: positive(self, "activation_func_clamp_value"))
+        require_all(
+            lambda: positive(self, "activation_func_clamp_value"),
+            lambda: positive(self, "embedding_multiplier", "residual_multiplier"),
+            lambda: positive(self, "softmax_scale", "logit_scale"),
+        )
 
 
-def gate_problems(model: ModelConfig, gate: GateOptions) -> Iterator[str]:
+def gate_problems(model: ModelConfig, gate: ActivationOptions) -> Iterator[str]:
     """Yield a message for each gate option that cannot be combined with the activation."""
     activations = {
         "--swiglu": model.swiglu,

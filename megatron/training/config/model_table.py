@@ -400,6 +400,7 @@ def _load_balancing_option(balance: str, config: GPTConfig) -> Any:
 _SECTIONS_OF_TABLE = {
     "": ConfigSection("", "models.gpt:GPTConfig"),
     "norm": ConfigSection("norm", "transformer:NormConfig"),
+    "multipliers": ConfigSection("multipliers", "models.gpt_config:Multipliers"),
     "mtp": ConfigSection(
         "mtp", "models.gpt_config:MTPConfig", lambda f: mtp_num_layers(f.config) > 0
     ),

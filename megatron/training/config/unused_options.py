@@ -33,6 +33,7 @@ _ATTENTION_FIELDS: dict[str, tuple[str, ...]] = {
         "kv_channels",
     ),
     "attention": (),
+    "activations": ("softmax_scale",),
     "position": (),
     "parallel": ("cp_comm_type", "context_parallel_cut", "attention_backend"),
 }
@@ -44,7 +45,10 @@ _BLOCKS: tuple[tuple[str, str, dict[str, tuple[str, ...]]], ...] = (
     (
         FEED_FORWARD,
         "MLP",
-        {"model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias"), "gate": ()},
+        {
+            "model": ("swiglu", "squared_relu", "openai_gelu", "add_mlp_bias"),
+            "activations": ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+        },
     ),
 )
 
@@ -96,6 +100,8 @@ def _dependents(config: Config) -> Iterator[tuple[object, str, bool, str]]:
     delayed = quantized.fp8_format is not None and quantized.fp8_recipe == "delayed"
     for start in ("fp8_margin", "fp8_amax_"):
         yield quantized, start, delayed, "--fp8-format and --fp8-recipe delayed"
+    scaled = config.activations.embedding_multiplier != 1.0
+    yield config.activations, "round_embedding_", scaled, "--embedding-multiplier"
     is_16_bit = config.training.bf16 or config.training.fp16
     yield config.execution, "cpu_matmul_", is_16_bit, "--bf16 or --fp16"
     spikes = failures.loss_spike_factor is not None
@@ -147,7 +153,7 @@ def _expert_dependents(config: Config) -> Iterator[tuple[object, str, bool, str]
     """Yield the rows of `_dependents` for expert options."""
     experts, parallel = config.experts, config.parallel
     on = experts.num_experts is not None
-    expert_options = ((experts, "moe_"), (config.gate, "moe_"), (parallel, "moe_"))
+    expert_options = ((experts, "moe_"), (config.activations, "moe_"), (parallel, "moe_"))
     for section, start in (*expert_options, (parallel, "expert_model_")):
         yield section, start, on, "--num-experts"
     if parallel.expert_tensor_parallel_size != 1:  # 1 is also true without experts

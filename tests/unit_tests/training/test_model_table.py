@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.cli.schema import build, options
 from megatron.core.models import GPTConfig
-from megatron.core.models.gpt_config import MTPConfig
+from megatron.core.models.gpt_config import MTPConfig, Multipliers
 from megatron.core.models.layer_pattern import (
     ATTENTION,
     DELTA_NET,
@@ -63,6 +63,13 @@ DELTA_NETS = st.builds(
     key_channels=SIZES,
     value_channels=SIZES,
     conv_width=st.integers(1, 4),
+)
+MULTIPLIERS = st.sampled_from(
+    [
+        Multipliers(),
+        Multipliers(embedding=12.0, residual=0.22, logits=0.125),
+        Multipliers(embedding=5.5, rounds_embedding=True),
+    ]
 )
 MAMBAS = st.builds(
     Mamba2Config,
@@ -205,6 +212,7 @@ def models(draw: st.DrawFn) -> GPTConfig:
         if depths
         else None,
         pattern=blocks if ffn is None else "",
+        multipliers=draw(MULTIPLIERS),
         max_position_embeddings=draw(st.none() | st.integers(16, 64))
         if rope is None and not (latent or depths)
         else None,
@@ -258,6 +266,7 @@ def attentions(
             window=draw(st.none() | SIZES),
             sinks=draw(st.booleans()),
             output_gate=draw(st.booleans()),
+            softmax_scale=draw(st.sampled_from([None, 0.0625])),
         )
     scaling, scale = None if rope is None else rope.scaling, 1.0
     if scaling is not None and scaling.kind == "yarn":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.training.config import (
+    ActivationOptions,
     AttentionOptions,
     ExpertConfig,
-    GateOptions,
     ModelConfig,
     PositionConfig,
     TokenizerConfig,
@@ -104,7 +104,7 @@ class ConvertToNativeConfig:
 
     conversion: ConvertConfig
     model: ModelConfig
-    gate: GateOptions
+    activations: ActivationOptions
     attention: AttentionOptions
     position: PositionConfig
     experts: ExpertConfig

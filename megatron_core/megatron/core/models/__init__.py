@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import MultiTokenPrediction as MultiTokenPrediction
     from megatron.core.models.gpt_config import GPTConfig as GPTConfig
     from megatron.core.models.gpt_config import MTPConfig as MTPConfig
+    from megatron.core.models.gpt_config import Multipliers as Multipliers
     from megatron.core.models.gpt_config import mamba2 as mamba2
     from megatron.core.models.gpt_config import nemotron_h as nemotron_h
     from megatron.core.models.gpt_config import qwen3_next as qwen3_next

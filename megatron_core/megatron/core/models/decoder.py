@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder: a stack of residual blocks built from a layer pattern or a range of its blocks.
 
-Each block computes delta = post_norm(mixer(norm(stream))), stream += delta, with one of the norms
-or both (`NormConfig.placement`). The addition is fused into the norm of the next block, so each
-block reads and writes the stream only once.
+Each block computes delta = multiplier · post_norm(mixer(norm(stream))), stream += delta, with one
+of the norms or both (`NormConfig.placement`). The addition is fused into the norm of the next
+block, so each block reads and writes the stream only once.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class DecoderConfig:
             has no such block.
         norm: shape of the norm of each block and of the final norm.
         hidden_dropout: dropout probability of block outputs in training.
+        residual_multiplier: factor on block outputs.
     """
 
     pattern: str
@@ -80,6 +81,7 @@ class DecoderConfig:
     mamba: Mamba2Config | None = None
     short_conv: ShortConvConfig | None = None
     hidden_dropout: float = 0.0
+    residual_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         shapes = {name: vars(self)[name] for name in _SHAPES}
@@ -171,6 +173,9 @@ class HiddenDropout(nn.Module):
 class DecoderBlock(nn.Module):
     """A mixer with its norms and dropout.
 
+    Args:
+        multiplier: factor on the mixer's output.
+
     Attributes:
         norm, post_norm: norms of the mixer's input and of its output; None without them.
         handles: handles of the block's weights.
@@ -186,8 +191,10 @@ class DecoderBlock(nn.Module):
         post_norm: Norm | None,
         drop: HiddenDropout | None,
         handles: Sequence[WeightHandle],
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
+        self.multiplier = multiplier
         self.name, self.norm, self.mixer, self.drop = name, norm, mixer, drop
         self.post_norm = post_norm
         first_product, self._norm_in_mixer = _first_product(mixer), False
@@ -217,6 +224,8 @@ class DecoderBlock(nn.Module):
             discard_until_backward(normed, lambda: norm(source), used_by=mixed)
         if self.post_norm is not None:
             mixed = self.post_norm(mixed)
+        if self.multiplier != 1.0:
+            mixed = mixed * self.multiplier
         return mixed if self.drop is None else self.drop(mixed, layout), stream
 
 
@@ -306,7 +315,13 @@ class Decoder(nn.Module):
         )
         handles = [handle for _, handle in latest][::-1]
         return DecoderBlock(
-            prefix, norm, mixer=mixer, post_norm=post_norm, drop=drop, handles=handles
+            prefix,
+            norm,
+            mixer=mixer,
+            post_norm=post_norm,
+            drop=drop,
+            handles=handles,
+            multiplier=config.residual_multiplier,
         )
 
     def _mixer(self, symbol: str, *, prefix: str, build: LayerBuild) -> Mixer:

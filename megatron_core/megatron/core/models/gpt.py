@@ -218,7 +218,8 @@ class GPTModel(StoreModule):
         )
         ends = {"store": build.store, "region": build.region, "init": build.init}
         if self.holds_embedding and chunk == 0:
-            self._embedding = VocabParallelEmbedding(rows, **ends)
+            factor = config.multipliers.embedding_in(build.store.dtype)
+            self._embedding = VocabParallelEmbedding(rows, multiplier=factor, **ends)
             if config.max_position_embeddings is not None:
                 self.position_embedding = PositionEmbedding(
                     config.max_position_embeddings, build=build
@@ -242,7 +243,7 @@ class GPTModel(StoreModule):
         elif is_last_chunk:
             top = vocabulary_sharding("head.weight", *shape, row_multiple=vocab_multiple)
             top = rows if config.tied else top
-            self._head = VocabParallelHead(top, **ends)
+            self._head = VocabParallelHead(top, multiplier=config.multipliers.logits, **ends)
             if config.mtp is not None:
                 self.multi_token = MultiTokenPrediction(
                     config,
@@ -723,12 +724,15 @@ class MultiTokenPrediction(nn.Module):
         assert config.mtp is not None
         self.factor = config.mtp.loss_factor / config.mtp.num_layers
         vocab_arguments = {"store": build.store, "region": build.region, "init": build.init}
+        factors = config.multipliers
         self.layers = nn.ModuleList()
         for k in range(config.mtp.num_layers):
             # Every MTP layer shares both weights with the main model, so they are declared outside
             # of the layer's unit.
-            layer_embedding = VocabParallelEmbedding(embedding, **vocab_arguments)
-            layer_head = VocabParallelHead(head, **vocab_arguments)
+            layer_embedding = VocabParallelEmbedding(
+                embedding, multiplier=factors.embedding_in(build.store.dtype), **vocab_arguments
+            )
+            layer_head = VocabParallelHead(head, multiplier=factors.logits, **vocab_arguments)
             with build.store.unit(f"mtp.{k}"):
                 layer = MultiTokenPredictionLayer(
                     f"mtp.{k}",

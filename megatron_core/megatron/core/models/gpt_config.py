@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.core.models.decoder import DecoderConfig, missing_shapes
 from megatron.core.models.layer_pattern import (
     ATTENTION,
@@ -66,6 +68,38 @@ class MTPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Factors on activations, applied at run time and never folded into weights.
+
+    Args:
+        embedding: factor on the token embeddings.
+        rounds_embedding: round this factor to the dtype of the weights, as Gemma does.
+        residual: factor on the output of each block before it is added to the stream.
+        logits: factor on the logits.
+    """
+
+    embedding: float = 1.0
+    rounds_embedding: bool = False
+    residual: float = 1.0
+    logits: float = 1.0
+
+    def problems(self) -> list[str]:
+        """Return a message for each factor that is not positive."""
+        names = ("embedding", "residual", "logits")
+        return [
+            f"multipliers.{name} is {vars(self)[name]}: use a positive number"
+            for name in names
+            if not 0.0 < vars(self)[name] < math.inf
+        ]
+
+    def embedding_in(self, dtype: torch.dtype) -> float:
+        """Return the factor on embeddings of weights of a dtype."""
+        if not self.rounds_embedding:
+            return self.embedding
+        return float(torch.tensor(self.embedding, dtype=dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Configuration of a model's logical weights and its function.
 
@@ -95,6 +129,7 @@ class GPTConfig:
             convolutions; None without such blocks.
         num_labels: number of labels of a classification head, which replaces the vocabulary head;
             None for a language model. A model with such a head cannot be trained.
+        multipliers: factors on embeddings, block outputs and logits.
     """
 
     num_layers: int
@@ -116,6 +151,7 @@ class GPTConfig:
     short_conv: ShortConvConfig | None = None
     max_position_embeddings: int | None = None
     num_labels: int | None = None
+    multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
         if not self.ffn_pattern and not self.pattern:
@@ -166,6 +202,7 @@ class GPTConfig:
         if self.short_conv is not None:
             problems += self.short_conv.problems(tp, hidden_size=self.hidden_size)
         problems += self._label_problems() + self._position_problems()
+        problems += self.multipliers.problems()
         return problems + self._expert_problems(tp, etp, ep)
 
     def _window_problems(self) -> list[str]:
@@ -323,6 +360,7 @@ class GPTConfig:
             attention=self.attention,
             norm=self.norm,
             hidden_dropout=self.hidden_dropout,
+            residual_multiplier=self.multipliers.residual,
             **self._shapes,
         )
 
@@ -407,6 +445,7 @@ class GPTConfig:
                 fields["mtp"] = MTPConfig(**fields["mtp"])
             if fields.get("short_conv") is not None:
                 fields["short_conv"] = ShortConvConfig(**fields["short_conv"])
+            fields["multipliers"] = Multipliers(**fields.get("multipliers", {}))
             fields["norm"] = NormConfig(**fields["norm"])
             if fields["rope"] is not None:
                 fields["rope"] = _rope(fields["rope"])

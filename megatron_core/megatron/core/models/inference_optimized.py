@@ -76,8 +76,7 @@ class InferenceOptimizedModel:
         self.cache_shapes, self.vocab_size = model.cache_shapes, model.vocab_size
         self.max_sequence_length, self.device = model.max_sequence_length, model.device
         self.comm = comm or SequenceParallelComm.plain(model.region.group)
-        blocks = [block for block in model.decoder.blocks if isinstance(block, DecoderBlock)]
-        self._layers = [(block.norm, block.mixer, block.post_norm) for block in blocks]
+        self._blocks = [block for block in model.decoder.blocks if isinstance(block, DecoderBlock)]
 
     @property
     def head(self) -> GatheredHead:
@@ -126,17 +125,25 @@ class InferenceOptimizedModel:
         delta: Tensor | None = hidden_states.squeeze(1)
         stream: Tensor | None = None
         is_partial = False  # whether delta is a partial sum, to be reduced over tp
-        for norm, mixer, post_norm in self._layers:
+        for block in self._blocks:
             normed, stream = self._add_and_norm(
-                norm, delta, stream, is_partial=is_partial, gather=mixer.decodes_gathered
+                block.norm,
+                delta,
+                stream,
+                is_partial=is_partial,
+                gather=block.mixer.decodes_gathered,
             )
-            delta, linear = mixer.decode(normed, layout, **context)
-            if post_norm is not None:
-                delta = self._normed_output(post_norm, delta, linear)
-                continue
-            if linear is not None:
-                delta = self._row_parallel_product(linear, delta, stream)
-            is_partial = linear is not None and delta is not None
+            delta, linear = block.mixer.decode(normed, layout, **context)
+            if block.post_norm is not None:
+                delta = self._normed_output(block.post_norm, delta, linear)
+            elif linear is not None:
+                into = stream if block.multiplier == 1.0 else None
+                delta = self._row_parallel_product(linear, delta, into)
+            is_partial = block.post_norm is None and linear is not None and delta is not None
+            if block.multiplier != 1.0:
+                assert delta is not None
+                # A partial sum may be in the buffer that the next norm reduces.
+                delta = delta.mul_(block.multiplier) if is_partial else delta * block.multiplier
         final = self.model.decoder.final_norm
         if final is None:
             if delta is None:
@@ -163,7 +170,8 @@ class InferenceOptimizedModel:
 
     def _embed(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
         """Return embeddings [t, 1, h]; with sequence parallelism t runs over this rank's tokens."""
-        hidden = self._reduce(self.model.embedding.addends(tokens.t()))  # [t, 1, h]
+        embedding = self.model.embedding
+        hidden = embedding.scaled(self._reduce(embedding.addends(tokens.t())))  # [t, 1, h]
         positions = self.model.position_embedding
         return hidden if positions is None else hidden + positions.decode(layout)
 

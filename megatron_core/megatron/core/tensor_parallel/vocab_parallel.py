@@ -306,6 +306,9 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: Literal["token", "label"
 class VocabParallelEmbedding(nn.Module):
     """Embedding lookup in a [V, h] table of which each rank holds V/tp rows (padded).
 
+    Args:
+        multiplier: factor on the embeddings.
+
     Raises:
         ValueError: a token id is outside [0, V); only checked on a CPU, to avoid synchronising with
             a GPU.
@@ -318,9 +321,10 @@ class VocabParallelEmbedding(nn.Module):
         store: WeightStore,
         region: TensorParallelRegion,
         init: InitSpec,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.multiplier = region, multiplier
         self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
         self.first_token_id = region.group.rank * self.weight.shape[0]
@@ -328,16 +332,19 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] ([s/tp, b, h] under sequence parallelism) from ids int64 [s, b]."""
         check_ids(ids, self.vocab_size, "token")
-        if self.region.group.size == 1:
-            return self.weight.embedding(ids)
         rows = self.addends(ids)
-        if self.region.scatters:
-            return reduce_scatter_to_group(rows, self.region.group)  # [s/tp, b, h]
-        return reduce_from_group(rows, self.region.group)
+        if self.region.group.size > 1:
+            reduce = reduce_scatter_to_group if self.region.scatters else reduce_from_group
+            rows = reduce(rows, self.region.group)  # [s/tp, b, h] or [s, b, h]
+        return self.scaled(rows)
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings times the multiplier."""
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
 
     def addends(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return [..., h], partial(tp): the embeddings of ids in this rank's rows, zeros for
-        others."""
+        """Return [..., h], partial(tp): the embeddings of ids in this rank's rows, zeros for others,
+        without the multiplier."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first_token_id
@@ -350,7 +357,11 @@ AllGather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VocabParallelHead(nn.Module):
-    """Projection to the vocabulary; tied to the embedding if declared with its sharding."""
+    """Projection to the vocabulary; tied to the embedding if declared with its sharding.
+
+    Args:
+        multiplier: factor on the logits, applied to the hidden states, which are smaller.
+    """
 
     def __init__(
         self,
@@ -359,9 +370,10 @@ class VocabParallelHead(nn.Module):
         store: WeightStore,
         region: TensorParallelRegion,
         init: InitSpec,
+        multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.multiplier = region, multiplier
         self.vocab_size = sharding.sub_weights[0].shape[0]
         self.weight = store.declare(sharding, init)
 
@@ -397,7 +409,7 @@ class VocabParallelHead(nn.Module):
             )
         check_ids(targets, self.vocab_size, "label")
         loss, nll = vocab_parallel_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
+            self._rows(hidden),
             self.weight,
             targets.reshape(-1),
             token_weights.float().reshape(-1),
@@ -412,7 +424,12 @@ class VocabParallelHead(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return local logits [s, b, V/tp] of replicated hidden states [s, b, h]."""
-        return self.weight.linear(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        return self.weight.linear(self._rows(hidden)).view(*hidden.shape[:2], -1)
+
+    def _rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [s b, h], hidden states times the multiplier."""
+        rows = hidden.flatten(0, 1)
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
 
     def whole(self, logits: torch.Tensor, *, all_gather: AllGather | None = None) -> torch.Tensor:
         """Gather local logits [s, b, V/tp] to fp32 [s, b, V] on every rank, without padding
@@ -432,7 +449,7 @@ class VocabParallelHead(nn.Module):
         # The local logits of a single rank are the result, unless columns or bits are dropped.
         is_whole = self.region.group.size == 1 and self.weight.shape[0] == self.vocab_size
         if is_whole and hidden.dtype is torch.float32:
-            self.weight.linear(hidden.flatten(0, 1), out=out.flatten(0, 1))
+            self.weight.linear(self._rows(hidden), out=out.flatten(0, 1))
             return out
         return out.copy_(self._joined(self.project(hidden), all_gather))
 

@@ -157,19 +157,16 @@ class CoreAttention:
         build: LayerBuild,
         *,
         heads: int,
-        channels: int,
+        scale: float,
         rate: float,
         window: int | None = None,
-        scale_factor: float = 1.0,
     ) -> CoreAttention:
         """Build the core attention of the layer `name`.
 
         Args:
             heads: number of query heads of this rank, n/tp.
-            channels: features d of a query; the scale is scale_factor / sqrt(d).
-            rate, window: see the class.
+            scale, rate, window: see the class.
         """
-        scale = scale_factor / math.sqrt(channels)
         make = build.backend.attention_layer
         return CoreAttention(
             backend=build.backend,
@@ -376,6 +373,7 @@ class AttentionConfig:
             projection of the hidden state; the projection has a bias if queries have one.
         rotary: whether queries and keys are rotated in a model with rotary position embedding.
         second: how attention of `W` blocks differs; None without such blocks.
+        softmax_scale: factor on the attention logits; None is 1 / sqrt(d).
     """
 
     num_attention_heads: int
@@ -390,6 +388,7 @@ class AttentionConfig:
     output_gate: bool = False
     rotary: bool = True
     second: WindowAttentionConfig | None = None
+    softmax_scale: float | None = None
 
     @property
     def window_block(self) -> AttentionConfig:
@@ -431,6 +430,8 @@ class AttentionConfig:
             problems.append(
                 f"attention window {self.window}: use at least 1, or None for no window"
             )
+        if self.softmax_scale is not None and not 0.0 < self.softmax_scale < math.inf:
+            problems.append(f"softmax-scale {self.softmax_scale}: use a positive number")
         if self.second is not None:
             problems += self.second.problems()
         if not problems:
@@ -539,7 +540,7 @@ class SelfAttention(Mixer):
             name,
             build,
             heads=self.heads,
-            channels=d,
+            scale=1 / math.sqrt(d) if config.softmax_scale is None else config.softmax_scale,
             rate=config.dropout,
             window=config.window,
         )

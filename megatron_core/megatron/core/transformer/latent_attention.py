@@ -19,6 +19,7 @@ so K is applied to the queries and V to the result, and keys and values of heads
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -136,9 +137,8 @@ class LatentAttention(Mixer):
             name,
             build,
             heads=self.heads,
-            channels=channels,
+            scale=config.scale_factor / math.sqrt(channels),
             rate=config.dropout,
-            scale_factor=config.scale_factor,
         )
         # Attention uses one head size: smaller key or value heads are padded with zeros.
         self.width = max(channels, config.value_channels)

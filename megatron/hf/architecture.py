@@ -40,6 +40,7 @@ class Architecture:
         rows: fields of config.json with their fields of `GPTConfig`, both ways.
         read_blocks: returns the symbol of each block from the fields of config.json.
         check: raises ValueError for further fields that would change the function.
+        is_rotary_in: returns whether the attention of a model is rotary, if its class can rotate.
         aliases: further names of fields in `rows`, and fields that do not affect the function.
         defaults: values of absent fields.
         other_prefix: (prefix on the hub, prefix in files that `save_pretrained` writes without
@@ -62,6 +63,7 @@ class Architecture:
     rows: tuple[Row, ...]
     read_blocks: Callable[[Fields], str]
     check: Callable[[Fields], None] = _no_check
+    is_rotary_in: Callable[[Fields], bool] = lambda fields: True
     aliases: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_prefix: tuple[str, str] | None = None

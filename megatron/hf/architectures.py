@@ -12,6 +12,7 @@ from megatron.hf.families import (
     ernie,
     glm,
     gpt,
+    granite,
     llama,
     nemotron,
     plain_mlp,
@@ -61,6 +62,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             glm.DOTS1,
             gpt.GPT_BIGCODE,
             window_mixes.SMOLLM3,
+            granite.GRANITE,
+            granite.GRANITEMOE,
+            granite.GRANITEMOESHARED,
+            granite.GRANITEMOEHYBRID,
         )
     }
 )

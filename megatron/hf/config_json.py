@@ -21,7 +21,7 @@ import torch
 from megatron.cli.two_way_table import Table, build, describe
 from megatron.core.dist_checkpointing.manifest import flatten
 from megatron.core.models.gpt import GPTConfig
-from megatron.core.models.gpt_config import MTPConfig
+from megatron.core.models.gpt_config import MTPConfig, Multipliers
 from megatron.core.models.layer_pattern import (
     ATTENTIONS,
     DELTA_NET,
@@ -244,6 +244,7 @@ def function_of(config: GPTConfig) -> GPTConfig:
         mamba=_mamba_of(config) if MAMBA in kinds else None,
         mtp=_mtp_of(config),
         rope=rope,
+        multipliers=_multipliers_of(config),
         hidden_dropout=0.0,
         init_std=0.02,
     )
@@ -262,8 +263,14 @@ def _attention_of(config: GPTConfig) -> AttentionConfig | LatentAttentionConfig 
         )
     if attention.second is not None:
         second = dataclasses.replace(attention.second, pattern=pattern_of(config.blocks))
-        return dataclasses.replace(attention, second=second)
-    return attention
+        attention = dataclasses.replace(attention, second=second)
+    return dataclasses.replace(attention, softmax_scale=attention.scale)
+
+
+def _multipliers_of(config: GPTConfig) -> Multipliers:
+    """Return the factors of a model, of which config.json may have the reciprocal."""
+    factors = config.multipliers
+    return dataclasses.replace(factors, logits=float(f"{factors.logits:.8g}"))
 
 
 def _mtp_of(config: GPTConfig) -> MTPConfig | None:

@@ -61,7 +61,9 @@ SECTIONS = {
     "rope": ConfigSection(
         "rope",
         "transformer:RopeConfig",
-        lambda fields: fields.kind.is_rotary and _has(*ATTENTIONS)(fields),
+        lambda fields: (
+            fields.kind.is_rotary and fields.kind.is_rotary_in(fields) and _has(*ATTENTIONS)(fields)
+        ),
     ),
     "linear": _scales("linear"),
     "llama3": _scales("llama3"),
@@ -100,6 +102,13 @@ WHOLE_WIDTH_ATTENTION = (
 MTP = (
     Row("num_nextn_predict_layers", "", read.unread, lambda config, _: config.mtp_num_layers),
     Row("", "mtp.num_layers", read.mtp_num_layers),
+)
+#: Factors of Granite.
+MULTIPLIERS = (
+    Row("embedding_multiplier", "multipliers.embedding", read.number(1.0)),
+    Row("residual_multiplier", "multipliers.residual", read.number(1.0)),
+    Row("logits_scaling", "multipliers.logits", read.reciprocal, read.write_reciprocal),
+    Row("attention_multiplier", "attention.softmax_scale", read.number(1.0), read.write_scale),
 )
 QUERY_KEY_NORMS = (Row("", "attention.qk_norm", constant(True)),)
 ROPE = (

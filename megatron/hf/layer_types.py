@@ -144,7 +144,7 @@ def check_size(fields: Fields, num_layers: int, name: str) -> None:
     for field in _COUNTS:
         if (
             fields.find(field) is not None
-            and fields.count(field) * num_layers > MAX_HEADS_OR_EXPERTS
+            and fields.count(field, minimum=0) * num_layers > MAX_HEADS_OR_EXPERTS
         ):
             fields.refuse(
                 field,

@@ -19,6 +19,7 @@ from megatron.cli.two_way_table import (
     yarn_weight,
 )
 from megatron.core.models.gpt import GPTConfig
+from megatron.core.transformer import AttentionConfig
 from megatron.hf.architecture import Architecture
 from megatron.hf.classifier import default_label, read_labels
 from megatron.hf.fields import Fields
@@ -225,6 +226,21 @@ def switched_window(fields: ModelFields, name: str) -> int | None:
     """Return the window of all layers, which `use_sliding_window` switches on."""
     used = fields.flag("use_sliding_window", False) and not is_null(fields, name)
     return fields.count(name, WINDOW) if used else None
+
+
+def reciprocal(fields: ModelFields, name: str) -> float:
+    """Return 1 / a number, by default 1."""
+    return 1.0 / fields.number(name, 1.0)
+
+
+def write_reciprocal(factor: float, _: GPTConfig) -> float:
+    return float(f"{1.0 / factor:.8g}")
+
+
+def write_scale(_: float | None, config: GPTConfig) -> float:
+    """Return the factor on the attention logits."""
+    assert isinstance(config.attention, AttentionConfig)
+    return config.attention.scale
 
 
 def rope_base(fields: ModelFields, name: str) -> float:

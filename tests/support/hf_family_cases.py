@@ -37,6 +37,29 @@ _MIX: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 5.5,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.35,
+    "attention_multiplier": 0.21,
+}
+_GRANITE_EXPERTS: dict[str, Any] = {
+    **_WHOLE,
+    **_FACTORS,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 22,
+}
+#: Mamba-2 of Bamba and Granite.
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 12,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 9,
+    "mamba_proj_bias": True,
+    "rms_norm_eps": 1e-2,
+}
+
 #: name: (class in transformers, what its configuration has in addition to the shape)
 FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _YARN}),
@@ -210,19 +233,34 @@ FAMILY_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "head_dim": 12,
             "attn_layer_indices": [1],
-            "mamba_n_heads": 12,
-            "mamba_d_head": 8,
-            "mamba_n_groups": 3,
-            "mamba_d_state": 9,
-            "mamba_proj_bias": True,
             "mlp_bias": True,
-            "rms_norm_eps": 1e-2,
+            **_MAMBA2,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {**_FACTORS, "head_dim": 12, "mlp_bias": True, "rope_parameters": _YARN},
+    ),
+    "granitemoe": ("GraniteMoe", {**_GRANITE_EXPERTS, "attention_bias": True}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**_GRANITE_EXPERTS, "shared_intermediate_size": 14, "tie_word_embeddings": True},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE_EXPERTS,
+            **_MAMBA2,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 14,
         },
     ),
 }
 
 #: Models with recurrent layers.
-RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba")
+RECURRENT_CASES = ("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid")
 
 #: Classes whose norms store the distance of the weight from one.
 ZERO_CENTERED = frozenset({"Qwen3Next", "Nemotron", "Qwen3_5", "Qwen3_5Moe"})

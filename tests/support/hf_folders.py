@@ -201,6 +201,18 @@ HYBRID_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "granitehybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 22,
+            "layer_types": ["attention", "mamba"],
+            "embedding_multiplier": 5.5,
+            "mamba_n_heads": 12,
+            "mamba_d_state": 9,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
     "nemotronh-dense": (
         "NemotronH",
         {**_NEMOTRON, "hybrid_override_pattern": "M-*-", "mlp_bias": True},

@@ -55,7 +55,7 @@ _ENDS = (
 )
 
 
-def _mamba_entries(inside: str, norm: Entry) -> tuple[AnyEntry, ...]:
+def mamba_entries(inside: str, norm: Entry) -> tuple[AnyEntry, ...]:
     """Return the entries of Mamba-2 in a module of a layer, with the norm of the block."""
     return (
         norm,
@@ -81,7 +81,7 @@ def _mamba_entries(inside: str, norm: Entry) -> tuple[AnyEntry, ...]:
     )
 
 
-_MAMBA = _mamba_entries(_MIXER, _NORM)
+_MAMBA = mamba_entries(_MIXER, _NORM)
 _MIXER_BLOCKS = (
     *rows.MODEL,
     Row("num_hidden_layers", "", read.unread, lambda config, _: len(config.blocks)),
@@ -160,7 +160,7 @@ _FUSED_PLAIN_EXPERTS = tuple(
     )
 )
 #: Names of Nemotron-H's layer types in all versions of transformers.
-_BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
+BLOCK_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "mamba": MAMBA,
         LINEAR: MAMBA,
@@ -181,10 +181,10 @@ def _read_layers(fields: Fields) -> str:
     patterns: dict[str, str] = {}
     for name in ("layers_block_type", "layer_types"):
         if fields.find(name) is not None:
-            patterns[name] = symbols(fields, name, _BLOCK_TYPES)
+            patterns[name] = symbols(fields, name, BLOCK_TYPES)
     pattern = fields.find(_PATTERN)
     if pattern is not None:
-        supported_symbols = set(_BLOCK_TYPES.values())
+        supported_symbols = set(BLOCK_TYPES.values())
         if not isinstance(pattern, str) or not pattern or set(pattern) - supported_symbols:
             fields.refuse(
                 _PATTERN, f"supported are the symbols {', '.join(sorted(supported_symbols))}"
@@ -289,7 +289,7 @@ def _bamba_mixers(fields: Fields, num_layers: int) -> str:
     mixers = "".join(ATTENTION if layer in indices else MAMBA for layer in range(num_layers))
     for types in ("layer_types", "layers_block_type"):
         present = fields.raw.get(types) is not None
-        if present and symbols(fields, types, _BLOCK_TYPES, num_layers=num_layers) != mixers:
+        if present and symbols(fields, types, BLOCK_TYPES, num_layers=num_layers) != mixers:
             fields.refuse(types, f"{name} says otherwise")
     return mixers
 
@@ -308,6 +308,24 @@ def _mamba_head_dim(fields: ModelFields, name: str) -> int:
     return head_dim
 
 
+#: Mamba-2 of Bamba and Granite, and the number of layers of a mixer and an MLP.
+BAMBA_MIXER = (
+    Row("num_hidden_layers", "", read.unread, lambda config, _: len(config.blocks) // 2),
+    Row("mamba_n_heads", "mamba.num_heads", read.count),
+    Row("mamba_d_head", "mamba.head_channels", _mamba_head_dim),
+    Row("mamba_n_groups", "mamba.num_groups", read.count),
+    Row("mamba_d_state", "mamba.state_channels", read.count),
+    Row("mamba_d_conv", "mamba.conv_width", read.count),
+    Row(
+        "mamba_expand",
+        "mamba.",
+        read.unread,
+        lambda m, config: max(1, m.inner_channels // config.hidden_size),
+    ),
+    Row("mamba_conv_bias", "mamba.conv_bias", read.flag(True)),
+    Row("mamba_proj_bias", "mamba.bias", read.flag(False)),
+    Row("time_step_limit", "mamba.dt_limit", read.dt_limits, read.write_dt_limits),
+)
 _BAMBA_MLP = tuple(
     entry._replace(
         hf_name=entry.hf_name.replace(".mlp.", ".feed_forward.").replace(
@@ -322,7 +340,7 @@ BAMBA = Architecture(
     has_classifier=False,
     blocks={
         ATTENTION: ATTENTION_ENTRIES,
-        MAMBA: _mamba_entries(f"{LAYER}.mamba", MIXER_NORM),
+        MAMBA: mamba_entries(f"{LAYER}.mamba", MIXER_NORM),
         DENSE: _BAMBA_MLP,
     },
     ends=(EMBEDDING, FINAL_NORM._replace(hf_name="model.final_layernorm.weight"), HEAD),
@@ -333,22 +351,8 @@ BAMBA = Architecture(
         *rows.SELF_ATTENTION,
         *rows.BIAS,
         Row("mlp_bias", "mlp.bias", read.flag(False)),
-        Row("num_hidden_layers", "", read.unread, lambda config, _: len(config.blocks) // 2),
+        *BAMBA_MIXER,
         Row("attn_layer_indices", "", read.unread, _attention_layers),
-        Row("mamba_n_heads", "mamba.num_heads", read.count),
-        Row("mamba_d_head", "mamba.head_channels", _mamba_head_dim),
-        Row("mamba_n_groups", "mamba.num_groups", read.count),
-        Row("mamba_d_state", "mamba.state_channels", read.count),
-        Row("mamba_d_conv", "mamba.conv_width", read.count),
-        Row(
-            "mamba_expand",
-            "mamba.",
-            read.unread,
-            lambda m, config: max(1, m.inner_channels // config.hidden_size),
-        ),
-        Row("mamba_conv_bias", "mamba.conv_bias", read.flag(True)),
-        Row("mamba_proj_bias", "mamba.bias", read.flag(False)),
-        Row("time_step_limit", "mamba.dt_limit", read.dt_limits, read.write_dt_limits),
     ),
     read_blocks=layers(uniform_layers(DENSE), _bamba_mixers),
     check=partial(refuse_windows, typed=False),

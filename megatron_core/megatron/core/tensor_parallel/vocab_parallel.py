@@ -343,8 +343,8 @@ class VocabParallelEmbedding(nn.Module):
         return rows if self.multiplier == 1.0 else rows * self.multiplier
 
     def addends(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return [..., h], partial(tp): the embeddings of ids in this rank's rows, zeros for others,
-        without the multiplier."""
+        """Return [..., h], partial(tp), without the multiplier: the embeddings of ids in this
+        rank's rows, zeros for others."""
         if self.region.group.size == 1:
             return self.weight.embedding(ids)
         local = ids - self.first_token_id

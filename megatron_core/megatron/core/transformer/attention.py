@@ -398,6 +398,13 @@ class AttentionConfig:
         return dataclasses.replace(self, **settings, second=None)
 
     @property
+    def scale(self) -> float:
+        """Factor on the attention logits."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        return 1 / math.sqrt(self.kv_channels)
+
+    @property
     def rope_features(self) -> int:
         """Features of a head for the rotary table."""
         return self.kv_channels
@@ -540,7 +547,7 @@ class SelfAttention(Mixer):
             name,
             build,
             heads=self.heads,
-            scale=1 / math.sqrt(d) if config.softmax_scale is None else config.softmax_scale,
+            scale=config.scale,
             rate=config.dropout,
             window=config.window,
         )

@@ -32,7 +32,7 @@ from megatron.core.inference.sampling import SampleRow, sample
 from megatron.core.inference.speculation import DraftModel, MultiTokenHeads, NGramLookup, Proposer
 from megatron.core.inference.stages import PipelineGroups
 from megatron.core.models import GPTConfig, GPTModel, InferenceOptimizedModel
-from megatron.core.models.gpt_config import MTPConfig
+from megatron.core.models.gpt_config import MTPConfig, Multipliers
 from megatron.core.models.layer_pattern import StageSplit
 from megatron.core.moe import MoEConfig, RouterConfig
 from megatron.core.ssm import GatedDeltaNetConfig, Mamba2Config
@@ -80,13 +80,17 @@ LATENT = LatentAttentionConfig(
     rope_channels=6,
     value_channels=17,
 )
+MULTIPLIERS = Multipliers(embedding=1.7, residual=0.6, logits=0.8)
 FAMILIES = {
-    "gqa": gpt(attention=replace(HEADS, qk_norm=True)),
+    "gqa": gpt(attention=replace(HEADS, qk_norm=True, softmax_scale=0.25), multipliers=MULTIPLIERS),
     "window and sinks": gpt(
-        attention=replace(HEADS, window=20, sinks=True), norm=NormConfig(placement="post")
+        attention=replace(HEADS, window=20, sinks=True),
+        norm=NormConfig(placement="post"),
+        multipliers=MULTIPLIERS,
     ),
     "experts": gpt(  # and two kinds of attention
         4,
+        multipliers=MULTIPLIERS,
         pattern="WE*-",
         attention=replace(
             HEADS,
